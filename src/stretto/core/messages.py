@@ -1,0 +1,227 @@
+"""What goes into the core and what comes out. Everything that happens to a run is one of these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# -- events: what happened ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """An instance is there, empty."""
+
+    instance: int
+    slots: int  # versions that it can hold at once
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """An instance is gone with everything on it. Its trajectories go on elsewhere under their own version."""
+
+    instance: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An instance confirmed the checksum of a version that it was told to load."""
+
+    instance: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """A trajectory has its last token."""
+
+    trajectory: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A trajectory has its reward."""
+
+    trajectory: int
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationFailed:
+    """A request failed on an instance that lives on. Retried on the same version with the same seed, bounded."""
+
+    trajectory: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringFailed:
+    """A reward failed. Scored again without generating again, bounded."""
+
+    trajectory: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """The trainer finished update `update`; the weights of version `update + 1` exist."""
+
+    update: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The tail of generation (seconds from the start of a group to its end, a high quantile) and of one update."""
+
+    tail_s: float
+    update_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The evaluation that `Evaluate` asked for has ended."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """End at the next update boundary: at once if no update is running."""
+
+
+Event = (
+    Joined
+    | Lost
+    | Loaded
+    | Generated
+    | Scored
+    | GenerationFailed
+    | ScoringFailed
+    | Updated
+    | Measured
+    | Evaluated
+    | StopRequested
+)
+
+# -- commands: what to do about it -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Put a version on an instance; answer with `Loaded`."""
+
+    instance: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """`partial` only: overwrite a version by a newer one under the work that is running; answer with `Loaded`."""
+
+    instance: int
+    old: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    """Free a version's slot on an instance; nothing runs there under it."""
+
+    instance: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Admit a group: all of its trajectories start under `version` on `instance`."""
+
+    group: int
+    version: int
+    deadline: int  # the update whose batch it must be in at the latest
+    instance: int
+    trajectories: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Generate a trajectory on `instance` under its own version, going on from what is left of it."""
+
+    trajectory: int
+    version: int
+    instance: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rescore:
+    """Score a trajectory once more."""
+
+    trajectory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """A trajectory has failed for good; `reason` is the last of its failures."""
+
+    trajectory: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """`drop` only: throw a group away, finished or not."""
+
+    group: int
+    trajectories: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """Run update `update` on these trajectories, in this order: (version, group, member)."""
+
+    update: int
+    trajectories: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Version `version` is now the newest."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """Nothing needs the weights of `version` any more."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Evaluate `version` on `instance`, at low priority; answer with `Evaluated`."""
+
+    version: int
+    instance: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Nothing is left to do: all updates are done (`stopped` false) or the run was asked to stop."""
+
+    stopped: bool
+
+
+Command = (
+    Load
+    | Swap
+    | Unload
+    | Start
+    | Resume
+    | Rescore
+    | Fail
+    | Drop
+    | Train
+    | Publish
+    | Retire
+    | Evaluate
+    | Finish
+)

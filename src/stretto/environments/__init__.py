@@ -1,0 +1,1 @@
+"""Tasks, prompts, rewards and episodes."""

@@ -1,0 +1,70 @@
+"""One flat vocabulary of errors, by boundary.
+
+An error of the user's names the option in backticks, what it got, and what to do instead. A failure of a request, a
+reward or an environment is data: it is recorded with its trajectory and counted, and the run goes on. A failure of the
+trainer, the journal or the loop ends the run, by name.
+
+Every class takes one message, so that it survives pickling between processes.
+"""
+
+
+class StrettoError(Exception):
+    """Whatever Stretto raises on purpose. The command line prints it without a traceback."""
+
+
+class RecipeError(StrettoError, ValueError):
+    """A recipe, an option or a data set that cannot be run as it is."""
+
+
+class ModelError(StrettoError, ValueError):
+    """A folder that is no model, or an architecture that the engine cannot serve exactly."""
+
+
+class RunError(StrettoError):
+    """A run folder that cannot be used: it exists already, or there is nothing in it to resume."""
+
+
+# -- failures that are data: they belong to one trajectory ------------------------------------------------------------
+
+
+class RequestError(StrettoError):
+    """One request cannot be served: its prompt is too long for the engine, or the engine could not finish it."""
+
+
+class VersionNotResidentError(RequestError):
+    """A request named a version that the engine does not hold. Never answered with another one."""
+
+
+class SuspendedError(StrettoError):
+    """The trajectory was suspended; whoever asked for that holds it now. Ends the pending `generate` call."""
+
+
+class AbortedError(StrettoError):
+    """The trajectory was aborted on purpose (the `drop` paradigm). Ends the pending `generate` call."""
+
+
+class RewardError(StrettoError):
+    """A reward function raised, returned something that is no finite number, or did not return in time."""
+
+
+# -- failures that end the run -----------------------------------------------------------------------------------------
+
+
+class ChecksumError(StrettoError):
+    """The weights that arrived are not the weights that were sent."""
+
+
+class EngineError(StrettoError):
+    """The engine itself failed: every request on it is lost, and it takes no more."""
+
+
+class TrainerError(StrettoError):
+    """An update failed."""
+
+
+class JournalError(StrettoError):
+    """The journal could not be written or read. Nothing is trained on that is not recorded."""
+
+
+class StalledError(StrettoError):
+    """Nothing happened for longer than the run allows; the message says who waited for what."""

@@ -1,0 +1,1 @@
+"""How the parts are put together: one process, or a cluster."""

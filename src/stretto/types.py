@@ -1,0 +1,164 @@
+"""The nouns. Torch is imported for type checking only, so that the command line starts fast.
+
+Identifiers are plain integers. A group's id is its position in the stream of prompts: the group that replaces another
+takes the next prompt, so nothing is ever drawn twice by accident. A trajectory's id is `group * G + member`.
+Versions are numbered from 0; update `n` trains version `n` and publishes version `n + 1`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+FinishReason = Literal["stop", "length"]
+"""`stop`: a stop token or stop string. `length`: cut at `max_tokens`, recorded as truncated and trained as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a task, tokenized once."""
+
+    index: int  # position in the run's stream of prompts
+    text: str  # after the chat template, where there is one
+    tokens: tuple[int, ...]
+    row: Mapping[str, Any]  # the task's own columns, handed to the reward function
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. `temperature` 0 is greedy: a point mass, so every log-probability is 0."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    stop_tokens: tuple[int, ...] = ()  # a stop token is part of the completion
+    stop_strings: tuple[str, ...] = ()  # the completion ends with the token that completes one
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One trajectory to generate. Its tokens depend on `prompt`, `version`, `seed` and `sampling` and on nothing else."""
+
+    id: int
+    version: int
+    prompt: tuple[int, ...]
+    seed: int  # 63 bits
+    sampling: Sampling
+    group: int = -1  # requests of one group and version share the pages of their prompt; -1: shares with nobody
+    priority: int = 0  # smaller first; evaluation runs at 1
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a request became."""
+
+    id: int
+    version: int
+    tokens: NDArray[np.int32]  # [n], the stop token included
+    logprobs: NDArray[np.float32]  # [n], under the distribution that each token was really drawn from
+    finish: FinishReason
+    checksum: str  # of the weights that were resident while it was generated
+    token_versions: NDArray[np.int32] | None = None  # [n]; only where it was continued under other weights
+    started_at: float = 0.0  # `time.time()` at the first prefill
+    finished_at: float = 0.0
+    prefilled: int = 0  # tokens prefilled for it alone, prompt shared with its group not counted twice
+
+
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """A trajectory between two engines. Portable: pickles, and needs nothing of the engine that made it.
+
+    With `kv` it resumes token for token as if nothing had happened; without, its context is prefilled again, which is
+    the same to rounding. The sampler has no state of its own: draws are keyed by (seed, position).
+    """
+
+    request: Request
+    tokens: NDArray[np.int32]  # [n] so far
+    logprobs: NDArray[np.float32]  # [n]
+    checksum: str
+    token_versions: NDArray[np.int32] | None = None
+    kv: torch.Tensor | None = None  # [layers, 2, tokens, kv heads, head size], of every token but the last
+    started_at: float = 0.0
+    prefilled: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights of one version, on their way from the trainer to an engine. Never changed after they are made."""
+
+    version: int
+    kind: Literal["lora", "full"]
+    tensors: Mapping[str, torch.Tensor]  # full: by parameter name; lora: `<module>.lora_A` [r, in], `.lora_B` [out, r]
+    checksum: str
+    scale: float = 1.0  # lora: alpha / rank
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What an engine can hold."""
+
+    slots: int  # versions at once
+    rows: int  # trajectories decoding at once
+    kv_tokens: int  # tokens of context over all rows
+    max_context: int  # prompt plus completion of one trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine is doing, and what it has done since it started."""
+
+    running: int
+    queued: int
+    kv_tokens: int  # in use
+    versions: Mapping[int, int]  # resident version -> trajectories running or queued under it
+    longest: Mapping[int, int] = field(default_factory=dict)  # version -> tokens so far of its longest trajectory
+    steps: int = 0
+    tokens: int = 0  # sampled since the start
+    prefilled: int = 0  # tokens prefilled since the start
+    preemptions: int = 0
+    busy_s: float = 0.0  # time with at least one running row
+    row_s: float = 0.0  # integral of running rows over time
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One finished trajectory as the trainer sees it."""
+
+    trajectory: int
+    group: int
+    version: int
+    prompt: Sequence[int]
+    completion: Completion
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The samples of one update, ordered by (version, group, member)."""
+
+    update: int
+    samples: Sequence[Sample]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """What an update did. `metrics` goes into `metrics.jsonl` as it is."""
+
+    update: int
+    metrics: Mapping[str, float]
+    mismatch_kl_sum: float  # engine against trainer at the same version, summed over `mismatch_tokens`
+    mismatch_tokens: int
+    seconds: float
