@@ -210,18 +210,4 @@ class Finish:
     stopped: bool
 
 
-Command = (
-    Load
-    | Swap
-    | Unload
-    | Start
-    | Resume
-    | Rescore
-    | Fail
-    | Drop
-    | Train
-    | Publish
-    | Retire
-    | Evaluate
-    | Finish
-)
+Command = Load | Swap | Unload | Start | Resume | Rescore | Fail | Drop | Train | Publish | Retire | Evaluate | Finish
