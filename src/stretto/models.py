@@ -1,6 +1,6 @@
 """Loading a Hugging Face causal LM, sharing its Parameters between module trees, and the checksum of weights.
 
-Attention is chosen by a module's config at call time, so two threads on one module tree race. The trainer and the engine
+Attention is chosen by a module's config at call time, so two threads on one tree race. The trainer and the engine
 therefore have a tree each; with LoRA both trees hold the *same* frozen Parameters, so the base is in memory once.
 """
 

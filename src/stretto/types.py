@@ -46,7 +46,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One trajectory to generate. Its tokens depend on `prompt`, `version`, `seed` and `sampling` and on nothing else."""
+    """One trajectory to generate. Its tokens depend on `prompt`, `version`, `seed` and `sampling` alone."""
 
     id: int
     version: int
