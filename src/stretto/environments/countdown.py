@@ -1,0 +1,89 @@
+"""The quickstart task: `countdown-chain`.
+
+The prompt `4+3*17?` asks for `(4 + 3 * 17) mod 10`. The demonstrated way is a chain of three characters a step, a
+two-digit count and the running value, that restates the count and the first value and then counts down to zero:
+`4+3*2?` is answered by `024` `017` `000` and closed by `=0`. A model that writes the chain is nearly always right; one
+that guesses at once is right one time in ten. The count is log-normal, so lengths are long-tailed by nature.
+
+The standard library alone is imported here: reward workers load this module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+MAX_COUNT = 50
+MEDIAN_COUNT = 3.0
+SIGMA_COUNT = 1.4
+CHARACTERS = "0123456789+*?="
+
+REWARD = "stretto.environments.countdown:reward"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`x + a * n` modulo 10."""
+
+    x: int  # 0-9
+    a: int  # 1-5
+    n: int  # 1-50
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.x}+{self.a}*{self.n}?"
+
+    @property
+    def answer(self) -> int:
+        return (self.x + self.a * self.n) % 10
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the problem belongs to evaluation: one `x` in ten for every `a` and `n`, never trained on."""
+        return (self.x + 3 * self.a + 7 * self.n) % 10 == 0
+
+
+def draw(random: Random, *, held_out: bool = False) -> Problem:
+    """Draw a problem of one side of the split."""
+    while True:
+        n = math.ceil(random.lognormvariate(math.log(MEDIAN_COUNT), SIGMA_COUNT))
+        if n > MAX_COUNT:
+            continue
+        problem = Problem(x=random.randrange(10), a=random.randrange(1, 6), n=n)
+        if problem.held_out == held_out:
+            return problem
+
+
+def problem_at(index: int, seed: int, *, held_out: bool) -> Problem:
+    """Problem `index` of the endless list that `seed` names: random access, so that nothing has to be stored."""
+    return draw(Random(f"countdown-chain {seed} {held_out} {index}"), held_out=held_out)
+
+
+def chain(problem: Problem, random: Random | None = None, slips: float = 0.0) -> str:
+    """The demonstrated completion. With `slips`, a running value is now and then wrong and the chain goes on from it."""
+    value = problem.x
+    steps = [f"{problem.n:02d}{value}"]
+    for count in range(problem.n - 1, -1, -1):
+        value = (value + problem.a) % 10
+        if random is not None and random.random() < slips:
+            value = random.randrange(10)
+        steps.append(f"{count:02d}{value}")
+    return "".join(steps) + f"={value}"
+
+
+def demonstrations(random: Random, *, blind: float, slips: float) -> Iterator[tuple[str, str]]:
+    """Endless (prompt, completion) pairs to warm a model up with; a share `blind` of them guesses without a chain."""
+    while True:
+        problem = draw(random)
+        if random.random() < blind:
+            yield problem.prompt, f"={random.randrange(10)}"
+        else:
+            yield problem.prompt, chain(problem, random, slips)
+
+
+def reward(prompt: str, completion: str, *, answer: int, **row: Any) -> float:
+    """1 if the completion ends with `=` and the right digit, else 0."""
+    return float(completion.endswith(f"={answer}"))
