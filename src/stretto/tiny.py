@@ -28,7 +28,7 @@ from tokenizers.pre_tokenizers import Split
 from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from stretto.environments.countdown import demonstrations
+from stretto.environments.countdown import chain, draw
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
@@ -47,10 +47,10 @@ Progress = Callable[[int, int, float], None]
 class WarmStart:
     """Supervised training before the run. `steps = 0` leaves the weights random."""
 
-    steps: int = 450
-    sequences: int = 40  # per step
+    steps: int = 300
+    problems: int = 20  # per step
     learning_rate: float = 4e-3  # peak of a cosine
-    blind: float = 0.6  # share of demonstrations that guess without a chain
+    blind: float = 0.6  # share of the answers that guess without a chain
     slips: float = 0.02  # share of wrong running values in chains
 
 
@@ -168,6 +168,7 @@ def warm_up(
     """Train on demonstrations of the quickstart's task, on the completion's tokens alone; returns the losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
     batches = _batches(tokenizer, seed, options)
+    digits = torch.tensor(tokenizer.convert_tokens_to_ids(list("0123456789")))
     losses: list[float] = []
     model.train()
     for step in range(options.steps):
@@ -176,13 +177,16 @@ def warm_up(
             group["lr"] = rate * min(1.0, (step + 1) / 10)
         loss = torch.zeros(())
         optimizer.zero_grad()
-        for tokens, targets, total in next(batches):
-            hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state  # type: ignore[operator,union-attr]
-            kept = targets >= 0
-            logits = model.lm_head(hidden[kept])  # type: ignore[operator]
-            part = F.cross_entropy(logits, targets[kept], reduction="sum") / total
-            part.backward()  # type: ignore[no-untyped-call]
-            loss += part.detach()
+        for part in next(batches):
+            hidden = model.model(input_ids=part.tokens, use_cache=False).last_hidden_state  # type: ignore[operator,union-attr]
+            kept = part.weights > 0
+            logprobs = F.log_softmax(model.lm_head(hidden[kept]), dim=-1)  # type: ignore[operator]
+            targets = part.targets[kept]
+            right = logprobs.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+            right = torch.where(targets == ANY_DIGIT, logprobs[:, digits].mean(dim=1), right)
+            share = -(right * part.weights[kept]).sum()
+            share.backward()  # type: ignore[no-untyped-call]
+            loss += share.detach()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(float(loss))
@@ -192,41 +196,69 @@ def warm_up(
     return losses
 
 
-Slice = tuple[torch.Tensor, torch.Tensor, int]
-"""Tokens [rows, length] and next-token targets of the same shape (-1: none), and the targets of the whole step."""
+ANY_DIGIT = -1  # a target: each of the ten digits, alike
 
 
-def _batches(tokenizer: PreTrainedTokenizerFast, seed: int, options: WarmStart) -> Iterator[list[Slice]]:
-    """Endless batches, each in slices of similar length: padded as one, a long-tailed batch is mostly padding."""
-    source = demonstrations(Random(f"warm start {seed}"), blind=options.blind, slips=options.slips)
-    eos = tokenizer.eos_token_id
+@dataclass(frozen=True, slots=True)
+class _Row:
+    tokens: list[int]
+    targets: list[int]  # of each token the next one
+    weights: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """Rows of similar length, padded: all of shape [rows, length]. Over a whole step the weights sum to 1."""
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    weights: torch.Tensor
+
+
+def _batches(tokenizer: PreTrainedTokenizerFast, seed: int, options: WarmStart) -> Iterator[list[_Slice]]:
+    """Endless batches, each in slices of similar length: padded as one, a long-tailed batch is mostly padding.
+
+    Each problem is answered both ways, weighted by their shares, and a guess is all ten digits at once: the same
+    expectation as drawing one way and one digit, without the noise of the draw.
+    """
+    random = Random(f"warm start {seed}")
+    guess = [*tokenizer.encode("="), ANY_DIGIT, tokenizer.eos_token_id]
     while True:
         rows = []
-        for _ in range(options.sequences):
-            prompt, completion = next(source)
-            head = tokenizer.encode(prompt)
-            tail = [*tokenizer.encode(completion), eos]
-            rows.append((head + tail, [-1] * (len(head) - 1) + tail))
-        rows.sort(key=lambda row: len(row[0]))
-        total = sum(sum(target >= 0 for target in targets) for _, targets in rows)
+        for _ in range(options.problems):
+            problem = draw(random)
+            head = tokenizer.encode(problem.prompt)
+            steps = [*tokenizer.encode(chain(problem, random, options.slips)), tokenizer.eos_token_id]
+            rows.append(_row(head, steps, 1 - options.blind))
+            rows.append(_row(head, guess, options.blind, shown=tokenizer.encode(f"={random.randrange(10)}")))
+        rows.sort(key=lambda row: len(row.tokens))
+        total = sum(sum(row.weights) for row in rows)
         yield [_pad(part, total) for part in _cut(rows)]
 
 
-def _cut(rows: list[tuple[list[int], list[int]]]) -> list[list[tuple[list[int], list[int]]]]:
+def _row(head: list[int], answer: list[int], weight: float, shown: list[int] | None = None) -> _Row:
+    before = len(head) - 1
+    shown = answer[:-1] if shown is None else shown
+    return _Row(head + shown, [0] * before + answer, [0.0] * before + [weight] * len(answer))
+
+
+def _cut(rows: list[_Row]) -> list[list[_Row]]:
     """Split rows sorted by length where a row is longer than twice the shortest of its slice."""
-    parts: list[list[tuple[list[int], list[int]]]] = []
+    parts: list[list[_Row]] = []
     for row in rows:
-        if not parts or len(row[0]) > max(24, 2 * len(parts[-1][0][0])):
+        if not parts or len(row.tokens) > max(24, 2 * len(parts[-1][0].tokens)):
             parts.append([])
         parts[-1].append(row)
     return parts
 
 
-def _pad(rows: list[tuple[list[int], list[int]]], total: int) -> Slice:
-    length = max(len(tokens) for tokens, _ in rows) - 1
+def _pad(rows: list[_Row], total: float) -> _Slice:
+    length = max(len(row.tokens) for row in rows)
     tokens = torch.zeros((len(rows), length), dtype=torch.int64)
-    targets = torch.full((len(rows), length), -1, dtype=torch.int64)
-    for place, (row, target) in enumerate(rows):
-        tokens[place, : len(row) - 1] = torch.tensor(row[:-1])
-        targets[place, : len(target)] = torch.tensor(target)
-    return tokens, targets, total
+    targets = torch.zeros((len(rows), length), dtype=torch.int64)
+    weights = torch.zeros((len(rows), length))
+    for place, row in enumerate(rows):
+        tokens[place, : len(row.tokens)] = torch.tensor(row.tokens)
+        targets[place, : len(row.targets)] = torch.tensor(row.targets)
+        weights[place, : len(row.weights)] = torch.tensor(row.weights) / total
+    return _Slice(tokens, targets, weights)

@@ -11,7 +11,6 @@ The standard library alone is imported here: reward workers load this module.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -72,16 +71,6 @@ def chain(problem: Problem, random: Random | None = None, slips: float = 0.0) ->
             value = random.randrange(10)
         steps.append(f"{count:02d}{value}")
     return "".join(steps) + f"={value}"
-
-
-def demonstrations(random: Random, *, blind: float, slips: float) -> Iterator[tuple[str, str]]:
-    """Endless (prompt, completion) pairs to warm a model up with; a share `blind` of them guesses without a chain."""
-    while True:
-        problem = draw(random)
-        if random.random() < blind:
-            yield problem.prompt, f"={random.randrange(10)}"
-        else:
-            yield problem.prompt, chain(problem, random, slips)
 
 
 def reward(prompt: str, completion: str, *, answer: int, **row: Any) -> float:

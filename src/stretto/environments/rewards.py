@@ -1,0 +1,338 @@
+"""Rewards run in a pool of processes: one that hangs can be killed there, and a heavy one does not starve decoding.
+
+    score() --> queue --> one frame for all that is queued --> worker --> one frame of results --> futures
+                  ^                                              |
+                  +---- the others of its batch <---- killed: hung past its deadline, or died
+
+A reward fails alone. The worker marks the item that it is on, so when it hangs or dies exactly that item fails, the
+others of its batch are queued again, and another worker takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import mmap
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from stretto.environments.reward_worker import LENGTH, MARK, NOTHING, Item, Result, frame
+from stretto.errors import RecipeError, RewardError
+
+START_S = 120.0  # for importing the user's module
+BATCH_S = 0.2  # a batch is sized to take about this long, so that workers share the work evenly
+MAX_BATCH = 512
+MAX_CONCURRENT = 512  # items of an `async def` reward in one worker
+MAX_INNOCENT_DEATHS = 3  # how often an item may lose its worker through no fault of its own
+RETRY_S = 1.0  # between attempts to start a worker that failed to start
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An item that has no result yet."""
+
+    item: Item
+    future: asyncio.Future[float]
+    sent_at: float = 0.0
+    deaths: int = 0
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One live process."""
+
+    process: asyncio.subprocess.Process
+    marks: mmap.mmap
+    asynchronous: bool
+    in_flight: dict[int, _Pending] = field(default_factory=dict)
+    seen: int = NOTHING  # the mark at the last look
+    guilty: frozenset[int] = frozenset()  # the items that it was killed for
+
+    def send(self, batch: list[_Pending]) -> None:
+        now = time.monotonic()
+        for pending in batch:
+            pending.sent_at = now
+            self.in_flight[pending.item[0]] = pending
+        assert self.process.stdin is not None
+        self.process.stdin.write(frame([pending.item for pending in batch]))
+
+    def kill(self) -> None:
+        # It leads a process group of its own, so whatever the reward has started goes with it.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+class RewardPool:
+    """Scores completions with `spec`, a `def` or `async def` called as `reward(prompt, completion, **row)`.
+
+    A function without `**row` is given only the columns that it has parameters for. It returns a finite number; what
+    else it does is a `RewardError` of that one item. Nothing is lost and nothing is scored twice, except the innocent
+    items of a worker that was killed, which are scored again.
+    """
+
+    def __init__(self, spec: str, *, workers: int = 1, deadline_s: float = 10.0) -> None:
+        module, _, function = spec.partition(":")
+        if not all(part.isidentifier() for part in [*module.split("."), *function.split(".")]):
+            raise RecipeError(f"`task.reward = {spec!r}` is no function: write it as `package.module:function`")
+        if workers < 1:
+            raise RecipeError(f"`task.reward_workers = {workers}` must be at least 1")
+        if not deadline_s > 0:
+            raise RecipeError(f"`task.reward_seconds = {deadline_s}` must be more than 0")
+        self._spec = spec
+        self._num_workers = workers
+        self._deadline_s = deadline_s
+        self._late = f"`{spec}` did not return within `task.reward_seconds = {deadline_s:g}`"
+        self._ids = itertools.count()
+        self._queue: deque[_Pending] = deque()
+        self._workers: dict[int, _Worker] = {}  # by slot
+        self._tasks: list[asyncio.Task[None]] = []
+        self._dispatching = False
+        self._work = asyncio.Event()  # set while anything is queued or in flight
+        self._item_s = 0.0  # running mean of the time of one item in a `def` reward
+        self._closed = False
+        self.replaced = 0  # workers that were killed or died
+
+    async def start(self) -> None:
+        """Start the workers; a `spec` that cannot be imported or called is a `RecipeError`."""
+        loop = asyncio.get_running_loop()
+        ready: list[asyncio.Future[None]] = [loop.create_future() for _ in range(self._num_workers)]
+        self._tasks = [
+            asyncio.create_task(self._serve(slot, ready[slot]), name=f"reward worker {slot}")
+            for slot in range(self._num_workers)
+        ]
+        self._tasks.append(asyncio.create_task(self._watch(), name="reward deadlines"))
+        try:
+            outcomes = await asyncio.gather(*ready, return_exceptions=True)
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+        except BaseException:
+            await self.close()
+            raise
+
+    async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+        """The reward of one completion, or a `RewardError` that says what went wrong."""
+        if self._closed or not self._tasks:
+            raise RewardError(f"`{self._spec}` was asked for a reward while its workers were not running")
+        future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._queue.append(_Pending((next(self._ids), prompt, completion, row), future))
+        self._schedule()
+        return await future
+
+    async def close(self) -> None:
+        """Kill the workers. Pending calls raise `RewardError`. Safe to call twice."""
+        self._closed = True
+        for worker in self._workers.values():
+            worker.kill()
+        for task in self._tasks:
+            task.cancel()
+        outcomes = await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        left = [*self._queue, *(p for worker in self._workers.values() for p in worker.in_flight.values())]
+        for pending in left:
+            _fail(pending, f"`{self._spec}` was stopped before it returned")
+        self._queue.clear()
+        self._workers.clear()
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    # -- out: from the queue to the workers ---------------------------------------------------------------------------
+
+    def _schedule(self) -> None:
+        # Everything that is asked for in this turn of the loop goes out in one frame.
+        if not self._dispatching:
+            self._dispatching = True
+            self._work.set()
+            asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        self._dispatching = False
+        open_workers = [(self._room(worker), worker) for worker in self._workers.values() if not worker.guilty]
+        open_workers = [(room, worker) for room, worker in open_workers if room > 0]
+        for left in range(len(open_workers), 0, -1):
+            room, worker = open_workers[left - 1]
+            size = min(room, math.ceil(len(self._queue) / left))
+            batch = [pending for _ in range(size) if not (pending := self._queue.popleft()).future.done()]
+            if batch:
+                worker.send(batch)
+
+    def _room(self, worker: _Worker) -> int:
+        if worker.asynchronous:
+            return MAX_CONCURRENT - len(worker.in_flight)
+        if worker.in_flight:
+            return 0
+        return MAX_BATCH if self._item_s == 0 else max(1, min(MAX_BATCH, int(BATCH_S / self._item_s)))
+
+    # -- back: from the workers to the futures ------------------------------------------------------------------------
+
+    async def _serve(self, slot: int, ready: asyncio.Future[None]) -> None:
+        """Keep one worker alive, from the pool's start to its end."""
+        while True:
+            try:
+                worker = await self._spawn()
+            except RecipeError as error:
+                if not ready.done():
+                    ready.set_exception(error)
+                    return
+                await self._refuse(slot, str(error))
+                continue
+            self._workers[slot] = worker
+            try:
+                if not ready.done():
+                    ready.set_result(None)
+                self._schedule()
+                await self._deliver(worker)
+            finally:
+                worker.kill()  # its output has ended, or the pool has: it is of no use any more
+                code = await worker.process.wait()
+            self._bury(slot, worker, code)
+
+    async def _refuse(self, slot: int, reason: str) -> None:
+        """A replacement that does not start fails what is queued, unless another worker is there for it."""
+        if not self._workers:
+            while self._queue:
+                _fail(self._queue.popleft(), reason)
+        await asyncio.sleep(RETRY_S)
+
+    async def _spawn(self) -> _Worker:
+        with tempfile.TemporaryFile() as memory:
+            memory.truncate(mmap.PAGESIZE)
+            marks = mmap.mmap(memory.fileno(), MARK.size)
+            MARK.pack_into(marks, 0, time.monotonic(), NOTHING)
+            paths = [os.getcwd(), *(path or os.getcwd() for path in sys.path)]
+            call = f"from stretto.environments.reward_worker import main; main({memory.fileno()})"
+            # Not `multiprocessing`: its `spawn` runs the parent's main module again, and imports torch with it.
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-c",
+                f"import sys; sys.path[:] = {list(dict.fromkeys(paths))!r}; {call}",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                pass_fds=[memory.fileno()],
+                start_new_session=True,
+                env={"OMP_NUM_THREADS": "1", **os.environ},  # the cores are the engine's and the trainer's
+            )
+        worker = _Worker(process, marks, asynchronous=False)
+        try:
+            assert process.stdin is not None
+            process.stdin.write(frame((self._spec, self._deadline_s, self._late)))
+            async with asyncio.timeout(START_S):
+                error, worker.asynchronous = await _read(process)
+        except TimeoutError:
+            error = f"it could not be imported within {START_S:g} s"
+        except asyncio.IncompleteReadError:
+            error = f"its process {_ended(await process.wait())} while it was imported"
+        except BaseException:
+            worker.kill()
+            await process.wait()
+            raise
+        if error is not None:
+            worker.kill()
+            await process.wait()
+            raise RecipeError(f"`task.reward = {self._spec!r}` cannot be used: {error}")
+        return worker
+
+    async def _deliver(self, worker: _Worker) -> None:
+        """Hand results over until the worker's output ends."""
+        while True:
+            try:
+                results: list[Result] = await _read(worker.process)
+            except asyncio.IncompleteReadError:
+                return
+            self._measure(worker, len(results))
+            for identity, value, error in results:
+                pending = worker.in_flight.pop(identity)
+                if pending.future.done():
+                    continue
+                if value is None:
+                    pending.future.set_exception(RewardError(error))
+                else:
+                    pending.future.set_result(value)
+            if self._queue:
+                self._schedule()
+
+    def _measure(self, worker: _Worker, num_results: int) -> None:
+        if worker.asynchronous:
+            return
+        now = time.monotonic()
+        sent_at = next(iter(worker.in_flight.values())).sent_at
+        item_s = (now - sent_at) / num_results
+        self._item_s = item_s if self._item_s == 0 else 0.8 * self._item_s + 0.2 * item_s
+        for pending in worker.in_flight.values():
+            pending.sent_at = now
+
+    def _bury(self, slot: int, worker: _Worker, code: int) -> None:
+        """A worker is gone: fail the item that it is gone for, and queue the others again in their order."""
+        del self._workers[slot]
+        self.replaced += 1
+        marked = MARK.unpack_from(worker.marks)[1]
+        died = f"`{self._spec}` {_ended(code)}"
+        again = []
+        for identity, pending in worker.in_flight.items():
+            if identity in worker.guilty:
+                _fail(pending, self._late)
+            elif not worker.guilty and identity == marked:
+                _fail(pending, f"{died} while it scored this completion")
+            elif pending.deaths + 1 >= MAX_INNOCENT_DEATHS:
+                _fail(pending, f"{died}, the last of {MAX_INNOCENT_DEATHS} workers lost with this completion waiting")
+            else:
+                pending.deaths += 1
+                again.append(pending)
+        self._queue.extendleft(reversed(again))
+
+    # -- deadlines ----------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Kill workers that are stuck. Sleeps for good while there is nothing to do."""
+        while True:
+            await self._work.wait()
+            await asyncio.sleep(min(1.0, self._deadline_s / 10))
+            for worker in self._workers.values():
+                if worker.in_flight and not worker.guilty and (guilty := self._stuck(worker)):
+                    worker.guilty = guilty
+                    worker.kill()
+            if not self._queue and not any(worker.in_flight for worker in self._workers.values()):
+                self._work.clear()
+
+    def _stuck(self, worker: _Worker) -> frozenset[int]:
+        """The items that a worker is stuck on: the marked one, or those that outlived their own time limit there."""
+        since, marked = MARK.unpack_from(worker.marks)
+        now = time.monotonic()
+        # The mark is two words and may be read half written: a first look at an item is never held against it.
+        seen, worker.seen = worker.seen, marked
+        if marked != NOTHING:
+            return frozenset([marked]) if marked == seen and now - since > self._deadline_s else frozenset()
+        if not worker.asynchronous:
+            return frozenset()
+        # Cancelled at its deadline and still there: it swallowed the cancellation, or something else blocks the loop.
+        grace_s = max(1.0, self._deadline_s)
+        overdue = (i for i, p in worker.in_flight.items() if now - p.sent_at > self._deadline_s + grace_s)
+        return frozenset(overdue)
+
+
+async def _read(process: asyncio.subprocess.Process) -> Any:
+    assert process.stdout is not None
+    (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+    return pickle.loads(await process.stdout.readexactly(size))
+
+
+def _fail(pending: _Pending, reason: str) -> None:
+    if not pending.future.done():
+        pending.future.set_exception(RewardError(reason))
+
+
+def _ended(code: int) -> str:
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended its process with exit code {code}"

@@ -1,0 +1,286 @@
+"""Rewards that raise, hang, die and lie: each fails alone."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from stretto.environments.rewards import RewardPool
+from stretto.errors import RecipeError, RewardError
+
+FOLDER = str(Path(__file__).parent)
+
+
+@pytest.fixture(autouse=True)
+def _functions(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+
+
+@asynccontextmanager
+async def pool(function, **options):
+    it = RewardPool(f"reward_functions:{function}", **options)
+    await it.start()
+    try:
+        yield it
+    finally:
+        await it.close()
+
+
+async def score_all(it, completions, row=None):
+    calls = (it.score("p", completion, row or {}) for completion in completions)
+    return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_reward_is_given_the_completion_and_the_row():
+    async def run():
+        async with pool("length") as it:
+            assert await it.score("p", "four", {"bonus": 2, "other": None}) == 6.0
+            assert await score_all(it, ["a" * n for n in range(300)]) == list(range(300))
+
+    asyncio.run(run())
+
+
+def test_a_function_without_row_is_given_the_columns_that_it_names():
+    async def run():
+        async with pool("only_answer") as it:
+            assert await it.score("p", "7", {"answer": "7", "other": 1}) == 1.0
+            with pytest.raises(RewardError, match="missing 1 required positional argument: 'answer'"):
+                await it.score("p", "7", {"other": 1})
+
+    asyncio.run(run())
+
+
+def test_each_kind_of_bad_reward_fails_alone_and_says_what_it_got():
+    expected = {
+        "raise": r"`reward_functions:as_asked` raised KeyError: 'no such answer' \(reward_functions.py:\d+\)",
+        "exit": "raised SystemExit: 3",
+        "nan": r"returned nan \(float\); a reward is a finite number",
+        "inf": r"returned inf \(float\)",
+        "none": r"returned None \(NoneType\)",
+        "string": r"returned '1.0' \(str\)",
+    }
+
+    async def run():
+        async with pool("as_asked") as it:
+            results = await score_all(it, [*expected, "true", "print", "fine"])
+            assert it.replaced == 0
+        return results
+
+    *failures, true, printed, fine = asyncio.run(run())
+    assert (true, printed, fine) == (1.0, 1.0, 1.0)
+    for failure, pattern in zip(failures, expected.values(), strict=True):
+        with pytest.raises(RewardError, match=pattern):
+            raise failure
+
+
+def test_a_hung_reward_fails_alone_and_its_worker_is_replaced():
+    async def run():
+        async with pool("as_asked", deadline_s=0.3) as it:
+            first = await it.score("p", "pid", {})
+            results = await score_all(it, ["ok", "hang", "ok", "raise", "hang", "ok"])
+            second = await it.score("p", "pid", {})
+            assert it.replaced == 2
+        return first, second, results
+
+    first, second, results = asyncio.run(run())
+    assert first != second
+    assert not is_alive(int(first))
+    assert not is_alive(int(second))
+    assert [results[i] for i in (0, 2, 5)] == [1.0, 1.0, 1.0]
+    for i in (1, 4):
+        with pytest.raises(RewardError, match=r"did not return within `task.reward_seconds = 0.3`"):
+            raise results[i]
+    with pytest.raises(RewardError, match="KeyError"):
+        raise results[3]
+
+
+def test_results_do_not_wait_for_a_hung_neighbour_in_their_batch():
+    async def run():
+        async with pool("as_asked", deadline_s=30) as it:
+            calls = [asyncio.create_task(it.score("p", c, {}), name=c) for c in ("ok", "ok", "hang")]
+            done, _ = await asyncio.wait(calls[:2], timeout=5)
+            assert [call.result() for call in done] == [1.0, 1.0]
+            await it.close()
+            with pytest.raises(RewardError, match="was stopped before it returned"):
+                await calls[2]
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_dies_fails_the_item_that_it_was_on():
+    async def run():
+        async with pool("as_asked") as it:
+            results = await score_all(it, ["ok", "die", "ok", "die", "ok"])
+            assert it.replaced == 2
+        return results
+
+    results = asyncio.run(run())
+    assert [results[i] for i in (0, 2, 4)] == [1.0] * 3
+    for i in (1, 3):
+        with pytest.raises(RewardError, match="ended its process with exit code 7 while it scored this completion"):
+            raise results[i]
+
+
+def test_a_worker_that_is_killed_while_idle_is_replaced():
+    async def run():
+        async with pool("as_asked") as it:
+            os.kill(int(await it.score("p", "pid", {})), signal.SIGKILL)
+            assert await score_all(it, ["ok"] * 5) == [1.0] * 5
+
+    asyncio.run(run())
+
+
+def test_workers_share_slow_rewards():
+    async def run():
+        async with pool("slow", workers=2) as it:
+            await score_all(it, ["x"] * 4)  # it has to see once that they are slow
+            return set(await score_all(it, ["x"] * 20))
+
+    assert len(asyncio.run(run())) == 2
+
+
+def test_async_rewards_run_at_once():
+    async def run():
+        async with pool("later") as it:
+            started = time.monotonic()
+            assert await score_all(it, ["x" * n for n in range(50)]) == list(range(50))
+            return time.monotonic() - started
+
+    assert asyncio.run(run()) < 3  # one after the other they take 10 s
+
+
+def test_async_rewards_fail_alone():
+    async def run():
+        async with pool("later", deadline_s=0.5) as it:
+            results = await score_all(it, ["ok", "raise", "hang", "timeout"])
+            assert it.replaced == 0
+        return results
+
+    fine, raised, hung, timeout = asyncio.run(run())
+    assert fine == 2.0
+    assert "ValueError: no" in str(raised)
+    assert str(hung) == "`reward_functions:later` did not return within `task.reward_seconds = 0.5`"
+    assert "TimeoutError: their own" in str(timeout)
+
+
+@pytest.mark.parametrize("guilty", ["block", "stubborn"])
+def test_an_async_reward_that_cannot_be_cancelled_is_killed(guilty):
+    async def run():
+        async with pool("later", deadline_s=0.5) as it:
+            blocked = asyncio.create_task(it.score("p", guilty, {}), name=guilty)
+            await asyncio.sleep(0.1)
+            results = await score_all(it, ["ok", "fine"])
+            with pytest.raises(RewardError, match="did not return within"):
+                await asyncio.wait_for(blocked, 10)
+            assert it.replaced == 1
+            assert await it.score("p", "after", {}) == 5.0
+        return results
+
+    assert asyncio.run(run()) == [2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "pattern"),
+    [
+        ("reward_functions:lenght", "has no `lenght`; did you mean `length`"),
+        ("reward_functions:NUMBER", "`NUMBER` is 3, which cannot be called"),
+        ("no_such_module:reward", "there is no module `no_such_module`, neither installed nor in the working directory"),
+        ("reward_functions", "is no function: write it as `package.module:function`"),
+        ("reward functions:length", "is no function"),
+    ],
+)
+def test_a_spec_that_names_no_function_is_refused_at_the_start(spec, pattern):
+    async def run():
+        await RewardPool(spec).start()
+
+    with pytest.raises(RecipeError, match=f"`task.reward = '{spec}'`.*{pattern}"):
+        asyncio.run(run())
+
+
+def test_a_module_that_fails_to_import_is_named_with_its_error(tmp_path, monkeypatch):
+    (tmp_path / "broken_reward.py").write_text("import json\n1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+
+    async def run():
+        await RewardPool("broken_reward:reward").start()
+
+    with pytest.raises(RecipeError, match=r"importing `broken_reward` failed: ZeroDivisionError.*broken_reward.py:2"):
+        asyncio.run(run())
+
+
+def test_a_module_of_the_working_directory_is_found(tmp_path, monkeypatch):
+    (tmp_path / "own_reward.py").write_text("def reward(prompt, completion):\n    return 5\n")
+    monkeypatch.chdir(tmp_path)
+
+    async def run():
+        it = RewardPool("own_reward:reward")
+        await it.start()
+        assert await it.score("p", "c", {}) == 5.0
+        await it.close()
+
+    asyncio.run(run())
+
+
+def test_the_worker_imports_nothing_heavy():
+    async def run():
+        async with pool("as_asked") as it:
+            return await it.score("p", "imports", {})
+
+    assert asyncio.run(run()) == 0.0
+
+
+def test_a_row_larger_than_the_pipe_gets_through():
+    async def run():
+        async with pool("length") as it:
+            return await score_all(it, ["x" * 300_000] * 8)
+
+    assert asyncio.run(run()) == [300_000.0] * 8
+
+
+def test_a_closed_pool_scores_nothing():
+    async def run():
+        async with pool("length") as it:
+            await it.close()
+            with pytest.raises(RewardError, match="not running"):
+                await it.score("p", "c", {})
+
+    asyncio.run(run())
+
+
+def test_workers_end_with_a_pool_that_was_killed():
+    program = f"""
+        import asyncio, os, sys
+        sys.path.insert(0, {FOLDER!r})
+        from stretto.environments.rewards import RewardPool
+
+        async def run():
+            pool = RewardPool("reward_functions:as_asked")
+            await pool.start()
+            print(int(await pool.score("p", "pid", {{}})), flush=True)
+            await pool.score("p", "hang", {{}})
+
+        asyncio.run(run())
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE) as process:
+        worker = int(process.stdout.readline())
+        assert is_alive(worker)
+        process.kill()
+    deadline = time.monotonic() + 5
+    while is_alive(worker) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_alive(worker)
