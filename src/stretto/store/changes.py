@@ -1,0 +1,238 @@
+"""What the writer's thread does: one function a change, each inside the transaction of the changes around it.
+
+Whatever cannot be recorded truthfully (an end after an end, a completion of something never admitted) is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sqlite3
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto import __version__
+from stretto.errors import JournalError
+from stretto.store.schema import ENDS, EvaluationKind, RunFacts, State
+from stretto.types import Completion, Prompt
+
+_NOT_ENDED = f"state NOT IN {ENDS!r}"
+
+
+def blob(values: Sequence[int] | NDArray[Any], kind: str) -> bytes:
+    """Little-endian bytes of `kind` (`<i4`, `<f4`)."""
+    return np.ascontiguousarray(values, dtype=kind).tobytes()
+
+
+def storable(text: str) -> str:
+    """`text` as SQLite can hold it: half a surrogate pair is no UTF-8, and no reason to stop a run."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def begin(db: sqlite3.Connection, facts: RunFacts, at: float) -> None:
+    values = {**dataclasses.asdict(facts), "laws_broken": facts.laws_broken, "stretto_version": __version__}
+    db.executemany("INSERT OR REPLACE INTO run VALUES (?, ?)", [(k, json.dumps(v)) for k, v in values.items()])
+    db.execute("INSERT INTO sessions (started_at) VALUES (?)", (at,))
+
+
+def finished(db: sqlite3.Connection, stopped: bool, at: float) -> None:
+    db.execute(
+        "UPDATE sessions SET ended_at = ?, outcome = ? WHERE session = (SELECT MAX(session) FROM sessions)",
+        (at, "stopped" if stopped else "finished"),
+    )
+
+
+def rewind(db: sqlite3.Connection, updates: int, groups: int, under_way: tuple[int, ...], at: float) -> None:
+    erased = "(SELECT trajectory FROM trajectories WHERE group_id >= ?)"
+    db.execute(f"DELETE FROM completions WHERE trajectory IN {erased}", (groups,))
+    db.execute(f"DELETE FROM transitions WHERE trajectory IN {erased}", (groups,))
+    num_trajectories = db.execute("DELETE FROM trajectories WHERE group_id >= ?", (groups,)).rowcount
+    num_groups = db.execute("DELETE FROM groups WHERE group_id >= ?", (groups,)).rowcount
+    db.execute("DELETE FROM members WHERE update_id >= ?", (updates,))
+    num_updates = db.execute("DELETE FROM updates WHERE update_id >= ?", (updates,)).rowcount
+    db.execute("DELETE FROM versions WHERE version > ?", (updates,))
+    db.execute("DELETE FROM evaluations WHERE version > ?", (updates,))
+    num_reopened = 0
+    for trajectory in under_way:
+        num_reopened += db.execute(
+            f"DELETE FROM transitions WHERE trajectory = ? AND to_state IN {('training', *ENDS)!r}", (trajectory,)
+        ).rowcount
+        reopened = db.execute(
+            "UPDATE trajectories SET ended_at = NULL, error = NULL, dropped_tokens = NULL, state = (SELECT to_state "
+            "FROM transitions WHERE transitions.trajectory = trajectories.trajectory ORDER BY seq DESC LIMIT 1) "
+            "WHERE trajectory = ?",
+            (trajectory,),
+        )
+        if reopened.rowcount != 1:
+            raise JournalError(f"trajectory {trajectory} of the checkpoint is not recorded")
+    if num_updates or num_groups or num_reopened:
+        db.execute(
+            "INSERT INTO rewinds (at, updates, num_updates, num_groups, num_trajectories) VALUES (?, ?, ?, ?, ?)",
+            (at, updates, num_updates, num_groups, num_trajectories),
+        )
+
+
+def version_published(db: sqlite3.Connection, version: int, checksum: str, at: float) -> None:
+    db.execute(
+        "INSERT OR IGNORE INTO versions (version, checksum, published_at) VALUES (?, ?, ?)", (version, checksum, at)
+    )
+    _expect_checksum(db, version, checksum, "published")
+
+
+def version_loaded(db: sqlite3.Connection, version: int, checksum: str, at: float) -> None:
+    db.execute("UPDATE versions SET loaded_at = COALESCE(loaded_at, ?) WHERE version = ?", (at, version))
+    _expect_checksum(db, version, checksum, "loaded")
+
+
+def _expect_checksum(db: sqlite3.Connection, version: int, checksum: str, what: str) -> None:
+    recorded = db.execute("SELECT checksum FROM versions WHERE version = ?", (version,)).fetchone()
+    if recorded != (checksum,):
+        was = recorded[0] if recorded else "never published"
+        raise JournalError(f"version {version} was {what} with checksum {checksum}, and is recorded as {was}")
+
+
+def group_admitted(
+    db: sqlite3.Connection,
+    group: int,
+    version: int,
+    deadline: int,
+    staleness: int,
+    prompt: Prompt,
+    epoch: int,
+    seeds: Mapping[int, int],
+    at: float,
+    instance: int | None,
+) -> None:
+    tokens = blob(prompt.tokens, "<i4")
+    row = json.dumps(dict(prompt.row), default=str)  # for people: a resumed run draws its prompts from the task
+    db.execute(
+        "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (group, epoch, prompt.index, version, deadline, staleness, storable(prompt.text), tokens, row, at),
+    )
+    for member, (trajectory, seed) in enumerate(seeds.items()):
+        db.execute(
+            "INSERT INTO trajectories (trajectory, group_id, member, version, seed, state, instance) "
+            "VALUES (?, ?, ?, ?, ?, 'running', ?)",
+            (trajectory, group, member, version, seed, instance),
+        )
+        db.execute(
+            "INSERT INTO transitions (trajectory, from_state, to_state, at, reason) VALUES (?, NULL, 'running', ?, '')",
+            (trajectory, at),
+        )
+
+
+def _change_state(db: sqlite3.Connection, trajectory: int, to_state: State, at: float, reason: str = "") -> None:
+    """Record a transition from whatever the state is. An end is final."""
+    added = db.execute(
+        "INSERT INTO transitions (trajectory, from_state, to_state, at, reason) "
+        f"SELECT trajectory, state, ?, ?, ? FROM trajectories WHERE trajectory = ? AND {_NOT_ENDED}",
+        (to_state, at, storable(reason), trajectory),
+    )
+    if added.rowcount != 1:
+        found = db.execute("SELECT state FROM trajectories WHERE trajectory = ?", (trajectory,)).fetchone()
+        was = "was never admitted" if found is None else f"has already ended as `{found[0]}`"
+        raise JournalError(f"trajectory {trajectory} {was} and cannot become `{to_state}`")
+    db.execute("UPDATE trajectories SET state = ? WHERE trajectory = ?", (to_state, trajectory))
+
+
+def moved(
+    db: sqlite3.Connection,
+    trajectory: int,
+    to_state: State,
+    at: float,
+    reason: str,
+    instance: int | None,
+    retry: bool,
+) -> None:
+    _change_state(db, trajectory, to_state, at, reason)
+    db.execute(
+        "UPDATE trajectories SET instance = COALESCE(?, instance), retries = retries + ? WHERE trajectory = ?",
+        (instance, int(retry), trajectory),
+    )
+
+
+def generated(db: sqlite3.Connection, trajectory: int, completion: Completion, text: str, at: float) -> None:
+    _change_state(db, trajectory, "scoring", at)
+    versions = completion.token_versions
+    db.execute(
+        "INSERT INTO completions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            trajectory,
+            completion.version,
+            completion.checksum,
+            len(completion.tokens),
+            completion.finish,
+            completion.started_at,
+            completion.finished_at,
+            completion.prefilled,
+            storable(text),
+            blob(completion.tokens, "<i4"),
+            blob(completion.logprobs, "<f4"),
+            None if versions is None else blob(versions, "<i4"),
+        ),
+    )
+
+
+def scored(db: sqlite3.Connection, trajectory: int, reward: float, at: float) -> None:
+    _change_state(db, trajectory, "scored", at)
+    db.execute(
+        "UPDATE trajectories SET reward = ?, scored_at = ? WHERE trajectory = ?", (float(reward), at, trajectory)
+    )
+
+
+def ended(
+    db: sqlite3.Connection, trajectory: int, end: State, reason: str, at: float, dropped_tokens: int | None = None
+) -> None:
+    _change_state(db, trajectory, end, at, reason)
+    db.execute(
+        "UPDATE trajectories SET ended_at = ?, error = ?, dropped_tokens = ? WHERE trajectory = ?",
+        (at, storable(reason) or None, dropped_tokens, trajectory),
+    )
+
+
+def batch_taken(
+    db: sqlite3.Connection, update: int, trajectories: Sequence[int], uses: Sequence[int], at: float
+) -> None:
+    db.execute("INSERT INTO updates (update_id, taken_at) VALUES (?, ?)", (update, at))
+    for position, (trajectory, use) in enumerate(zip(trajectories, uses, strict=True)):
+        db.execute("INSERT INTO members VALUES (?, ?, ?, ?)", (update, position, trajectory, use))
+        if use == 0:
+            _change_state(db, trajectory, "training", at)
+
+
+def update_done(db: sqlite3.Connection, update: int, metrics: dict[str, Any], at: float) -> None:
+    done = db.execute(
+        "UPDATE updates SET finished_at = ?, metrics = ? WHERE update_id = ?", (at, json.dumps(metrics), update)
+    )
+    if done.rowcount != 1:
+        raise JournalError(f"update {update} is done and its batch was never recorded")
+    rows = db.execute(
+        "SELECT m.trajectory FROM members m JOIN trajectories t USING (trajectory) "
+        "WHERE m.update_id = ? AND m.use = 0 AND t.state = 'training' ORDER BY m.position",
+        (update,),
+    ).fetchall()
+    for (trajectory,) in rows:
+        _change_state(db, trajectory, "trained", at)
+        db.execute("UPDATE trajectories SET ended_at = ? WHERE trajectory = ?", (at, trajectory))
+
+
+def evaluation(
+    db: sqlite3.Connection,
+    version: int,
+    kind: EvaluationKind,
+    at: float,
+    score: float | None,
+    num: int,
+    seconds: float,
+) -> None:
+    db.execute(
+        "INSERT INTO evaluations (version, kind, at, score, num, seconds) VALUES (?, ?, ?, ?, ?, ?)",
+        (version, kind, at, score, num, seconds),
+    )
+
+
+def note(db: sqlite3.Connection, kind: str, text: str, at: float) -> None:
+    db.execute("INSERT INTO notes (at, kind, text) VALUES (?, ?, ?)", (at, kind, storable(text)))

@@ -1,0 +1,248 @@
+"""The journal: a durable record of every state change of every trajectory. `schema.py` documents its tables.
+
+Recording is an append to a list; `writer.py` encodes and writes behind it. Two things must be durable before they
+count, and the loop awaits `durable()` for both: the members of a batch before it trains, and the checksum of a version
+before its first token. `await room()` is where the loop waits for a slow disk, with a deadline.
+
+Exactly-once is a property of the file: (trajectory, use) is unique among the members of batches, an end is final, and
+a completion is written once. A run that was killed goes on from its last checkpoint: `rewind` erases the updates after
+it, whose weights are gone, and the groups admitted after it, and keeps every token and reward of the groups that the
+checkpoint knows.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import sqlite3
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from stretto.errors import JournalError, RunError
+from stretto.store import changes
+from stretto.store.reader import JournalReader as JournalReader
+from stretto.store.schema import JOURNAL_NAME, SCHEMA, SCHEMA_VERSION, EvaluationKind, RunFacts, State, check_schema
+from stretto.store.writer import Writer
+from stretto.types import Completion, Prompt
+
+__all__ = ["JOURNAL_NAME", "Journal", "JournalReader", "RunFacts"]
+
+WAIT_S = 60.0  # a disk that is slower than this ends the run
+
+
+class Journal:
+    """Records what happens to a run. Methods are thread-safe, never block on the disk, and take times as given.
+
+    Every method raises `JournalError`, naming the file and the cause, once anything could not be written.
+    """
+
+    def __init__(self, path: Path, lock: int, stored: RunFacts | None, interval_s: float, capacity: int) -> None:
+        self.path = path
+        self._lock = lock
+        self._stored = stored
+        self._writer = Writer(path, interval_s=interval_s, capacity=capacity)
+
+    @classmethod
+    def open(cls, path: str | Path, *, resume: bool = False, interval_s: float = 0.05, capacity: int = 8192) -> Journal:
+        """Create the journal at `path`, or with `resume` take up the one that is there; one process at a time."""
+        path = Path(path)
+        if resume and not path.exists():
+            raise RunError(f"`{path}` does not exist: there is nothing to resume")
+        if not resume and path.exists():
+            raise RunError(f"`{path}` exists already: resume that run, or choose another folder")
+        try:
+            lock = _lock(path)
+        except OSError as error:
+            raise JournalError(f"journal `{path}` cannot be opened: {error}") from error
+        try:
+            return cls(path, lock, _prepare(path), interval_s, capacity)
+        except sqlite3.Error as error:
+            os.close(lock)
+            raise JournalError(f"journal `{path}` cannot be opened: {error}") from error
+        except BaseException:
+            os.close(lock)
+            raise
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def backlog(self) -> int:
+        """Changes recorded and not yet committed."""
+        return self._writer.backlog
+
+    async def durable(self, timeout_s: float = WAIT_S) -> None:
+        """Return once everything recorded so far is on the disk; commits at once."""
+        await self._writer.durable(timeout_s)
+
+    def flush(self, timeout_s: float = WAIT_S) -> None:
+        """`durable` for callers without an event loop; blocks."""
+        self._writer.flush(timeout_s)
+
+    async def room(self, timeout_s: float = WAIT_S) -> None:
+        """Wait until the queue has room; returns at once in the ordinary case."""
+        await self._writer.room(timeout_s)
+
+    def close(self) -> None:
+        """Write what is left and stop; blocks until it is written. Safe to call twice."""
+        try:
+            self._writer.close()
+        finally:
+            lock, self._lock = self._lock, -1
+            if lock >= 0:
+                os.close(lock)
+
+    # -- the run ----------------------------------------------------------------------------------------------------
+
+    def begin(self, facts: RunFacts, at: float) -> None:
+        """Start a session. A resumed run keeps its paradigm, batch, group and seed; the rest may be changed."""
+        for name in ("paradigm", "batch", "group", "seed"):
+            if self._stored is not None and getattr(self._stored, name) != getattr(facts, name):
+                raise RunError(
+                    f"`{name} = {getattr(facts, name)!r}` cannot resume `{self.path}`, which was recorded with "
+                    f"`{getattr(self._stored, name)!r}`: use that, or start a new run"
+                )
+        self._writer.record(changes.begin, facts, at)
+
+    def finished(self, stopped: bool, at: float) -> None:
+        """End the session: all updates are done, or (`stopped`) the run was asked to stop."""
+        self._writer.record(changes.finished, stopped, at)
+
+    def rewind(self, updates: int, groups: int, under_way: Iterable[int], at: float) -> None:
+        """Go back to a checkpoint made after `updates` updates, when `groups` groups had been admitted.
+
+        `under_way` are the trajectories that had not ended at that time. What was recorded of them since is kept, but
+        for their end: each has the state that its tokens and reward give it. Nothing happens if nothing came after.
+        """
+        self._writer.record(changes.rewind, updates, groups, tuple(under_way), at)
+
+    def version_published(self, version: int, checksum: str, at: float) -> None:
+        """Version `version` exists, with these weights."""
+        self._writer.record(changes.version_published, version, checksum, at)
+
+    def version_loaded(self, version: int, checksum: str, at: float) -> None:
+        """An engine confirmed the checksum of a version; the first time is kept."""
+        self._writer.record(changes.version_loaded, version, checksum, at)
+
+    def group_admitted(
+        self,
+        group: int,
+        *,
+        version: int,
+        deadline: int,
+        staleness: int,
+        prompt: Prompt,
+        epoch: int,
+        seeds: Mapping[int, int],
+        at: float,
+        instance: int | None = None,
+    ) -> None:
+        """A group starts: its trajectories are `running`. `seeds` has the seed of each, in the order of members."""
+        self._writer.record(
+            changes.group_admitted, group, version, deadline, staleness, prompt, epoch, dict(seeds), at, instance
+        )
+
+    # -- trajectories -----------------------------------------------------------------------------------------------
+
+    def moved(
+        self,
+        trajectory: int,
+        to_state: State,
+        at: float,
+        reason: str = "",
+        instance: int | None = None,
+        retry: bool = False,
+    ) -> None:
+        """A trajectory changed its state or its instance, or (`retry`) is tried again after a failure."""
+        self._writer.record(changes.moved, trajectory, to_state, at, reason, instance, retry)
+
+    def generated(self, trajectory: int, completion: Completion, text: str, at: float) -> None:
+        """A trajectory has its last token and is `scoring`. The completion's arrays must not change afterwards."""
+        self._writer.record(changes.generated, trajectory, completion, text, at)
+
+    def scored(self, trajectory: int, reward: float, at: float) -> None:
+        """A trajectory has its reward, a finite number."""
+        if not math.isfinite(reward):
+            raise JournalError(f"trajectory {trajectory} cannot be scored with {reward}: a reward is a finite number")
+        self._writer.record(changes.scored, trajectory, reward, at)
+
+    def failed(self, trajectory: int, reason: str, at: float) -> None:
+        """A trajectory failed for good."""
+        self._writer.record(changes.ended, trajectory, "failed", reason, at)
+
+    def filtered(self, trajectory: int, reason: str, at: float) -> None:
+        """A scored trajectory carries no signal and is replaced, because the recipe asks for it."""
+        self._writer.record(changes.ended, trajectory, "filtered", reason, at)
+
+    def dropped(self, trajectory: int, num_tokens: int, at: float) -> None:
+        """A trajectory is thrown away after `num_tokens` tokens (the `drop` paradigm)."""
+        self._writer.record(changes.ended, trajectory, "dropped", "", at, num_tokens)
+
+    # -- updates ----------------------------------------------------------------------------------------------------
+
+    def batch_taken(
+        self, update: int, trajectories: Sequence[int], at: float, uses: Sequence[int] | None = None
+    ) -> None:
+        """These trajectories, in this order, are the batch of `update`. Await `durable()` before it trains."""
+        self._writer.record(changes.batch_taken, update, trajectories, uses or (0,) * len(trajectories), at)
+
+    def update_done(self, update: int, metrics: Mapping[str, Any], at: float) -> None:
+        """The trainer finished `update`: every member of its batch ends as `trained`."""
+        self._writer.record(changes.update_done, update, dict(metrics), at)
+
+    def evaluation(
+        self,
+        version: int,
+        kind: EvaluationKind,
+        at: float,
+        score: float | None = None,
+        num: int = 0,
+        seconds: float = 0.0,
+    ) -> None:
+        """An evaluation of `version` over `num` prompts ended, or was skipped."""
+        self._writer.record(changes.evaluation, version, kind, at, score, num, seconds)
+
+    def note(self, kind: str, text: str, at: float) -> None:
+        """Something a person will want to read: a wait, a move, a retry."""
+        self._writer.record(changes.note, kind, text, at)
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
+
+
+def _lock(path: Path) -> int:
+    """Keep a second process from writing the same run; the lock goes with the process, also when it is killed."""
+    descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise RunError(f"`{path}` is being written by another process: wait for it, or stop it") from error
+    return descriptor
+
+
+def _prepare(path: Path) -> RunFacts | None:
+    """Create the tables, or check those that are there; returns the facts that a resumed run was recorded with."""
+    fresh = not path.exists()
+    connection = sqlite3.connect(path, isolation_level=None, timeout=10.0)
+    try:
+        if fresh:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT")
+            connection.execute("INSERT INTO run VALUES ('created_at', ?)", (json.dumps(time.time()),))
+            return None
+        check_schema(connection, path)
+        with JournalReader(path) as reader:
+            return reader.facts() if reader.has_begun() else None
+    finally:
+        connection.close()

@@ -1,0 +1,292 @@
+"""Reading a journal: for a run that is taken up again, and for people. Works while the run goes on."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from stretto.errors import JournalError
+from stretto.store.schema import UNDER_WAY, RunFacts, connect_readonly, journal_path
+from stretto.types import Completion, Prompt, Sample
+
+_COMPLETION = (
+    "c.version, c.tokens, c.logprobs, c.finish, c.checksum, c.token_versions, c.started_at, c.finished_at, c.prefilled"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryRecord:
+    """Where a trajectory stands."""
+
+    trajectory: int
+    group: int
+    member: int
+    version: int
+    seed: int
+    state: str
+    retries: int
+    instance: int | None
+    reward: float | None
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRecord:
+    """An admitted group with all of its trajectories, ended ones too."""
+
+    group: int
+    epoch: int
+    version: int
+    deadline: int
+    staleness: int
+    prompt: Prompt
+    admitted_at: float
+    trajectories: tuple[TrajectoryRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRecord:
+    """An update and what its batch was like; `finished_at` is None while it trains."""
+
+    update: int
+    taken_at: float
+    finished_at: float | None
+    metrics: Mapping[str, Any]
+    num_samples: int
+    reward: float  # mean
+    tokens: float  # mean of a completion
+    age: float  # mean, in updates
+    oldest: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRecord:
+    """A trained sample as people read it."""
+
+    trajectory: int
+    group: int
+    member: int
+    version: int
+    age: int
+    use: int
+    prompt: str
+    text: str
+    reward: float | None
+    num_tokens: int
+    finish: str
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRecord:
+    version: int
+    kind: str
+    at: float
+    score: float | None
+    num: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """One process's work on the run; `outcome` is None while it runs, and for ever if it was killed."""
+
+    started_at: float
+    ended_at: float | None
+    outcome: str | None
+
+
+class JournalReader:
+    """A read-only view of a run folder or of its journal. Each call sees the latest commit."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = journal_path(path)
+        self._db = connect_readonly(self.path)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def __enter__(self) -> JournalReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def moment(self) -> Iterator[None]:
+        """Everything read inside sees one and the same commit."""
+        self._rows("BEGIN")
+        try:
+            yield
+        finally:
+            self._rows("ROLLBACK")
+
+    def _rows(self, sql: str, *args: Any) -> list[Any]:
+        try:
+            return self._db.execute(sql, args).fetchall()
+        except sqlite3.Error as error:
+            raise JournalError(f"journal `{self.path}` cannot be read: {error}") from error
+
+    # -- the run ----------------------------------------------------------------------------------------------------
+
+    def has_begun(self) -> bool:
+        """Whether a session was ever recorded; a run killed in its first moments has none."""
+        return bool(self._rows("SELECT 1 FROM run WHERE key = 'paradigm'"))
+
+    def facts(self) -> RunFacts:
+        """What the run is."""
+        stored = {key: json.loads(value) for key, value in self._rows("SELECT key, value FROM run")}
+        missing = [field.name for field in fields(RunFacts) if field.name not in stored]
+        if missing:
+            raise JournalError(f"journal `{self.path}` does not say what run it is of: no `{missing[0]}`")
+        return RunFacts(**{field.name: stored[field.name] for field in fields(RunFacts)})
+
+    def sessions(self) -> list[SessionRecord]:
+        """Every time that a process took the run up."""
+        rows = self._rows("SELECT started_at, ended_at, outcome FROM sessions ORDER BY session")
+        return [SessionRecord(*row) for row in rows]
+
+    def versions(self) -> dict[int, str]:
+        """The checksum of every version."""
+        return dict(self._rows("SELECT version, checksum FROM versions ORDER BY version"))
+
+    def counts(self) -> dict[str, int]:
+        """Trajectories by state."""
+        return dict(self._rows("SELECT state, COUNT(*) FROM trajectories GROUP BY state ORDER BY state"))
+
+    def num_groups(self) -> int:
+        """Groups admitted so far, which is also the next group's id."""
+        count: int = self._rows("SELECT COALESCE(MAX(group_id) + 1, 0) FROM groups")[0][0]
+        return count
+
+    def num_updates(self) -> int:
+        """Updates that the trainer has finished."""
+        count: int = self._rows("SELECT COUNT(*) FROM updates WHERE finished_at IS NOT NULL")[0][0]
+        return count
+
+    # -- trajectories -----------------------------------------------------------------------------------------------
+
+    def ids(self, *states: str) -> list[int]:
+        """The trajectories in one of `states`, in order."""
+        marks = ", ".join("?" * len(states))
+        rows = self._rows(f"SELECT trajectory FROM trajectories WHERE state IN ({marks}) ORDER BY 1", *states)
+        return [row[0] for row in rows]
+
+    def trajectory(self, trajectory: int) -> TrajectoryRecord:
+        """Where one trajectory stands."""
+        found = self._trajectories("WHERE trajectory = ?", trajectory)
+        if not found:
+            raise JournalError(f"journal `{self.path}` has no trajectory {trajectory}")
+        return found[0]
+
+    def outstanding(self) -> list[GroupRecord]:
+        """The groups with trajectories under way, by id: what a resumed run goes on with."""
+        marks = ", ".join("?" * len(UNDER_WAY))
+        rows = self._rows(
+            "SELECT group_id, epoch, version, deadline, staleness, prompt_index, prompt_text, prompt_tokens, row, "
+            "admitted_at FROM groups WHERE group_id IN "
+            f"(SELECT group_id FROM trajectories WHERE state IN ({marks})) ORDER BY group_id",
+            *UNDER_WAY,
+        )
+        groups = []
+        for group, epoch, version, deadline, staleness, index, text, tokens, row, at in rows:
+            prompt = Prompt(index, text, tuple(np.frombuffer(tokens, "<i4").tolist()), json.loads(row))
+            members = tuple(self._trajectories("WHERE group_id = ? ORDER BY member", group))
+            groups.append(GroupRecord(group, epoch, version, deadline, staleness, prompt, at, members))
+        return groups
+
+    def _trajectories(self, where: str, *args: Any) -> list[TrajectoryRecord]:
+        columns = "trajectory, group_id, member, version, seed, state, retries, instance, reward, error"
+        return [TrajectoryRecord(*row) for row in self._rows(f"SELECT {columns} FROM trajectories {where}", *args)]
+
+    def load_completion(self, trajectory: int) -> tuple[Completion, float | None]:
+        """What a trajectory generated, and its reward if it has one."""
+        rows = self._rows(
+            f"SELECT t.reward, {_COMPLETION} FROM completions c JOIN trajectories t USING (trajectory) "
+            "WHERE trajectory = ?",
+            trajectory,
+        )
+        if not rows:
+            raise JournalError(f"journal `{self.path}` has no completion of trajectory {trajectory}")
+        return _completion(trajectory, rows[0][1:]), rows[0][0]
+
+    # -- updates ----------------------------------------------------------------------------------------------------
+
+    def members(self, update: int) -> list[int]:
+        """The trajectories of an update's batch, in order; empty if it was not taken."""
+        return [
+            r[0] for r in self._rows("SELECT trajectory FROM members WHERE update_id = ? ORDER BY position", update)
+        ]
+
+    def batch(self, update: int) -> list[Sample]:
+        """The batch of an update as the trainer got it."""
+        rows = self._rows(
+            f"SELECT m.trajectory, t.group_id, t.version, g.prompt_tokens, t.reward, {_COMPLETION} FROM members m "
+            "JOIN trajectories t USING (trajectory) JOIN groups g USING (group_id) JOIN completions c "
+            "USING (trajectory) WHERE m.update_id = ? ORDER BY m.position",
+            update,
+        )
+        return [
+            Sample(row[0], row[1], row[2], np.frombuffer(row[3], "<i4").tolist(), _completion(row[0], row[5:]), row[4])
+            for row in rows
+        ]
+
+    def updates(self) -> list[UpdateRecord]:
+        """Every update whose batch was taken, in order."""
+        rows = self._rows(
+            "SELECT u.update_id, u.taken_at, u.finished_at, u.metrics, COUNT(m.trajectory), AVG(t.reward), "
+            "AVG(c.num_tokens), AVG(u.update_id - t.version), MAX(u.update_id - t.version) FROM updates u "
+            "LEFT JOIN members m USING (update_id) LEFT JOIN trajectories t USING (trajectory) "
+            "LEFT JOIN completions c USING (trajectory) GROUP BY u.update_id ORDER BY u.update_id"
+        )
+        return [
+            UpdateRecord(
+                update, taken, finished, json.loads(metrics), count, reward or 0.0, tokens or 0.0, age or 0.0, old or 0
+            )
+            for update, taken, finished, metrics, count, reward, tokens, age, old in rows
+        ]
+
+    def samples(self, update: int) -> list[SampleRecord]:
+        """The samples of an update, in the order of its batch, as people read them."""
+        rows = self._rows(
+            "SELECT m.trajectory, t.group_id, t.member, t.version, m.update_id - t.version, m.use, g.prompt_text, "
+            "COALESCE(c.text, ''), t.reward, COALESCE(c.num_tokens, 0), COALESCE(c.finish, '') FROM members m "
+            "JOIN trajectories t USING (trajectory) JOIN groups g USING (group_id) "
+            "LEFT JOIN completions c USING (trajectory) WHERE m.update_id = ? ORDER BY m.position",
+            update,
+        )
+        return [SampleRecord(*row) for row in rows]
+
+    def evaluations(self) -> list[EvaluationRecord]:
+        """Every evaluation, in the order in which they ended."""
+        rows = self._rows("SELECT version, kind, at, score, num, seconds FROM evaluations ORDER BY id")
+        return [EvaluationRecord(*row) for row in rows]
+
+    def notes(self) -> list[tuple[float, str, str]]:
+        """(at, kind, text) of every note, in order."""
+        return [(at, kind, text) for at, kind, text in self._rows("SELECT at, kind, text FROM notes ORDER BY id")]
+
+
+def _completion(trajectory: int, row: tuple[Any, ...]) -> Completion:
+    version, tokens, logprobs, finish, checksum, token_versions, started_at, finished_at, prefilled = row
+    return Completion(
+        id=trajectory,
+        version=version,
+        tokens=np.frombuffer(tokens, "<i4").astype(np.int32),
+        logprobs=np.frombuffer(logprobs, "<f4").astype(np.float32),
+        finish=finish,
+        checksum=checksum,
+        token_versions=None if token_versions is None else np.frombuffer(token_versions, "<i4").astype(np.int32),
+        started_at=started_at,
+        finished_at=finished_at,
+        prefilled=prefilled,
+    )

@@ -1,0 +1,136 @@
+"""The tables of `RUN/journal.sqlite`, and how the file is opened.
+
+    run            one row a fact of the run: paradigm, staleness, batch, group, updates, seed ... (value is JSON)
+    sessions       one row each time a process took the run up; `outcome` is NULL while it runs, and if it was killed
+    versions       every version of the policy with the checksum of its weights
+    groups         one row an admitted prompt: version, deadline (`version + staleness`), and the prompt itself
+    trajectories   one small row each, changed as it moves through its states
+    completions    what a trajectory generated, with the version and checksum that the engine stamped on it; written
+                   once, apart from `trajectories` so that a change of state never rewrites the blobs
+    transitions    every change of state; `seq` is the order in which they were recorded, whatever the clocks say
+    updates        one row a batch taken; `finished_at` is NULL until the trainer is done with it
+    members        the trajectories of each batch in order; `use` 0 is the training that law 2 speaks of, later uses are
+                   those of a replay buffer. (trajectory, use) is unique: the file refuses to train one twice
+    evaluations    before, during, after, skipped
+    rewinds        one row each time that a killed run went back to its last checkpoint, with what was erased by that:
+                   the updates after the checkpoint, whose weights are gone, and the groups admitted after it
+    notes          waits, moves and retries in words, for people
+
+States: `running` (admitted; on an instance or queued there), `suspended` (between instances, or its run was stopped),
+`scoring` (has its last token), `scored`, `training` (in a batch that was taken), and the ends `trained`, `failed`,
+`filtered`, `dropped`. Times are `time.time()` seconds. Blobs are little-endian: tokens and versions int32,
+log-probabilities float32.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from stretto.errors import JournalError, RunError
+
+JOURNAL_NAME = "journal.sqlite"
+SCHEMA_VERSION = 1
+
+State = Literal["running", "suspended", "scoring", "scored", "training", "trained", "failed", "filtered", "dropped"]
+ENDS: tuple[State, ...] = ("trained", "failed", "filtered", "dropped")
+UNDER_WAY: tuple[State, ...] = ("running", "suspended", "scoring", "scored", "training")
+
+EvaluationKind = Literal["before", "during", "after", "skipped"]
+
+SCHEMA = """
+CREATE TABLE run (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE sessions (session INTEGER PRIMARY KEY, started_at REAL NOT NULL, ended_at REAL, outcome TEXT);
+CREATE TABLE versions (
+    version INTEGER PRIMARY KEY, checksum TEXT NOT NULL, published_at REAL NOT NULL, loaded_at REAL);
+CREATE TABLE groups (
+    group_id INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, prompt_index INTEGER NOT NULL, version INTEGER NOT NULL,
+    deadline INTEGER NOT NULL, staleness INTEGER NOT NULL, prompt_text TEXT NOT NULL, prompt_tokens BLOB NOT NULL,
+    row TEXT NOT NULL, admitted_at REAL NOT NULL);
+CREATE TABLE trajectories (
+    trajectory INTEGER PRIMARY KEY, group_id INTEGER NOT NULL, member INTEGER NOT NULL, version INTEGER NOT NULL,
+    seed INTEGER NOT NULL, state TEXT NOT NULL, retries INTEGER NOT NULL DEFAULT 0, instance INTEGER, reward REAL,
+    scored_at REAL, ended_at REAL, error TEXT, dropped_tokens INTEGER);
+CREATE INDEX trajectories_by_group ON trajectories (group_id, member);
+CREATE INDEX trajectories_by_state ON trajectories (state);
+CREATE TABLE completions (
+    trajectory INTEGER PRIMARY KEY, version INTEGER NOT NULL, checksum TEXT NOT NULL, num_tokens INTEGER NOT NULL,
+    finish TEXT NOT NULL, started_at REAL NOT NULL, finished_at REAL NOT NULL, prefilled INTEGER NOT NULL,
+    text TEXT NOT NULL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL, token_versions BLOB);
+CREATE TABLE transitions (
+    seq INTEGER PRIMARY KEY, trajectory INTEGER NOT NULL, from_state TEXT, to_state TEXT NOT NULL, at REAL NOT NULL,
+    reason TEXT NOT NULL);
+CREATE INDEX transitions_by_trajectory ON transitions (trajectory);
+CREATE TABLE updates (
+    update_id INTEGER PRIMARY KEY, taken_at REAL NOT NULL, finished_at REAL, metrics TEXT NOT NULL DEFAULT '{}');
+CREATE TABLE members (
+    update_id INTEGER NOT NULL, position INTEGER NOT NULL, trajectory INTEGER NOT NULL, use INTEGER NOT NULL DEFAULT 0,
+    PRIMARY KEY (update_id, position)) WITHOUT ROWID;
+CREATE UNIQUE INDEX members_train_once ON members (trajectory, use);
+CREATE TABLE evaluations (
+    id INTEGER PRIMARY KEY, version INTEGER NOT NULL, kind TEXT NOT NULL, at REAL NOT NULL, score REAL,
+    num INTEGER NOT NULL, seconds REAL NOT NULL);
+CREATE TABLE rewinds (
+    id INTEGER PRIMARY KEY, at REAL NOT NULL, updates INTEGER NOT NULL, num_updates INTEGER NOT NULL,
+    num_groups INTEGER NOT NULL, num_trajectories INTEGER NOT NULL);
+CREATE TABLE notes (id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL);
+"""
+
+LAWS_BROKEN: dict[str, tuple[int, ...]] = {"partial": (1,), "drop": (2,)}
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What a run is, as far as its laws depend on it."""
+
+    paradigm: str
+    staleness: int  # K; with `auto` the cap
+    auto: bool
+    batch: int  # B, groups per update
+    group: int  # G, trajectories per group
+    updates: int  # N
+    seed: int
+    filters: bool = False  # the recipe asked for groups without signal to be replaced
+
+    @property
+    def laws_broken(self) -> tuple[int, ...]:
+        """The laws that this paradigm gives up by design."""
+        return LAWS_BROKEN.get(self.paradigm, ())
+
+
+def journal_path(run_folder: str | Path) -> Path:
+    """The journal of a run folder (or the journal itself), or a `RunError` that says what is missing."""
+    path = Path(run_folder)
+    if path.is_dir():
+        path = path / JOURNAL_NAME
+    if not path.is_file():
+        reason = "it has no `journal.sqlite`" if path.parent.is_dir() else "there is no such folder"
+        raise RunError(f"`{run_folder}` is no run folder: {reason}; give the folder that `stretto train` made")
+    return path
+
+
+def connect_readonly(path: str | Path) -> sqlite3.Connection:
+    """Open a journal to read it, also while a run writes it; what is read inside one `BEGIN` is one moment."""
+    path = Path(path).resolve()
+    uri = f"{path.as_uri()}?mode=ro"
+    if not os.access(path.parent, os.W_OK) and not Path(f"{path}-wal").exists():
+        uri += "&immutable=1"  # readers of a WAL file need its index beside it, which nobody can create here
+    try:
+        connection = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=10.0)
+        check_schema(connection, path)
+    except sqlite3.Error as error:
+        raise JournalError(f"journal `{path}` cannot be read: {error}") from error
+    return connection
+
+
+def check_schema(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse a file that is not a journal of this schema."""
+    (found,) = connection.execute("PRAGMA user_version").fetchone()
+    if found != SCHEMA_VERSION:
+        raise JournalError(
+            f"journal `{path}` has schema {found}, this version of stretto reads schema {SCHEMA_VERSION}: "
+            "use the version of stretto that wrote it"
+        )

@@ -1,0 +1,217 @@
+"""One thread that writes SQLite, so that nobody else ever waits for a disk by accident.
+
+    caller                          writer thread
+    record(f, *args)  -- append --> collects for `interval_s`, then one transaction: f(connection, *args) ... COMMIT
+    await durable()   <-- future -- commits at once, synced to the disk
+    await room()      <-- future -- when the backlog has fallen below `capacity`
+
+Changes are applied in the order in which they were recorded, so after a crash the file holds a prefix of them. An
+ordinary commit survives the death of the process; one that somebody waited for in `durable` also survives the machine.
+A change that fails ends the writer: nothing of its transaction stays, and every later call raises `JournalError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+from typing import Any
+
+from stretto.errors import JournalError
+
+Change = tuple[Callable[..., None], tuple[Any, ...]]
+LOCKED_TIMEOUT_S = 15.0  # how long SQLite itself waits for a lock that a foreign program holds
+
+
+class Writer:
+    """Owns the only connection that writes. Every method may be called from any thread."""
+
+    def __init__(self, path: Path, *, interval_s: float, capacity: int) -> None:
+        self._path = path
+        self._interval_s = interval_s
+        self._capacity = capacity
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
+        self._pending: list[Change] = []
+        self._recorded = 0  # changes, since the start
+        self._committed = 0
+        self._synced = 0  # changes that are on the disk
+        self._idle = False  # the thread sleeps until the next change
+        self._urgent = False  # the thread must not wait for more changes
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._durable_waiters: list[tuple[int, Future[None]]] = []  # (changes that must be synced, who waits)
+        self._room_waiters: list[Future[None]] = []
+        self._thread = threading.Thread(target=self._run, name="stretto-journal", daemon=True)
+        self._thread.start()
+
+    # -- callers --------------------------------------------------------------------------------------------------
+
+    @property
+    def backlog(self) -> int:
+        """Changes recorded and not yet committed."""
+        return self._recorded - self._committed
+
+    def record(self, apply: Callable[..., None], *args: Any) -> None:
+        """Queue `apply(connection, *args)`. Never blocks on the disk; `args` must not change afterwards."""
+        with self._lock:
+            if self._failure is not None or self._closing:
+                raise self._error()
+            backlog = self._recorded - self._committed
+            if backlog >= self._capacity:
+                if backlog >= 2 * self._capacity:
+                    raise JournalError(
+                        f"journal `{self._path}` is {backlog} changes behind: the disk does not keep up, "
+                        "and nobody waited for room"
+                    )
+                self._urgent = True
+                self._wake.notify()
+            self._pending.append((apply, args))
+            self._recorded += 1
+            if self._idle:
+                self._wake.notify()
+
+    async def durable(self, timeout_s: float) -> None:
+        """Return once everything recorded so far is on the disk."""
+        await self._wait(self._ask_durable(), timeout_s, "to be on the disk")
+
+    def flush(self, timeout_s: float) -> None:
+        """`durable` for callers without an event loop; blocks."""
+        future = self._ask_durable()
+        try:
+            future.result(timeout_s)
+        except FutureTimeoutError as error:
+            future.cancel()
+            raise self._too_late(timeout_s, "to be on the disk") from error
+
+    async def room(self, timeout_s: float) -> None:
+        """Return once fewer than `capacity` changes wait to be written; at once in the ordinary case."""
+        with self._lock:
+            if self._failure is not None or self._closing:
+                raise self._error()
+            if self.backlog < self._capacity:
+                return
+            future: Future[None] = Future()
+            self._room_waiters.append(future)
+            self._hurry()
+        await self._wait(future, timeout_s, "for room in its queue")
+
+    def close(self) -> None:
+        """Write what is left, stop the thread, and raise if anything could not be written. Safe to call twice."""
+        with self._lock:
+            first = not self._closing
+            self._closing = True
+            self._hurry()
+        self._thread.join()
+        if first and self._failure is not None:
+            raise self._error()
+
+    def _ask_durable(self) -> Future[None]:
+        future: Future[None] = Future()
+        with self._lock:
+            if self._failure is not None or self._closing:
+                raise self._error()
+            if self._synced == self._recorded:
+                future.set_result(None)
+            else:
+                self._durable_waiters.append((self._recorded, future))
+                self._hurry()
+        return future
+
+    async def _wait(self, future: Future[None], timeout_s: float, reason: str) -> None:
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+        except TimeoutError as error:
+            raise self._too_late(timeout_s, reason) from error
+
+    def _too_late(self, timeout_s: float, reason: str) -> JournalError:
+        return JournalError(
+            f"journal `{self._path}`: waited {timeout_s:g} s {reason}, {self.backlog} changes behind; "
+            "the disk is too slow or another program holds a lock on the file"
+        )
+
+    def _error(self) -> JournalError:
+        if self._failure is None:
+            return JournalError(f"journal `{self._path}` is closed")
+        error = JournalError(f"journal `{self._path}` cannot be written: {self._failure}")
+        error.__cause__ = self._failure
+        return error
+
+    def _hurry(self) -> None:
+        self._urgent = True
+        self._wake.notify()
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        connection: sqlite3.Connection | None = None
+        try:
+            connection = sqlite3.connect(self._path, isolation_level=None, timeout=LOCKED_TIMEOUT_S)
+            while (work := self._collect()) is not None:
+                self._write(connection, *work)
+            connection.close()
+        except BaseException as error:
+            # Told to every caller from here on; the thread itself has nobody to raise to.
+            self._fail(error)
+            if connection is not None:
+                connection.close()  # what was not committed is rolled back
+
+    def _collect(self) -> tuple[list[Change], bool] | None:
+        """The changes of the next transaction and whether it must be synced; None when there will be no more."""
+        with self._lock:
+            while not (self._pending or self._durable_waiters or self._closing):
+                self._urgent = False
+                self._idle = True
+                self._wake.wait()
+                self._idle = False
+            deadline = time.monotonic() + self._interval_s
+            while not self._urgent and (left := deadline - time.monotonic()) > 0:
+                self._wake.wait(left)
+            self._urgent = False
+            changes, self._pending = self._pending, []
+            sync = bool(self._durable_waiters) or self._closing
+            if not changes and self._closing and not self._durable_waiters:
+                return None
+            return changes, sync
+
+    def _write(self, connection: sqlite3.Connection, changes: list[Change], sync: bool) -> None:
+        connection.execute("PRAGMA synchronous = " + ("FULL" if sync else "NORMAL"))
+        connection.execute("BEGIN IMMEDIATE")
+        for apply, args in changes:
+            try:
+                apply(connection, *args)
+            except Exception as error:
+                what = f"{apply.__name__}({args[0] if args else ''})"
+                raise JournalError(f"{error}, while recording `{what}`") from error
+        if sync and not changes:
+            # Commits that are in the file and not yet on the disk: a transaction that changes a page syncs them all.
+            connection.execute("UPDATE run SET value = value WHERE key = 'created_at'")
+        connection.execute("COMMIT")
+        with self._lock:
+            self._committed += len(changes)
+            if sync:
+                self._synced = self._committed
+            ready = [future for count, future in self._durable_waiters if count <= self._synced]
+            self._durable_waiters = [waiter for waiter in self._durable_waiters if waiter[0] > self._synced]
+            if self.backlog < self._capacity:
+                ready += self._room_waiters
+                self._room_waiters = []
+            if self._durable_waiters or self._room_waiters:
+                self._urgent = True
+        for future in ready:
+            if future.set_running_or_notify_cancel():
+                future.set_result(None)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._failure = error
+            waiting = [future for _, future in self._durable_waiters] + self._room_waiters
+            self._durable_waiters, self._room_waiters, self._pending = [], [], []
+        for future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(self._error())
