@@ -1,0 +1,110 @@
+"""The forward pass of a Hugging Face causal LM over a packed micro-batch, up to the log-probabilities of its targets.
+
+The decoder runs as it is. The head does not: its logits would be the largest tensor by far, so `token_logprobs` makes
+them in chunks from the head's weight. What an architecture does beside that (a cap, a factor) is read from its config,
+and `PackedModel` proves on a few tokens that nothing was missed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from stretto.errors import ModelError
+from stretto.training.attention import LAYOUT_ARGUMENT, PACKED_ATTENTION, PackedLayout, layout_of
+from stretto.training.logprobs import token_logprobs
+from stretto.training.packing import MicroBatch
+
+PROBE_LENGTHS = (7, 5)
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2}  # of a log-probability; a missed cap or a leak is far above it
+HALF_TOLERANCE = 0.5
+
+
+class PackedModel:
+    """A causal LM whose attention is the packed one from now on. The tree belongs to whoever made this.
+
+    Raises `ModelError` for an architecture whose packed log-probabilities are not those of its own forward pass: one
+    that mixes neighbours in a way other than attention, or ignores position ids, or treats its logits in its own way.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        causal_lm: Any = model
+        self.model = causal_lm
+        self.decoder: Any = causal_lm.base_model
+        head = causal_lm.get_output_embeddings()
+        if not isinstance(head, nn.Linear) or self.decoder is model:
+            raise ModelError(f"`{type(model).__name__}` is no causal LM with a linear head over a decoder")
+        self.head = head
+        config = causal_lm.config.get_text_config()
+        cap = getattr(config, "final_logit_softcapping", None)
+        self.softcap = float(cap) if cap else None
+        self.multiplier = float(getattr(config, "logit_scale", None) or 1.0)
+        self.multiplier /= float(getattr(config, "logits_scaling", None) or 1.0)
+        expected = self._own_logprobs()
+        causal_lm.config._attn_implementation = PACKED_ATTENTION
+        self._check(expected)
+
+    def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+        """The last hidden state of every token [T, d]."""
+        output = self.decoder(
+            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, **{LAYOUT_ARGUMENT: layout}
+        )
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def logprobs(self, micro: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """The log-probability of every completion token [C], with gradient, and the entropy there [C], without."""
+        return token_logprobs(
+            self.hidden(micro.input_ids, micro.position_ids, micro.layout),
+            self.head.weight,
+            micro.predicts,
+            micro.targets,
+            bias=self.head.bias,
+            temperature=temperature,
+            softcap=self.softcap,
+            multiplier=self.multiplier,
+            entropy=True,
+        )
+
+    def _probe(self) -> list[torch.Tensor]:
+        vocabulary = self.head.out_features
+        return [torch.arange(n, device=self.head.weight.device) * 7 % vocabulary for n in PROBE_LENGTHS]
+
+    @torch.no_grad()
+    def _own_logprobs(self) -> torch.Tensor:
+        """What the model itself says about the probe, one sequence at a time."""
+        self.model.config._attn_implementation = "eager"
+        parts = []
+        for ids in self._probe():
+            logits = self.model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            parts.append(logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0])
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def _check(self, expected: torch.Tensor) -> None:
+        probe = self._probe()
+        lengths = np.array(PROBE_LENGTHS)
+        ids = torch.cat(probe)
+        positions = torch.cat([torch.arange(n, device=ids.device) for n in PROBE_LENGTHS])
+        predicts = torch.cat([torch.arange(n - 1, device=ids.device) for n in PROBE_LENGTHS])
+        predicts[PROBE_LENGTHS[0] - 1 :] += PROBE_LENGTHS[0]
+        hidden = self.hidden(ids, positions, layout_of(lengths, ids.device))
+        got, _ = token_logprobs(
+            hidden,
+            self.head.weight,
+            predicts,
+            ids[predicts + 1],
+            bias=self.head.bias,
+            softcap=self.softcap,
+            multiplier=self.multiplier,
+        )
+        worst = float((got - expected).abs().max())
+        if not worst <= TOLERANCE.get(self.head.weight.dtype, HALF_TOLERANCE):
+            raise ModelError(
+                f"`{type(self.model).__name__}` cannot be trained packed: side by side, sequences have "
+                f"log-probabilities that differ by {worst:.3g} from those that they have alone"
+            )

@@ -1,0 +1,164 @@
+"""AdamW with a learning-rate schedule, clipping by the global norm, and float32 masters of half-precision weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from stretto.errors import RecipeError, TrainerError
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerOptions:
+    """How an update is made, whatever the algorithm."""
+
+    learning_rate: float = 1e-5
+    warmup_steps: int = 0  # the rate rises linearly over this many updates
+    schedule: Schedule = "constant"
+    total_steps: int = 0  # updates in the run; needed by every schedule but "constant"
+    final_fraction: float = 0.0  # of the learning rate, where "linear" and "cosine" end
+    weight_decay: float = 0.0  # of matrices; vectors such as norms and biases do not decay
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0  # 0: no clipping
+    micro_tokens: int = 8192  # tokens through the model at once
+    temperature: float = 1.0  # that the engine samples with
+    seed: int = 0  # of the adapters' first values
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps"):
+            if not getattr(self, name) >= 0:
+                raise RecipeError(f"`{name} = {getattr(self, name)}` must not be negative")
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise RecipeError(f'`schedule = {self.schedule!r}` is unknown: choose "constant", "linear" or "cosine"')
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise RecipeError(
+                f"`schedule = {self.schedule!r}` needs `total_steps` above `warmup_steps = {self.warmup_steps}`, "
+                f"and got {self.total_steps}"
+            )
+        if not 0 <= self.final_fraction <= 1:
+            raise RecipeError(f"`final_fraction = {self.final_fraction}` must lie between 0 and 1")
+        if not self.temperature > 0:
+            raise RecipeError(
+                f"`temperature = {self.temperature}` leaves nothing to learn from: greedy samples have no "
+                "log-probability; choose one above 0"
+            )
+        if self.micro_tokens < 1:
+            raise RecipeError(f"`micro_tokens = {self.micro_tokens}` must be at least 1")
+
+
+def learning_rate(step: int, options: TrainerOptions) -> float:
+    """The rate of update `step`, from 0. Never 0 within warm-up; beyond `total_steps` it stays at the end's."""
+    if step < options.warmup_steps:
+        return options.learning_rate * (step + 1) / (options.warmup_steps + 1)
+    if options.schedule == "constant":
+        return options.learning_rate
+    done = min(1.0, (step - options.warmup_steps) / (options.total_steps - options.warmup_steps))
+    shape = 1.0 - done if options.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return options.learning_rate * (options.final_fraction + (1.0 - options.final_fraction) * shape)
+
+
+class Optimizer:
+    """Steps named parameters. One in half precision has a float32 master, which is what is stepped and saved."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], options: TrainerOptions) -> None:
+        self.options = options
+        self.step_count = 0
+        self._parameters = dict(parameters)
+        self._stepped: dict[str, torch.Tensor] = {
+            name: p if p.dtype in (torch.float32, torch.float64) else p.detach().float()
+            for name, p in self._parameters.items()
+        }
+        self._masters = [
+            (p, self._stepped[name]) for name, p in self._parameters.items() if self._stepped[name] is not p
+        ]
+        decayed = [p for p in self._stepped.values() if p.ndim >= 2]
+        others = [p for p in self._stepped.values() if p.ndim < 2]
+        groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self._adam = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=options.learning_rate,
+            betas=options.betas,
+            eps=options.eps,
+            fused=True,  # a single pass over the memory; exists for processors too
+        )
+
+    def collect(self) -> None:
+        """Call after each backward pass: gradients of half-precision parameters are summed in float32."""
+        for parameter, master in self._masters:
+            if parameter.grad is not None:
+                gradient = parameter.grad.float()
+                master.grad = gradient if master.grad is None else master.grad + gradient
+                parameter.grad = None
+
+    def step(self) -> tuple[float, float]:
+        """Clip, step and clear the gradients. Returns the norm before clipping and the learning rate.
+
+        Raises `TrainerError` before anything has changed when the norm is not finite.
+        """
+        gradients = [p.grad for p in self._stepped.values() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+        value = float(norm)
+        if not math.isfinite(value):
+            raise TrainerError(f"the gradient's norm is {value} at update {self.step_count}: lower `learning_rate`")
+        if self.options.max_grad_norm and value > self.options.max_grad_norm:
+            torch._foreach_mul_(gradients, self.options.max_grad_norm / value)
+        rate = learning_rate(self.step_count, self.options)
+        for group in self._adam.param_groups:
+            group["lr"] = rate
+        self._adam.step()
+        self._adam.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for parameter, master in self._masters:
+                parameter.copy_(master)
+        self.step_count += 1
+        return value, rate
+
+    def discard(self) -> None:
+        """Forget the gradients summed so far."""
+        for tensor in (*self._parameters.values(), *self._stepped.values()):
+            tensor.grad = None
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """A copy of everything that decides what the next step does, as flat tensors (`value/`, `mean/`, `square/`)."""
+        tensors: dict[str, torch.Tensor] = {"step": torch.tensor(self.step_count)}
+        for name, stepped in self._stepped.items():
+            tensors[f"value/{name}"] = stepped.detach().clone()
+            moments = self._adam.state.get(stepped)
+            if moments:
+                tensors[f"mean/{name}"] = moments["exp_avg"].clone()
+                tensors[f"square/{name}"] = moments["exp_avg_sq"].clone()
+                tensors[f"count/{name}"] = moments["step"].clone()
+        return tensors
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over what `state` gave. Raises `TrainerError`, with nothing changed, if it is of other parameters."""
+        given = {key.removeprefix("value/"): t for key, t in tensors.items() if key.startswith("value/")}
+        wrong = [n for n, p in self._stepped.items() if n not in given or given[n].shape != p.shape]
+        wrong += [n for n in given if n not in self._stepped]
+        if wrong or "step" not in tensors:
+            raise TrainerError(
+                f"the checkpoint is of another model or another `lora`: `{wrong[0] if wrong else 'step'}` does not fit"
+            )
+        self.step_count = int(tensors["step"])
+        self._adam.state.clear()
+        with torch.no_grad():
+            for name, stepped in self._stepped.items():
+                stepped.copy_(given[name])
+                stepped.grad = None
+                if f"mean/{name}" in tensors:
+                    self._adam.state[stepped] = {
+                        "step": tensors[f"count/{name}"].to(stepped.device, torch.float32, copy=True),
+                        "exp_avg": tensors[f"mean/{name}"].to(stepped, copy=True),
+                        "exp_avg_sq": tensors[f"square/{name}"].to(stepped, copy=True),
+                    }
+            for parameter, master in self._masters:
+                parameter.copy_(master)
+                parameter.grad = None
