@@ -1,0 +1,139 @@
+"""The command line. Arguments are parsed before anything heavy is imported, so `--help` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from stretto import __version__
+from stretto.errors import StrettoError
+
+EXAMPLES = """examples:
+  stretto check recipes/quickstart.toml
+  stretto train recipes/quickstart.toml --set training.steps=20 --out runs/short
+  stretto train recipes/quickstart.toml --out runs/short --resume
+  stretto compare recipes/quickstart.toml --paradigms synchronous,multi-version
+  stretto verify runs/short
+  stretto show runs/short --update 10
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, run, return the exit status: 0 done, 1 a law is broken, 2 bad input or a failed run, 130 interrupted."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except StrettoError as error:
+        sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader has gone; nothing is left to say to anybody
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="stretto",
+        description="Reinforcement learning for language models: several versions of the policy generate at once.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"stretto {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train a policy by a recipe")
+    _recipe_arguments(train)
+    train.add_argument("--out", type=Path, metavar="RUN", help="run folder (default: runs/<recipe>-<time>)")
+    train.add_argument("--resume", action="store_true", help="continue the run in --out after it was stopped")
+    train.set_defaults(command=_train)
+
+    check = commands.add_parser(
+        "check", help="validate a recipe, print it whole and the memory it needs; start nothing"
+    )
+    _recipe_arguments(check)
+    check.set_defaults(command=_check)
+
+    compare = commands.add_parser("compare", help="the same recipe, seed and updates under several paradigms")
+    _recipe_arguments(compare)
+    compare.add_argument("--paradigms", metavar="A,B,...", help="default: all five")
+    compare.add_argument("--out", type=Path, metavar="DIR", help="folder for the runs and compare.json")
+    compare.add_argument("--target", type=float, metavar="SCORE", help="accuracy for the column of time to accuracy")
+    compare.set_defaults(command=_compare)
+
+    verify = commands.add_parser("verify", help="prove the three laws from a run's journal alone")
+    verify.add_argument("run", type=Path, metavar="RUN")
+    verify.set_defaults(command=_verify)
+
+    show = commands.add_parser("show", help="read a run: its updates, or the samples of one")
+    show.add_argument("run", type=Path, metavar="RUN")
+    show.add_argument("--update", type=int, metavar="N", help="show the samples of update N")
+    show.add_argument("--samples", type=int, default=8, metavar="M", help="how many samples (default: 8)")
+    show.set_defaults(command=_show)
+    return parser
+
+
+def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="a TOML file")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override a key of the recipe"
+    )
+
+
+def _train(options: argparse.Namespace) -> int:
+    from stretto.config import load_recipe
+    from stretto.runtime.run import default_run_folder, train_from_command_line
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    folder = options.out or default_run_folder(options.recipe)
+    return train_from_command_line(recipe, folder, resume=options.resume)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from stretto.config import load_recipe
+    from stretto.runtime.memory import describe_memory
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    sys.stdout.write(recipe.dumps())
+    sys.stdout.write("\n" + describe_memory(recipe) + "\n")
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from stretto.compare import compare_from_command_line
+
+    return compare_from_command_line(
+        options.recipe,
+        options.overrides,
+        paradigms=options.paradigms.split(",") if options.paradigms else None,
+        folder=options.out,
+        target=options.target,
+    )
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from stretto.store.verify import exit_code, format_findings, verify
+
+    findings = verify(options.run)
+    sys.stdout.write(format_findings(findings) + "\n")
+    return exit_code(findings)
+
+
+def _show(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from stretto.observe.show import show
+
+    Console().print(show(options.run, update=options.update, samples=options.samples))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

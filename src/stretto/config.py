@@ -1,0 +1,410 @@
+"""A recipe: strict, typed, and free of torch. What is not known is an error; what has no effect is an error too.
+
+`load_recipe` reads TOML, applies `--set key=value`, validates, and raises `RecipeError` with a line per problem. A
+default lives here and nowhere else. `paradigm_overrides` is for `compare`, which runs one recipe under every paradigm
+and therefore drops the keys that a paradigm does not have instead of refusing them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from stretto.core.paradigms import PARADIGMS, Paradigm
+from stretto.core.plan import Plan, resolve_plan
+from stretto.errors import RecipeError
+
+PARADIGM_NAMES = tuple(PARADIGMS)
+
+
+class Section(BaseModel):
+    """A table of the recipe."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class LoraSection(Section):
+    """Train low-rank adapters over a frozen base instead of every parameter."""
+
+    rank: int = Field(16, ge=1, description="Rank of the adapters")
+    alpha: float | None = Field(None, gt=0, description="Scale of the adapters is alpha / rank; default: 2 * rank")
+    targets: tuple[str, ...] = Field(
+        (), description="Ends of the names of the linear modules to adapt; empty: all but the output layer"
+    )
+
+
+class WarmStartSection(Section):
+    """How the `tiny` model is taught the form of an answer before it is improved. Cached between runs."""
+
+    steps: int = Field(450, ge=0, description="Supervised steps of 40 sequences")
+    seed: int = Field(0, ge=0, description="Seed of its initial weights and demonstrations")
+
+
+class ModelSection(Section):
+    """Which model is trained."""
+
+    path: str = Field(min_length=1, description='A folder, a hub name, or "tiny" (made on the spot)')
+    lora: LoraSection | None = Field(None, description="Leave out for full-parameter training")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of the weights")
+    warm_start: WarmStartSection | None = Field(None, description='Only for `path = "tiny"`')
+
+
+class TaskSection(Section):
+    """What every task has."""
+
+    reward_seconds: float = Field(10.0, gt=0, description="Deadline of one call of the reward function")
+    reward_workers: int = Field(1, ge=1, description="Processes that run the reward function")
+
+
+class CountdownChainSection(TaskSection):
+    """The quickstart's task: `4+3*17?` asks for (4 + 3*17) mod 10, by a chain of steps."""
+
+    type: Literal["countdown-chain"]
+    size: int = Field(10_000, ge=1, description="Rows to draw")
+
+
+class ReasoningGymSection(TaskSection):
+    """Any task of the package reasoning-gym."""
+
+    type: Literal["reasoning-gym"]
+    name: str = Field(description="Name of the data set, such as `chain_sum`")
+    size: int = Field(1_000, ge=1, description="Rows to draw")
+    config: dict[str, Any] = Field(default_factory=dict, description="The data set's own options")
+    scoring: Literal["exact", "scorer"] = Field("scorer", description="Exact match, or the data set's own scorer")
+    instruction: str | None = Field(None, description="System message; default: answer after `Answer:`")
+
+
+class FileSection(TaskSection):
+    """A JSONL or Parquet file of prompts with a reward function."""
+
+    type: Literal["file"]
+    path: str = Field(description="File with a column `prompt` or `messages`")
+    reward: str = Field(description="`package.module:function`")
+    evaluation_path: str | None = Field(None, description="Held-out prompts; default: split off from `path`")
+
+
+AnyTask = Annotated[CountdownChainSection | ReasoningGymSection | FileSection, Field(discriminator="type")]
+
+
+class RolloutSection(Section):
+    """How trajectories are generated."""
+
+    paradigm: Literal["synchronous", "one-step-off", "partial", "drop", "multi-version"] = Field(
+        "multi-version", description="What happens to running work when a version is published"
+    )
+    staleness: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] | None = Field(
+        None, description='K: the most versions a trajectory may be late, or "auto"; default: 2'
+    )
+    staleness_cap: int | None = Field(None, ge=1, le=64, description='Most that "auto" may choose; default: 4')
+    prompts: int = Field(16, ge=1, description="Groups per update (B)")
+    group: int = Field(8, ge=1, description="Trajectories per group (G)")
+    rows: int | None = Field(None, ge=1, description="Target of running trajectories; default: B * G")
+    in_flight: int | None = Field(None, ge=1, description="Most groups outstanding; default: 1.5 * B")
+    slots: int | None = Field(None, ge=1, description="Version slots of the engine; default: what the run needs")
+    max_tokens: int = Field(256, ge=1, description="Longest completion")
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature")
+    top_p: float = Field(1.0, gt=0, le=1, description="Refused in training unless 1")
+    top_k: int = Field(0, ge=0, description="Refused in training unless 0")
+    min_p: float = Field(0.0, ge=0, lt=1, description="Refused in training unless 0")
+    stop: tuple[str, ...] = Field((), description="Strings that end a completion")
+    retries: int = Field(2, ge=0, description="Tries after the first, for a request and again for its reward")
+    kv_tokens: int | None = Field(None, ge=16, description="Tokens of context over all rows; default: what rows need")
+    prefill_tokens: int = Field(2_048, ge=16, description="Most prompt tokens prefilled in one step")
+
+
+class GrpoSection(Section):
+    """Group-relative policy optimization, its ratio anchored on the behaviour policy."""
+
+    type: Literal["grpo"] = "grpo"
+    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratio is clipped below at 1 - clip_low")
+    clip_high: float = Field(0.2, gt=0, description="Ratio is clipped above at 1 + clip_high")
+    normalize_std: bool = Field(True, description="Divide the advantage by the group's standard deviation")
+    average: Literal["token", "sequence"] = Field("token", description="Mean over tokens, or over sequences' means")
+
+
+class TrainingSection(Section):
+    """How the policy is updated."""
+
+    steps: int = Field(100, ge=1, description="Updates")
+    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate")
+    warmup_steps: int = Field(0, ge=0, description="Updates of linear warm-up")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="After the warm-up")
+    final_fraction: float | None = Field(None, ge=0, le=1, description="Where the schedule ends; default: 0")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled decay")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.95), description="AdamW's averages"
+    )
+    epsilon: float = Field(1e-8, gt=0, description="AdamW's denominator")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm")
+    micro_tokens: int = Field(8_192, ge=1, description="Tokens of one packed micro-batch")
+
+
+class EvaluationSection(Section):
+    """Held-out prompts, before and after training and every few updates in between."""
+
+    every: int = Field(0, ge=0, description="Updates between evaluations; 0: only before and after")
+    prompts: int = Field(64, ge=0, description="Held-out prompts; 0: never evaluate")
+    temperature: float | None = Field(None, ge=0, description="Default: as in rollout; 0 is greedy")
+    max_tokens: int | None = Field(None, ge=1, description="Default: as in rollout")
+
+
+class RuntimeSection(Section):
+    """One process, a thread each for engine and trainer."""
+
+    engine_threads: int | None = Field(None, ge=1, description="Default: every core if it takes turns, else half")
+    trainer_threads: int | None = Field(None, ge=1, description="Default: every core if it takes turns, else half")
+    stall_seconds: float = Field(900.0, gt=0, description="A run in which nothing happens for so long is an error")
+
+
+class Recipe(Section):
+    """A whole run."""
+
+    seed: int = Field(0, ge=0, description="Order of the data, seeds of the trajectories, initial adapters")
+    model: ModelSection
+    task: AnyTask
+    rollout: RolloutSection = Field(default_factory=RolloutSection)
+    algorithm: GrpoSection = Field(default_factory=GrpoSection)
+    training: TrainingSection = Field(default_factory=TrainingSection)
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+    runtime: RuntimeSection = Field(default_factory=RuntimeSection)
+
+    @model_validator(mode="after")
+    def _refuse_what_cannot_work(self) -> Recipe:
+        problems = [*_ineffective(self), *_impossible(self)]
+        if problems:
+            raise RecipeError("\n".join(problems))
+        return self
+
+    @property
+    def paradigm(self) -> Paradigm:
+        return PARADIGMS[self.rollout.paradigm]
+
+    @property
+    def plan(self) -> Plan:
+        """What the core needs to know."""
+        rollout = self.rollout
+        staleness = rollout.staleness
+        auto = staleness == "auto"
+        bound: int | None = (rollout.staleness_cap or 4) if auto else (2 if staleness is None else int(staleness))
+        return resolve_plan(
+            rollout.paradigm,
+            batch=rollout.prompts,
+            group_size=rollout.group,
+            updates=self.training.steps,
+            staleness=None if self.paradigm.staleness is not None else bound,
+            auto=auto,
+            rows=rollout.rows,
+            in_flight=rollout.in_flight,
+            retries=rollout.retries,
+            evaluate_every=self.evaluation.every if self.evaluation.prompts else 0,
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """Version slots of the engine."""
+        return self.rollout.slots or self.plan.slots
+
+    def dumps(self) -> str:
+        """The recipe as TOML, every default spelled out."""
+        return tomli_w.dumps(_without_none(self.model_dump(mode="json")))
+
+    def source_toml(self) -> str:
+        """The recipe as TOML with only what was set by hand, which parses again to the same recipe."""
+        return tomli_w.dumps(_without_none(self.model_dump(mode="json", exclude_unset=True)))
+
+
+def _ineffective(recipe: Recipe) -> Iterable[str]:
+    """Keys that were set by hand and cannot act in this combination."""
+    rollout, paradigm = recipe.rollout, recipe.paradigm
+    if "staleness" in rollout.model_fields_set and paradigm.staleness is not None:
+        yield (
+            f"`rollout.staleness = {rollout.staleness!r}` has no effect: `{paradigm.name}` always has "
+            f'{paradigm.staleness}; leave it out, or choose `paradigm = "multi-version"`'
+        )
+    if "in_flight" in rollout.model_fields_set and paradigm.one_batch:
+        yield (
+            f"`rollout.in_flight = {rollout.in_flight}` has no effect: `{paradigm.name}` always has one batch in "
+            "flight; leave it out"
+        )
+    if rollout.staleness_cap is not None and rollout.staleness != "auto":
+        yield '`rollout.staleness_cap` has no effect: it bounds `staleness = "auto"`; set that, or leave the cap out'
+    if recipe.model.warm_start is not None and recipe.model.path != "tiny":
+        yield f'`model.warm_start` has no effect on `model.path = {recipe.model.path!r}`: only "tiny" is warm-started'
+    if recipe.training.final_fraction is not None and recipe.training.schedule == "constant":
+        yield '`training.final_fraction` has no effect with `schedule = "constant"`; choose "linear" or "cosine"'
+    for name in sorted({"every", "temperature", "max_tokens"} & recipe.evaluation.model_fields_set):
+        if recipe.evaluation.prompts == 0:
+            yield f"`evaluation.{name}` has no effect with `evaluation.prompts = 0`"
+    if recipe.evaluation.every >= recipe.training.steps and recipe.evaluation.prompts:
+        yield (
+            f"`evaluation.every = {recipe.evaluation.every}` has no effect in a run of "
+            f"`training.steps = {recipe.training.steps}`: the last version is always evaluated; use a smaller one or 0"
+        )
+    clips = sorted({"clip_low", "clip_high"} & recipe.algorithm.model_fields_set)
+    always_on_policy = paradigm.staleness == 0 or (paradigm.staleness is None and rollout.staleness == 0)
+    if clips and always_on_policy:
+        yield (
+            f"`algorithm.{clips[0]}` has no effect: with one step an update and no staleness every ratio is 1, so "
+            "nothing is ever clipped; leave it out, or allow staleness"
+        )
+    if recipe.rollout.group == 1 and "normalize_std" in recipe.algorithm.model_fields_set:
+        yield "`algorithm.normalize_std` has no effect with `rollout.group = 1`"
+
+
+def _impossible(recipe: Recipe) -> Iterable[str]:
+    rollout = recipe.rollout
+    for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if getattr(rollout, name) != off:
+            yield (
+                f"`rollout.{name} = {getattr(rollout, name)}` is refused: the trainer cannot yet renormalize over the "
+                f"tokens that it leaves, so every ratio would be wrong; use `{name} = {off}`"
+            )
+    if rollout.group == 1:
+        yield "`rollout.group = 1` gives every trajectory an advantage of 0 under `grpo`; use at least 2"
+    try:
+        plan = recipe.plan
+    except ValueError as error:
+        yield str(error)
+        return
+    if rollout.slots is not None and rollout.slots < plan.slots:
+        yield (
+            f"`rollout.slots = {rollout.slots}` is too few: `{plan.paradigm.name}` with staleness {plan.staleness}"
+            f"{' and evaluation in between' if plan.evaluate_every else ''} holds up to {plan.slots} versions at once; "
+            f"use at least {plan.slots}, or a smaller `rollout.staleness`"
+        )
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = (), *, compare_as: str | None = None) -> Recipe:
+    """Read and validate a recipe; `overrides` are `key=value` with dotted keys. Raises `RecipeError`."""
+    try:
+        with path.open("rb") as file:
+            raw = tomllib.load(file)
+    except FileNotFoundError:
+        raise RecipeError(f"recipe `{path}` does not exist") from None
+    except IsADirectoryError:
+        raise RecipeError(f"recipe `{path}` is a folder; name a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"recipe `{path}` is not valid TOML: {error}") from error
+    for override in overrides:
+        _apply_override(raw, override)
+    if compare_as is not None:
+        raw = paradigm_overrides(raw, compare_as)
+    return parse_recipe(raw, source=str(path))
+
+
+def parse_recipe(raw: Mapping[str, Any], source: str = "recipe") -> Recipe:
+    """Validate a recipe given as nested tables."""
+    try:
+        return Recipe.model_validate(_tuples(raw))
+    except RecipeError as error:
+        raise RecipeError(f"{source}:\n{_indented(str(error))}") from None
+    except ValidationError as error:
+        lines = [_explain(dict(problem), raw) for problem in error.errors(include_url=False)]
+        raise RecipeError(f"{source}:\n{_indented(chr(10).join(lines))}") from None
+
+
+def paradigm_overrides(raw: Mapping[str, Any], paradigm: str) -> dict[str, Any]:
+    """The same recipe under another paradigm: keys that it fixes itself are left out."""
+    row = PARADIGMS[paradigm]
+    result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in raw.items()}
+    rollout = result.setdefault("rollout", {})
+    rollout["paradigm"] = paradigm
+    if row.staleness is not None:
+        for key in ("staleness", "staleness_cap", "slots"):
+            rollout.pop(key, None)
+    if row.one_batch:
+        rollout.pop("in_flight", None)
+    if row.staleness == 0 and isinstance(result.get("algorithm"), dict):
+        for key in ("clip_low", "clip_high"):
+            result["algorithm"].pop(key, None)
+    return result
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not separator or not all(parts):
+        raise RecipeError(f"`--set {override}` is not of the form `key=value`, such as `--set training.steps=20`")
+    try:
+        value = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a bare word is a string
+    table = raw
+    for part in parts[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise RecipeError(f"`--set {override}`: `{part}` is a value, not a table")
+    table[parts[-1]] = value
+
+
+def _tuples(value: Any) -> Any:
+    """TOML has arrays; strict models have tuples. Integers may stand for floats, as TOML users write them."""
+    if isinstance(value, Mapping):
+        return {key: _tuples(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return tuple(_tuples(item) for item in value)
+    return value
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def _explain(problem: Mapping[str, Any], raw: Mapping[str, Any]) -> str:
+    """One problem of pydantic's as a sentence that names the option, what it got, and what to do."""
+    tags = {"countdown-chain", "reasoning-gym", "file", "grpo"}  # pydantic names the variant of a union too
+    location = [str(part) for part in problem["loc"] if part not in tags and "[" not in str(part)]
+    name = ".".join(location)
+    kind, got = problem["type"], problem.get("input")
+    if kind == "extra_forbidden":
+        nearest = difflib.get_close_matches(location[-1], _known_keys(location[:-1], raw), n=1, cutoff=0.5)
+        hint = f"; did you mean `{'.'.join([*location[:-1], nearest[0]])}`?" if nearest else ""
+        return f"`{name}` is not an option{hint}"
+    if kind == "missing":
+        return f"`{name}` is missing"
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        return f"`{name}.type` must be one of `countdown-chain`, `reasoning-gym`, `file`"
+    if kind == "value_error":
+        return str(problem["msg"]).removeprefix("Value error, ")
+    message = str(problem["msg"])
+    return f"`{name} = {got!r}`: {message[:1].lower()}{message[1:]}"
+
+
+def _known_keys(location: Sequence[str], raw: Mapping[str, Any]) -> list[str]:
+    model: type[BaseModel] | None = Recipe
+    for part in location:
+        if part == "task":
+            task = raw.get("task", {})
+            tag = task.get("type") if isinstance(task, Mapping) else None
+            model = {"countdown-chain": CountdownChainSection, "reasoning-gym": ReasoningGymSection}.get(
+                str(tag), FileSection
+            )
+            continue
+        field = model.model_fields.get(part) if model else None
+        model = _section_of(field.annotation) if field else None
+    return list(model.model_fields) if model else []
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for part in getattr(annotation, "__args__", ()):
+        found = _section_of(part)
+        if found:
+            return found
+    return None

@@ -1,0 +1,477 @@
+"""The loop: what happened becomes an event, the core answers with commands, and this file carries them out.
+
+```
+   prompts --Start--> flight (one task a trajectory): generate --> score --Scored--> core --Train--> trainer
+                         ^        |  engine                  environment              |              |
+                         |        +--GenerationFailed / ScoringFailed--> core         |              | Updated
+                         +---------------- Resume / Rescore --------------------------+   Publish, Load
+```
+
+Every decision is the core's; nothing here chooses. The loop's own thread never blocks: engines and the trainer have
+threads, rewards have processes, the journal has a writer.
+
+| who waits                | for what                                    | who ends it       | deadline               |
+|--------------------------|---------------------------------------------|-------------------|------------------------|
+| the loop                 | an event                                    | any task below    | `stall_s`, by name     |
+| a new group              | rows, in_flight, deadlines, a slot, a drain | core, at an event | named by `brain.waits` |
+| the trainer              | unfinished groups, named by the batch rule  | their flights     | named by `brain.waits` |
+| a batch before it trains | its members durable in the journal          | journal's writer  | the journal's own      |
+| a version's first token  | its checksum durable in the journal         | journal's writer  | the journal's own      |
+| a flight                 | its tokens                                  | engine            | the loop's `stall_s`   |
+| a flight                 | its reward                                  | reward pool       | `task.reward_seconds`  |
+
+A failure of a request, a reward or an environment is data and goes to the core. A failure of the trainer, the journal
+or of this file is stored once, wakes the loop, and ends the run with that error; one `finally` leaves no task behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from stretto.core import messages as core
+from stretto.core.brain import Brain
+from stretto.engines.protocol import Engine
+from stretto.environments.data import PromptStream
+from stretto.environments.protocol import Environment
+from stretto.errors import (
+    AbortedError,
+    EngineError,
+    RequestError,
+    StalledError,
+    StrettoError,
+    SuspendedError,
+)
+from stretto.evaluation import Evaluator
+from stretto.observe.metrics import Tally
+from stretto.observe.progress import Observer, Status
+from stretto.runtime.roles import TrainerRole
+from stretto.seeds import trajectory_seed
+from stretto.store.journal import Journal
+from stretto.types import Batch, Completion, Prompt, Request, Sample, Sampling, Suspended, Weights
+
+log = logging.getLogger(__name__)
+
+STATUS_EVERY_S = 0.5
+TAIL_GROUPS = 256  # groups over which the tail of generation is measured, for `staleness = "auto"`
+
+
+@dataclass(slots=True)
+class Flight:
+    """A trajectory from its admission to its end."""
+
+    id: int
+    group: int
+    version: int
+    seed: int
+    prompt: Prompt
+    completion: Completion | None = None  # filled by the engine
+    reward: float | None = None  # filled by the environment
+    suspended: Suspended | None = None  # filled when it left an engine before its end
+    instance: int | None = None  # where it runs
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the loop needs to know besides its parts."""
+
+    seed: int
+    sampling: Sampling
+    stall_s: float
+
+
+class Loop:
+    """One run, from the first admission to the last update. Made once, run once."""
+
+    def __init__(
+        self,
+        brain: Brain,
+        *,
+        engines: Mapping[int, Engine],
+        trainer: TrainerRole,
+        environment: Environment,
+        prompts: PromptStream,
+        evaluator: Evaluator | None,
+        journal: Journal,
+        tally: Tally,
+        observer: Observer,
+        settings: Settings,
+        weights: Mapping[int, Weights],
+        flights: Mapping[int, Flight],
+    ) -> None:
+        self.brain = brain
+        self.flights: dict[int, Flight] = dict(flights)
+        self.weights: dict[int, Weights] = dict(weights)  # the weight store: a version lives here while anyone needs it
+        self._engines = dict(engines)
+        self._trainer = trainer
+        self._environment = environment
+        self._prompts = prompts
+        self._evaluator = evaluator
+        self._journal = journal
+        self._tally = tally
+        self._observer = observer
+        self._settings = settings
+
+        self._events: deque[core.Event] = deque()
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+        self._finish: core.Finish | None = None
+        self._stop_asked = False
+        self._group_started: dict[int, float] = {}
+        self._group_seconds: deque[float] = deque(maxlen=TAIL_GROUPS)
+        self._update_seconds: deque[float] = deque(maxlen=8)
+        self._trainer_free_at = 0.0
+        self._trainer_wait = ""
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> bool:
+        """Run to the last update, or to the update boundary after `stop`. True if every update was done."""
+        for instance, engine in self._engines.items():
+            self.post(core.Joined(instance, engine.capacity.slots))
+        self._spawn(self._report_status(), "status")
+        self._trainer_free_at = time.time()
+        try:
+            while self._finish is None:
+                await self._next_event()
+                while self._events and self._failure is None and self._finish is None:
+                    for command in self.brain.handle(self._events.popleft()):
+                        self._execute(command)
+                if self._failure is not None:
+                    raise self._failure
+            if self._finish.stopped:
+                await self._suspend_flights()
+            return not self._finish.stopped
+        finally:
+            self._tally.close_window(self._reports(), time.time())
+            await self._end_tasks()
+
+    def post(self, event: core.Event) -> None:
+        """Something happened. From the loop's thread only."""
+        self._events.append(event)
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End at the next update boundary. Safe to call twice."""
+        if not self._stop_asked:
+            self._stop_asked = True
+            self._observer.message("stopping at the next update boundary; once more ends the process at once")
+            self.post(core.StopRequested())
+
+    async def _next_event(self) -> None:
+        if not self._events and self._failure is None:
+            self._wake.clear()
+            try:
+                await asyncio.wait_for(self._wake.wait(), self._settings.stall_s)
+            except TimeoutError:
+                reasons = "; ".join(f"{wait.owner}: {wait.reason}" for wait in self.brain.waits())
+                raise StalledError(
+                    f"nothing happened for {self._settings.stall_s:.0f} s (`runtime.stall_seconds`). {reasons}. "
+                    + " ".join(f"Instance {i}: {e.report()}." for i, e in self._engines.items())
+                ) from None
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and self._failure is None:
+            self._failure = error
+            self._wake.set()
+
+    async def _end_tasks(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # -- commands ------------------------------------------------------------------------------------------------------
+
+    def _execute(self, command: core.Command) -> None:
+        handler: Callable[[Loop, Any], None] = _HANDLERS[type(command)]
+        handler(self, command)
+
+    def _start(self, command: core.Start) -> None:
+        now = time.time()
+        prompt = self._prompts.prompt(command.group)
+        seeds = [trajectory_seed(self._settings.seed, id) for id in command.trajectories]
+        self._journal.group_admitted(
+            command.group,
+            version=command.version,
+            deadline=command.deadline,
+            staleness=command.deadline - command.version,
+            prompt=prompt,
+            epoch=self._prompts.epoch(command.group),
+            trajectories=command.trajectories,
+            seeds=seeds,
+            instance=command.instance,
+            at=now,
+        )
+        self._tally.open_window(self._reports(), now)
+        self._group_started[command.group] = now
+        for id, seed in zip(command.trajectories, seeds, strict=True):
+            flight = self.flights[id] = Flight(id, command.group, command.version, seed, prompt)
+            self._launch(flight, command.version, command.instance)
+
+    def _resume(self, command: core.Resume) -> None:
+        flight = self.flights[command.trajectory]
+        self._tally.open_window(self._reports(), time.time())
+        self._group_started.setdefault(flight.group, time.time())
+        self._journal.moved(flight.id, "running", at=time.time(), instance=command.instance)
+        self._launch(flight, command.version, command.instance)
+
+    def _launch(self, flight: Flight, version: int, instance: int) -> None:
+        flight.instance = instance
+        self._spawn(self._fly(flight, version), f"trajectory {flight.id}")
+
+    def _rescore(self, command: core.Rescore) -> None:
+        flight = self.flights[command.trajectory]
+        self._spawn(self._fly(flight, flight.version), f"score {flight.id}")
+
+    def _fail(self, command: core.Fail) -> None:
+        flight = self.flights.pop(command.trajectory)
+        self._tally.failed(flight.completion)
+        self._journal.failed(flight.id, command.reason, at=time.time())
+        log.warning("trajectory %d failed for good: %s", flight.id, command.reason)
+
+    def _drop(self, command: core.Drop) -> None:
+        flights = [self.flights.pop(id) for id in command.trajectories if id in self.flights]
+        self._spawn(self._discard(flights), f"drop {command.group}")
+
+    def _train(self, command: core.Train) -> None:
+        self._spawn(self._update(command), f"update {command.update}")
+
+    def _load(self, command: core.Load) -> None:
+        async def load() -> None:
+            await self._journal.durable()  # the version's checksum, before its first token
+            await self._engines[command.instance].load(self.weights[command.version])
+            self._loaded(command.instance, command.version)
+
+        self._spawn(load(), f"load version {command.version} on instance {command.instance}")
+
+    def _swap(self, command: core.Swap) -> None:
+        async def swap() -> None:
+            await self._journal.durable()
+            await self._engines[command.instance].swap(command.old, self.weights[command.version])
+            self._loaded(command.instance, command.version)
+
+        self._spawn(swap(), f"swap version {command.old} for {command.version} on instance {command.instance}")
+
+    def _loaded(self, instance: int, version: int) -> None:
+        self._journal.version_loaded(version, self.weights[version].checksum, at=time.time())
+        self.post(core.Loaded(instance, version))
+
+    def _unload(self, command: core.Unload) -> None:
+        work = self._engines[command.instance].unload(command.version)
+        self._spawn(work, f"unload version {command.version} from instance {command.instance}")
+
+    def _publish(self, command: core.Publish) -> None:
+        weights = self.weights[command.version]
+        self._journal.version_published(command.version, weights.checksum, at=time.time())
+
+    def _retire(self, command: core.Retire) -> None:
+        self.weights.pop(command.version, None)
+
+    def _evaluate(self, command: core.Evaluate) -> None:
+        assert self._evaluator is not None, "an evaluation is planned only where there is an evaluator"
+        evaluator = self._evaluator
+
+        async def evaluate() -> None:
+            result = await evaluator.evaluate(self._engines[command.instance], command.version, "during")
+            self._tally.evaluated(result)
+            self._observer.evaluated(result)
+            self.post(core.Evaluated(command.version))
+
+        self._spawn(evaluate(), f"evaluate version {command.version}")
+
+    def _end(self, command: core.Finish) -> None:
+        self._finish = command
+
+    # -- flights -------------------------------------------------------------------------------------------------------
+
+    async def _fly(self, flight: Flight, version: int) -> None:
+        """Carry one trajectory from where it is to its reward; whatever goes wrong with it alone is an event."""
+        try:
+            reward = await self._environment.episode(flight.prompt, _FlightPolicy(self, flight, version))
+        except (SuspendedError, AbortedError):
+            return  # whoever took it out of the engine holds it
+        except EngineError as error:
+            self._instance_failed(flight.instance, error)
+            return
+        except Exception as error:
+            reason = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
+            generating = flight.completion is None
+            self._journal.note("failure", f"trajectory {flight.id}: {reason}", at=time.time())
+            kind = core.GenerationFailed if generating else core.ScoringFailed
+            self.post(kind(flight.id, reason))
+            return
+        flight.reward = reward
+        self._journal.scored(flight.id, reward, at=time.time())
+        self.post(core.Scored(flight.id))
+
+    async def _generate(self, flight: Flight, version: int, tokens: Sequence[int]) -> Completion:
+        assert flight.instance is not None
+        engine = self._engines.get(flight.instance)
+        if engine is None:
+            raise RequestError(f"instance {flight.instance} is gone")
+        if flight.suspended is not None:
+            suspended, flight.suspended = flight.suspended, None
+            completion = await engine.resume(_under(suspended, version))
+        else:
+            completion = await engine.generate(
+                Request(flight.id, version, tuple(tokens), flight.seed, self._settings.sampling, group=flight.group)
+            )
+        flight.completion, flight.instance = completion, None
+        text = self._prompts.decode(completion.tokens)
+        self._journal.generated(flight.id, completion, text, at=time.time())
+        self.post(core.Generated(flight.id, len(completion.tokens)))
+        return completion
+
+    def _instance_failed(self, instance: int | None, error: EngineError) -> None:
+        if instance is None or instance not in self._engines:
+            return  # known already
+        del self._engines[instance]
+        if not self._engines:
+            raise error
+        log.error("instance %d is lost: %s", instance, error)
+        self._journal.note("instance lost", f"{instance}: {error}", at=time.time())
+        self.post(core.Lost(instance))
+
+    async def _discard(self, flights: Sequence[Flight]) -> None:
+        """Throw trajectories away, and record how far each had come."""
+        by_instance: dict[int, list[int]] = {}
+        for flight in flights:
+            if flight.instance is not None:
+                by_instance.setdefault(flight.instance, []).append(flight.id)
+        reached = {flight.id: len(flight.completion.tokens) for flight in flights if flight.completion is not None}
+        for instance, ids in by_instance.items():
+            for suspended in await self._engines[instance].suspend(ids, kv=False):
+                reached[suspended.request.id] = len(suspended.tokens)
+        for flight in flights:
+            num_tokens = reached.get(flight.id, 0)
+            self._tally.dropped(num_tokens)
+            self._journal.dropped(flight.id, f"past its age limit with {num_tokens} tokens", at=time.time())
+
+    async def _suspend_flights(self) -> None:
+        """Take what is running out of the engines, so that a resumed run goes on with it."""
+        for instance, engine in self._engines.items():
+            ids = [flight.id for flight in self.flights.values() if flight.instance == instance]
+            for suspended in await engine.suspend(ids, kv=False):
+                flight = self.flights[suspended.request.id]
+                flight.suspended, flight.instance = suspended, None
+                self._journal.moved(flight.id, "suspended", at=time.time(), reason="the run was stopped")
+
+    # -- updates -------------------------------------------------------------------------------------------------------
+
+    async def _update(self, command: core.Train) -> None:
+        flights = [self.flights[id] for id in command.trajectories]
+        idle_s, waited_for = time.time() - self._trainer_free_at, self._trainer_wait
+        self._journal.batch_taken(command.update, command.trajectories, at=time.time())
+        await self._journal.durable()
+        samples = []
+        for flight in flights:
+            assert flight.completion is not None, flight
+            assert flight.reward is not None, flight
+            samples.append(
+                Sample(flight.id, flight.group, flight.version, flight.prompt.tokens, flight.completion, flight.reward)
+            )
+        started = time.time()
+        report, weights = await self._trainer.update(Batch(command.update, samples))
+        ended = time.time()
+
+        self.weights[weights.version] = weights
+        for flight in flights:
+            del self.flights[flight.id]
+            self._measure_group(flight.group, started)
+        self._update_seconds.append(ended - started)
+        line = self._tally.trained(samples, report, started=started, ended=ended, idle_s=idle_s, waited_for=waited_for)
+        self._journal.update_done(command.update, line, at=ended)
+        self._observer.updated(line)
+        self._trainer_free_at = ended
+        self._tally.mark(self._reports(), ended)
+        self.post(core.Updated(command.update))
+        if self._group_seconds:
+            seconds = sorted(self._group_seconds)
+            tail = seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))]
+            self.post(core.Measured(tail, sum(self._update_seconds) / len(self._update_seconds)))
+
+    def _measure_group(self, group: int, now: float) -> None:
+        started = self._group_started.pop(group, None)
+        if started is not None:
+            self._group_seconds.append(now - started)
+
+    # -- what is going on ----------------------------------------------------------------------------------------------
+
+    def _reports(self) -> list[Any]:
+        return [engine.report() for engine in self._engines.values()]
+
+    async def _report_status(self) -> None:
+        while True:
+            waits = self.brain.waits()
+            self._trainer_wait = next((wait.reason for wait in waits if wait.owner == "trainer"), "")
+            self._observer.status(
+                Status(
+                    update=self.brain.next_update,
+                    newest=self.brain.newest,
+                    staleness=self.brain.staleness,
+                    versions=dict(self.brain.live_versions()),
+                    loads=self._reports(),
+                    waits=[f"{wait.owner}: {wait.reason}" for wait in waits],
+                )
+            )
+            await asyncio.sleep(STATUS_EVERY_S)
+
+
+def _under(suspended: Suspended, version: int) -> Suspended:
+    """The same trajectory going on under `version`: its own, or where the paradigm continues it, the newest."""
+    if suspended.request.version == version:
+        return suspended
+    versions = suspended.token_versions
+    if versions is None:
+        versions = np.full(len(suspended.tokens), suspended.request.version, dtype=np.int32)
+    return replace(suspended, request=replace(suspended.request, version=version), token_versions=versions, kv=None)
+
+
+class _FlightPolicy:
+    """What an episode asks for tokens. Generates once: an episode that is run again gets the same completion back."""
+
+    __slots__ = ("_flight", "_loop", "_version")
+
+    def __init__(self, loop: Loop, flight: Flight, version: int) -> None:
+        self._loop = loop
+        self._flight = flight
+        self._version = version
+
+    async def generate(self, tokens: Sequence[int]) -> Completion:
+        if self._flight.completion is None:
+            return await self._loop._generate(self._flight, self._version, tokens)
+        return self._flight.completion
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._loop._prompts.decode(tokens)
+
+
+_HANDLERS: dict[type[Any], Callable[[Loop, Any], None]] = {
+    core.Start: Loop._start,
+    core.Resume: Loop._resume,
+    core.Rescore: Loop._rescore,
+    core.Fail: Loop._fail,
+    core.Drop: Loop._drop,
+    core.Train: Loop._train,
+    core.Load: Loop._load,
+    core.Swap: Loop._swap,
+    core.Unload: Loop._unload,
+    core.Publish: Loop._publish,
+    core.Retire: Loop._retire,
+    core.Evaluate: Loop._evaluate,
+    core.Finish: Loop._end,
+}

@@ -1,0 +1,219 @@
+"""What a run measured: a line an update, and the summary at the end.
+
+A *window* runs from the first admission to the end of the last update; a run that was stopped and resumed has several,
+and their sums are carried in the checkpoint. Warm start and the evaluations before and after lie outside of every one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from stretto.evaluation import EvaluationResult
+from stretto.types import Completion, Load, Sample, UpdateReport
+
+
+class Sink(Protocol):
+    """Where metrics go, a record an update."""
+
+    def write(self, record: Mapping[str, Any]) -> None: ...
+
+
+class JsonLines:
+    """`metrics.jsonl`: one JSON object a line, flushed as it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over the whole run, carried over a stop and resume."""
+
+    steps: int = 0
+    wall_s: float = 0.0
+    trainer_busy_s: float = 0.0
+    rollout_busy_s: float = 0.0  # summed over instances
+    rollout_s: float = 0.0  # wall time summed over instances
+    row_s: float = 0.0  # integral of running rows
+    tokens: int = 0  # completion tokens trained on
+    trained: int = 0  # trajectories
+    sampled_tokens: int = 0  # of every trajectory that ended, however it ended
+    sampled: int = 0
+    dropped: int = 0
+    failed: int = 0
+    mixed: int = 0
+    truncated: int = 0
+    groups_without_signal: int = 0
+    mismatch_kl_sum: float = 0.0
+    mismatch_tokens: int = 0
+    ages: dict[int, int] = field(default_factory=dict)  # updates late -> trajectories trained
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Totals:
+        """Read back what `dataclasses.asdict` wrote; JSON has turned the ages into strings."""
+        ages = {int(age): count for age, count in values["ages"].items()}
+        return cls(**{**values, "ages": ages})
+
+
+class Tally:
+    """Adds up what happened. Everything that `summary.json` holds is computed here and nowhere else."""
+
+    def __init__(self, *, rows: int, sink: Sink, totals: Totals | None = None) -> None:
+        self.totals = totals or Totals()
+        self._rows = rows
+        self._sink = sink
+        self._opened_at: float | None = None
+        self._at_open: Sequence[Load] = ()
+        self._marked: tuple[float, Sequence[Load]] | None = None
+        self._last_ended = 0.0
+
+    # -- the window ----------------------------------------------------------------------------------------------------
+
+    def open_window(self, loads: Sequence[Load], at: float) -> None:
+        """The first admission; later ones change nothing."""
+        if self._opened_at is None:
+            self._opened_at, self._at_open, self._last_ended = at, loads, at
+
+    def mark(self, loads: Sequence[Load], at: float) -> None:
+        """An update ended: the window ends here if no other update follows."""
+        self._marked = (at, loads)
+
+    def close_window(self, loads: Sequence[Load], at: float) -> None:
+        """No more updates follow."""
+        if self._opened_at is None:
+            return
+        ended, at_end = self._marked or (at, loads)
+        self.totals.wall_s += ended - self._opened_at
+        for before, after in zip(self._at_open, at_end, strict=False):
+            self.totals.rollout_busy_s += after.busy_s - before.busy_s
+            self.totals.row_s += after.row_s - before.row_s
+            self.totals.rollout_s += ended - self._opened_at
+        self._opened_at = None
+
+    # -- what happened -------------------------------------------------------------------------------------------------
+
+    def failed(self, completion: Completion | None) -> None:
+        self.totals.failed += 1
+        self._sampled(0 if completion is None else len(completion.tokens))
+
+    def dropped(self, num_tokens: int) -> None:
+        self.totals.dropped += 1
+        self._sampled(num_tokens)
+
+    def evaluated(self, result: EvaluationResult) -> None:
+        elapsed = self.totals.wall_s + (result.at - self._opened_at if self._opened_at is not None else 0.0)
+        record = asdict(result) | {"elapsed_s": elapsed}
+        self.totals.evaluations.append(record)
+        self._sink.write({"kind": "evaluation", **record})
+
+    def trained(
+        self,
+        samples: Sequence[Sample],
+        report: UpdateReport,
+        *,
+        started: float,
+        ended: float,
+        idle_s: float,
+        waited_for: str,
+    ) -> dict[str, Any]:
+        """One update; returns its line of `metrics.jsonl`."""
+        totals = self.totals
+        tokens = sum(len(sample.completion.tokens) for sample in samples)
+        ages = Counter(report.update - sample.version for sample in samples)
+        totals.steps += 1
+        totals.trainer_busy_s += ended - started
+        totals.tokens += tokens
+        totals.trained += len(samples)
+        totals.mismatch_kl_sum += report.mismatch_kl_sum
+        totals.mismatch_tokens += report.mismatch_tokens
+        for age, count in ages.items():
+            totals.ages[age] = totals.ages.get(age, 0) + count
+        for sample in samples:
+            self._sampled(len(sample.completion.tokens))
+            totals.mixed += is_mixed(sample.completion)
+            totals.truncated += sample.completion.finish == "length"
+        totals.groups_without_signal += int(report.metrics.get("groups_without_signal", 0))
+        cycle_s, self._last_ended = ended - self._last_ended, ended
+        line = {
+            "kind": "update",
+            "update": report.update,
+            "at": ended,
+            "tokens": tokens,
+            "tokens_per_second": tokens / cycle_s if cycle_s > 0 else 0.0,
+            "update_seconds": ended - started,
+            "cycle_seconds": cycle_s,
+            "trainer_idle_seconds": idle_s,
+            "trainer_waited_for": waited_for,
+            "staleness_mean": sum(age * count for age, count in ages.items()) / max(1, len(samples)),
+            "staleness_max": max(ages, default=0),
+            "staleness_histogram": {str(age): ages[age] for age in sorted(ages)},
+            **report.metrics,
+        }
+        self._sink.write(line)
+        return line
+
+    def _sampled(self, num_tokens: int) -> None:
+        self.totals.sampled += 1
+        self.totals.sampled_tokens += num_tokens
+
+    # -- the summary ---------------------------------------------------------------------------------------------------
+
+    def summary(self) -> dict[str, Any]:
+        """What `summary.json` holds."""
+        totals = self.totals
+        trained = sum(totals.ages.values())
+        before = [e for e in totals.evaluations if e["moment"] == "before"]
+        after = [e for e in totals.evaluations if e["moment"] == "after"]
+        mean_trained = totals.tokens / totals.trained if totals.trained else 0.0
+        mean_sampled = totals.sampled_tokens / totals.sampled if totals.sampled else 0.0
+        return {
+            "steps": totals.steps,
+            "wall_seconds": totals.wall_s,
+            "tokens": totals.tokens,
+            "tokens_per_second": _ratio(totals.tokens, totals.wall_s),
+            "eval_before": before[0]["score"] if before else None,
+            "eval_after": after[-1]["score"] if after else None,
+            "eval_before_version": before[0]["version"] if before else None,
+            "eval_after_version": after[-1]["version"] if after else None,
+            "evaluations": totals.evaluations,
+            "staleness": {
+                "mean": _ratio(sum(age * count for age, count in totals.ages.items()), trained),
+                "max": max(totals.ages, default=0),
+                "histogram": {str(age): totals.ages[age] for age in sorted(totals.ages)},
+            },
+            "trainer_idle_share": 1.0 - _ratio(totals.trainer_busy_s, totals.wall_s) if totals.wall_s else 0.0,
+            "rollout_idle_share": 1.0 - _ratio(totals.rollout_busy_s, totals.rollout_s) if totals.wall_s else 0.0,
+            "row_idle_share": max(0.0, 1.0 - _ratio(totals.row_s, totals.wall_s * self._rows)),
+            "trained_trajectories": totals.trained,
+            "dropped_trajectories": totals.dropped,
+            "dropped_share": _ratio(totals.dropped, totals.sampled),
+            "failed_trajectories": totals.failed,
+            "truncated_trajectories": totals.truncated,
+            "mixed_version_trajectories": totals.mixed,
+            "mixed_version_share": _ratio(totals.mixed, totals.trained),
+            "groups_without_signal": totals.groups_without_signal,
+            "length_ratio": _ratio(mean_trained, mean_sampled),
+            "mismatch_kl": _ratio(totals.mismatch_kl_sum, totals.mismatch_tokens),
+        }
+
+
+def is_mixed(completion: Completion) -> bool:
+    """True if its tokens were drawn from more than one version."""
+    versions = completion.token_versions
+    return versions is not None and len(np.unique(versions)) > 1
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else 0.0

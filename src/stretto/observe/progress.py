@@ -1,0 +1,165 @@
+"""What a person sees while a run goes on: a live table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from stretto.evaluation import EvaluationResult
+from stretto.types import Load
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a run is doing at one moment."""
+
+    update: int  # the next whose batch is not yet taken
+    newest: int  # version
+    staleness: int  # K now
+    versions: Mapping[int, int]  # live version -> unfinished trajectories
+    loads: Sequence[Load]  # one an instance
+    waits: Sequence[str]  # who waits for what
+
+
+class Observer(Protocol):
+    """Is told what happens; never decides anything."""
+
+    def message(self, text: str) -> None: ...
+    def status(self, status: Status) -> None: ...
+    def updated(self, line: Mapping[str, Any]) -> None: ...
+    def evaluated(self, result: EvaluationResult) -> None: ...
+    def close(self) -> None: ...
+
+
+class Silent:
+    """Shows nothing; for tests and for callers that read the files."""
+
+    def message(self, text: str) -> None:
+        pass
+
+    def status(self, status: Status) -> None:
+        pass
+
+    def updated(self, line: Mapping[str, Any]) -> None:
+        pass
+
+    def evaluated(self, result: EvaluationResult) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def describe_update(line: Mapping[str, Any], steps: int) -> str:
+    """One update as one line."""
+    text = (
+        f"update {line['update'] + 1}/{steps}  reward {line['reward_mean']:.3f}  "
+        f"{line['tokens_per_second']:,.0f} tok/s  age {line['staleness_mean']:.2f} (max {line['staleness_max']})  "
+        f"length {line['tokens'] / max(1, line['num_sequences']):.0f}"
+    )
+    if line["trainer_idle_seconds"] >= 1.0 and line["trainer_waited_for"]:
+        text += f"  trainer idle {line['trainer_idle_seconds']:.0f} s: {line['trainer_waited_for']}"
+    return text
+
+
+def describe_evaluation(result: EvaluationResult) -> str:
+    """One evaluation as one line, with the version that it measured."""
+    failed = f", {result.num_failed} failed" if result.num_failed else ""
+    return f"evaluation of version {result.version}: {result.score:.3f} on {result.num_scored} prompts{failed}"
+
+
+class Plain:
+    """Lines, at most one every `every_s` seconds for updates; the last update is always shown."""
+
+    def __init__(self, console: Console, steps: int, every_s: float = 2.0) -> None:
+        self._console = console
+        self._steps = steps
+        self._every_s = every_s
+        self._shown_at = 0.0
+
+    def message(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def status(self, status: Status) -> None:
+        pass
+
+    def updated(self, line: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        if now - self._shown_at >= self._every_s or line["update"] + 1 == self._steps:
+            self._shown_at = now
+            self.message(describe_update(line, self._steps))
+
+    def evaluated(self, result: EvaluationResult) -> None:
+        self.message(describe_evaluation(result))
+
+    def close(self) -> None:
+        pass
+
+
+class Terminal:
+    """A table that is redrawn in place: update, reward, speed, live versions, staleness, who waits for what."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._status: Status | None = None
+        self._line: Mapping[str, Any] | None = None
+        self._evaluation: EvaluationResult | None = None
+        self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render, transient=True)
+        self._started = False
+
+    def message(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False)
+
+    def status(self, status: Status) -> None:
+        self._status = status
+        if not self._started:
+            self._started = True
+            self._live.start()
+
+    def updated(self, line: Mapping[str, Any]) -> None:
+        self._line = line
+
+    def evaluated(self, result: EvaluationResult) -> None:
+        self._evaluation = result
+        self.message(describe_evaluation(result))
+
+    def close(self) -> None:
+        if self._started:
+            self._live.stop()
+            self._started = False
+        if self._line is not None:
+            self.message(describe_update(self._line, self._steps))
+            self._line = None
+
+    def _render(self) -> Group:
+        table = Table.grid(padding=(0, 2))
+        line, status = self._line, self._status
+        done = line["update"] + 1 if line else 0
+        filled = int(30 * done / self._steps)
+        table.add_row("update", f"[{'#' * filled}{'.' * (30 - filled)}] {done}/{self._steps}".replace("[", "\\["))
+        if line is not None:
+            table.add_row("reward", f"{line['reward_mean']:.3f}")
+            table.add_row("speed", f"{line['tokens_per_second']:,.0f} tokens/s")
+            table.add_row("age of data", f"{line['staleness_mean']:.2f} updates, at most {line['staleness_max']}")
+        if self._evaluation is not None:
+            table.add_row("evaluation", f"{self._evaluation.score:.3f} (version {self._evaluation.version})")
+        if status is not None:
+            live = "  ".join(f"v{version}: {count}" for version, count in sorted(status.versions.items()))
+            running = sum(load.running for load in status.loads)
+            table.add_row("live versions", f"{live or '-'}   running {running}, K = {status.staleness}")
+            for wait in status.waits[:3]:
+                table.add_row("waiting", Text(wait))
+        return Group(table)
+
+
+def make_observer(console: Console, steps: int) -> Observer:
+    """The live table on a terminal, lines elsewhere."""
+    return Terminal(console, steps) if console.is_terminal else Plain(console, steps)

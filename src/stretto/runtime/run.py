@@ -1,0 +1,443 @@
+"""One run in one process: put the parts together, run the loop, leave the files.
+
+```
+RUN/config.toml       the recipe, every default spelled out
+RUN/metrics.jsonl     a line an update, and one an evaluation
+RUN/journal.sqlite    every state change of every trajectory
+RUN/checkpoints/      what a stopped run needs to go on
+RUN/policy/           the trained policy: a Hugging Face model, or a PEFT adapter
+RUN/summary.json      what it all came to
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from stretto.config import CountdownChainSection, ReasoningGymSection, Recipe
+from stretto.core.brain import Brain
+from stretto.engines.native.engine import NativeEngine
+from stretto.engines.protocol import Engine
+from stretto.engines.threaded import ThreadedEngine
+from stretto.environments.data import PromptStream
+from stretto.environments.rewards import RewardPool
+from stretto.environments.single_turn import SingleTurn
+from stretto.environments.tasks import CountdownChainOptions, FileOptions, ReasoningGymOptions, Task, load_task
+from stretto.errors import RunError
+from stretto.evaluation import Evaluator, Moment
+from stretto.loop import Flight, Loop, Settings
+from stretto.models import load_model, load_tokenizer
+from stretto.observe.metrics import JsonLines, Tally, Totals
+from stretto.observe.progress import Observer, make_observer
+from stretto.runtime.memory import context_length, engine_rows, kv_tokens
+from stretto.runtime.roles import TrainerRole
+from stretto.store.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from stretto.store.journal import Journal
+from stretto.store.reader import JournalReader
+from stretto.store.schema import RunFacts
+from stretto.tiny import WarmStart, tiny_model
+from stretto.training.lora import LoraOptions
+from stretto.training.losses import GrpoOptions
+from stretto.training.optimizer import TrainerOptions
+from stretto.training.trainer import LocalTrainer
+from stretto.types import Sampling, Weights
+
+ENGINE = 0  # the one instance of this runtime
+
+
+def default_run_folder(recipe: Path) -> Path:
+    """Where a run goes when nobody says."""
+    return Path("runs") / f"{recipe.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def train_from_command_line(recipe: Recipe, folder: Path, *, resume: bool) -> int:
+    """Train with progress on the terminal and a closing table; returns the exit status."""
+    console = Console()
+    observer = make_observer(console, recipe.training.steps)
+    summary = train(recipe, folder, resume=resume, observer=observer)
+    if summary["stopped"]:
+        console.print(
+            f"stopped after {summary['steps']} of {recipe.training.steps} updates; continue with the same command "
+            f"and `--out {folder} --resume`",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+        return 0
+    console.print(summary_table(summary))
+    for line in (f"stretto verify {folder}", f"stretto show {folder} --update {recipe.training.steps - 1}"):
+        console.print(f"try next: {line}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"the trained policy is in {folder / 'policy'}", highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+def train(recipe: Recipe, folder: Path, *, resume: bool = False, observer: Observer) -> dict[str, Any]:
+    """Run a recipe to its end, or to where Ctrl-C stops it. Returns what `summary.json` holds."""
+    checkpoint = _prepare_folder(recipe, folder, resume)
+    with contextlib.ExitStack() as stack:
+        stack.callback(observer.close)
+        torch.set_num_threads(os.cpu_count() or 1)
+        observer.message(f"run folder: {folder}")
+        model_path = _model_path(recipe, observer)
+        journal = stack.enter_context(Journal.open(folder / "journal.sqlite", resume=resume))
+        parts = _Parts.build(recipe, model_path, journal, stack)
+        return asyncio.run(_train(recipe, folder, parts, checkpoint, observer))
+
+
+# -- the parts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What the loop joins. Made before anything runs, so that bad input shows before anything is written."""
+
+    task: Task
+    prompts: PromptStream
+    held_out: PromptStream | None
+    core: NativeEngine
+    trainer: LocalTrainer
+    journal: Journal
+    sampling: Sampling
+    threads: tuple[int, int]  # engine, trainer
+
+    @classmethod
+    def build(cls, recipe: Recipe, model_path: str, journal: Journal, stack: contextlib.ExitStack) -> _Parts:
+        tokenizer = load_tokenizer(model_path)
+        task = load_task(task_options(recipe))
+        model = load_model(model_path, getattr(torch, recipe.model.dtype), torch.device("cpu"))
+        config: Any = model.config
+        limit = context_length(config) - recipe.rollout.max_tokens
+        prompts = PromptStream(task.train, tokenizer, seed=recipe.seed, max_prompt_tokens=limit)
+        held_out = None
+        if recipe.evaluation.prompts:
+            held_out = PromptStream(task.evaluation, tokenizer, seed=recipe.seed, max_prompt_tokens=limit)
+        lora = recipe.model.lora
+        threads = role_threads(recipe)
+        sampling = Sampling(
+            max_tokens=recipe.rollout.max_tokens,
+            temperature=recipe.rollout.temperature,
+            stop_tokens=_stop_tokens(model, tokenizer),
+            stop_strings=recipe.rollout.stop,
+        )
+        # The engine's tree first: the trainer replaces linear layers in the one that was loaded.
+        core = NativeEngine(
+            model,
+            kind="full" if lora is None else "lora",
+            slots=recipe.num_slots,
+            rows=engine_rows(recipe),
+            kv_tokens=kv_tokens(recipe, config, prompts.longest),
+            max_context=context_length(config),
+            lora_rank=0 if lora is None else lora.rank,
+            lora_targets=() if lora is None else lora.targets,
+            prefill_tokens=recipe.rollout.prefill_tokens,
+            decode=prompts.decode,
+            threads=threads[0],
+        )
+        trainer = LocalTrainer(
+            model,
+            lora=None if lora is None else LoraOptions(lora.rank, lora.alpha, lora.targets),
+            options=trainer_options(recipe),
+            algorithm=GrpoOptions(**recipe.algorithm.model_dump(exclude={"type"})),
+            tokenizer=tokenizer,
+            base=model_path,
+        )
+        return cls(task, prompts, held_out, core, trainer, journal, sampling, threads)
+
+
+def task_options(recipe: Recipe) -> CountdownChainOptions | ReasoningGymOptions | FileOptions:
+    """The task's own options; generated tasks draw their rows by the run's seed."""
+    task, held_out = recipe.task, recipe.evaluation.prompts
+    if isinstance(task, CountdownChainSection):
+        return CountdownChainOptions(size=task.size, held_out=held_out, seed=recipe.seed)
+    if isinstance(task, ReasoningGymSection):
+        config = task.model_dump(mode="json")["config"]
+        return ReasoningGymOptions(
+            name=task.name,
+            size=task.size,
+            held_out=held_out,
+            seed=recipe.seed,
+            config=config,
+            scoring=task.scoring,
+            instruction=task.instruction,
+        )
+    return FileOptions(
+        path=Path(task.path),
+        reward=task.reward,
+        evaluation_path=None if task.evaluation_path is None else Path(task.evaluation_path),
+        held_out=held_out,
+        seed=recipe.seed,
+    )
+
+
+def trainer_options(recipe: Recipe) -> TrainerOptions:
+    """What the trainer needs of the recipe."""
+    training = recipe.training
+    return TrainerOptions(
+        learning_rate=training.learning_rate,
+        warmup_steps=training.warmup_steps,
+        schedule=training.schedule,
+        final_fraction=training.final_fraction or 0.0,
+        total_steps=training.steps,
+        weight_decay=training.weight_decay,
+        betas=training.betas,
+        eps=training.epsilon,
+        max_grad_norm=training.max_grad_norm,
+        micro_tokens=training.micro_tokens,
+        temperature=recipe.rollout.temperature,
+        seed=recipe.seed,
+    )
+
+
+def role_threads(recipe: Recipe) -> tuple[int, int]:
+    """Torch threads of engine and trainer: all cores each where they take turns, else half each.
+
+    OpenMP's pools spin, so two roles that run at once must not ask for more threads than there are cores.
+    """
+    cores = os.cpu_count() or 1
+    share = cores if recipe.plan.staleness == 0 else max(1, cores // 2)
+    return recipe.runtime.engine_threads or share, recipe.runtime.trainer_threads or share
+
+
+def _model_path(recipe: Recipe, observer: Observer) -> str:
+    if recipe.model.path != "tiny":
+        return recipe.model.path
+    options = recipe.model.warm_start
+    shown_at = time.monotonic()
+
+    def progress(step: int, steps: int, loss: float) -> None:
+        nonlocal shown_at
+        if time.monotonic() - shown_at >= 5.0 or step == steps:
+            shown_at = time.monotonic()
+            observer.message(f"warm start of the tiny model: step {step}/{steps}, loss {loss:.3f}")
+
+    warm_start = WarmStart() if options is None else WarmStart(steps=options.steps)
+    return str(tiny_model(seed=0 if options is None else options.seed, warm_start=warm_start, progress=progress))
+
+
+def _stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """What ends a text, by the model's generation configuration and by its tokenizer."""
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    tokens = set(found if isinstance(found, list | tuple) else [found]) | {tokenizer.eos_token_id}
+    return tuple(sorted(token for token in tokens if token is not None))
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
+
+async def _train(
+    recipe: Recipe, folder: Path, parts: _Parts, checkpoint: Checkpoint | None, observer: Observer
+) -> dict[str, Any]:
+    plan, journal = recipe.plan, parts.journal
+    rewards = RewardPool(parts.task.reward, workers=recipe.task.reward_workers, deadline_s=recipe.task.reward_seconds)
+    engine = ThreadedEngine(parts.core, threads=parts.threads[0], name="engine")
+    role = TrainerRole(parts.trainer, parts.threads[1])
+    try:
+        await rewards.start()
+        environment = SingleTurn(rewards, parts.prompts.decode)
+        journal.begin(_facts(recipe), at=time.time())
+        if checkpoint is None:
+            brain, totals, flights = Brain(plan), Totals(), dict[int, Flight]()
+            weights: dict[int, Weights] = {0: await role.call(lambda: parts.trainer.weights(0))}
+            journal.version_published(0, weights[0].checksum, at=time.time())
+        else:
+            brain, totals = Brain.restore(plan, checkpoint.snapshot), Totals.from_json(checkpoint.totals)
+            flights, weights = _flights_again(recipe, parts, checkpoint), dict(checkpoint.weights)
+            await role.call(lambda: parts.trainer.load(checkpoint.folder / "trainer"))
+        tally = Tally(rows=plan.rows, sink=JsonLines(folder / "metrics.jsonl"), totals=totals)
+        evaluator = _evaluator(recipe, parts, environment)
+        if evaluator is not None and checkpoint is None:
+            await _evaluate_alone(evaluator, engine, weights[0], "before", tally, observer)
+        loop = Loop(
+            brain,
+            engines={ENGINE: engine},
+            trainer=role,
+            environment=environment,
+            prompts=parts.prompts,
+            evaluator=evaluator,
+            journal=journal,
+            tally=tally,
+            observer=observer,
+            settings=Settings(recipe.seed, parts.sampling, recipe.runtime.stall_seconds),
+            weights=weights,
+            flights=flights,
+        )
+        with _stops_on_interrupt(loop):
+            done = await loop.run()
+        if done:
+            if evaluator is not None:
+                await _evaluate_alone(evaluator, engine, loop.weights[plan.updates], "after", tally, observer)
+            await role.call(lambda: parts.trainer.export(folder / "policy"))
+        else:
+            await role.call(lambda: _save(folder, loop, tally, parts))
+        journal.finished(stopped=not done, at=time.time())
+        await journal.durable()
+        summary = {**tally.summary(), "stopped": not done}
+        _write_json(folder / "summary.json", summary)
+        return summary
+    finally:
+        await engine.close()
+        await rewards.close()
+        role.close()
+
+
+async def _evaluate_alone(
+    evaluator: Evaluator, engine: Engine, weights: Weights, moment: Moment, tally: Tally, observer: Observer
+) -> None:
+    """Evaluate while nothing else runs, before the first admission or after the last update."""
+    for version in engine.report().versions:
+        await engine.unload(version)
+    await engine.load(weights)
+    result = await evaluator.evaluate(engine, weights.version, moment)
+    await engine.unload(weights.version)
+    tally.evaluated(result)
+    observer.evaluated(result)
+
+
+def _evaluator(recipe: Recipe, parts: _Parts, environment: SingleTurn) -> Evaluator | None:
+    if parts.held_out is None:
+        return None
+    wanted = recipe.evaluation
+    sampling = replace(
+        parts.sampling,
+        temperature=recipe.rollout.temperature if wanted.temperature is None else wanted.temperature,
+        max_tokens=wanted.max_tokens or recipe.rollout.max_tokens,
+    )
+    count = min(wanted.prompts, parts.held_out.num_rows)
+    return Evaluator(
+        parts.held_out, count, environment=environment, sampling=sampling, seed=recipe.seed, journal=parts.journal
+    )
+
+
+@contextlib.contextmanager
+def _stops_on_interrupt(loop: Loop) -> Iterator[None]:
+    """The first Ctrl-C stops at an update boundary; the second ends the process as usual."""
+    running = asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        loop.stop()
+        running.remove_signal_handler(signal.SIGINT)
+
+    try:
+        running.add_signal_handler(signal.SIGINT, interrupt)
+        running.add_signal_handler(signal.SIGTERM, loop.stop)
+    except (NotImplementedError, RuntimeError, ValueError):  # not the main thread, or a platform without it
+        yield
+        return
+    try:
+        yield
+    finally:
+        running.remove_signal_handler(signal.SIGINT)
+        running.remove_signal_handler(signal.SIGTERM)
+
+
+# -- what is on disk ---------------------------------------------------------------------------------------------------
+
+
+def _prepare_folder(recipe: Recipe, folder: Path, resume: bool) -> Checkpoint | None:
+    if resume:
+        if not (folder / "config.toml").exists():
+            raise RunError(f"`{folder}` holds no run, so there is nothing to resume; leave `--resume` out to start one")
+        _refuse_another_recipe(recipe, folder)
+        return load_checkpoint(folder / "checkpoints")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunError(f"`{folder}` exists already; choose another `--out`, or `--resume` to continue the run in it")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(recipe.dumps(), encoding="utf-8")
+    return None
+
+
+def _refuse_another_recipe(recipe: Recipe, folder: Path) -> None:
+    """A run goes on as it began; only how it is run (its threads and deadlines) may change."""
+    before = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    now = tomllib.loads(recipe.dumps())
+    for section in sorted((before.keys() | now.keys()) - {"runtime"}):
+        if before.get(section) != now.get(section):
+            raise RunError(
+                f"`[{section}]` differs from the recipe that `{folder}` was started with "
+                f"(`{folder / 'config.toml'}`); resume with that one, or start a new run"
+            )
+
+
+def _facts(recipe: Recipe) -> RunFacts:
+    plan = recipe.plan
+    return RunFacts(
+        paradigm=plan.paradigm.name,
+        staleness=plan.staleness,
+        auto=plan.auto,
+        batch=plan.batch,
+        group=plan.group_size,
+        updates=plan.updates,
+        seed=recipe.seed,
+    )
+
+
+def _save(folder: Path, loop: Loop, tally: Tally, parts: _Parts) -> None:
+    needed = loop.brain.needed_versions
+    save_checkpoint(
+        folder / "checkpoints",
+        updates=loop.brain.next_update,
+        snapshot=loop.brain.snapshot(),
+        totals=asdict(tally.totals),
+        weights={version: weights for version, weights in loop.weights.items() if version in needed},
+        suspended=[flight.suspended for flight in loop.flights.values() if flight.suspended is not None],
+        save_trainer=parts.trainer.save,
+    )
+
+
+def _flights_again(recipe: Recipe, parts: _Parts, checkpoint: Checkpoint) -> dict[int, Flight]:
+    """The trajectories that were under way: tokens so far from the checkpoint, finished ones from the journal."""
+    flights: dict[int, Flight] = {}
+    with JournalReader(parts.journal.path) as reader:
+        for group in reader.outstanding():
+            prompt = parts.prompts.prompt(group.group)
+            for record in group.trajectories:
+                flight = Flight(record.trajectory, group.group, group.version, record.seed, prompt)
+                if record.state in ("scoring", "scored"):
+                    flight.completion, flight.reward = reader.load_completion(record.trajectory)
+                flight.suspended = checkpoint.suspended.get(record.trajectory)
+                flights[record.trajectory] = flight
+    return flights
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    scratch = path.with_suffix(".partial")
+    scratch.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    scratch.replace(path)
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """What a run came to, for people."""
+    table = Table(title="what the run came to", show_header=False)
+    table.add_column(justify="left")
+    table.add_column(justify="right")
+    if summary["eval_before"] is not None:
+        before = f"{summary['eval_before']:.3f} (version {summary['eval_before_version']})"
+        after = f"{summary['eval_after']:.3f} (version {summary['eval_after_version']})"
+        table.add_row("held-out score before", before)
+        table.add_row("held-out score after", after)
+    table.add_row("updates", f"{summary['steps']}")
+    table.add_row("wall time", f"{summary['wall_seconds']:.1f} s")
+    table.add_row("speed", f"{summary['tokens_per_second']:,.0f} tokens/s")
+    staleness = summary["staleness"]
+    table.add_row("age of the data", f"{staleness['mean']:.2f} updates on average, {staleness['max']} at most")
+    table.add_row("trainer idle", f"{summary['trainer_idle_share']:.0%}")
+    table.add_row("rollout idle", f"{summary['rollout_idle_share']:.0%}, {summary['row_idle_share']:.0%} of the rows")
+    table.add_row("dropped / failed", f"{summary['dropped_trajectories']} / {summary['failed_trajectories']}")
+    table.add_row("mixed versions", f"{summary['mixed_version_trajectories']}")
+    table.add_row("trained length over sampled", f"{summary['length_ratio']:.3f}")
+    table.add_row("engine against trainer (KL)", f"{summary['mismatch_kl']:.1e}")
+    return table

@@ -1,0 +1,127 @@
+"""Recipes: what is read, what is refused, and in which words."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.config import PARADIGM_NAMES, load_recipe, paradigm_overrides, parse_recipe
+from stretto.errors import RecipeError
+
+MINIMAL: dict[str, Any] = {"model": {"path": "tiny"}, "task": {"type": "countdown-chain"}}
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
+
+
+def with_(**sections: dict[str, Any]) -> dict[str, Any]:
+    return {**MINIMAL, **sections}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_shipped_recipe_parses_and_survives_being_written_out(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert parse_recipe(__import__("tomllib").loads(recipe.source_toml())) == recipe
+
+
+def test_twenty_lines_are_a_complete_run_and_the_rest_has_defaults() -> None:
+    recipe = parse_recipe(MINIMAL)
+    assert recipe.rollout.paradigm == "multi-version"
+    assert recipe.plan.staleness == 2
+    assert recipe.plan.in_flight == 24
+    assert recipe.plan.rows == 16 * 8
+
+
+def test_an_unknown_key_names_the_nearest_real_one() -> None:
+    with pytest.raises(RecipeError, match="`rollout.stalenes` is not an option; did you mean `rollout.staleness`"):
+        parse_recipe(with_(rollout={"stalenes": 2}))
+    with pytest.raises(RecipeError, match=r"`model\.lora\.rnak` is not an option; did you mean `model\.lora\.rank`"):
+        parse_recipe({**MINIMAL, "model": {"path": "tiny", "lora": {"rnak": 8}}})
+    with pytest.raises(RecipeError, match=r"did you mean `task\.reward_seconds`"):
+        parse_recipe({**MINIMAL, "task": {"type": "countdown-chain", "reward_second": 1.0}})
+    with pytest.raises(RecipeError, match="`trainig` is not an option; did you mean `training`"):
+        parse_recipe(with_(trainig={"steps": 2}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"rollout": {"paradigm": "synchronous", "staleness": 2}}, "`rollout.staleness = 2` has no effect"),
+        ({"rollout": {"paradigm": "one-step-off", "in_flight": 20}}, "`rollout.in_flight = 20` has no effect"),
+        ({"rollout": {"staleness_cap": 3}}, "`rollout.staleness_cap` has no effect"),
+        ({"training": {"final_fraction": 0.1}}, "`training.final_fraction` has no effect"),
+        ({"evaluation": {"prompts": 0, "every": 5}}, "`evaluation.every` has no effect"),
+        ({"evaluation": {"every": 100}}, "`evaluation.every = 100` has no effect"),
+        ({"rollout": {"paradigm": "synchronous"}, "algorithm": {"clip_low": 0.1}}, "`algorithm.clip_low` has no effect"),
+        ({"rollout": {"staleness": 0}, "algorithm": {"clip_high": 0.3}}, "`algorithm.clip_high` has no effect"),
+        (
+            {"model": {"path": "somewhere", "warm_start": {"steps": 3}}},
+            "`model.warm_start` has no effect on `model.path = 'somewhere'`",
+        ),
+    ],
+)
+def test_a_key_without_effect_is_an_error(sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(with_(**sections))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"rollout": {"top_p": 0.9}}, "`rollout.top_p = 0.9` is refused"),
+        ({"rollout": {"top_k": 20}}, "`rollout.top_k = 20` is refused"),
+        ({"rollout": {"min_p": 0.1}}, "`rollout.min_p = 0.1` is refused"),
+        ({"rollout": {"staleness": 4, "slots": 3}}, "`rollout.slots = 3` is too few"),
+        ({"rollout": {"in_flight": 100}}, "in_flight"),
+        ({"rollout": {"in_flight": 3}}, "in_flight"),
+        ({"rollout": {"group": 1}}, "`rollout.group = 1`"),
+        ({"rollout": {"temperature": 0.0}}, "`rollout.temperature = 0.0`"),
+        ({"training": {"learning_rate": -1.0}}, "`training.learning_rate = -1.0`"),
+        ({"training": {"steps": "many"}}, "`training.steps = 'many'`"),
+        ({"task": {"type": "unheard-of"}}, "`task.type` must be one of"),
+        ({"rollout": {"paradigm": "asynchronous"}}, "`rollout.paradigm = 'asynchronous'`"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_by_the_name_of_its_option(sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(with_(**sections))
+    assert words in str(caught.value)
+
+
+def test_every_problem_is_told_at_once() -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(with_(rollout={"stalenes": 2}, training={"step": 3}))
+    assert "stalenes" in str(caught.value)
+    assert "training.step" in str(caught.value)
+
+
+def test_set_overrides_a_key_with_a_toml_value_or_a_bare_word(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text('[model]\npath = "tiny"\n[task]\ntype = "countdown-chain"\n')
+    recipe = load_recipe(path, ["training.steps=7", "rollout.paradigm=synchronous", "model.lora={rank = 4}"])
+    assert (recipe.training.steps, recipe.rollout.paradigm) == (7, "synchronous")
+    assert recipe.model.lora is not None
+    assert recipe.model.lora.rank == 4
+
+
+@pytest.mark.parametrize("override", ["training.steps", "=3", "training..steps=3"])
+def test_an_override_of_another_form_is_an_error(tmp_path: Path, override: str) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text('[model]\npath = "tiny"\n[task]\ntype = "countdown-chain"\n')
+    with pytest.raises(RecipeError, match="--set"):
+        load_recipe(path, [override])
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="does not exist"):
+        load_recipe(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("[model\n")
+    with pytest.raises(RecipeError, match="not valid TOML"):
+        load_recipe(tmp_path / "bad.toml")
+
+
+@pytest.mark.parametrize("paradigm", PARADIGM_NAMES)
+def test_compare_drops_what_a_paradigm_fixes_itself(paradigm: str) -> None:
+    raw = with_(rollout={"staleness": 2, "in_flight": 20}, algorithm={"clip_low": 0.1})
+    recipe = parse_recipe(paradigm_overrides(raw, paradigm))
+    assert recipe.rollout.paradigm == paradigm
+    assert raw["rollout"] == {"staleness": 2, "in_flight": 20}, "the recipe itself is not changed"
