@@ -68,3 +68,7 @@ class JournalError(StrettoError):
 
 class StalledError(StrettoError):
     """Nothing happened for longer than the run allows; the message says who waited for what."""
+
+
+class TransitionError(StrettoError):
+    """Something was reported about a trajectory that cannot happen in the state it is in: a fault of the caller's."""

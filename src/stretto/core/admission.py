@@ -1,0 +1,87 @@
+"""When a group may start, and which groups make a batch: earliest deadline first. Pure functions.
+
+`outstanding` and `finished` map a deadline to how many groups have it; outstanding groups are those admitted and not
+yet taken into a batch, finished ones among them. `next_update` is the next update whose batch is not yet taken.
+
+The invariant: no deadline lies before `next_update`, and for every `d` from there on
+`outstanding(deadline <= d) <= batch * (d - next_update + 1)`. Admission keeps it, taking a batch that `batch_ready`
+allows keeps it, and where it holds, `batch` finished groups out of nothing unfinished are always a ready batch. Hence
+nothing is trained late and nothing waits for ever. Between two deadlines that occur, the left side stands still while
+the right one grows, so it is enough to look at the deadlines that occur.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+
+def invariant_holds(outstanding: Mapping[int, int], next_update: int, batch: int) -> bool:
+    """Whether everything outstanding can still be trained in time."""
+    total = 0
+    for deadline in sorted(outstanding):
+        total += outstanding[deadline]
+        if deadline < next_update or total > batch * (deadline - next_update + 1):
+            return False
+    return True
+
+
+def admits(outstanding: Mapping[int, int], deadline: int, next_update: int, batch: int) -> bool:
+    """Whether the invariant still holds with one more group of this deadline.
+
+    A later deadline faces fewer conditions: what is refused at one version is refused at every older one.
+    """
+    if deadline < next_update:
+        return False
+    total = 1 + sum(count for due, count in outstanding.items() if due <= deadline)
+    if total > batch * (deadline - next_update + 1):
+        return False
+    for due in sorted(due for due in outstanding if due > deadline):
+        total += outstanding[due]
+        if total > batch * (due - next_update + 1):
+            return False
+    return True
+
+
+def waited_deadline(
+    outstanding: Mapping[int, int], finished: Mapping[int, int], next_update: int, batch: int
+) -> int | None:
+    """The latest deadline up to which unfinished groups must still finish before a batch may be taken; None: none.
+
+    A batch of the `batch` earliest finished groups must leave at most `batch * (d - next_update)` groups due by `d`.
+    """
+    left = done = 0
+    waited = None
+    for deadline in sorted(outstanding):
+        left += outstanding[deadline]
+        done += finished.get(deadline, 0)
+        if left - min(batch, done) > batch * (deadline - next_update):
+            waited = deadline
+    return waited
+
+
+def batch_ready(outstanding: Mapping[int, int], finished: Mapping[int, int], next_update: int, batch: int) -> bool:
+    """Whether the `batch` finished groups of the earliest deadlines may be taken now."""
+    return sum(finished.values()) >= batch and waited_deadline(outstanding, finished, next_update, batch) is None
+
+
+def wanted_staleness(tail_s: float, update_s: float, cap: int) -> int:
+    """The K with which the trainer never waits for a tail of `tail_s` seconds, under a cap."""
+    if not (tail_s >= 0 and update_s >= 0):
+        raise ValueError(f"`tail_s` is {tail_s} and `update_s` is {update_s}; both must be at least 0")
+    if tail_s == 0:
+        return min(cap, 1)
+    if update_s == 0 or tail_s / update_s >= cap:
+        return cap
+    return min(cap, math.ceil(tail_s / update_s) + 1)
+
+
+def lowest_staleness(
+    outstanding_of_version: Mapping[int, int], wanted: int, current: int, next_update: int, batch: int
+) -> int:
+    """The smallest K from `wanted` to `current` for which the invariant holds as if all had been admitted with it."""
+    for staleness in range(wanted, current):
+        deadlines = {version + staleness: count for version, count in outstanding_of_version.items()}
+        if invariant_holds(deadlines, next_update, batch):
+            return staleness
+    return current

@@ -1,0 +1,451 @@
+"""Everything that a run decides, and nothing that it does: an event in, commands out, the laws hold after each.
+
+Contract with whoever carries the commands out:
+
+- The commands of one reply are carried out in their order; those for one instance also in order from reply to reply (an
+  `Unload` before the `Load` that takes its slot). A slot counts as free from the `Unload` on, as taken from the `Load`.
+- After `Lost(i)` nothing that happened on `i` is reported any more, and `i` is not used again as an id. A failure of
+  one request on an instance that lives on is `GenerationFailed`.
+- After `Drop`, what is still reported about its trajectories is ignored. After `Finish`, everything is.
+- Version `first_version` counts as published at the start; the run ends with version `plan.updates`.
+
+Who waits for what, and who ends it:
+
+| who waits | for what | who ends it |
+|---|---|---|
+| trainer | the unfinished groups that the batch rule names, or `B` finished ones | `Scored`, or a failure for good |
+| trainer | a version that is not yet published | publish, below |
+| admission | `rows` trajectories run or wait for an instance | `Generated` |
+| admission | `in_flight` groups are outstanding, or all that the run needs | the next batch; a group replaced |
+| admission | the deadline invariant | the next batch; `Updated` (a newer version has a later deadline) |
+| admission | no instance, or none has confirmed a version | `Joined`, `Loaded` |
+| admission | a version with waiting trajectories has no slot anywhere | what runs ends and frees a slot; `Joined` |
+| admission, publish | `drain` only: running work must end before the publish | `Generated`, or a failure for good |
+| a trajectory | an instance that holds its version | `Loaded` |
+| an instance | `continue` only: the swap waits for the evaluation that runs there | `Evaluated` |
+| the end of the run | the evaluation that runs | `Evaluated`, `Lost` |
+
+Every wait ends with an event that comes from work already under way, so there is no cycle: work runs on an instance to
+its end whatever else waits; the trainer waits only for such work; admission is open whenever nothing is under way and
+fewer than `B` groups are outstanding, as the invariant holds with any group of the newest version then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from stretto.core import admission, placement, snapshots
+from stretto.core.ledger import Counters, Group, Ledger, State, Trajectory
+from stretto.core.messages import (
+    Command,
+    Drop,
+    Evaluate,
+    Evaluated,
+    Event,
+    Fail,
+    Finish,
+    Generated,
+    GenerationFailed,
+    Joined,
+    Load,
+    Loaded,
+    Lost,
+    Measured,
+    Publish,
+    Rescore,
+    Resume,
+    Retire,
+    Scored,
+    ScoringFailed,
+    Start,
+    StopRequested,
+    Swap,
+    Train,
+    Unload,
+    Updated,
+)
+from stretto.core.placement import Hold, Instance
+from stretto.core.plan import Plan
+from stretto.core.waits import Wait, explain
+from stretto.core.window import Window
+from stretto.errors import TransitionError
+
+
+class Brain:
+    """The state of a run and its rules. Not thread-safe; `handle` is the only method that changes anything."""
+
+    def __init__(self, plan: Plan, first_version: int = 0) -> None:
+        if not 0 <= first_version <= plan.updates:
+            raise ValueError(f"`first_version` is {first_version}; it must lie between 0 and {plan.updates} updates")
+        self.plan = plan
+        self.ledger = Ledger()
+        self.window = Window(first_version)
+        self.instances: dict[int, Instance] = {}
+        self.staleness = min(plan.staleness, 1) if plan.auto else plan.staleness  # K for groups admitted from now on
+        self.next_update = first_version  # the next update whose batch is not yet taken
+        self.next_group = 0
+        self.training: int | None = None  # the update that runs
+        self.unpublished: int | None = None  # a version whose publish waits
+        self.evaluating: Hold | None = None
+        self.evaluations_due: set[int] = set()  # published, to be evaluated where first loaded
+        self.stranded: list[int] = []  # versions that trajectories wait for and that have no slot
+        self.stopping = False
+        self.finished = False
+        self._again = False  # after a restore: score and train again once an instance is there
+        self._place_due = False
+        self._batch_due = False  # whether to look if a batch is ready
+        self._open = False  # whether admission is worth trying
+        self._commands: list[Command] = []
+        self._handlers: Mapping[type, Callable[[Any], None]] = {
+            Joined: self._on_joined,
+            Lost: self._on_lost,
+            Loaded: self._on_loaded,
+            Generated: self._on_generated,
+            Scored: self._on_scored,
+            GenerationFailed: self._on_generation_failed,
+            ScoringFailed: self._on_scoring_failed,
+            Updated: self._on_updated,
+            Measured: self._on_measured,
+            Evaluated: self._on_evaluated,
+            StopRequested: self._on_stop_requested,
+        }
+        self._note_evaluation(first_version)
+
+    def handle(self, event: Event) -> list[Command]:
+        """Take in what happened; what to do about it, in an order in which it can be done."""
+        if self.finished:
+            return []
+        commands = self._commands = []
+        self._handlers[type(event)](event)
+        self._settle()
+        return commands
+
+    # -- views ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def newest(self) -> int:
+        return self.window.newest
+
+    @property
+    def counters(self) -> Counters:
+        return self.ledger.counters
+
+    @property
+    def versions(self) -> dict[int, int]:
+        """The live versions, with the trajectories of each that are still to be generated to their end."""
+        ledger = self.ledger
+        return {v: ledger.running.get(v, 0) + len(ledger.pending.get(v, ())) for v in sorted(self.window.live)}
+
+    @property
+    def needed_versions(self) -> list[int]:
+        """The versions whose weights must be there for the run to go on: after a restore, those to bring back."""
+        return sorted(v for v in self.window.live if v == self.newest or self._needs(v))
+
+    def waits(self) -> list[Wait]:
+        """Who waits for what right now, in words."""
+        return explain(self)
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that is needed to go on later, as JSON."""
+        return snapshots.record(self)
+
+    @classmethod
+    def restore(cls, plan: Plan, snapshot: Mapping[str, Any]) -> Brain:
+        """Go on from a snapshot. There are no instances until they join.
+
+        What ran is pending; what was being scored is scored again and what was being trained on is trained on again,
+        with the same members, as soon as the first instance joins; an evaluation that ran counts as skipped.
+        """
+        brain = cls(plan)
+        snapshots.restore(brain, snapshot)
+        brain._again = brain._place_due = brain._batch_due = True
+        return brain
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def _on_joined(self, event: Joined) -> None:
+        if event.instance in self.instances:
+            raise TransitionError(f"instance {event.instance} joined, but it is there already")
+        if event.slots < 1:
+            raise ValueError(f"`slots` of instance {event.instance} is {event.slots}; it must be at least 1")
+        self.instances[event.instance] = Instance(event.instance, event.slots)
+        self._place_due = True
+        if self._again and not self.stopping:
+            self._again = False
+            self._do_again()
+
+    def _on_lost(self, event: Lost) -> None:
+        instance = self.instances.pop(event.instance)
+        for trajectory in list(instance.trajectories.values()):
+            self.ledger.interrupt(trajectory)
+            self.counters.interrupted += 1
+        if self.evaluating is not None and self.evaluating[0] == event.instance:
+            self.evaluating = None
+            self.counters.evaluations_skipped += 1
+        self._place_due = True
+
+    def _on_loaded(self, event: Loaded) -> None:
+        instance = self.instances.get(event.instance)
+        if instance is None:
+            return
+        if event.version not in instance.loading:
+            raise TransitionError(f"instance {event.instance} was not told to load version {event.version}")
+        instance.loading.remove(event.version)
+        instance.resident.add(event.version)
+        if not self.plan.paradigm.pinned:
+            self.ledger.continue_under(instance, event.version)
+        self._place_due = True
+        if event.version in self.evaluations_due and not self.stopping:
+            self._evaluate(event.version, instance)
+
+    def _on_generated(self, event: Generated) -> None:
+        trajectory = self._find(event.trajectory)
+        if trajectory is not None:
+            self.ledger.generate(trajectory)
+
+    def _on_scored(self, event: Scored) -> None:
+        trajectory = self._find(event.trajectory)
+        if trajectory is not None and self.ledger.score(trajectory):
+            self._batch_due = True
+
+    def _on_generation_failed(self, event: GenerationFailed) -> None:
+        trajectory = self._find(event.trajectory)
+        if trajectory is None:
+            return
+        trajectory.generation_failures += 1
+        if trajectory.generation_failures > self.plan.retries:
+            self._fail(trajectory, event.reason)
+        else:
+            self.ledger.interrupt(trajectory)
+            self.counters.generation_retries += 1
+            self._place_due = True
+
+    def _on_scoring_failed(self, event: ScoringFailed) -> None:
+        trajectory = self._find(event.trajectory)
+        if trajectory is None:
+            return
+        if trajectory.state is not State.SCORING:
+            raise TransitionError(f"trajectory {trajectory.id} is {trajectory.state.name.lower()}, not being scored")
+        trajectory.scoring_failures += 1
+        if trajectory.scoring_failures > self.plan.retries:
+            self._fail(trajectory, event.reason)
+        else:
+            self.counters.scoring_retries += 1
+            if not self.stopping:
+                self._commands.append(Rescore(trajectory.id))
+
+    def _on_updated(self, event: Updated) -> None:
+        if event.update != self.training:
+            raise TransitionError(f"update {event.update} was reported as done, but the trainer runs {self.training}")
+        self.training = None
+        self.ledger.train()
+        self.unpublished = event.update + 1
+        self._batch_due = True
+
+    def _on_measured(self, event: Measured) -> None:
+        if not self.plan.auto:
+            return
+        wanted = admission.wanted_staleness(event.tail_s, event.update_s, self.plan.staleness)
+        if wanted < self.staleness:
+            wanted = admission.lowest_staleness(
+                self.ledger.outstanding_of, wanted, self.staleness, self.next_update, self.plan.batch
+            )
+        self.staleness = wanted
+        self._open = True
+
+    def _on_evaluated(self, event: Evaluated) -> None:
+        if self.evaluating is not None and self.evaluating[1] == event.version:
+            self.evaluating = None
+            self.counters.evaluations += 1
+            self._place_due = True
+
+    def _on_stop_requested(self, _: StopRequested) -> None:
+        self.stopping = True
+
+    # -- what follows --------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Do all that is possible now. Each step only needs those before it."""
+        if self.training is None and (self.unpublished is not None or self.stopping):
+            self._publish()
+        if not self.stopping:
+            if self._batch_due and self.training is None and self.unpublished is None:
+                self._take_batch()
+            if self._place_due or self.ledger.freed:
+                self._place()
+            if self._open and self.unpublished is None:
+                self._admit()
+        if self.training is None:
+            self._finish()
+
+    def _publish(self) -> None:
+        """Publish what waits for it, unless running work has to end before; a run that stops does not wait."""
+        if self.unpublished is None:
+            return
+        drains = self.plan.paradigm.on_publish == "drain"
+        if drains and self.ledger.num_active and not self.stopping:
+            return
+        self.window.publish(self.unpublished)
+        self._commands.append(Publish(self.unpublished))
+        self._note_evaluation(self.unpublished)
+        self.unpublished = None
+        self._place_due = self._batch_due = self._open = True
+
+    def _take_batch(self) -> None:
+        """Start the next update if its batch is ready, and throw away what is too old where the paradigm does so."""
+        self._batch_due = False
+        plan, ledger, update = self.plan, self.ledger, self.next_update
+        if ledger.batch or update == plan.updates or len(ledger.finished) < plan.batch:
+            return
+        if plan.paradigm.at_limit == "drop":
+            groups = list(ledger.finished.values())[: plan.batch]
+        elif admission.batch_ready(ledger.outstanding_at, ledger.finished_at, update, plan.batch):
+            groups = sorted(ledger.finished.values(), key=lambda each: (each.deadline, each.id))[: plan.batch]
+        else:
+            return
+        for group in groups:
+            if group.deadline < update:
+                raise TransitionError(f"group {group.id} was due by update {group.deadline}, not update {update}")
+        ledger.take(groups)
+        self._train(update)
+        self.next_update = update + 1
+        if plan.paradigm.at_limit == "drop":
+            for group in [each for each in ledger.groups.values() if each.deadline <= update]:
+                self._commands.append(Drop(group.id, ledger.drop(group)))
+        self._open = True
+
+    def _train(self, update: int) -> None:
+        self.training = update
+        self._commands.append(Train(update, self.ledger.batch_members()))
+
+    def _place(self) -> None:
+        """Resume what waits, load what is wanted, unload and retire what is not."""
+        self._place_due = self.ledger.freed = False
+        instances = self.instances.values()
+        self._resume()
+        if self.plan.paradigm.pinned:
+            waiting = sorted(placement.stranded(instances, self.ledger.pending), key=self._earliest_deadline)
+            decisions = placement.place(instances, waiting, self.newest, self.evaluating)
+        else:
+            decisions = placement.place_in_one_slot(instances, self.newest, self.evaluating)
+        for command in decisions:
+            self._give(command)
+        for version in self.window.retirable(self._needs):
+            self._retire(version)
+        self.stranded = placement.stranded(instances, self.ledger.pending) if self.plan.paradigm.pinned else []
+        self._open = True
+
+    def _resume(self) -> None:
+        pinned = self.plan.paradigm.pinned
+        for version, waiting in list(self.ledger.pending.items()):
+            for trajectory in list(waiting.values()):
+                instance = placement.resuming_instance(self.instances.values(), version if pinned else None)
+                if instance is None:
+                    break
+                under = version if pinned else max(instance.resident)
+                self.ledger.run(trajectory, instance, under)
+                self._commands.append(Resume(trajectory.id, under, instance.id))
+
+    def _retire(self, version: int) -> None:
+        for instance in self.instances.values():
+            if version in instance.resident:
+                self._give(Unload(instance.id, version))
+        self.window.retire(version)
+        self._commands.append(Retire(version))
+        if version in self.evaluations_due:
+            self.evaluations_due.remove(version)
+            self.counters.evaluations_skipped += 1
+
+    def _admit(self) -> None:
+        """Start groups while something allows it. What closes admission for longer also closes `_open`."""
+        plan, ledger = self.plan, self.ledger
+        most = min(plan.in_flight, (plan.updates - self.next_update) * plan.batch)
+        while ledger.num_active < plan.rows and len(ledger.groups) < most:
+            place = self.place_for_group()
+            if place is None:
+                self._open = False
+                return
+            instance, version = place
+            group = Group(self.next_group, version, version + self.staleness)
+            self.next_group += 1
+            ids = tuple(range(group.id * plan.group_size, (group.id + 1) * plan.group_size))
+            ledger.admit(group, ids, instance)
+            self._commands.append(Start(group.id, version, group.deadline, instance.id, ids))
+
+    def place_for_group(self) -> tuple[Instance, int] | None:
+        """The instance and the version that a new group would get by slots and deadlines; None: it must wait."""
+        if self.stranded:
+            return None
+        refused = -1
+        for instance, version in placement.candidates(self.instances.values(), self.plan.rows):
+            if version > refused:
+                if self._allows(version + self.staleness):
+                    return instance, version
+                refused = version
+        return None
+
+    def _allows(self, deadline: int) -> bool:
+        if self.plan.paradigm.bounded_by == "in_flight":
+            return deadline >= self.next_update
+        return admission.admits(self.ledger.outstanding_at, deadline, self.next_update, self.plan.batch)
+
+    def _finish(self) -> None:
+        if self.unpublished is not None:
+            return
+        done = self.next_update == self.plan.updates and not self.ledger.batch
+        if self.stopping or (done and self.evaluating is None):
+            self.finished = True
+            if done:
+                self.counters.evaluations_skipped += len(self.evaluations_due)
+                self.evaluations_due.clear()
+            self._commands.append(Finish(stopped=not done))
+
+    # -- parts of the above --------------------------------------------------------------------------------------------
+
+    def _find(self, trajectory: int) -> Trajectory | None:
+        """A trajectory that is in flight; None: it was dropped before the report came."""
+        found = self.ledger.trajectories.get(trajectory)
+        if found is None and self.plan.paradigm.at_limit != "drop":
+            raise TransitionError(f"trajectory {trajectory} is not in flight: it has ended, or was never started")
+        return found
+
+    def _fail(self, trajectory: Trajectory, reason: str) -> None:
+        self._commands.append(Fail(trajectory.id, reason))
+        if self.ledger.fail(trajectory):
+            self._batch_due = self._open = True
+
+    def _evaluate(self, version: int, instance: Instance) -> None:
+        self.evaluations_due.remove(version)
+        if self.evaluating is not None:
+            self.counters.evaluations_skipped += 1
+            return
+        self.evaluating = (instance.id, version)
+        self._commands.append(Evaluate(version, instance.id))
+
+    def _note_evaluation(self, version: int) -> None:
+        every = self.plan.evaluate_every
+        if every and version % every == 0 and version < self.plan.updates:
+            self.evaluations_due.add(version)
+
+    def _do_again(self) -> None:
+        for trajectory in self.ledger.trajectories.values():
+            if trajectory.state is State.SCORING:
+                self._commands.append(Rescore(trajectory.id))
+        if self.ledger.batch:
+            self._train(self.next_update - 1)
+
+    def _give(self, command: Load | Swap | Unload) -> None:
+        self.instances[command.instance].apply(command)
+        self._commands.append(command)
+
+    def _needs(self, version: int) -> bool:
+        """Whether a version other than the newest is needed by rollout, by an evaluation, or by a load under way."""
+        if version in self.ledger.running or (self.plan.paradigm.pinned and version in self.ledger.pending):
+            return True
+        if self.evaluating is not None and self.evaluating[1] == version:
+            return True
+        return any(version in instance.loading for instance in self.instances.values())
+
+    def _earliest_deadline(self, version: int) -> int:
+        return min(trajectory.group.deadline for trajectory in self.ledger.pending[version].values())

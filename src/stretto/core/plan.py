@@ -1,0 +1,108 @@
+"""What a run is going to do, fixed before it starts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from stretto.core.paradigms import PARADIGMS, Paradigm, slots_needed
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The numbers that the core obeys. Every instance of this class can be run: no combination in it deadlocks."""
+
+    paradigm: Paradigm
+    batch: int  # B: groups per update
+    group_size: int  # G: trajectories per group
+    staleness: int  # K: the bound, or its cap where `auto`
+    rows: int  # target of running trajectories, over all instances
+    in_flight: int  # groups outstanding at most
+    updates: int  # N: the run ends with version N
+    auto: bool = False  # K follows the measured tail
+    retries: int = 2  # per trajectory, for generation, and again for scoring
+    evaluate_every: int = 0  # versions; 0: never
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch", 1), ("group_size", 1), ("staleness", 0), ("rows", 1), ("updates", 1)):
+            _at_least(name, getattr(self, name), least)
+        _at_least("retries", self.retries, 0)
+        _at_least("evaluate_every", self.evaluate_every, 0)
+        row = self.paradigm
+        if row.staleness is not None and (self.auto or self.staleness != row.staleness):
+            got = "auto" if self.auto else self.staleness
+            raise ValueError(f"`staleness` is {row.staleness} in the paradigm `{row.name}`, not {got!r}: leave it out")
+        _at_least("in_flight", self.in_flight, self.batch)
+        most = self.most_in_flight
+        if most is not None and self.in_flight > most:
+            raise ValueError(
+                f"`in_flight` is {self.in_flight}, but the paradigm `{row.name}` with `staleness` {self.staleness} and "
+                f"{self.batch} groups per update holds at most {most}: lower `in_flight` or raise `staleness`"
+            )
+
+    @property
+    def most_in_flight(self) -> int | None:
+        """The largest `in_flight` that can have an effect; None where nothing else bounds it."""
+        return most_in_flight(self.paradigm, self.staleness, self.batch)
+
+    @property
+    def slots(self) -> int:
+        """Version slots that the instances must have together, evaluation's included."""
+        return slots_needed(self.paradigm, self.staleness, evaluates=self.evaluate_every > 0)
+
+
+def resolve_plan(
+    paradigm: str,
+    *,
+    batch: int,
+    group_size: int,
+    updates: int,
+    staleness: int | None = None,
+    auto: bool = False,
+    rows: int | None = None,
+    in_flight: int | None = None,
+    retries: int = 2,
+    evaluate_every: int = 0,
+) -> Plan:
+    """A plan with what was left out filled in. The defaults live here and nowhere else."""
+    row = PARADIGMS.get(paradigm)
+    if row is None:
+        raise ValueError(
+            f"`paradigm` is {paradigm!r}; it must be one of {', '.join(f'`{name}`' for name in PARADIGMS)}"
+        )
+    if staleness is None:
+        staleness = 1 if row.staleness is None else row.staleness
+    if in_flight is None:
+        most = (staleness + 1) * batch
+        in_flight = batch if row.one_batch else min(math.ceil(1.5 * batch), most)
+    return Plan(
+        paradigm=row,
+        batch=batch,
+        group_size=group_size,
+        staleness=staleness,
+        rows=batch * group_size if rows is None else rows,
+        in_flight=in_flight,
+        updates=updates,
+        auto=auto,
+        retries=retries,
+        evaluate_every=evaluate_every,
+    )
+
+
+def most_in_flight(paradigm: Paradigm, staleness: int, batch: int) -> int | None:
+    """The largest `in_flight` of a paradigm; None: any."""
+    if paradigm.bounded_by == "in_flight":
+        return None
+    return batch if paradigm.one_batch else (staleness + 1) * batch
+
+
+def from_alpha(alpha: float, batch: int) -> tuple[int, int]:
+    """ROLL Flash's asynchronous ratio, fractional too, as (`staleness`, `in_flight`)."""
+    if not (math.isfinite(alpha) and alpha >= 0):
+        raise ValueError(f"`alpha` is {alpha}; it must be a finite number of at least 0")
+    return math.ceil(alpha), math.floor((alpha + 1) * batch)
+
+
+def _at_least(name: str, got: int, least: int) -> None:
+    if got < least:
+        raise ValueError(f"`{name}` is {got}; it must be at least {least}")

@@ -1,0 +1,501 @@
+"""Random worlds around the brain: every law is checked after every event, with bookkeeping of the world's own.
+
+More schedules: `pytest tests/core --hypothesis-profile=thorough`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stretto.core import messages as m
+from stretto.core.brain import Brain
+from stretto.core.paradigms import PARADIGMS
+from stretto.core.plan import Plan, resolve_plan
+
+EXAMPLES = settings().max_examples if settings().max_examples > 100 else 400
+many = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+
+
+@dataclass
+class Box:
+    """An instance as the world sees it."""
+
+    slots: int
+    resident: set[int] = field(default_factory=set)
+    loading: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Piece:
+    """A trajectory as the world sees it."""
+
+    group: int
+    state: str
+    instance: int | None
+    under: int  # version it runs under
+    slow: bool
+    generation_failures: int = 0
+    scoring_failures: int = 0
+
+
+@dataclass
+class Odds:
+    """How a world behaves."""
+
+    generation_failure: float = 0.0
+    scoring_failure: float = 0.0
+    loss: float = 0.0
+    restore: float = 0.0
+    slow: float = 0.0
+    weights: dict[str, float] = field(default_factory=dict)
+    losses: int = 3
+
+
+class World:
+    """Carries commands out at random times and in random order, and checks each of them."""
+
+    def __init__(self, plan: Plan, boxes: list[int], odds: Odds, seed: int) -> None:
+        self.plan, self.odds, self.rng = plan, odds, random.Random(seed)
+        self.brain = Brain(plan)
+        self.boxes: dict[int, Box] = {}
+        self.layout = boxes
+        self.next_box = 0
+        self.pieces: dict[int, Piece] = {}
+        self.groups: dict[int, tuple[int, int]] = {}  # id -> (version, deadline), forever
+        self.members: dict[int, tuple[int, ...]] = {}
+        self.outstanding: set[int] = set()
+        self.ended: dict[int, str] = {}  # trajectory -> how, exactly once
+        self.trained_groups = self.dropped_groups = self.replaced_groups = 0
+        self.next_update, self.newest = 0, 0
+        self.training: tuple[int, tuple[int, ...]] | None = None
+        self.training_again = False
+        self.rescoring: set[int] = set()  # to be scored again after a restore
+        self.updated = 0  # updates done
+        self.retired: set[int] = set()
+        self.evaluating: tuple[int, int] | None = None
+        self.evaluated: set[int] = set()
+        self.finished: bool | None = None
+        self.stopping = False
+        self.events = 0
+
+    # -- events ----------------------------------------------------------------------------------------------------
+
+    def send(self, event: m.Event) -> list[m.Command]:
+        self.events += 1
+        assert self.events < 100_000, "the run does not come to its end"
+        commands = self.brain.handle(event)
+        for command in commands:
+            assert self.finished is None, f"{command} after Finish"
+            getattr(self, "do_" + type(command).__name__.lower())(command)
+        self.check()
+        return commands
+
+    def join(self, slots: int) -> None:
+        box = self.next_box
+        self.next_box += 1
+        self.boxes[box] = Box(slots)
+        self.send(m.Joined(box, slots))
+        assert self.stopping or not self.rescoring, "what was being scored is scored again when an instance joins"
+        assert self.stopping or not self.training_again, "what was being trained on is trained on again"
+
+    def run(self, stop_after: int | None = None) -> None:
+        for slots in self.layout:
+            self.join(slots)
+        while self.finished is None:
+            if stop_after is not None and self.events >= stop_after and not self.stopping:
+                self.stopping = True
+                self.send(m.StopRequested())
+                assert self.finished is not None or self.training is not None
+                continue
+            self.step()
+        self.check_end()
+
+    def step(self) -> None:
+        rng, odds = self.rng, self.odds
+        if not self.boxes:
+            self.join(rng.choice(self.layout))
+            return
+        if odds.losses and rng.random() < odds.loss:
+            odds.losses -= 1
+            self.lose(rng.choice(list(self.boxes)))
+            return
+        if self.plan.auto and rng.random() < 0.1:
+            self.send(m.Measured(rng.uniform(0, 20), rng.uniform(0, 4)))
+            return
+        if rng.random() < 0.02 and len(self.boxes) < len(self.layout):
+            self.join(rng.choice(self.layout))
+            return
+        if odds.losses and rng.random() < odds.restore:
+            odds.losses -= 1
+            self.restore()
+            return
+        actions = self.possible()
+        if not actions and len(self.boxes) < len(self.layout):
+            self.join(rng.choice(self.layout))
+            return
+        assert actions, f"deadlock: {self.brain.waits()}"
+        names = list(actions)
+        name = rng.choices(names, [odds.weights.get(each, 1.0) for each in names])[0]
+        getattr(self, name)(actions[name])
+
+    def possible(self) -> dict[str, list]:
+        """All the work that is under way. Slow trajectories move when nothing else does, or now and then."""
+        actions = {
+            "load": [box for box, each in self.boxes.items() if each.loading],
+            "generate": [t for t, each in self.pieces.items() if each.state == "running"],
+            "score": [t for t, each in self.pieces.items() if each.state == "scoring" and t not in self.rescoring],
+            "update": [self.training[0]] if self.training and not self.training_again else [],
+            "evaluate": [self.evaluating[1]] if self.evaluating else [],
+        }
+        fast = [t for t in actions["generate"] if not self.pieces[t].slow]
+        if (fast or any(actions[each] for each in ("load", "score", "update"))) and self.rng.random() > 0.02:
+            actions["generate"] = fast
+        return {name: each for name, each in actions.items() if each}
+
+    def load(self, boxes: list[int]) -> None:
+        box = self.rng.choice(boxes)
+        version = self.boxes[box].loading.pop(0)
+        self.boxes[box].resident.add(version)
+        if not self.plan.paradigm.pinned:
+            for piece in self.pieces.values():
+                if piece.instance == box:
+                    piece.under = version
+        self.send(m.Loaded(box, version))
+
+    def generate(self, ids: list[int]) -> None:
+        trajectory = self.rng.choice(ids)
+        piece = self.pieces[trajectory]
+        piece.instance = None
+        if self.rng.random() < self.odds.generation_failure:
+            piece.generation_failures += 1
+            piece.state = "pending" if piece.generation_failures <= self.plan.retries else "failing"
+            self.send(m.GenerationFailed(trajectory, "cut off"))
+            assert piece.state != "failing"
+        else:
+            piece.state = "scoring"
+            self.send(m.Generated(trajectory, 10))
+
+    def score(self, ids: list[int]) -> None:
+        trajectory = self.rng.choice(ids)
+        piece = self.pieces[trajectory]
+        if self.rng.random() < self.odds.scoring_failure:
+            piece.scoring_failures += 1
+            last = piece.scoring_failures > self.plan.retries
+            piece.state = "failing" if last else "scoring"
+            commands = self.send(m.ScoringFailed(trajectory, "no number"))
+            expected = m.Fail(trajectory, "no number") if last else m.Rescore(trajectory)
+            assert (expected in commands) or (self.stopping and not last)
+        else:
+            piece.state = "scored"
+            self.send(m.Scored(trajectory))
+
+    def update(self, updates: list[int]) -> None:
+        assert self.training is not None
+        update, ids = self.training
+        self.training = None
+        for each in ids:
+            self.end(each, "trained")
+        self.trained_groups += len({self.pieces[each].group for each in ids})
+        for each in ids:
+            del self.pieces[each]
+        self.updated += 1
+        assert updates == [update] == [self.updated - 1]
+        self.send(m.Updated(update))
+
+    def evaluate(self, versions: list[int]) -> None:
+        self.evaluating = None
+        self.send(m.Evaluated(versions[0]))
+
+    def lose(self, box: int) -> None:
+        del self.boxes[box]
+        for piece in self.pieces.values():
+            if piece.instance == box:
+                piece.state, piece.instance = "pending", None
+        if self.evaluating and self.evaluating[0] == box:
+            self.evaluating = None
+        self.send(m.Lost(box))
+
+    def restore(self) -> None:
+        snapshot = json.loads(json.dumps(self.brain.snapshot()))
+        self.brain = Brain.restore(self.plan, snapshot)
+        assert self.brain.snapshot() == {**snapshot, **self.brain.snapshot()}
+        self.boxes.clear()
+        self.evaluating = None
+        for trajectory, piece in self.pieces.items():
+            piece.instance = None
+            if piece.state == "running":
+                piece.state = "pending"
+            if piece.state == "scoring":
+                self.rescoring.add(trajectory)
+        self.training_again = self.training is not None
+        needed = set(self.brain.needed_versions)
+        assert self.newest in needed
+        assert not needed & self.retired
+        if self.plan.paradigm.pinned:
+            assert {piece.under for piece in self.pieces.values() if piece.state == "pending"} <= needed
+        self.check()
+
+    # -- commands --------------------------------------------------------------------------------------------------
+
+    def do_load(self, command: m.Load) -> None:
+        box = self.boxes[command.instance]
+        assert not self.stopping
+        assert command.version <= self.newest
+        assert command.version not in self.retired
+        assert command.version not in box.resident
+        assert command.version not in box.loading
+        box.loading.append(command.version)
+        assert len(box.resident) + len(box.loading) <= box.slots
+
+    def do_swap(self, command: m.Swap) -> None:
+        box = self.boxes[command.instance]
+        assert not self.plan.paradigm.pinned
+        assert command.version == self.newest > command.old
+        assert self.evaluating != (command.instance, command.old)
+        box.resident.remove(command.old)
+        assert not box.loading
+        box.loading.append(command.version)
+
+    def do_unload(self, command: m.Unload) -> None:
+        self.boxes[command.instance].resident.remove(command.version)
+        assert self.evaluating != (command.instance, command.version)
+        assert not any(
+            piece.instance == command.instance and piece.under == command.version for piece in self.pieces.values()
+        )
+
+    def do_retire(self, command: m.Retire) -> None:
+        version = command.version
+        assert version < self.newest
+        assert version not in self.retired
+        assert not any(version in box.resident or version in box.loading for box in self.boxes.values())
+        assert not any(piece.state == "running" and piece.under == version for piece in self.pieces.values())
+        if self.plan.paradigm.pinned:
+            assert not any(piece.state == "pending" and piece.under == version for piece in self.pieces.values())
+        self.retired.add(version)
+
+    def do_start(self, command: m.Start) -> None:
+        size = self.plan.group_size
+        assert not self.stopping
+        assert command.group == len(self.groups), "group ids are positions in the stream of prompts"
+        assert command.trajectories == tuple(range(command.group * size, (command.group + 1) * size))
+        assert command.version in self.boxes[command.instance].resident
+        staleness = command.deadline - command.version
+        assert staleness == self.brain.staleness if self.plan.auto else staleness == self.plan.staleness
+        assert staleness <= self.plan.staleness
+        running = sum(piece.state in ("running", "pending") for piece in self.pieces.values())
+        assert running < self.plan.rows
+        self.groups[command.group] = (command.version, command.deadline)
+        self.members[command.group] = command.trajectories
+        self.outstanding.add(command.group)
+        assert len(self.outstanding) <= self.plan.in_flight
+        for each in command.trajectories:
+            slow = self.rng.random() < self.odds.slow
+            self.pieces[each] = Piece(command.group, "running", command.instance, command.version, slow)
+
+    def do_resume(self, command: m.Resume) -> None:
+        piece = self.pieces[command.trajectory]
+        assert not self.stopping
+        assert piece.state == "pending"
+        assert command.version in self.boxes[command.instance].resident
+        if self.plan.paradigm.pinned:
+            assert command.version == self.groups[piece.group][0], "law 1"
+        piece.state, piece.instance, piece.under = "running", command.instance, command.version
+
+    def do_rescore(self, command: m.Rescore) -> None:
+        assert not self.stopping
+        assert self.pieces[command.trajectory].state == "scoring"
+        self.rescoring.discard(command.trajectory)
+
+    def do_fail(self, command: m.Fail) -> None:
+        piece = self.pieces[command.trajectory]
+        assert piece.state == "failing"
+        piece.state = "failed"
+        self.end(command.trajectory, "failed")
+        ids = self.members[piece.group]
+        if all(self.ended.get(each) == "failed" for each in ids):
+            self.outstanding.remove(piece.group)
+            self.replaced_groups += 1
+
+    def do_train(self, command: m.Train) -> None:
+        assert not self.stopping
+        if self.training_again:
+            assert self.training == (command.update, command.trajectories)
+            self.training_again = False
+            return
+        assert self.training is None
+        assert command.update == self.next_update == self.updated == self.newest
+        order = [(self.groups[self.pieces[t].group][0], self.pieces[t].group, t) for t in command.trajectories]
+        assert order == sorted(set(order))
+        groups = {self.pieces[each].group for each in command.trajectories}
+        assert len(groups) == self.plan.batch
+        assert groups <= self.outstanding
+        for group in groups:
+            version, deadline = self.groups[group]
+            assert command.update <= deadline, "law 3"
+            assert command.update - version <= self.plan.staleness, "law 3"
+            alive = [each for each in self.members[group] if each not in self.ended]
+            assert alive == [each for each in command.trajectories if self.pieces[each].group == group]
+            for each in self.members[group]:
+                if each in self.ended:
+                    del self.pieces[each]
+        for each in command.trajectories:
+            assert self.pieces[each].state == "scored"
+            self.pieces[each].state = "taken"
+        self.outstanding -= groups
+        self.training = (command.update, command.trajectories)
+        self.next_update += 1
+        if self.plan.paradigm.at_limit == "drop":
+            self.to_drop = {each for each in self.outstanding if self.groups[each][1] <= command.update}
+
+    def do_drop(self, command: m.Drop) -> None:
+        assert self.plan.paradigm.at_limit == "drop"
+        self.to_drop.remove(command.group)
+        self.outstanding.remove(command.group)
+        self.dropped_groups += 1
+        assert command.trajectories == tuple(t for t in self.members[command.group] if t not in self.ended)
+        for each in command.trajectories:
+            self.end(each, "dropped")
+        for each in self.members[command.group]:
+            del self.pieces[each]
+            self.rescoring.discard(each)
+
+    def do_publish(self, command: m.Publish) -> None:
+        assert command.version == self.newest + 1 == self.updated
+        self.newest = command.version
+        if self.plan.paradigm.on_publish == "drain" and not self.stopping:
+            assert not any(piece.state in ("running", "pending") for piece in self.pieces.values())
+
+    def do_evaluate(self, command: m.Evaluate) -> None:
+        assert self.evaluating is None
+        assert command.version in self.boxes[command.instance].resident
+        assert command.version % self.plan.evaluate_every == 0
+        assert command.version < self.plan.updates
+        assert command.version not in self.evaluated
+        self.evaluated.add(command.version)
+        self.evaluating = (command.instance, command.version)
+
+    def do_finish(self, command: m.Finish) -> None:
+        self.finished = command.stopped
+
+    # -- laws ------------------------------------------------------------------------------------------------------
+
+    def end(self, trajectory: int, how: str) -> None:
+        assert trajectory not in self.ended, "law 2: a trajectory ends once"
+        self.ended[trajectory] = how
+
+    def check(self) -> None:
+        if self.plan.paradigm.at_limit == "drop":
+            assert not getattr(self, "to_drop", None), "exactly those past their limit are dropped"
+        deadlines = sorted(self.groups[each][1] for each in self.outstanding)
+        assert not deadlines or deadlines[0] >= self.next_update, "no deadline lies in the past"
+        if self.plan.paradigm.bounded_by == "deadlines":
+            for count, deadline in enumerate(deadlines, 1):
+                assert count <= self.plan.batch * (deadline - self.next_update + 1), "the deadline invariant"
+        net = len(self.groups) - self.replaced_groups - self.dropped_groups
+        assert net <= self.plan.updates * self.plan.batch
+        if self.plan.paradigm.staleness == 0 and self.training and not self.training_again:
+            assert not any(piece.state in ("running", "pending") for piece in self.pieces.values())
+        if not self.stopping and self.boxes and self.plan.paradigm.pinned:
+            for piece in self.pieces.values():
+                if piece.state == "pending":
+                    assert not any(piece.under in box.resident for box in self.boxes.values())
+        assert self.brain.newest == self.newest
+        assert self.brain.next_update == self.next_update
+        if self.finished is None and self.events % 7 == 0:
+            assert all(wait.reason for wait in self.brain.waits())
+
+    def check_end(self) -> None:
+        counters = self.brain.counters
+        ends = list(self.ended.values())
+        assert counters.trained == ends.count("trained")
+        assert counters.failed == ends.count("failed")
+        assert counters.dropped == ends.count("dropped")
+        assert (counters.replaced_groups, counters.dropped_groups) == (self.replaced_groups, self.dropped_groups)
+        assert counters.admitted_groups == len(self.groups)
+        if self.finished:
+            return
+        assert self.updated == self.newest == self.plan.updates
+        assert self.trained_groups == counters.trained_groups == self.plan.updates * self.plan.batch
+        assert not self.outstanding
+        assert self.ended.keys() == {each for ids in self.members.values() for each in ids}, "law 2: nothing vanishes"
+        assert not self.brain.ledger.trajectories, "what has ended is forgotten"
+        assert set(range(self.newest)) - self.retired <= {v for box in self.boxes.values() for v in box.loading}
+        assert self.evaluating is None
+        if self.plan.evaluate_every:
+            due = len(range(0, self.plan.updates, self.plan.evaluate_every))
+            assert counters.evaluations + counters.evaluations_skipped == due
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    row = PARADIGMS[draw(st.sampled_from(sorted(PARADIGMS)))]
+    auto = row.staleness is None and draw(st.booleans())
+    staleness = draw(st.integers(0, 8)) if row.staleness is None else row.staleness
+    batch, group_size = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    most = batch if row.one_batch else (staleness + 1) * batch
+    plan = resolve_plan(
+        row.name,
+        batch=batch,
+        group_size=group_size,
+        updates=draw(st.integers(1, 8)),
+        staleness=staleness,
+        auto=auto,
+        rows=draw(st.integers(1, 2 * batch * group_size)),
+        in_flight=draw(st.integers(batch, most)),
+        retries=draw(st.integers(0, 2)),
+        evaluate_every=draw(st.integers(0, 3)),
+    )
+    return World(plan, draw(layouts(plan)), draw(behaviours()), draw(st.integers(0, 2**32)))
+
+
+@st.composite
+def layouts(draw: st.DrawFn, plan: Plan) -> list[int]:
+    """One instance with all the slots, several that have them together, or too few."""
+    kind = draw(st.sampled_from(["one", "single slots", "mixed", "too few"]))
+    if kind == "one":
+        return [plan.slots]
+    if kind == "single slots":
+        return [1] * (plan.slots + draw(st.integers(0, 2)))
+    if kind == "too few":
+        return draw(st.lists(st.integers(1, 2), min_size=1, max_size=2))
+    slots = draw(st.lists(st.integers(1, 4), min_size=2, max_size=5))
+    return [*slots, max(1, plan.slots - sum(slots))]
+
+
+@st.composite
+def behaviours(draw: st.DrawFn) -> Odds:
+    chance = st.sampled_from([0.0, 0.0, 0.05, 0.3])
+    weight = st.sampled_from([0.05, 0.3, 1.0, 5.0])
+    return Odds(
+        generation_failure=draw(chance),
+        scoring_failure=draw(chance),
+        loss=draw(st.sampled_from([0.0, 0.01, 0.05])),
+        restore=draw(st.sampled_from([0.0, 0.0, 0.01])),
+        slow=draw(st.sampled_from([0.0, 0.1, 0.3])),
+        weights={name: draw(weight) for name in ("load", "generate", "score", "update", "evaluate")},
+        losses=draw(st.integers(0, 6)),
+    )
+
+
+@many
+@given(world=worlds())
+def test_every_schedule_keeps_the_laws_and_comes_to_its_end(world: World) -> None:
+    world.run()
+    assert world.finished is False
+
+
+@many
+@given(world=worlds(), stop_after=st.integers(1, 200))
+def test_a_run_that_was_stopped_goes_on_from_its_snapshot_to_the_same_end(world: World, stop_after: int) -> None:
+    world.run(stop_after)
+    if not world.finished:
+        return
+    world.finished, world.stopping = None, False
+    world.restore()
+    world.run()
+    assert world.finished is False
