@@ -1,0 +1,150 @@
+"""Reading a run: its updates in a line each, or the samples of one update with their rewards.
+
+Reads the journal alone and imports no torch, so it starts fast and works while the run goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import groupby
+from pathlib import Path
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from stretto.errors import RunError
+from stretto.store.reader import JournalReader, SampleRecord, UpdateRecord
+from stretto.store.schema import ENDS, UNDER_WAY
+
+MAX_LINES = 40  # of a prompt or a completion, so that one long sample does not push the others off the screen
+
+
+def show(run_folder: str | Path, update: int | None = None, samples: int = 8) -> RenderableType:
+    """The overview of a run, or with `update` its first `samples` samples, group by group, the best first."""
+    if samples < 1:
+        raise RunError(f"`--samples {samples}` shows nothing: give a number from 1")
+    with JournalReader(run_folder) as reader, reader.moment():
+        return _overview(reader) if update is None else _update(reader, update, samples)
+
+
+# -- the overview ------------------------------------------------------------------------------------------------------
+
+
+def _overview(reader: JournalReader) -> RenderableType:
+    parts: list[RenderableType] = [_headline(reader)]
+    if updates := reader.updates():
+        parts.append(_updates(updates))
+    if evaluations := reader.evaluations():
+        table = _table("evaluation", "version", "score", "prompts", "seconds")
+        for record in evaluations:
+            score = "-" if record.score is None else f"{record.score:.4f}"
+            table.add_row(record.kind, str(record.version), score, str(record.num), f"{record.seconds:.1f}")
+        parts.append(table)
+    parts.append(_ends(reader.counts()))
+    if notes := reader.notes():
+        table = _table("note", "times", "the last one")
+        for kind in sorted({kind for _, kind, _ in notes}):
+            texts = [text for _, one, text in notes if one == kind]
+            table.add_row(Text(_clean(kind)), str(len(texts)), Text(_clean(texts[-1])))
+        parts.append(table)
+    return Group(*parts)
+
+
+def _headline(reader: JournalReader) -> Text:
+    facts, sessions = reader.facts(), reader.sessions()
+    outcome = sessions[-1].outcome if sessions else None
+    staleness = f"auto, at most {facts.staleness}" if facts.auto else str(facts.staleness)
+    broken = f", gives up law {facts.laws_broken[0]}" if facts.laws_broken else ""
+    return Text(
+        f"{reader.path.parent.name}: {facts.paradigm}{broken}, staleness {staleness}, {facts.batch} prompts x "
+        f"{facts.group}; {reader.num_updates()} of {facts.updates} updates, "
+        f"{outcome or 'going on or interrupted'}"
+        + (f", taken up {len(sessions) - 1} times" if len(sessions) > 1 else "")
+    )
+
+
+def _updates(updates: list[UpdateRecord]) -> Table:
+    table = _table("update", "reward", "samples", "tokens", "age", "oldest", "seconds")
+    for record in updates:
+        seconds = "training" if record.finished_at is None else f"{record.finished_at - record.taken_at:.1f}"
+        table.add_row(
+            str(record.update),
+            f"{record.reward:.4f}",
+            str(record.num_samples),
+            f"{record.tokens:.1f}",
+            f"{record.age:.2f}",
+            str(record.oldest),
+            seconds,
+        )
+    return table
+
+
+def _ends(counts: dict[str, int]) -> Text:
+    total = sum(counts.values())
+    ends = [f"{counts.get(state, 0):,} {state}" for state in ENDS]
+    under_way = [f"{counts[state]:,} {state}" for state in UNDER_WAY if counts.get(state)]
+    return Text(f"trajectories: {total:,} started; {', '.join(ends)}; under way: {', '.join(under_way) or 'none'}")
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(first)
+    for name in others:
+        wide = name == "the last one"
+        table.add_column(name, justify="left" if wide else "right", no_wrap=not wide, overflow="fold")
+    return table
+
+
+# -- the samples of one update -----------------------------------------------------------------------------------------
+
+
+def _update(reader: JournalReader, update: int, samples: int) -> RenderableType:
+    records = reader.samples(update)
+    if not records:
+        taken = [record.update for record in reader.updates()]
+        known = f"it has updates {taken[0]} to {taken[-1]}" if taken else "it has none yet"
+        raise RunError(f"`--update {update}` is not in `{reader.path.parent}`: {known}")
+    # The batch is ordered by (version, group, member), so that a group's samples lie together.
+    ordered = [record for _, group in groupby(records, lambda r: r.group) for record in sorted(group, key=_best_first)]
+    shown = ordered[:samples]
+    rewards = [record.reward for record in records if record.reward is not None]
+    mean = sum(rewards) / len(rewards) if rewards else math.nan
+    parts: list[RenderableType] = [
+        Text(f"update {update}: {len(shown)} of {len(records)} samples, mean reward {mean:.4f}")
+    ]
+    for group, members in groupby(shown, lambda r: r.group):
+        sharing = list(members)
+        parts += [Rule(f"group {group}", style="none", characters="="), Text("prompt:", style="bold")]
+        parts.append(_indented(sharing[0].prompt))
+        for record in sharing:
+            parts += [Text(_describe(record), style="bold"), _indented(record.text)]
+    return Group(*parts)
+
+
+def _best_first(record: SampleRecord) -> tuple[float, int]:
+    return (-record.reward if record.reward is not None else math.inf, record.member)
+
+
+def _describe(record: SampleRecord) -> str:
+    reward = "none" if record.reward is None else f"{record.reward:.4f}"
+    again = f", use {record.use}" if record.use else ""
+    return (
+        f"trajectory {record.trajectory}: reward {reward}, version {record.version}, age {record.age}, "
+        f"{record.num_tokens} tokens, {record.finish}{again}"
+    )
+
+
+def _indented(text: str) -> Text:
+    """`text` indented, as plain characters: what a model writes is never markup and never drives the terminal."""
+    lines = [_clean(line) for line in text.split("\n")]
+    if len(lines) > MAX_LINES:
+        half = MAX_LINES // 2
+        lines = [*lines[:half], f"[... {len(lines) - 2 * half} lines ...]", *lines[-half:]]
+    return Text("\n".join(f"    {line}" for line in lines))
+
+
+def _clean(text: str) -> str:
+    return "".join(char if char.isprintable() or char == "\t" else ascii(char)[1:-1] for char in text)

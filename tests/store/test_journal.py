@@ -1,0 +1,470 @@
+"""The journal writes behind its callers, in order, and never hides that it could not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stretto.errors import JournalError, RunError
+from stretto.store.journal import JOURNAL_NAME, Journal, JournalReader, RunFacts
+from stretto.types import Completion, Prompt
+
+FACTS = RunFacts(paradigm="multi-version", staleness=2, auto=False, batch=2, group=3, updates=4, seed=7)
+
+
+def test_what_was_recorded_is_read_back(recorder, tmp_path):
+    run = recorder()
+    run.publish(0)
+    run.admit(0)
+    run.journal.moved(1, "running", at=2.0, reason="instance 0 was lost", instance=4)
+    run.journal.moved(2, "running", at=2.0, reason="out of memory", retry=True)
+    run.generate(0, token_versions=[0, 0, 1, 1])
+    run.journal.scored(0, 0.75, at=3.0)
+    run.journal.flush()
+    with JournalReader(tmp_path) as reader:
+        completion, reward = reader.load_completion(0)
+        assert reward == 0.75
+        assert completion.tokens.tolist() == [0, 1, 2, 3]
+        assert completion.tokens.dtype == np.int32
+        assert completion.logprobs.tolist() == [-0.5] * 4
+        assert completion.token_versions is not None
+        assert completion.token_versions.tolist() == [0, 0, 1, 1]
+        assert (completion.checksum, completion.finish, completion.version) == ("sum0", "stop", 0)
+        assert reader.counts() == {"running": 2, "scored": 1}
+        assert reader.ids("scored", "scoring") == [0]
+        assert reader.trajectory(1).instance == 4
+        assert reader.trajectory(2).retries == 1
+        assert reader.facts() == FACTS
+        assert reader.versions() == {0: "sum0"}
+        assert reader.num_groups() == 1
+        with pytest.raises(JournalError, match="no completion of trajectory 1"):
+            reader.load_completion(1)
+        with pytest.raises(JournalError, match="no trajectory 99"):
+            reader.trajectory(99)
+
+
+def test_a_batch_is_read_back_as_the_trainer_got_it(recorder, tmp_path):
+    run = recorder()
+    run.run()
+    with JournalReader(tmp_path) as reader:
+        batch = reader.batch(1)
+        assert [sample.trajectory for sample in batch] == reader.members(1)
+        assert [(s.version, s.group) for s in batch] == sorted((s.version, s.group) for s in batch)
+        assert batch[0].prompt == [1, 2, batch[0].group]
+        assert batch[0].completion.id == batch[0].trajectory
+        records = reader.updates()
+        assert [r.update for r in records] == [0, 1, 2, 3]
+        assert all(r.num_samples == 6 and r.metrics == {"loss": 0.5} for r in records)
+        assert reader.num_updates() == 4
+        assert [s.outcome for s in reader.sessions()] == ["finished"]
+
+
+def test_outstanding_groups_have_all_that_a_resumed_run_needs(recorder, tmp_path):
+    run = recorder()
+    run.publish(0)
+    run.update(0)
+    run.admit(2)
+    run.admit(3)
+    run.generate(6)
+    run.journal.flush()
+    with JournalReader(tmp_path) as reader:
+        groups = reader.outstanding()
+    assert [g.group for g in groups] == [2, 3]
+    assert groups[0].prompt == Prompt(2, "2 + 2 =", (1, 2, 2), {"answer": 4})
+    assert [t.state for t in groups[0].trajectories] == ["scoring", "running", "running"]
+    assert [t.seed for t in groups[0].trajectories] == [1006, 1007, 1008]
+    assert groups[0].deadline == groups[0].version + groups[0].staleness
+
+
+def test_changes_are_committed_without_anyone_asking(recorder, tmp_path):
+    run = recorder()
+    run.publish(0)
+    deadline = time.monotonic() + 5
+    with JournalReader(tmp_path) as reader:
+        while reader.versions() != {0: "sum0"}:
+            assert time.monotonic() < deadline, "nothing was committed in 5 s"
+            time.sleep(0.005)
+
+
+def test_durable_waits_for_the_commit_and_not_for_the_interval(tmp_path):
+    async def scenario() -> None:
+        with Journal.open(tmp_path / JOURNAL_NAME, interval_s=30.0) as journal:
+            journal.begin(FACTS, at=1.0)
+            started = time.monotonic()
+            await journal.durable()
+            await journal.durable()  # nothing new: returns at once
+            assert time.monotonic() - started < 5.0
+            with JournalReader(tmp_path) as reader:
+                assert reader.facts() == FACTS
+
+    asyncio.run(scenario())
+
+
+def test_durable_also_covers_what_an_ordinary_commit_wrote_before(recorder, tmp_path):
+    run = recorder()
+    while run.journal.backlog:
+        time.sleep(0.002)
+    asyncio.run(run.journal.durable())
+    assert run.journal._writer._synced == run.journal._writer._recorded
+
+
+def test_the_event_loop_runs_on_while_durable_waits(tmp_path):
+    async def scenario() -> int:
+        with Journal.open(tmp_path / JOURNAL_NAME) as journal:
+            journal.begin(FACTS, at=1.0)
+            journal._writer.record(lambda db: time.sleep(0.2))
+            waiting = asyncio.ensure_future(journal.durable())
+            ticks = 0
+            while not waiting.done():
+                await asyncio.sleep(0.005)
+                ticks += 1
+            await waiting
+            return ticks
+
+    assert asyncio.run(scenario()) > 10
+
+
+def test_durable_gives_up_at_its_deadline_by_name(tmp_path):
+    async def scenario() -> None:
+        journal = Journal.open(tmp_path / JOURNAL_NAME)
+        released = threading.Event()
+        journal._writer.record(lambda db: released.wait(10) and None)
+        with pytest.raises(JournalError, match=r"journal\.sqlite.*waited 0\.05 s to be on the disk"):
+            await journal.durable(timeout_s=0.05)
+        with pytest.raises(JournalError, match="to be on the disk"):
+            journal.flush(timeout_s=0.05)
+        released.set()
+        await journal.durable()
+        journal.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_full_queue_is_a_wait_with_a_deadline(tmp_path):
+    async def scenario() -> None:
+        journal = Journal.open(tmp_path / JOURNAL_NAME, capacity=10)
+        journal.begin(FACTS, at=1.0)
+        await journal.room()
+        released = threading.Event()
+        journal._writer.record(lambda db: released.wait(10) and None)
+        for i in range(12):
+            journal.note("wait", str(i), at=1.0)
+        with pytest.raises(JournalError, match=r"for room in its queue, 1\d changes behind"):
+            await journal.room(timeout_s=0.05)
+        while journal.backlog < 20:
+            journal.note("wait", "more", at=1.0)
+        with pytest.raises(JournalError, match="does not keep up"):
+            journal.note("wait", "too many", at=1.0)
+        waiting = asyncio.ensure_future(journal.room(timeout_s=10))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        released.set()
+        await waiting
+        journal.close()
+
+    asyncio.run(scenario())
+
+
+def test_changes_of_many_threads_all_arrive(tmp_path):
+    journal = Journal.open(tmp_path / JOURNAL_NAME, capacity=100_000)
+    journal.begin(FACTS, at=1.0)
+
+    def write(name: int) -> None:
+        for i in range(500):
+            journal.note(f"thread {name}", str(i), at=float(i))
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    journal.close()
+    with JournalReader(tmp_path) as reader:
+        notes = reader.notes()
+    for name in range(4):
+        assert [text for _, kind, text in notes if kind == f"thread {name}"] == [str(i) for i in range(500)]
+
+
+def test_a_full_disk_ends_the_journal_by_name_and_keeps_what_was_written(recorder, tmp_path):
+    run = recorder()
+    run.publish(0)
+    run.admit(0)
+    run.journal.flush()
+
+    def fill(db: sqlite3.Connection) -> None:
+        (pages,) = db.execute("PRAGMA page_count").fetchone()
+        db.execute(f"PRAGMA max_page_count = {pages + 4}")
+
+    run.journal._writer.record(fill)
+    for _ in range(200):
+        run.journal.note("wait", "x" * 1000, at=2.0)
+    with pytest.raises(JournalError, match=r"journal\.sqlite` cannot be written: database or disk is full.*note"):
+        run.journal.flush()
+    with pytest.raises(JournalError, match="database or disk is full") as caught:
+        run.journal.scored(0, 1.0, at=3.0)
+    causes = [caught.value.__cause__, caught.value.__cause__.__cause__]
+    assert isinstance(causes[-1], sqlite3.OperationalError)
+    for call in (run.journal.durable, run.journal.room):
+        with pytest.raises(JournalError, match="database or disk is full"):
+            asyncio.run(call())
+    with pytest.raises(JournalError, match="database or disk is full"):
+        run.journal.close()
+    run.journal.close()  # said once
+    with JournalReader(tmp_path) as reader:
+        assert reader.counts() == {"running": 3}
+        assert reader.notes() == []
+
+
+def test_a_locked_file_ends_the_journal_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr("stretto.store.writer.LOCKED_TIMEOUT_S", 0.05)
+    journal = Journal.open(tmp_path / JOURNAL_NAME)
+    journal.begin(FACTS, at=1.0)
+    journal.flush()
+    other = sqlite3.connect(tmp_path / JOURNAL_NAME, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    journal.note("wait", "behind a lock", at=1.0)
+    with pytest.raises(JournalError, match="database is locked"):
+        journal.flush()
+    other.close()
+    with pytest.raises(JournalError, match="database is locked"):
+        journal.close()
+
+
+def test_the_file_refuses_to_train_a_trajectory_twice(recorder, tmp_path):
+    run = recorder()
+    run.publish(0)
+    run.update(0)
+    run.journal.flush()
+    run.journal.batch_taken(1, [0], at=9.0)
+    with pytest.raises(JournalError, match=r"UNIQUE constraint failed.*batch_taken\(1\)"):
+        run.journal.flush()
+    with JournalReader(tmp_path) as reader:
+        assert reader.members(1) == []
+        assert reader.counts() == {"trained": 6}
+
+
+def test_an_end_is_final_and_so_is_a_completion(recorder):
+    run = recorder()
+    run.publish(0)
+    run.admit(0)
+    run.journal.failed(0, "out of tries", at=2.0)
+    run.journal.flush()
+    run.journal.moved(0, "running", at=3.0)
+    with pytest.raises(JournalError, match="trajectory 0 has already ended as `failed` and cannot become `running`"):
+        run.journal.flush()
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (lambda j: j.moved(99, "running", at=1.0), "trajectory 99 was never admitted"),
+        (lambda j: j.update_done(5, {}, at=1.0), "update 5 is done and its batch was never recorded"),
+        (lambda j: j.version_published(0, "other", at=1.0), "version 0 was published with checksum other.*sum0"),
+        (lambda j: j.version_loaded(3, "sum3", at=1.0), "version 3 was loaded .* never published"),
+    ],
+)
+def test_what_cannot_be_true_is_not_recorded(recorder, record, message):
+    run = recorder()
+    run.publish(0)
+    record(run.journal)
+    with pytest.raises(JournalError, match=message):
+        run.journal.flush()
+
+
+def test_a_reward_that_is_no_number_is_refused_at_once(recorder):
+    run = recorder()
+    with pytest.raises(JournalError, match="a reward is a finite number"):
+        run.journal.scored(0, float("nan"), at=1.0)
+
+
+def test_text_that_is_no_unicode_does_not_stop_a_run(recorder, tmp_path):
+    run = recorder()
+    run.publish(0)
+    run.journal.note("wait", "half a pair: \ud800", at=1.0)
+    run.journal.flush()
+    with JournalReader(tmp_path) as reader:
+        assert reader.notes()[0][2].startswith("half a pair: ")
+
+
+def test_opening_says_what_to_do(recorder, tmp_path):
+    with pytest.raises(RunError, match="nothing to resume"):
+        Journal.open(tmp_path / JOURNAL_NAME, resume=True)
+    run = recorder()
+    run.journal.flush()
+    with pytest.raises(RunError, match="exists already"):
+        Journal.open(tmp_path / JOURNAL_NAME)
+    with pytest.raises(RunError, match="written by another process"):
+        Journal.open(tmp_path / JOURNAL_NAME, resume=True)
+    run.journal.close()
+    with pytest.raises(JournalError, match="is closed"):
+        run.journal.note("wait", "", at=1.0)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunError, match=r"no `journal\.sqlite`"):
+        JournalReader(tmp_path / "empty")
+    with pytest.raises(RunError, match="no such folder"):
+        JournalReader(tmp_path / "nothing" / "here")
+    with pytest.raises(JournalError, match="cannot be opened"):
+        Journal.open(tmp_path / "nothing" / "here" / JOURNAL_NAME)
+
+
+def test_a_resumed_run_keeps_what_it_is(recorder, tmp_path):
+    run = recorder()
+    run.journal.finished(stopped=True, at=2.0)
+    run.journal.close()
+    with (
+        Journal.open(tmp_path / JOURNAL_NAME, resume=True) as journal,
+        pytest.raises(RunError, match=r"`group = 8` cannot resume .* recorded with `3`"),
+    ):
+        journal.begin(replace(FACTS, group=8), at=3.0)
+    with Journal.open(tmp_path / JOURNAL_NAME, resume=True) as journal:
+        journal.begin(replace(FACTS, updates=6), at=3.0)
+    with JournalReader(tmp_path) as reader:
+        assert reader.facts().updates == 6
+        assert [s.outcome for s in reader.sessions()] == ["stopped", None]
+
+
+def test_a_journal_of_another_schema_is_refused(recorder, tmp_path):
+    recorder().journal.close()
+    with sqlite3.connect(tmp_path / JOURNAL_NAME) as db:
+        db.execute("PRAGMA user_version = 99")
+    with pytest.raises(JournalError, match="has schema 99"):
+        JournalReader(tmp_path)
+    with pytest.raises(JournalError, match="has schema 99"):
+        Journal.open(tmp_path / JOURNAL_NAME, resume=True)
+
+
+def test_a_reader_sees_one_moment_while_the_run_goes_on(recorder, tmp_path):
+    run = recorder()
+    run.publish(0)
+    run.update(0)
+    run.journal.flush()
+    with JournalReader(tmp_path) as reader:
+        with reader.moment():
+            assert reader.num_updates() == 1
+            run.update(1)
+            run.journal.flush()
+            assert reader.num_updates() == 1
+        assert reader.num_updates() == 2
+
+
+def test_a_folder_that_cannot_be_written_can_be_read(finished_run):
+    os.chmod(finished_run, 0o555)
+    try:
+        with JournalReader(finished_run) as reader:
+            assert reader.num_updates() == 4
+    finally:
+        os.chmod(finished_run, 0o755)
+
+
+def test_rewinding_keeps_tokens_and_rewards_of_the_groups_that_the_checkpoint_knows(recorder, tmp_path):
+    run = recorder()
+    run.publish(0)
+    run.update(0)
+    for group in (2, 3):  # outstanding when the checkpoint is made
+        run.admit(group)
+    run.generate(6)
+    under_way = run.ids(2) + run.ids(3)
+    run.journal.scored(6, 1.0, at=5.0)  # from here on after the checkpoint
+    for id in (7, 8, 9, 10):
+        run.generate(id)
+        run.journal.scored(id, 0.5, at=5.0)
+    run.journal.failed(11, "out of tries", at=5.0)
+    run.journal.batch_taken(1, [6, 7, 8, 9, 10], at=6.0)
+    run.done(1)
+    run.admit(4)
+    run.journal.evaluation(2, "during", at=7.0, score=0.5, num=4, seconds=1.0)
+    run.journal.close()
+
+    run = recorder(resume=True)
+    run.journal.rewind(updates=1, groups=4, under_way=under_way, at=8.0)
+    run.journal.flush()
+    with JournalReader(tmp_path) as reader:
+        assert reader.counts() == {"trained": 6, "scored": 5, "running": 1}
+        assert reader.load_completion(7)[1] == 0.5
+        assert reader.num_updates() == 1
+        assert reader.num_groups() == 4
+        assert reader.versions() == {0: "sum0", 1: "sum1"}
+        assert reader.evaluations() == []
+    run.journal.rewind(updates=1, groups=4, under_way=under_way, at=8.0)  # a second time changes nothing
+    run.generate(11)
+    run.journal.scored(11, 0.0, at=9.0)
+    run.take(1)
+    run.done(1)
+    run.journal.flush()
+    db = sqlite3.connect(tmp_path / JOURNAL_NAME)
+    assert db.execute("SELECT updates, num_updates, num_groups, num_trajectories FROM rewinds").fetchall() == [
+        (1, 1, 1, 3)
+    ]
+    db.close()
+
+
+WRITING = """
+import sys
+from stretto.store.journal import Journal, RunFacts
+journal = Journal.open(sys.argv[1], interval_s=0.01)
+journal.begin(RunFacts("multi-version", 2, False, 2, 3, 4, 7), at=1.0)
+for i in range(300):
+    journal.note("durable", str(i), at=float(i))
+journal.flush()
+print("durable", flush=True)
+i = 300
+while True:
+    journal.note("later", str(i), at=float(i))
+    i += 1
+    if i % 100 == 0:
+        journal.flush()
+"""
+
+
+def test_what_was_durable_survives_kill_9(tmp_path):
+    path = tmp_path / JOURNAL_NAME
+    process = subprocess.Popen([sys.executable, "-c", WRITING, str(path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "durable\n"
+        time.sleep(0.05)  # let it be in the middle of something
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
+    with JournalReader(path) as reader:
+        texts = [text for _, _, text in reader.notes()]
+    assert len(texts) >= 300
+    assert texts == [str(i) for i in range(len(texts))]  # a prefix, without holes
+    with Journal.open(path, resume=True) as journal:  # the lock went with the process
+        journal.begin(FACTS, at=2.0)
+        journal.note("resumed", "", at=2.0)
+    with JournalReader(path) as reader:
+        assert reader.notes()[-1][1] == "resumed"
+        assert [s.outcome for s in reader.sessions()] == [None, None]
+
+
+def test_recording_encodes_nothing_on_the_callers_side(recorder):
+    """The call itself must stay an append: a completion of a million tokens costs the loop no more than a short one."""
+    run = recorder()
+    run.publish(0)
+    run.admit(0)
+    million = 1_000_000
+    completion = Completion(
+        0, 0, np.zeros(million, np.int32), np.zeros(million, np.float32), "length", "sum0", started_at=1.0
+    )
+    started = time.perf_counter()
+    run.journal.generated(0, completion, "text", at=1.0)
+    assert time.perf_counter() - started < 0.002
+    run.journal.flush()
+
+
+def test_the_journal_can_be_opened_as_a_path_or_by_its_folder(finished_run: Path):
+    with JournalReader(finished_run) as by_folder, JournalReader(finished_run / JOURNAL_NAME) as by_file:
+        assert by_folder.counts() == by_file.counts()

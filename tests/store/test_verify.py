@@ -1,0 +1,383 @@
+"""`verify` proves the laws from the journal alone: each kind of damage is named under the law that it breaks."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stretto.errors import JournalError, RunError
+from stretto.store.journal import JOURNAL_NAME, RunFacts
+from stretto.store.verify import LEGAL_MOVES, Finding, exit_code, format_findings, verify
+
+FACTS = RunFacts(paradigm="multi-version", staleness=2, auto=False, batch=2, group=3, updates=4, seed=7)
+
+
+def damage(folder: Path, *statements: str) -> list[Finding]:
+    db = sqlite3.connect(folder / JOURNAL_NAME)
+    for statement in statements:
+        assert db.execute(statement).rowcount != 0, f"changed nothing: {statement}"
+    db.commit()
+    db.close()
+    return verify(folder)
+
+
+def broken(findings: list[Finding]) -> set[str]:
+    return {finding.law for finding in findings if not finding.holds}
+
+
+def test_a_finished_run_keeps_every_law(finished_run):
+    findings = verify(finished_run)
+    assert broken(findings) == set(), format_findings(findings)
+    assert exit_code(findings) == 0
+    text = format_findings(findings)
+    assert len(text.splitlines()) == 4
+    assert "24 completions, 120 tokens, 5 versions" in text
+    assert "24 trained, 0 failed, 0 filtered, 0 dropped, 0 under way (run finished); 8 groups in 4 updates" in text
+    assert "24 samples, age mean 0.62 max 2, bound 2" in text
+    assert "24 trained once, 0 later uses" in text
+
+
+BLOB_OF_TWOS = np.array([2, 2, 2, 2], dtype="<i4").tobytes().hex()
+NAN_LOGPROBS = np.array([-1, np.nan, -1, -1], dtype="<f4").tobytes().hex()
+POSITIVE_LOGPROBS = np.array([-1, 0.5, -1, -1], dtype="<f4").tobytes().hex()
+
+DAMAGES = {
+    # law 1: trajectory 12 has four tokens and the version 1 of its group 4; group 6 has version 3
+    "1 a trajectory of another version than its group": (
+        ["UPDATE trajectories SET version = 0 WHERE trajectory = 12"],
+        "12",
+    ),
+    "1 a token of another version": (
+        [f"UPDATE completions SET token_versions = x'{BLOB_OF_TWOS}' WHERE trajectory = 18"],
+        "18",
+    ),
+    "1 other weights": (["UPDATE completions SET checksum = 'sum9' WHERE trajectory = 4"], "4"),
+    "1 another version's weights": (["UPDATE completions SET checksum = 'sum1' WHERE trajectory = 18"], "18"),
+    "1 another stamp": (["UPDATE completions SET version = 1 WHERE trajectory = 18"], "18"),
+    "1 lengths that disagree": (["UPDATE completions SET num_tokens = 7 WHERE trajectory = 12"], "12"),
+    "1 log-probabilities cut short": (["UPDATE completions SET logprobs = x'0000' WHERE trajectory = 12"], "12"),
+    "1 one seed twice": (["UPDATE trajectories SET seed = 1000 WHERE trajectory = 5"], "5"),
+    # law 2
+    "2 a member deleted": (["DELETE FROM members WHERE trajectory = 12"], "12"),
+    "2 a trajectory deleted": (["DELETE FROM trajectories WHERE trajectory = 12"], "12"),
+    "2 a prompt skipped": (
+        [
+            "UPDATE groups SET group_id = 8, prompt_index = 8 WHERE group_id = 7",
+            "UPDATE trajectories SET trajectory = trajectory + 3, group_id = 8 WHERE group_id = 7",
+            "UPDATE completions SET trajectory = trajectory + 3 WHERE trajectory >= 21",
+            "UPDATE transitions SET trajectory = trajectory + 3 WHERE trajectory >= 21",
+            "UPDATE members SET trajectory = trajectory + 3 WHERE trajectory >= 21",
+        ],
+        "group 7",
+    ),
+    "2 a prompt twice": (["UPDATE groups SET prompt_index = 3 WHERE group_id = 4"], "4"),
+    "2 no reward": (["UPDATE trajectories SET reward = NULL WHERE trajectory = 12"], "12"),
+    "2 an endless reward": (["UPDATE trajectories SET reward = 9e999 WHERE trajectory = 12"], "12"),
+    "2 a reward that is no number": (["UPDATE trajectories SET reward = 'good' WHERE trajectory = 12"], "12"),
+    "2 a log-probability that is none": (
+        [f"UPDATE completions SET logprobs = x'{NAN_LOGPROBS}' WHERE trajectory = 12"],
+        "12",
+    ),
+    "2 a probability above one": (
+        [f"UPDATE completions SET logprobs = x'{POSITIVE_LOGPROBS}' WHERE trajectory = 12"],
+        "12",
+    ),
+    "2 no completion": (["DELETE FROM completions WHERE trajectory = 12"], "12"),
+    "2 an illegal transition": (
+        ["UPDATE transitions SET to_state = 'training' WHERE trajectory = 12 AND to_state = 'scored'"],
+        "12",
+    ),
+    "2 a transition after the end": (
+        [
+            "INSERT INTO transitions (trajectory, from_state, to_state, at, reason) "
+            "VALUES (12, 'trained', 'running', 99, '')"
+        ],
+        "12",
+    ),
+    "2 a transition left out": (["DELETE FROM transitions WHERE trajectory = 12 AND to_state = 'scoring'"], "12"),
+    "2 a state without a transition": (["DELETE FROM transitions WHERE trajectory = 12"], "12"),
+    "2 still running at the end": (
+        [
+            "UPDATE trajectories SET state = 'running' WHERE group_id = 7",
+            "DELETE FROM members WHERE trajectory >= 21",
+            "DELETE FROM transitions WHERE trajectory >= 21 AND to_state <> 'running'",
+        ],
+        "21",
+    ),
+    "2 dropped": (["UPDATE trajectories SET state = 'dropped' WHERE trajectory = 12"], "12"),
+    "2 failed and in a batch": (["UPDATE trajectories SET state = 'failed' WHERE trajectory = 12"], "12"),
+    "2 filtered though nothing filters": (["UPDATE trajectories SET state = 'filtered' WHERE trajectory = 12"], "12"),
+    "2 an update left out": (["UPDATE run SET value = '5' WHERE key = 'updates'"], "4 of 5"),
+    "2 an update without its end": (["UPDATE updates SET finished_at = NULL WHERE update_id = 3"], "update 3"),
+    "2 a batch of another size": (["UPDATE run SET value = '3' WHERE key = 'batch'"], "not 3"),
+    "2 a group of another size": (
+        [
+            "INSERT INTO groups SELECT 8, epoch, 8, version, deadline, staleness, '', x'', '{}', 1 "
+            "FROM groups WHERE group_id = 7"
+        ],
+        "group 8",
+    ),
+    # law 3
+    "3 trained too late": (
+        [
+            "UPDATE groups SET version = 0, deadline = 2 WHERE group_id = 6",
+            "UPDATE trajectories SET version = 0 WHERE group_id = 6",
+            "UPDATE completions SET version = 0, checksum = 'sum0' WHERE trajectory BETWEEN 18 AND 20",
+        ],
+        "18",
+    ),
+    "3 trained before its version existed": (
+        [
+            "UPDATE groups SET version = 4, deadline = 6 WHERE group_id = 6",
+            "UPDATE trajectories SET version = 4 WHERE group_id = 6",
+            "UPDATE completions SET version = 4, checksum = 'sum4' WHERE trajectory BETWEEN 18 AND 20",
+        ],
+        "18",
+    ),
+    "3 a bound above the run's": (["UPDATE run SET value = '1' WHERE key = 'staleness'"], "2"),
+    "3 a deadline that was moved": (["UPDATE groups SET deadline = deadline + 1 WHERE group_id = 4"], "4"),
+    "3 a deadline before its update": (["UPDATE groups SET deadline = 1, staleness = -1 WHERE group_id = 4"], "4"),
+    # exactly once
+    "once a trajectory twice in a batch": (
+        ["DROP INDEX members_train_once", "INSERT INTO members VALUES (2, 99, 12, 0)"],
+        "12",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_named_under_its_law(finished_run, name):
+    statements, offender = DAMAGES[name]
+    law = name.split()[0]
+    findings = damage(finished_run, *statements)
+    assert broken(findings) == {law}, format_findings(findings)
+    assert exit_code(findings) == 1
+    details = next(finding.details for finding in findings if finding.law == law)
+    assert any(offender in detail for detail in details), details
+    assert "BROKEN" in format_findings(findings)
+
+
+def test_a_trajectory_of_two_batches_breaks_exactly_once(finished_run):
+    findings = damage(finished_run, "DROP INDEX members_train_once", "INSERT INTO members VALUES (3, 99, 12, 0)")
+    assert "once" in broken(findings)
+
+
+def test_a_version_that_was_never_published_breaks_law_1(finished_run):
+    findings = damage(finished_run, "DELETE FROM versions WHERE version = 3")
+    assert broken(findings) == {"1"}
+    assert "version 3 of group 6 was never published" in format_findings(findings)
+
+
+def test_only_the_first_offenders_are_named_and_the_rest_counted(finished_run):
+    findings = damage(finished_run, "UPDATE completions SET checksum = 'nothing'")
+    assert findings[0].broken == 24
+    assert len(findings[0].details) == 5
+    assert "and 19 more" in format_findings(findings)
+
+
+def test_a_later_use_is_no_second_training_but_obeys_law_3(finished_run):
+    assert broken(damage(finished_run, "INSERT INTO members VALUES (3, 99, 12, 1)")) == set()
+    findings = damage(finished_run, "INSERT INTO members VALUES (3, 100, 0, 1)")
+    assert broken(findings) == {"3"}
+    assert "2 later uses" in format_findings(findings)
+
+
+def test_a_group_trains_with_the_rest_of_its_members_when_some_failed(recorder, tmp_path):
+    run = recorder(replace(FACTS, updates=1))
+    run.publish(0)
+    run.admit(0)
+    run.admit(1)
+    run.finish(0)
+    run.generate(3)
+    run.journal.moved(4, "running", at=run.now(), reason="out of memory", retry=True)
+    run.journal.failed(4, "out of memory", at=run.now())
+    run.journal.scored(3, 1.0, at=run.now())
+    run.generate(5)
+    run.journal.failed(5, "the reward hung", at=run.now())
+    run.journal.batch_taken(0, [0, 1, 2, 3], at=run.now())
+    run.done(0)
+    run.journal.finished(stopped=False, at=run.now())
+    run.journal.close()
+    findings = verify(tmp_path)
+    assert broken(findings) == set(), format_findings(findings)
+    assert "4 trained, 2 failed" in format_findings(findings)
+
+
+def test_part_of_a_group_cannot_train_without_the_rest(recorder, tmp_path):
+    run = recorder()
+    run.publish(0)
+    run.admit(0)
+    run.admit(1)
+    run.finish(0)
+    run.finish(1)
+    run.journal.batch_taken(0, [0, 1, 3, 4, 5], at=run.now())
+    run.done(0)
+    run.journal.flush()
+    findings = verify(tmp_path)
+    assert broken(findings) == {"2"}
+    assert "trajectory 2 is scored, but others of its group 0 are in the batch of update 0" in format_findings(findings)
+
+
+def test_a_run_that_is_not_finished_may_have_trajectories_under_way(recorder, tmp_path):
+    run = recorder()
+    run.publish(0)
+    run.update(0)
+    run.admit(2)
+    run.admit(3)
+    run.finish(2)
+    run.generate(9)
+    run.journal.moved(10, "suspended", at=run.now())
+    run.journal.flush()
+    findings = verify(tmp_path)  # while the run goes on
+    assert broken(findings) == set(), format_findings(findings)
+    assert "6 under way (run interrupted or going on)" in format_findings(findings)
+    run.journal.finished(stopped=True, at=run.now())
+    run.journal.close()
+    assert "6 under way (run stopped)" in format_findings(verify(tmp_path))
+
+
+def test_a_batch_in_training_is_no_break(recorder, tmp_path):
+    run = recorder()
+    run.publish(0)
+    run.admit(0)
+    run.admit(1)
+    run.finish(0)
+    run.finish(1)
+    run.take(0)
+    run.journal.flush()
+    assert broken(verify(tmp_path)) == set()
+
+
+def test_a_group_that_missed_its_deadline_is_seen_before_it_is_trained(recorder, tmp_path):
+    run = recorder(replace(FACTS, staleness=0))
+    run.publish(0)
+    for group in (0, 1, 2):
+        run.admit(group)
+        run.finish(group)
+    run.take(0)
+    run.done(0)
+    run.journal.flush()
+    assert broken(verify(tmp_path)) == set()
+    late = damage(tmp_path, "UPDATE groups SET version = 0, deadline = 0 WHERE group_id = 2")
+    assert "group 2 is under way and missed its deadline, update 0" in format_findings(late)
+
+
+def test_partial_counts_mixed_trajectories_and_exits_0(recorder, tmp_path):
+    run = recorder(replace(FACTS, paradigm="partial", updates=1))
+    run.publish(0)
+    run.publish(1)
+    run.admit(0)
+    run.admit(1)
+    for id in range(6):
+        run.generate(id, token_versions=[0, 0, 0] + [1] * (1 + id % 3) if id < 2 else None)
+        run.journal.scored(id, 1.0, at=run.now())
+    run.take(0)
+    run.done(0)
+    run.journal.finished(stopped=False, at=run.now())
+    run.journal.close()
+    findings = verify(tmp_path)
+    assert exit_code(findings) == 0, format_findings(findings)
+    assert "broken by paradigm: 2" in format_findings(findings).splitlines()[0]
+    backwards = np.array([1, 1, 0, 0], dtype="<i4").tobytes().hex()
+    findings = damage(tmp_path, f"UPDATE completions SET token_versions = x'{backwards}' WHERE trajectory = 0")
+    assert broken(findings) == {"1"}, "versions that go backwards are nobody's paradigm"
+    findings = damage(tmp_path, "UPDATE run SET value = '\"multi-version\"' WHERE key = 'paradigm'")
+    assert broken(findings) == {"1"}
+    assert exit_code(findings) == 1
+
+
+def test_drop_counts_what_it_threw_away_and_exits_0(recorder, tmp_path):
+    run = recorder(replace(FACTS, paradigm="drop", updates=1))
+    run.publish(0)
+    for group in (0, 1, 2):
+        run.admit(group)
+    run.finish(0)
+    run.finish(1)
+    run.take(0)
+    for id in run.ids(2):
+        run.journal.dropped(id, 17, at=run.now())
+    run.done(0)
+    run.journal.finished(stopped=False, at=run.now())
+    run.journal.close()
+    findings = verify(tmp_path)
+    assert exit_code(findings) == 0, format_findings(findings)
+    assert "broken by paradigm: 3" in format_findings(findings).splitlines()[1]
+    findings = damage(tmp_path, "DELETE FROM completions WHERE trajectory = 0")
+    assert exit_code(findings) == 1, "the paradigm excuses what it dropped and nothing else"
+
+
+def test_filtering_is_allowed_where_the_recipe_asks_for_it(recorder, tmp_path):
+    run = recorder(replace(FACTS, updates=1, filters=True))
+    run.publish(0)
+    for group in (0, 1, 2):
+        run.admit(group)
+        run.finish(group)
+    for id in run.ids(2):
+        run.journal.filtered(id, "all rewards are equal", at=run.now())
+    run.take(0)
+    run.done(0)
+    run.journal.finished(stopped=False, at=run.now())
+    run.journal.close()
+    findings = verify(tmp_path)
+    assert exit_code(findings) == 0, format_findings(findings)
+    assert "3 filtered" in format_findings(findings)
+
+
+def test_a_run_that_went_back_to_a_checkpoint_keeps_every_law_and_says_so(recorder, tmp_path):
+    run = recorder()
+    run.publish(0)
+    run.update(0)
+    run.admit(2)
+    run.admit(3)
+    under_way = run.ids(2) + run.ids(3)
+    run.finish(2)
+    run.finish(3)
+    run.take(1)
+    run.done(1)
+    run.admit(4)
+    run.journal.close()  # killed here; its checkpoint is of update 1
+    run = recorder(resume=True)
+    run.journal.rewind(updates=1, groups=4, under_way=under_way, at=run.now())
+    run.take(1)
+    run.done(1)
+    run.update(2)
+    run.update(3)
+    run.journal.finished(stopped=False, at=run.now())
+    run.journal.close()
+    findings = verify(tmp_path)
+    assert broken(findings) == set(), format_findings(findings)
+    assert "rewinds to a checkpoint: 1, with 3 trajectories begun after it" in format_findings(findings)
+
+
+def test_no_move_leaves_an_end():
+    db = sqlite3.connect(":memory:")
+    rows = db.execute(f"WITH legal(source, target) AS {LEGAL_MOVES} SELECT source FROM legal").fetchall()
+    assert not {source for (source,) in rows} & {"trained", "failed", "filtered", "dropped"}
+
+
+def test_what_is_no_journal_is_an_error_by_name(tmp_path):
+    with pytest.raises(RunError, match=r"no `journal\.sqlite`"):
+        verify(tmp_path)
+    (tmp_path / JOURNAL_NAME).write_bytes(b"not a database at all, " * 100)
+    with pytest.raises(JournalError, match="file is not a database"):
+        verify(tmp_path)
+
+
+def test_a_damaged_file_is_an_error_by_name(finished_run):
+    path = finished_run / JOURNAL_NAME
+    data = bytearray(path.read_bytes())
+    data[4096 * 4 : 4096 * 12] = b"\x5a" * (4096 * 8)
+    path.write_bytes(data)
+    with pytest.raises(JournalError, match=r"journal\.sqlite` (is damaged|cannot be read)"):
+        verify(finished_run)
+
+
+def test_a_journal_that_was_never_begun_is_an_error_by_name(recorder, tmp_path):
+    run = recorder()
+    run.journal.close()
+    with pytest.raises(JournalError, match="does not say what run it is of"):
+        damage(tmp_path, "DELETE FROM run WHERE key = 'paradigm'")
