@@ -41,11 +41,19 @@ async def record(folder: Path, num_groups: int, num_tokens: int) -> None:
         groups = range(update * BATCH, (update + 1) * BATCH)
         for group in groups:
             prompt = Prompt(group, "prompt", prompt_tokens, {"answer": group})
-            seeds = {group * GROUP + member: group * GROUP + member for member in range(GROUP)}
+            members = [group * GROUP + member for member in range(GROUP)]
             now = time.time()
             with timed(caller["group_admitted"]):
                 journal.group_admitted(
-                    group, version=update, deadline=update, staleness=0, prompt=prompt, epoch=0, seeds=seeds, at=now
+                    group,
+                    version=update,
+                    deadline=update,
+                    staleness=0,
+                    prompt=prompt,
+                    epoch=0,
+                    trajectories=members,
+                    seeds=members,
+                    at=now,
                 )
         ids = [group * GROUP + member for group in groups for member in range(GROUP)]
         for id in ids:

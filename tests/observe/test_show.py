@@ -31,7 +31,7 @@ def run_folder(tmp_path: Path):
     journal = Journal.open(tmp_path / JOURNAL_NAME)
     journal.begin(RunFacts("multi-version", 1, False, 1, 2, 3, 0), at=1.0)
     journal.version_published(0, "sum0", at=1.0)
-    journal.evaluation(0, "before", at=2.0, score=0.125, num=16, seconds=1.5)
+    journal.evaluation(0, "before", at=2.0, reward=0.125, num=16, seconds=1.5)
     for group in range(3):
         journal.group_admitted(
             group,
@@ -40,7 +40,8 @@ def run_folder(tmp_path: Path):
             staleness=1,
             prompt=Prompt(group, f"what is [bold]{group}[/bold]?", (1, 2), {}),
             epoch=0,
-            seeds={2 * group: 2 * group, 2 * group + 1: 2 * group + 1},
+            trajectories=[2 * group, 2 * group + 1],
+            seeds=[2 * group, 2 * group + 1],
             at=2.0,
         )
     for id, reward in REWARDS.items():
@@ -97,7 +98,9 @@ def test_a_very_long_completion_is_cut_in_the_middle(tmp_path):
     with Journal.open(tmp_path / JOURNAL_NAME) as journal:
         journal.begin(RunFacts("synchronous", 0, False, 1, 1, 1, 0), at=1.0)
         prompt = Prompt(0, "count", (1,), {})
-        journal.group_admitted(0, version=0, deadline=0, staleness=0, prompt=prompt, epoch=0, seeds={0: 1}, at=1.0)
+        journal.group_admitted(
+            0, version=0, deadline=0, staleness=0, prompt=prompt, epoch=0, trajectories=[0], seeds=[1], at=1.0
+        )
         completion = Completion(0, 0, np.zeros(3, np.int32), np.zeros(3, np.float32), "length", "sum0")
         journal.generated(0, completion, "\n".join(f"<{i}>" for i in range(1000)), at=1.0)
         journal.scored(0, 1.0, at=1.0)

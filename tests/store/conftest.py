@@ -47,7 +47,8 @@ class Recorder:
             staleness=self.facts.staleness,
             prompt=Prompt(group, f"{group} + {group} =", (1, 2, group), {"answer": 2 * group}),
             epoch=0,
-            seeds={id: 1000 + id for id in self.ids(group)},
+            trajectories=self.ids(group),
+            seeds=[1000 + id for id in self.ids(group)],
             instance=0,
             at=self.now(),
         )

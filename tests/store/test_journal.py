@@ -383,7 +383,7 @@ def test_rewinding_keeps_tokens_and_rewards_of_the_groups_that_the_checkpoint_kn
     run.journal.batch_taken(1, [6, 7, 8, 9, 10], at=6.0)
     run.done(1)
     run.admit(4)
-    run.journal.evaluation(2, "during", at=7.0, score=0.5, num=4, seconds=1.0)
+    run.journal.evaluation(2, "during", at=7.0, reward=0.5, num=4, seconds=1.0)
     run.journal.close()
 
     run = recorder(resume=True)

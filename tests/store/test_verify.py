@@ -299,7 +299,7 @@ def test_drop_counts_what_it_threw_away_and_exits_0(recorder, tmp_path):
     run.finish(1)
     run.take(0)
     for id in run.ids(2):
-        run.journal.dropped(id, 17, at=run.now())
+        run.journal.dropped(id, "past its age limit", at=run.now(), num_tokens=17)
     run.done(0)
     run.journal.finished(stopped=False, at=run.now())
     run.journal.close()

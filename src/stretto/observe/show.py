@@ -38,10 +38,10 @@ def _overview(reader: JournalReader) -> RenderableType:
     if updates := reader.updates():
         parts.append(_updates(updates))
     if evaluations := reader.evaluations():
-        table = _table("evaluation", "version", "score", "prompts", "seconds")
+        table = _table("evaluation", "version", "reward", "prompts", "seconds")
         for record in evaluations:
-            score = "-" if record.score is None else f"{record.score:.4f}"
-            table.add_row(record.kind, str(record.version), score, str(record.num), f"{record.seconds:.1f}")
+            reward = "-" if record.reward is None else f"{record.reward:.4f}"
+            table.add_row(record.kind, str(record.version), reward, str(record.num), f"{record.seconds:.1f}")
         parts.append(table)
     parts.append(_ends(reader.counts()))
     if notes := reader.notes():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -102,7 +102,8 @@ def group_admitted(
     staleness: int,
     prompt: Prompt,
     epoch: int,
-    seeds: Mapping[int, int],
+    trajectories: Sequence[int],
+    seeds: Sequence[int],
     at: float,
     instance: int | None,
 ) -> None:
@@ -112,7 +113,7 @@ def group_admitted(
         "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (group, epoch, prompt.index, version, deadline, staleness, storable(prompt.text), tokens, row, at),
     )
-    for member, (trajectory, seed) in enumerate(seeds.items()):
+    for member, (trajectory, seed) in enumerate(zip(trajectories, seeds, strict=True)):
         db.execute(
             "INSERT INTO trajectories (trajectory, group_id, member, version, seed, state, instance) "
             "VALUES (?, ?, ?, ?, ?, 'running', ?)",
@@ -224,13 +225,13 @@ def evaluation(
     version: int,
     kind: EvaluationKind,
     at: float,
-    score: float | None,
+    reward: float | None,
     num: int,
     seconds: float,
 ) -> None:
     db.execute(
-        "INSERT INTO evaluations (version, kind, at, score, num, seconds) VALUES (?, ?, ?, ?, ?, ?)",
-        (version, kind, at, score, num, seconds),
+        "INSERT INTO evaluations (version, kind, at, reward, num, seconds) VALUES (?, ?, ?, ?, ?, ?)",
+        (version, kind, at, reward, num, seconds),
     )
 
 

@@ -143,13 +143,24 @@ class Journal:
         staleness: int,
         prompt: Prompt,
         epoch: int,
-        seeds: Mapping[int, int],
+        trajectories: Sequence[int],
+        seeds: Sequence[int],
         at: float,
         instance: int | None = None,
     ) -> None:
-        """A group starts: its trajectories are `running`. `seeds` has the seed of each, in the order of members."""
+        """A group starts: its trajectories, in the order of members and with a seed each, are `running`."""
         self._writer.record(
-            changes.group_admitted, group, version, deadline, staleness, prompt, epoch, dict(seeds), at, instance
+            changes.group_admitted,
+            group,
+            version,
+            deadline,
+            staleness,
+            prompt,
+            epoch,
+            trajectories,
+            seeds,
+            at,
+            instance,
         )
 
     # -- trajectories -----------------------------------------------------------------------------------------------
@@ -184,9 +195,9 @@ class Journal:
         """A scored trajectory carries no signal and is replaced, because the recipe asks for it."""
         self._writer.record(changes.ended, trajectory, "filtered", reason, at)
 
-    def dropped(self, trajectory: int, num_tokens: int, at: float) -> None:
-        """A trajectory is thrown away after `num_tokens` tokens (the `drop` paradigm)."""
-        self._writer.record(changes.ended, trajectory, "dropped", "", at, num_tokens)
+    def dropped(self, trajectory: int, reason: str, at: float, num_tokens: int | None = None) -> None:
+        """A trajectory is thrown away (the `drop` paradigm), `num_tokens` long so far."""
+        self._writer.record(changes.ended, trajectory, "dropped", reason, at, num_tokens)
 
     # -- updates ----------------------------------------------------------------------------------------------------
 
@@ -205,12 +216,12 @@ class Journal:
         version: int,
         kind: EvaluationKind,
         at: float,
-        score: float | None = None,
+        reward: float | None = None,
         num: int = 0,
         seconds: float = 0.0,
     ) -> None:
-        """An evaluation of `version` over `num` prompts ended, or was skipped."""
-        self._writer.record(changes.evaluation, version, kind, at, score, num, seconds)
+        """An evaluation of `version` over `num` prompts ended with this mean reward, or was skipped."""
+        self._writer.record(changes.evaluation, version, kind, at, reward, num, seconds)
 
     def note(self, kind: str, text: str, at: float) -> None:
         """Something a person will want to read: a wait, a move, a retry."""

@@ -89,7 +89,7 @@ class EvaluationRecord:
     version: int
     kind: str
     at: float
-    score: float | None
+    reward: float | None
     num: int
     seconds: float
 
@@ -268,7 +268,7 @@ class JournalReader:
 
     def evaluations(self) -> list[EvaluationRecord]:
         """Every evaluation, in the order in which they ended."""
-        rows = self._rows("SELECT version, kind, at, score, num, seconds FROM evaluations ORDER BY id")
+        rows = self._rows("SELECT version, kind, at, reward, num, seconds FROM evaluations ORDER BY id")
         return [EvaluationRecord(*row) for row in rows]
 
     def notes(self) -> list[tuple[float, str, str]]:

@@ -71,7 +71,7 @@ CREATE TABLE members (
     PRIMARY KEY (update_id, position)) WITHOUT ROWID;
 CREATE UNIQUE INDEX members_train_once ON members (trajectory, use);
 CREATE TABLE evaluations (
-    id INTEGER PRIMARY KEY, version INTEGER NOT NULL, kind TEXT NOT NULL, at REAL NOT NULL, score REAL,
+    id INTEGER PRIMARY KEY, version INTEGER NOT NULL, kind TEXT NOT NULL, at REAL NOT NULL, reward REAL,
     num INTEGER NOT NULL, seconds REAL NOT NULL);
 CREATE TABLE rewinds (
     id INTEGER PRIMARY KEY, at REAL NOT NULL, updates INTEGER NOT NULL, num_updates INTEGER NOT NULL,
