@@ -43,6 +43,6 @@ def group_relative(
     centred = values - (np.bincount(member_of, values) / sizes)[member_of]
     if normalize_std:
         deviation = np.sqrt(np.bincount(member_of, centred**2) / sizes)
-        centred = centred / (deviation + eps)[member_of]
+        centred = centred / np.where(without_signal, 1.0, deviation + eps)[member_of]
     centred[without_signal[member_of]] = 0.0
     return Advantages(centred, len(sizes), int(without_signal.sum()))
