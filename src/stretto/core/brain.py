@@ -7,7 +7,8 @@ Contract with whoever carries the commands out:
 - After `Lost(i)` nothing that happened on `i` is reported any more, and `i` is not used again as an id. A failure of
   one request on an instance that lives on is `GenerationFailed`.
 - After `Drop`, what is still reported about its trajectories is ignored. After `Finish`, everything is.
-- Version `first_version` counts as published at the start; the run ends with version `plan.updates`.
+- Version `first_version` counts as published at the start; the run ends with the publish of version `plan.updates`,
+  which is loaded nowhere. These two are evaluated outside, if at all: `Evaluate` is for those between.
 
 Who waits for what, and who ends it:
 
@@ -19,6 +20,7 @@ Who waits for what, and who ends it:
 | admission | `in_flight` groups are outstanding, or all that the run needs | the next batch; a group replaced |
 | admission | the deadline invariant | the next batch; `Updated` (a newer version has a later deadline) |
 | admission | no instance, or none has confirmed a version | `Joined`, `Loaded` |
+| admission | all but instances that are loading have their share of the work | `Loaded`, `Lost`, `Generated` |
 | admission | a version with waiting trajectories has no slot anywhere | what runs ends and frees a slot; `Joined` |
 | admission, publish | `drain` only: running work must end before the publish | `Generated`, or a failure for good |
 | a trajectory | an instance that holds its version | `Loaded` |
@@ -110,7 +112,6 @@ class Brain:
             Evaluated: self._on_evaluated,
             StopRequested: self._on_stop_requested,
         }
-        self._note_evaluation(first_version)
 
     def handle(self, event: Event) -> list[Command]:
         """Take in what happened; what to do about it, in an order in which it can be done."""
@@ -288,7 +289,9 @@ class Brain:
             return
         self.window.publish(self.unpublished)
         self._commands.append(Publish(self.unpublished))
-        self._note_evaluation(self.unpublished)
+        every = self.plan.evaluate_every
+        if every and self.unpublished % every == 0 and self.unpublished < self.plan.updates:
+            self.evaluations_due.add(self.unpublished)
         self.unpublished = None
         self._place_due = self._batch_due = self._open = True
 
@@ -324,7 +327,10 @@ class Brain:
         self._place_due = self.ledger.freed = False
         instances = self.instances.values()
         self._resume()
-        if self.plan.paradigm.pinned:
+        decisions: list[Load | Swap | Unload] = []
+        if self.next_update == self.plan.updates:
+            pass  # the last batch is taken: nothing will run any more, so nothing is loaded
+        elif self.plan.paradigm.pinned:
             waiting = sorted(placement.stranded(instances, self.ledger.pending), key=self._earliest_deadline)
             decisions = placement.place(instances, waiting, self.newest, self.evaluating)
         else:
@@ -364,7 +370,8 @@ class Brain:
         while ledger.num_active < plan.rows and len(ledger.groups) < most:
             place = self.place_for_group()
             if place is None:
-                self._open = False
+                # What is loading keeps a place for its share, which others take over as their own work ends.
+                self._open = any(each.loading for each in self.instances.values())
                 return
             instance, version = place
             group = Group(self.next_group, version, version + self.staleness)
@@ -378,7 +385,7 @@ class Brain:
         if self.stranded:
             return None
         refused = -1
-        for instance, version in placement.candidates(self.instances.values(), self.plan.rows):
+        for instance, version in placement.candidates(self.instances.values(), self.plan.most_running):
             if version > refused:
                 if self._allows(version + self.staleness):
                     return instance, version
@@ -396,9 +403,10 @@ class Brain:
         done = self.next_update == self.plan.updates and not self.ledger.batch
         if self.stopping or (done and self.evaluating is None):
             self.finished = True
-            if done:
-                self.counters.evaluations_skipped += len(self.evaluations_due)
+            if done:  # a stop during the last update does not wait for an evaluation
+                self.counters.evaluations_skipped += len(self.evaluations_due) + (self.evaluating is not None)
                 self.evaluations_due.clear()
+                self.evaluating = None
             self._commands.append(Finish(stopped=not done))
 
     # -- parts of the above --------------------------------------------------------------------------------------------
@@ -422,11 +430,6 @@ class Brain:
             return
         self.evaluating = (instance.id, version)
         self._commands.append(Evaluate(version, instance.id))
-
-    def _note_evaluation(self, version: int) -> None:
-        every = self.plan.evaluate_every
-        if every and version % every == 0 and version < self.plan.updates:
-            self.evaluations_due.add(version)
 
     def _do_again(self) -> None:
         for trajectory in self.ledger.trajectories.values():

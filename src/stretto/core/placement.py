@@ -50,17 +50,19 @@ class Instance:
         self.loading.add(command.version)
 
 
-def candidates(instances: Collection[Instance], rows: int) -> list[tuple[Instance, int]]:
+def candidates(instances: Collection[Instance], target: int) -> list[tuple[Instance, int]]:
     """Where a new group may go, with the newest version resident there, best first.
 
-    Instances below their share of `rows` come first, so that one that has just loaded the newest version is not given
-    everything; among those, the newest version, then the least loaded.
+    Instances below their share of `target` trajectories come first, so that one that has just loaded the newest version
+    is not given everything; among those, the newest version, then the least loaded. Those that have their share come
+    last, and only if no other is about to have a version for the rest.
     """
-    share = -(-rows // max(1, len(instances)))
+    share = -(-target // max(1, len(instances)))
+    hopeful = any(instance.loading and instance.load < share for instance in instances)
     ranked = [
         (instance.load >= share, -max(instance.resident), instance.load, instance.id, instance)
         for instance in instances
-        if instance.resident
+        if instance.resident and (instance.load < share or not hopeful)
     ]
     ranked.sort()  # ids are unique: instances themselves are never compared
     return [(instance, -version) for _, version, _, _, instance in ranked]

@@ -46,6 +46,11 @@ class Plan:
         return most_in_flight(self.paradigm, self.staleness, self.batch)
 
     @property
+    def most_running(self) -> int:
+        """About how many trajectories run at most."""
+        return min(self.rows, self.in_flight * self.group_size)
+
+    @property
     def slots(self) -> int:
         """Version slots that the instances must have together, evaluation's included."""
         return slots_needed(self.paradigm, self.staleness, evaluates=self.evaluate_every > 0)
@@ -71,7 +76,7 @@ def resolve_plan(
             f"`paradigm` is {paradigm!r}; it must be one of {', '.join(f'`{name}`' for name in PARADIGMS)}"
         )
     if staleness is None:
-        staleness = 1 if row.staleness is None else row.staleness
+        staleness = 2 if row.staleness is None else row.staleness
     if in_flight is None:
         most = (staleness + 1) * batch
         in_flight = batch if row.one_batch else min(math.ceil(1.5 * batch), most)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from stretto.core import admission
 from stretto.core.ledger import Group, State
+from stretto.core.placement import candidates
 
 if TYPE_CHECKING:
     from stretto.core.brain import Brain
@@ -89,20 +90,23 @@ def _closed(brain: Brain) -> str | None:
         return f"every group that {plan.updates} updates need is admitted"
     if brain.unpublished is not None:
         return f"draining: version {brain.unpublished} waits to be published"
-    if ledger.num_active >= plan.rows:
-        return f"`rows`: {ledger.num_active} trajectories run or wait for an instance, the target is {plan.rows}"
-    if len(ledger.groups) >= plan.in_flight:
-        return f"`in_flight`: {len(ledger.groups)} groups are outstanding"
     if not brain.instances:
         return "there is no instance"
     if brain.stranded:
         waiting = ", ".join(f"{version} ({len(ledger.pending[version])} trajectories)" for version in brain.stranded)
         return f"no slot: versions {waiting} are on no instance and wait for one that is free"
+    if ledger.num_active >= plan.rows:
+        return f"`rows`: {ledger.num_active} trajectories run or wait for an instance, the target is {plan.rows}"
+    if len(ledger.groups) >= plan.in_flight:
+        return f"`in_flight`: {len(ledger.groups)} groups are outstanding"
     if not any(instance.resident for instance in brain.instances.values()):
         loading = ", ".join(f"{i.id} ({', '.join(map(str, sorted(i.loading)))})" for i in brain.instances.values())
         return f"no version is loaded yet; instances (and what they load): {loading}"
     if brain.place_for_group() is not None:
         return None
+    if not candidates(brain.instances.values(), plan.most_running):
+        loading = ", ".join(str(each.id) for each in brain.instances.values() if each.loading)
+        return f"instances {loading} are loading, and the others have their share of the work"
     newest = max(max(instance.resident) for instance in brain.instances.values() if instance.resident)
     return (
         f"deadlines: a group of version {newest} would be due by update {newest + brain.staleness}, and "

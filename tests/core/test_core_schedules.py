@@ -225,7 +225,7 @@ class World:
         self.brain = Brain.restore(self.plan, snapshot)
         assert self.brain.snapshot() == {**snapshot, **self.brain.snapshot()}
         self.boxes.clear()
-        self.evaluating = None
+        self.evaluating, self.stopping = None, False
         for trajectory, piece in self.pieces.items():
             piece.instance = None
             if piece.state == "running":
@@ -246,6 +246,7 @@ class World:
         box = self.boxes[command.instance]
         assert not self.stopping
         assert command.version <= self.newest
+        assert command.version < self.plan.updates, "nothing runs under the last version"
         assert command.version not in self.retired
         assert command.version not in box.resident
         assert command.version not in box.loading
@@ -374,7 +375,7 @@ class World:
         assert self.evaluating is None
         assert command.version in self.boxes[command.instance].resident
         assert command.version % self.plan.evaluate_every == 0
-        assert command.version < self.plan.updates
+        assert 0 < command.version < self.plan.updates
         assert command.version not in self.evaluated
         self.evaluated.add(command.version)
         self.evaluating = (command.instance, command.version)
@@ -424,10 +425,12 @@ class World:
         assert not self.outstanding
         assert self.ended.keys() == {each for ids in self.members.values() for each in ids}, "law 2: nothing vanishes"
         assert not self.brain.ledger.trajectories, "what has ended is forgotten"
-        assert set(range(self.newest)) - self.retired <= {v for box in self.boxes.values() for v in box.loading}
-        assert self.evaluating is None
+        assert self.stopping or set(range(self.newest)) - self.retired <= {
+            v for box in self.boxes.values() for v in box.loading
+        }
+        assert self.stopping or self.evaluating is None
         if self.plan.evaluate_every:
-            due = len(range(0, self.plan.updates, self.plan.evaluate_every))
+            due = len(range(0, self.plan.updates, self.plan.evaluate_every)) - 1  # the first is evaluated outside
             assert counters.evaluations + counters.evaluations_skipped == due
 
 

@@ -1,0 +1,332 @@
+import json
+
+import pytest
+
+from stretto.core import messages as m
+from stretto.core.brain import Brain
+from stretto.core.plan import resolve_plan
+from stretto.errors import TransitionError
+
+
+class Run:
+    """A brain with the commands of the last event, and shorthands for what can happen to its work."""
+
+    def __init__(self, paradigm="multi-version", instances=(8,), **options):
+        options = {"batch": 2, "group_size": 1, "updates": 10} | options
+        self.plan = resolve_plan(paradigm, **options)
+        self.brain = Brain(self.plan)
+        self.last = []
+        for number, slots in enumerate(instances):
+            self.send(m.Joined(number, slots))
+        for number in range(len(instances)):
+            self.send(m.Loaded(number, 0))
+
+    def send(self, event):
+        self.last = self.brain.handle(event)
+        return self.last
+
+    def given(self, kind):
+        return [command for command in self.last if isinstance(command, kind)]
+
+    def finish(self, *groups):
+        """Generate and score every trajectory of some groups; all commands that this led to."""
+        size, commands = self.plan.group_size, []
+        for group in groups:
+            for trajectory in range(group * size, (group + 1) * size):
+                commands += self.send(m.Generated(trajectory, 5))
+                commands += self.send(m.Scored(trajectory))
+        self.last = commands
+        return commands
+
+    def update(self):
+        """End the update that runs and confirm every load that follows."""
+        commands = self.send(m.Updated(self.brain.training))
+        for command in list(commands):
+            if isinstance(command, m.Load | m.Swap):
+                commands = commands + self.send(m.Loaded(command.instance, command.version))
+        self.last = commands
+        return commands
+
+    def wait(self, owner):
+        return next((wait for wait in self.brain.waits() if wait.owner == owner), None)
+
+
+def starts(commands):
+    return [(c.group, c.version, c.deadline) for c in commands if isinstance(c, m.Start)]
+
+
+def trains(commands):
+    return [(c.update, c.trajectories) for c in commands if isinstance(c, m.Train)]
+
+
+def test_a_run_begins_with_the_first_version_on_every_instance():
+    run = Run(instances=(), staleness=1)
+    assert run.send(m.Joined(7, 2)) == [m.Load(7, 0)]
+    assert starts(run.send(m.Loaded(7, 0))) == [(0, 0, 1), (1, 0, 1)]
+
+
+def test_with_staleness_0_nothing_starts_while_an_update_trains():
+    run = Run("synchronous")
+    assert trains(run.finish(0, 1)) == [(0, (0, 1))]
+    assert starts(run.last) == []
+    assert "deadlines" in run.wait("admission").reason
+    assert run.send(m.Updated(0)) == [m.Publish(1), m.Load(0, 1), m.Unload(0, 0), m.Retire(0)]
+    assert starts(run.send(m.Loaded(0, 1))) == [(2, 1, 1), (3, 1, 1)]
+
+
+def test_with_staleness_the_next_groups_start_while_an_update_trains():
+    run = Run(staleness=2, in_flight=2)
+    assert trains(run.finish(0, 1)) == [(0, (0, 1))]
+    assert starts(run.last) == [(2, 0, 2), (3, 0, 2)]
+
+
+def test_the_trainer_waits_for_the_unfinished_groups_that_the_rule_names():
+    run = Run(staleness=1, in_flight=4, rows=8)
+    assert trains(run.finish(1, 3)) == [(0, (1, 3))]
+    run.update()
+    run.finish(4, 5)  # version 1, due by update 2; groups 0 and 2 of version 0 are due now
+    assert run.given(m.Train) == []
+    wait = run.wait("trainer")
+    assert wait.groups == (0, 2)
+    assert "group 0 (version 0, due 1: 1 running on instance 0)" in wait.reason
+    assert trains(run.finish(0, 2)) == [(1, (0, 2))]
+
+
+def test_a_batch_is_ordered_by_version_group_and_member_whatever_finished_first():
+    run = Run(staleness=2, group_size=2, in_flight=4, rows=8)
+    run.finish(3, 1)
+    assert run.brain.training == 0
+    run.update()
+    assert trains(run.finish(4, 2)) == [(1, (4, 5, 8, 9))]  # group 2 of version 0, then group 4 of version 1
+
+
+def test_rows_and_in_flight_close_admission_by_name():
+    run = Run(staleness=3, group_size=2, rows=5, in_flight=4)
+    assert run.brain.counters.admitted_groups == 3  # the third group starts while four trajectories run
+    assert "`rows`: 6 trajectories" in run.wait("admission").reason
+    run.finish(0)
+    assert starts(run.last) == [(3, 0, 3)]
+    run.send(m.Generated(2, 5))
+    run.send(m.Generated(3, 5))
+    assert "`in_flight`: 4 groups" in run.wait("admission").reason
+
+
+def test_drop_discards_exactly_what_would_be_too_old_and_takes_the_next_prompts():
+    run = Run("drop", staleness=1, in_flight=5, rows=50)
+    assert trains(run.finish(3, 1)) == [(0, (1, 3))]
+    assert [c for c in run.last if isinstance(c, m.Drop)] == []  # K = 1: version 0 may still train at update 1 ...
+    run.update()
+    run.finish(0)
+    kinds = [type(c) for c in run.finish(6)]
+    assert trains(run.last) == [(1, (0, 6))]
+    dropped = [c for c in run.last if isinstance(c, m.Drop)]
+    assert [c.group for c in dropped] == [2, 4, 5]  # ... but not at update 2: w <= 1 - 1, all of version 0
+    assert starts(run.last)
+    assert kinds.index(m.Train) < kinds.index(m.Drop) < kinds.index(m.Start)
+    assert run.brain.counters.dropped == 3
+    assert run.send(m.Generated(2, 5)) == []  # what was under way when it was dropped is ignored
+
+
+def test_drop_takes_the_first_finished_and_is_bounded_by_in_flight_alone():
+    run = Run("drop", staleness=1, in_flight=9, rows=50)
+    assert run.brain.counters.admitted_groups == 9  # the deadlines would allow four
+    assert trains(run.finish(8, 0)) == [(0, (0, 8))]
+
+
+def test_one_step_off_publishes_when_nothing_runs_and_admits_nothing_until_then():
+    run = Run("one-step-off")
+    run.finish(0, 1)
+    assert starts(run.last) == [(2, 0, 1), (3, 0, 1)]
+    assert run.send(m.Updated(0)) == []
+    assert "version 1" in run.wait("publish").reason
+    assert "draining" in run.wait("admission").reason
+    run.send(m.Generated(2, 5))
+    assert run.last == []
+    assert run.send(m.Generated(3, 5))[:2] == [m.Publish(1), m.Load(0, 1)]
+    run.send(m.Scored(3))
+    assert trains(run.send(m.Scored(2))) == [(1, (2, 3))]
+    assert starts(run.send(m.Loaded(0, 1))) == [(4, 1, 2), (5, 1, 2)]
+
+
+def test_partial_swaps_the_one_slot_and_running_work_goes_on_under_the_new_version():
+    run = Run("partial", instances=(1,), staleness=2, in_flight=3, rows=9)
+    run.finish(0, 1)
+    assert starts(run.last) == [(3, 0, 2), (4, 0, 2)]
+    assert run.send(m.Updated(0)) == [m.Publish(1), m.Swap(0, 0, 1)]
+    assert run.send(m.GenerationFailed(2, "cut off")) == []  # nothing is resident until the swap is confirmed
+    assert run.send(m.Loaded(0, 1)) == [m.Resume(2, 1, 0), m.Retire(0)]
+    assert run.brain.versions == {1: 3}
+    assert trains(run.finish(2, 3)) == [(1, (2, 3))]  # their version is still that of their admission
+    assert starts(run.last) == [(5, 1, 3), (6, 1, 3)]
+
+
+def test_partial_does_not_overwrite_what_an_evaluation_uses():
+    run = Run("partial", instances=(2,), staleness=2, in_flight=3, rows=9, evaluate_every=1)
+    run.finish(0, 1)
+    assert m.Evaluate(1, 0) in run.update()
+    run.finish(2, 3)
+    assert run.send(m.Updated(1)) == [m.Publish(2)]
+    assert run.send(m.Evaluated(1))[:1] == [m.Swap(0, 1, 2)]
+
+
+def test_a_run_admits_what_its_updates_need_and_ends_with_its_last_version():
+    run = Run(staleness=3, updates=2, in_flight=8, rows=99)
+    assert run.brain.counters.admitted_groups == 4
+    assert "every group" in run.wait("admission").reason
+    run.finish(0, 1, 2, 3)
+    run.update()
+    assert run.brain.training == 1
+    assert run.send(m.Updated(1)) == [m.Publish(2), m.Retire(1), m.Finish(stopped=False)]
+    assert run.brain.waits() == []
+    assert run.send(m.Evaluated(1)) == []
+
+
+def test_a_failed_trajectory_is_retried_under_its_version_and_then_left_out_of_its_group():
+    run = Run(staleness=1, group_size=2, retries=1, in_flight=2)
+    assert run.send(m.GenerationFailed(0, "first")) == [m.Resume(0, 0, 0)]
+    assert run.send(m.GenerationFailed(0, "second")) == [m.Fail(0, "second")]
+    run.send(m.Generated(1, 5))
+    assert run.send(m.ScoringFailed(1, "first")) == [m.Rescore(1)]
+    run.send(m.Scored(1))
+    assert trains(run.finish(1)) == [(0, (1, 2, 3))]
+    assert run.brain.counters.failed == 1
+
+
+def test_a_group_of_which_nothing_is_left_is_replaced_by_the_next_prompt():
+    run = Run("synchronous", group_size=1, retries=0)
+    run.send(m.Generated(0, 5))
+    assert run.send(m.ScoringFailed(0, "no number")) == [m.Fail(0, "no number"), m.Start(2, 0, 0, 0, (2,))]
+    assert trains(run.finish(1, 2)) == [(0, (1, 2))]
+    assert (run.brain.counters.replaced_groups, run.brain.counters.admitted_groups) == (1, 3)
+
+
+def test_what_runs_on_a_lost_instance_goes_on_elsewhere_under_its_own_version():
+    run = Run(instances=(2, 2), staleness=1, in_flight=4, rows=4)
+    commands = run.send(m.Lost(0))
+    resumed = [c for c in commands if isinstance(c, m.Resume)]
+    assert [(c.trajectory, c.version, c.instance) for c in resumed] == [(0, 0, 1), (1, 0, 1)]
+
+
+def test_a_version_that_lost_its_only_instance_is_loaded_where_a_slot_becomes_free():
+    run = Run(instances=(1, 1), staleness=1, in_flight=4, rows=8)
+    run.finish(0, 1)  # on instance 0, which is idle at the publish
+    run.send(m.Updated(0))
+    assert run.last[:3] == [m.Publish(1), m.Unload(0, 0), m.Load(0, 1)]
+    assert [c.version for c in run.send(m.Loaded(0, 1)) if isinstance(c, m.Start)] == [1, 1]
+    assert run.send(m.Lost(1)) == []  # version 0 has no slot: instance 0 is busy with version 1
+    assert "no slot: versions 0 (2 trajectories)" in run.wait("admission").reason
+    assert run.finish(4, 5)[-2:] == [m.Unload(0, 1), m.Load(0, 0)]
+    assert run.send(m.Loaded(0, 0)) == [m.Resume(2, 0, 0), m.Resume(3, 0, 0)]
+    assert m.Load(0, 1) in run.finish(2, 3)
+
+
+def test_an_instance_that_holds_only_an_older_version_takes_groups_while_the_rule_allows_it():
+    run = Run(instances=(1,), staleness=2, in_flight=3, rows=8, retries=0)
+    run.finish(0, 1)
+    assert run.send(m.Updated(0)) == [m.Publish(1)]  # the one slot is busy with version 0
+    assert starts(run.send(m.GenerationFailed(2, "cut off"))) == [(5, 0, 2)]
+
+
+def test_auto_staleness_rises_at_once_and_falls_when_the_invariant_allows_it():
+    run = Run(staleness=4, auto=True, in_flight=6, rows=99)
+    assert run.brain.staleness == 1
+    assert run.brain.counters.admitted_groups == 4
+    assert starts(run.send(m.Measured(20.0, 10.0))) == [(4, 0, 3), (5, 0, 3)]
+    assert run.brain.staleness == 3
+    run.send(m.Measured(0.0, 10.0))
+    assert run.brain.staleness == 2  # not 1: six groups of version 0 need three batches
+    run.finish(*range(4))
+    run.update()
+    run.send(m.Measured(0.0, 10.0))
+    assert run.brain.staleness == 2  # not 1: groups of version 0 are outstanding at update 2
+    run.send(m.Measured(1000.0, 10.0))
+    assert run.brain.staleness == 4
+
+
+def test_measurements_change_nothing_without_auto():
+    run = Run(staleness=2)
+    assert run.send(m.Measured(1e9, 1.0)) == []
+    assert run.brain.staleness == 2
+
+
+def test_evaluations_hold_their_version_run_one_at_a_time_and_skips_are_counted():
+    run = Run("synchronous", instances=(2,), evaluate_every=1)
+    run.finish(0, 1)
+    assert m.Evaluate(1, 0) in run.update()
+    run.finish(2, 3)
+    assert m.Retire(1) not in run.update()  # version 1 is being evaluated
+    assert run.given(m.Evaluate) == []
+    assert run.brain.counters.evaluations_skipped == 1
+    assert run.send(m.Evaluated(1)) == [m.Unload(0, 1), m.Retire(1)]
+    assert run.brain.counters.evaluations == 1
+
+
+def test_an_evaluation_on_a_lost_instance_counts_as_skipped():
+    run = Run("synchronous", instances=(2, 2), evaluate_every=1)
+    run.finish(0, 1)
+    (evaluation,) = [c for c in run.update() if isinstance(c, m.Evaluate)]
+    run.send(m.Lost(evaluation.instance))
+    assert run.brain.counters.evaluations_skipped == 1
+
+
+def test_a_run_that_is_asked_to_stop_ends_at_once_when_the_trainer_is_free():
+    assert Run(staleness=1).send(m.StopRequested()) == [m.Finish(stopped=True)]
+
+
+def test_a_run_that_is_asked_to_stop_ends_after_the_update_that_runs():
+    run = Run("one-step-off")
+    run.finish(0, 1)
+    assert run.send(m.StopRequested()) == []
+    assert run.send(m.GenerationFailed(2, "cut off")) == []
+    assert run.finish(3) == []
+    assert run.send(m.Joined(9, 2)) == []
+    assert run.send(m.Updated(0)) == [m.Publish(1), m.Finish(stopped=True)]
+
+
+def test_a_restored_run_resumes_rescores_and_trains_again_when_the_first_instance_joins():
+    run = Run(staleness=2, in_flight=5, rows=99)
+    run.finish(0, 1)
+    run.send(m.Generated(2, 5))
+    run.finish(3)
+    brain = Brain.restore(run.plan, json.loads(json.dumps(run.brain.snapshot())))
+    assert brain.needed_versions == [0]
+    assert brain.versions == {0: 2}
+    assert brain.handle(m.Joined(5, 3)) == [m.Rescore(2), m.Train(0, (0, 1)), m.Load(5, 0)]
+    assert brain.handle(m.Loaded(5, 0)) == [m.Resume(4, 0, 5), m.Resume(5, 0, 5)]
+    assert trains(brain.handle(m.Updated(0)) + brain.handle(m.Scored(2))) == [(1, (2, 3))]
+
+
+def test_a_snapshot_is_refused_by_a_plan_that_does_not_fit_it():
+    run = Run(staleness=1, in_flight=4, rows=99)
+    snapshot = run.brain.snapshot()
+    with pytest.raises(ValueError, match="`batch` is 3, but the run was begun with 2"):
+        Brain.restore(resolve_plan("multi-version", batch=3, group_size=1, updates=10), snapshot)
+    with pytest.raises(ValueError, match="`updates` is 1, but what was started already needs 2"):
+        Brain.restore(resolve_plan("multi-version", batch=2, group_size=1, updates=1), snapshot)
+
+
+def test_reports_that_cannot_be_true_are_errors():
+    run = Run(staleness=1)
+    with pytest.raises(TransitionError, match="trajectory 77 is not in flight"):
+        run.send(m.Generated(77, 1))
+    with pytest.raises(TransitionError, match="update 0 was reported as done, but the trainer runs None"):
+        run.send(m.Updated(0))
+    with pytest.raises(TransitionError, match="instance 0 joined, but it is there already"):
+        run.send(m.Joined(0, 1))
+    with pytest.raises(TransitionError, match="was not told to load version 5"):
+        run.send(m.Loaded(0, 5))
+    with pytest.raises(TransitionError, match="is running, not being scored"):
+        run.send(m.ScoringFailed(0, "early"))
+    with pytest.raises(ValueError, match="`slots` of instance 3 is 0"):
+        run.send(m.Joined(3, 0))
+    with pytest.raises(ValueError, match="`first_version` is 11"):
+        Brain(run.plan, first_version=11)
+
+
+def test_a_run_can_begin_at_a_later_version():
+    brain = Brain(resolve_plan("synchronous", batch=1, group_size=1, updates=5), first_version=4)
+    assert brain.handle(m.Joined(0, 1)) == [m.Load(0, 4)]
+    assert brain.handle(m.Loaded(0, 4)) == [m.Start(0, 4, 4, 0, (0,))]
+    brain.handle(m.Generated(0, 1))
+    assert brain.handle(m.Scored(0)) == [m.Train(4, (0,))]
+    assert brain.handle(m.Updated(4))[-1] == m.Finish(stopped=False)
