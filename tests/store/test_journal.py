@@ -451,17 +451,18 @@ def test_what_was_durable_survives_kill_9(tmp_path):
 
 
 def test_recording_encodes_nothing_on_the_callers_side(recorder):
-    """The call itself must stay an append: a completion of a million tokens costs the loop no more than a short one."""
+    """The call itself must stay an append: a completion of two million tokens costs the loop no more than a short one."""
     run = recorder()
     run.publish(0)
     run.admit(0)
-    million = 1_000_000
-    completion = Completion(
-        0, 0, np.zeros(million, np.int32), np.zeros(million, np.float32), "length", "sum0", started_at=1.0
-    )
-    started = time.perf_counter()
-    run.journal.generated(0, completion, "text", at=1.0)
-    assert time.perf_counter() - started < 0.002
+    tokens, logprobs = np.zeros(2_000_000, np.int32), np.zeros(2_000_000, np.float32)
+    seconds = []
+    for id in run.ids(0):
+        completion = Completion(id, 0, tokens, logprobs, "length", "sum0", started_at=1.0)
+        started = time.perf_counter()
+        run.journal.generated(id, completion, "text", at=1.0)
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 0.001  # copying 16 MB takes longer; the others may have lost the processor meanwhile
     run.journal.flush()
 
 

@@ -121,6 +121,18 @@ DAMAGES = {
         ],
         "group 8",
     ),
+    "2 a member out of its place": (["UPDATE trajectories SET member = 5 WHERE trajectory = 12"], "12"),
+    "2 a hole in the updates": (
+        [
+            "UPDATE updates SET update_id = 4 WHERE update_id = 3",
+            "UPDATE members SET update_id = 4 WHERE update_id = 3",
+        ],
+        "update 3 is missing",
+    ),
+    "2 an update in the middle without its end": (
+        ["UPDATE updates SET finished_at = NULL WHERE update_id = 2"],
+        "update 2",
+    ),
     # law 3
     "3 trained too late": (
         [
@@ -164,6 +176,21 @@ def test_damage_is_named_under_its_law(finished_run, name):
 def test_a_trajectory_of_two_batches_breaks_exactly_once(finished_run):
     findings = damage(finished_run, "DROP INDEX members_train_once", "INSERT INTO members VALUES (3, 99, 12, 0)")
     assert "once" in broken(findings)
+
+
+def test_a_second_end_breaks_exactly_once_as_well(finished_run):
+    again = (
+        "INSERT INTO transitions (trajectory, from_state, to_state, at, reason) VALUES (12, 'trained', 'failed', 9, '')"
+    )
+    findings = damage(finished_run, again)
+    assert broken(findings) == {"2", "once"}
+    assert "trajectory 12 has 2 ends" in format_findings(findings)
+
+
+def test_a_later_use_without_the_first_breaks_exactly_once_as_well(finished_run):
+    findings = damage(finished_run, "UPDATE members SET use = 1 WHERE trajectory = 12")
+    assert broken(findings) == {"2", "once"}
+    assert "trajectory 12 was used again and never trained" in format_findings(findings)
 
 
 def test_a_version_that_was_never_published_breaks_law_1(finished_run):
