@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -101,7 +102,7 @@ class Recorder:
 
 
 @pytest.fixture
-def recorder(tmp_path: Path) -> Callable[..., Recorder]:
+def recorder(tmp_path: Path) -> Iterator[Callable[..., Recorder]]:
     made: list[Recorder] = []
 
     def make(facts: RunFacts = FACTS, *, resume: bool = False) -> Recorder:
@@ -116,7 +117,15 @@ def recorder(tmp_path: Path) -> Callable[..., Recorder]:
             assert one.journal.backlog  # a test that broke the writer has seen the error itself
 
 
+@pytest.fixture(scope="session")
+def finished_journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    Recorder(folder, FACTS).run()
+    return folder / JOURNAL_NAME
+
+
 @pytest.fixture
-def finished_run(recorder: Callable[..., Recorder], tmp_path: Path) -> Path:
-    recorder().run()
+def finished_run(finished_journal: Path, tmp_path: Path) -> Path:
+    """A run folder of its own with the journal of a finished run, for a test to damage."""
+    shutil.copy(finished_journal, tmp_path / JOURNAL_NAME)
     return tmp_path

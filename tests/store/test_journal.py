@@ -451,7 +451,7 @@ def test_what_was_durable_survives_kill_9(tmp_path):
 
 
 def test_recording_encodes_nothing_on_the_callers_side(recorder):
-    """The call itself must stay an append: a completion of two million tokens costs the loop no more than a short one."""
+    """The call stays an append: a completion of two million tokens costs the loop no more than a short one."""
     run = recorder()
     run.publish(0)
     run.admit(0)
