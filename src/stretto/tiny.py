@@ -178,7 +178,7 @@ def warm_up(
         loss = torch.zeros(())
         optimizer.zero_grad()
         for part in next(batches):
-            hidden = model.model(input_ids=part.tokens, use_cache=False).last_hidden_state  # type: ignore[operator,union-attr]
+            hidden = model.model(input_ids=part.tokens, use_cache=False).last_hidden_state  # type: ignore[operator]
             kept = part.weights > 0
             logprobs = F.log_softmax(model.lm_head(hidden[kept]), dim=-1)  # type: ignore[operator]
             targets = part.targets[kept]
@@ -197,6 +197,9 @@ def warm_up(
 
 
 ANY_DIGIT = -1  # a target: each of the ten digits, alike
+SLICE_TOKENS = 75  # a forward and backward pass costs as much as so many tokens, whatever is in it
+FIRST_VALUE = 5  # place in a chain of the first running value, the only one that takes a look at the prompt ...
+FIRST_VALUE_WEIGHT = 5.0  # ... and therefore the last to be learned
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +233,7 @@ def _batches(tokenizer: PreTrainedTokenizerFast, seed: int, options: WarmStart) 
             head = tokenizer.encode(problem.prompt)
             steps = [*tokenizer.encode(chain(problem, random, options.slips)), tokenizer.eos_token_id]
             rows.append(_row(head, steps, 1 - options.blind))
+            rows[-1].weights[len(head) - 1 + FIRST_VALUE] *= FIRST_VALUE_WEIGHT
             rows.append(_row(head, guess, options.blind, shown=tokenizer.encode(f"={random.randrange(10)}")))
         rows.sort(key=lambda row: len(row.tokens))
         total = sum(sum(row.weights) for row in rows)
@@ -243,12 +247,18 @@ def _row(head: list[int], answer: list[int], weight: float, shown: list[int] | N
 
 
 def _cut(rows: list[_Row]) -> list[list[_Row]]:
-    """Split rows sorted by length where a row is longer than twice the shortest of its slice."""
-    parts: list[list[_Row]] = []
-    for row in rows:
-        if not parts or len(row.tokens) > max(24, 2 * len(parts[-1][0].tokens)):
-            parts.append([])
-        parts[-1].append(row)
+    """Cut rows sorted by length into slices so that padding and the fixed cost of a slice are least together."""
+    lengths = [len(row.tokens) for row in rows]
+    best: list[tuple[int, int]] = [(0, 0)]  # of the first so many rows: cost, and where their last slice begins
+    for end in range(1, len(rows) + 1):
+        costs = ((best[start][0] + (end - start) * lengths[end - 1] + SLICE_TOKENS, start) for start in range(end))
+        best.append(min(costs))
+    parts = []
+    end = len(rows)
+    while end > 0:
+        start = best[end][1]
+        parts.append(rows[start:end])
+        end = start
     return parts
 
 

@@ -199,7 +199,10 @@ def test_an_async_reward_that_cannot_be_cancelled_is_killed(guilty):
     [
         ("reward_functions:lenght", "has no `lenght`; did you mean `length`"),
         ("reward_functions:NUMBER", "`NUMBER` is 3, which cannot be called"),
-        ("no_such_module:reward", "there is no module `no_such_module`, neither installed nor in the working directory"),
+        (
+            "no_such_module:reward",
+            "there is no module `no_such_module`, neither installed nor in the working directory",
+        ),
         ("reward_functions", "is no function: write it as `package.module:function`"),
         ("reward functions:length", "is no function"),
     ],

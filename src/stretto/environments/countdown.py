@@ -62,7 +62,7 @@ def problem_at(index: int, seed: int, *, held_out: bool) -> Problem:
 
 
 def chain(problem: Problem, random: Random | None = None, slips: float = 0.0) -> str:
-    """The demonstrated completion. With `slips`, a running value is now and then wrong and the chain goes on from it."""
+    """The demonstrated completion. With `slips`, a value is now and then wrong and the chain goes on from it."""
     value = problem.x
     steps = [f"{problem.n:02d}{value}"]
     for count in range(problem.n - 1, -1, -1):

@@ -84,7 +84,7 @@ def last_line(error: BaseException) -> str:
 
 def is_async(reward: Reward) -> bool:
     """Whether calling it gives a coroutine; sees through `functools.partial` and callable objects."""
-    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None))
+    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
 
 
 class Scorer:
@@ -223,7 +223,9 @@ async def run_async(
         identity, prompt, completion, row = item
         try:
             async with asyncio.timeout(deadline_s) as limit:
-                value = await marked(scorer.call(prompt, completion, row), lambda: mark(identity), lambda: mark(NOTHING))
+                value = await marked(
+                    scorer.call(prompt, completion, row), lambda: mark(identity), lambda: mark(NOTHING)
+                )
             outbox.add(scorer.check(identity, value))
         except BaseException as error:
             expired = limit.expired() and isinstance(error, TimeoutError)
@@ -244,29 +246,30 @@ async def run_async(
 
 
 @types.coroutine
-def marked(
-    awaitable: Awaitable[Any], enter: Callable[[], None], leave: Callable[[], None]
-) -> Generator[Any, Any, Any]:
+def marked(awaitable: Awaitable[Any], enter: Callable[[], None], leave: Callable[[], None]) -> Generator[Any, Any, Any]:
     """Await it with every step between `enter` and `leave`: one that blocks the event loop is known by its mark."""
     steps = awaitable.__await__()
-    step: Callable[[], Any] = lambda: next(steps)  # noqa: E731
+    error: BaseException | None = None
     while True:
         enter()
         try:
-            waiting = step()
+            waiting = next(steps) if error is None else steps.throw(error)
         except StopIteration as stop:
             return stop.value
         finally:
             leave()
+        error = None
         try:
-            value = yield waiting
-            step = (lambda: next(steps)) if value is None else (lambda value=value: steps.send(value))
-        except BaseException as error:
-            step = lambda error=error: steps.throw(error)  # noqa: E731
+            yield waiting
+        except BaseException as raised:  # a cancellation, most likely: the step's to see
+            error = raised
 
 
 def main(mark_fd: int) -> None:
-    """Serve until the pool is gone. The first frame is (spec, deadline, what to say of a late one); the answer (error, is async)."""
+    """Serve until the pool is gone.
+
+    The first frame is (spec, deadline in seconds, what to say of a late one); the answer is (error, is async).
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
     requests = os.fdopen(os.dup(0), "rb", buffering=0)
     outbox = Outbox(os.fdopen(os.dup(1), "wb"))

@@ -1,0 +1,220 @@
+"""Rows of a data set, and the endless stream of prompts that a run draws from them.
+
+Position `index` of the stream is row `permutation(seed, epoch)[index % rows]` with `epoch = index // rows`: it depends
+on nothing that happened before, so a resumed run goes on exactly where it was, in whatever order prompts are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.errors import RecipeError
+from stretto.types import Prompt
+
+CHECKED_ROWS = (
+    20_000  # a set in memory of up to so many rows is tokenized at the start, to find prompts that are too long
+)
+FIRST_ROWS = 16  # of larger and of generated sets only so many are
+CACHED_PROMPTS = 1024
+
+Message = Mapping[str, str]  # role, content
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row: `messages` for a tokenizer with a chat template, `text` as it is. A row has one of them or both."""
+
+    text: str | None = None
+    messages: tuple[Message, ...] | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)  # handed to the reward function
+
+
+class PromptStream:
+    """An endless, shuffled stream of prompts with random access."""
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        tokenizer: Any,
+        *,
+        seed: int,
+        max_prompt_tokens: int,
+        shuffle: bool = True,
+        name: str = "the data set",
+    ) -> None:
+        """`name` is what errors call the rows. `shuffle = False` keeps their order, for evaluation."""
+        if len(rows) == 0:
+            raise RecipeError(f"{name} has no rows; there is nothing to ask the model")
+        self._rows = rows
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._max_prompt_tokens = max_prompt_tokens
+        self._shuffle = shuffle
+        self._name = name
+        self._permutation = lru_cache(maxsize=2)(self._permute)
+        self._tokenized = lru_cache(maxsize=CACHED_PROMPTS)(self._tokenize)
+        in_memory = isinstance(rows, list | tuple) and len(rows) <= CHECKED_ROWS
+        self._check(range(len(rows) if in_memory else min(FIRST_ROWS, len(rows))))
+
+    @property
+    def num_rows(self) -> int:
+        """Prompts in one epoch."""
+        return len(self._rows)
+
+    def epoch(self, index: int) -> int:
+        """How many times every row has come before position `index`."""
+        return index // len(self._rows)
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt at position `index`."""
+        number = self.row_number(index)
+        text, tokens, columns = self._tokenized(number)
+        return Prompt(index=index, text=text, tokens=tokens, row=columns)
+
+    def row_number(self, index: int) -> int:
+        """The row at position `index`."""
+        epoch, place = divmod(index, len(self._rows))
+        return int(self._permutation(epoch)[place]) if self._shuffle else place
+
+    def _permute(self, epoch: int) -> NDArray[np.int64]:
+        return np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
+
+    def _tokenize(self, number: int) -> tuple[str, tuple[int, ...], Mapping[str, Any]]:
+        row = self._rows[number]
+        text, bare = self._render(number, row)
+        tokens = tuple(self._tokenizer.encode(text, add_special_tokens=bare))
+        self._check_length(number, len(tokens))
+        return text, tokens, row.columns
+
+    def _render(self, number: int, row: Row) -> tuple[str, bool]:
+        """The text of a row, and whether it is bare: a template has put the special tokens in, bare text has none."""
+        if row.messages is not None and self._tokenizer.chat_template is not None:
+            try:
+                messages = [dict(message) for message in row.messages]
+                text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # templates refuse what they do not know with errors of their own
+                raise RecipeError(f"row {number + 1} of {self._name}: the chat template refused it: {error}") from error
+            return text, False
+        if row.text is None:
+            raise RecipeError(
+                f"row {number + 1} of {self._name} has `messages`, but the tokenizer of `model.path` has no chat "
+                "template; give a `prompt` instead, or use a model that was tuned to chat"
+            )
+        return row.text, True
+
+    def _check(self, numbers: Iterable[int]) -> None:
+        rendered = [(number, *self._render(number, self._rows[number])) for number in numbers]
+        for is_bare in (True, False):
+            some = [(number, text) for number, text, bare in rendered if bare == is_bare]
+            if some:
+                encoded = self._tokenizer([text for _, text in some], add_special_tokens=is_bare)["input_ids"]
+                for (number, _), tokens in zip(some, encoded, strict=True):
+                    self._check_length(number, len(tokens))
+
+    def _check_length(self, number: int, length: int) -> None:
+        if length == 0:
+            raise RecipeError(f"row {number + 1} of {self._name}: its prompt is empty")
+        if length > self._max_prompt_tokens:
+            raise RecipeError(
+                f"row {number + 1} of {self._name}: its prompt has {length} tokens, more than the "
+                f"{self._max_prompt_tokens} that the context leaves beside `rollout.max_tokens`; "
+                "lower that, or shorten or remove the row"
+            )
+
+
+def split_held_out(rows: Sequence[Row], num: int, seed: int) -> tuple[list[Row], list[Row]]:
+    """Take `num` random rows away for evaluation: (the others, those), both in their order."""
+    if not 0 <= num < len(rows):
+        raise RecipeError(f"{num} of {len(rows)} rows cannot be held out for evaluation: nothing is left to train on")
+    held = set(np.random.default_rng([seed, len(rows)]).permutation(len(rows))[:num].tolist())
+    train = [row for number, row in enumerate(rows) if number not in held]
+    return train, [row for number, row in enumerate(rows) if number in held]
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def load_rows(path: Path) -> list[Row]:
+    """Rows of a `.jsonl` or `.parquet` file: a column `prompt` or `messages`; the others go to the reward."""
+    if not path.is_file():
+        raise RecipeError(f"`{path}` is no file; `task.path` names a `.jsonl` or `.parquet` file")
+    match path.suffix:
+        case ".jsonl":
+            records = _read_jsonl(path)
+        case ".parquet":
+            records = _read_parquet(path)
+        case suffix:
+            raise RecipeError(f"`{path}` ends in `{suffix}`; `task.path` names a `.jsonl` or `.parquet` file")
+    rows = [to_row(record, where) for where, record in records]
+    if not rows:
+        raise RecipeError(f"`{path}` has no rows; there is nothing to ask the model")
+    return rows
+
+
+def _read_jsonl(path: Path) -> list[tuple[str, Any]]:
+    records = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            where = f"{path}:{number}"
+            try:
+                text = line.decode("utf-8").strip()
+                if text:
+                    records.append((where, json.loads(text)))
+            except (UnicodeDecodeError, json.JSONDecodeError) as error:
+                raise RecipeError(f"{where}: this line is no JSON: {error}") from error
+    return records
+
+
+def _read_parquet(path: Path) -> list[tuple[str, Any]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise RecipeError(f"reading `{path}` takes pyarrow: `pip install 'stretto[parquet]'`") from error
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise RecipeError(f"`{path}` cannot be read as Parquet: {error}") from error
+    return [(f"{path}:{number}", record) for number, record in enumerate(table.to_pylist(), start=1)]
+
+
+def to_row(record: Any, where: str) -> Row:
+    """Check one record of a file; `where` is what errors call it."""
+    if not isinstance(record, dict):
+        raise RecipeError(f"{where}: a row is an object with named columns, this is {type(record).__name__}")
+    columns = dict(record)
+    text = columns.pop("prompt", None)
+    messages = columns.pop("messages", None)
+    if (text is None) == (messages is None):
+        raise RecipeError(f"{where}: a row has a column `prompt` or a column `messages`, this has {sorted(record)}")
+    if "completion" in columns:
+        raise RecipeError(
+            f"{where}: the column `completion` is what the model will say; rename it, to `answer` perhaps"
+        )
+    if messages is not None:
+        return Row(messages=_check_messages(messages, where), columns=columns)
+    if not isinstance(text, str):
+        raise RecipeError(f"{where}: `prompt` is a string, this is {type(text).__name__}")
+    return Row(text=text, columns=columns)
+
+
+def _check_messages(messages: Any, where: str) -> tuple[Message, ...]:
+    if not isinstance(messages, list) or not messages:
+        raise RecipeError(
+            f"{where}: `messages` is a list of objects with `role` and `content`, this is {messages!r:.80}"
+        )
+    for message in messages:
+        fields = message if isinstance(message, dict) else {}
+        if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
+            raise RecipeError(f"{where}: a message has a `role` and a `content`, both strings, this is {message!r:.80}")
+    if messages[-1]["role"] == "assistant":
+        raise RecipeError(f"{where}: the last of `messages` is the assistant's; the model's answer is to follow it")
+    return tuple({"role": message["role"], "content": message["content"]} for message in messages)

@@ -1,0 +1,190 @@
+"""Prompts: the order they come in, the files they come from, and the rows that are refused."""
+
+import builtins
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.environments.data import PromptStream, Row, load_rows, split_held_out
+from stretto.errors import RecipeError
+from stretto.tiny import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+
+
+def stream(rows, seed=0, limit=100, **options):
+    return PromptStream(rows, TOKENIZER, seed=seed, max_prompt_tokens=limit, **options)
+
+
+def numbered(num):
+    return [Row(text=f"row {i}", columns={"number": i}) for i in range(num)]
+
+
+def write_jsonl(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_every_epoch_has_every_row_once_in_an_order_of_its_own():
+    it = stream(numbered(50))
+    epochs = [[it.prompt(i).row["number"] for i in range(e * 50, e * 50 + 50)] for e in range(3)]
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert [it.epoch(i) for i in (0, 49, 50, 149)] == [0, 0, 1, 2]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 30), st.integers(0, 2**62), st.lists(st.integers(0, 500), max_size=20))
+def test_a_prompt_depends_on_its_position_alone(num_rows, seed, positions):
+    there, back = stream(numbered(num_rows), seed), stream(numbered(num_rows), seed)
+    first = {i: there.prompt(i) for i in positions}
+    assert {i: back.prompt(i) for i in reversed(positions)} == first
+
+
+def test_another_seed_gives_another_order():
+    one, other = stream(numbered(50), seed=1), stream(numbered(50), seed=2)
+    assert [one.row_number(i) for i in range(50)] != [other.row_number(i) for i in range(50)]
+
+
+def test_without_shuffling_rows_keep_their_order():
+    it = stream(numbered(5), shuffle=False)
+    assert [it.prompt(i).text for i in (0, 4, 5)] == ["row 0", "row 4", "row 0"]
+
+
+def test_a_text_is_tokenized_as_it_is():
+    prompt = stream([Row(text="4+3*17?", columns={"answer": 5})]).prompt(3)
+    assert prompt.index == 3
+    assert TOKENIZER.decode(prompt.tokens) == prompt.text == "4+3*17?"
+    assert prompt.row == {"answer": 5}
+
+
+def test_messages_go_through_the_chat_template_with_room_for_the_answer():
+    prompt = stream([Row(messages=({"role": "user", "content": "hi"},))]).prompt(0)
+    assert prompt.text == "user: hi\nassistant: "
+    assert TOKENIZER.decode(prompt.tokens) == prompt.text
+
+
+def test_without_a_chat_template_the_text_is_used_or_the_row_refused():
+    bare = tiny_tokenizer()
+    bare.chat_template = None
+    messages = ({"role": "user", "content": "hi"},)
+    it = PromptStream([Row(text="plain", messages=messages)], bare, seed=0, max_prompt_tokens=10)
+    assert it.prompt(0).text == "plain"
+    with pytest.raises(RecipeError, match=r"row 1 of the data set has `messages`.*no chat template"):
+        PromptStream([Row(messages=messages)], bare, seed=0, max_prompt_tokens=10)
+
+
+def test_a_prompt_that_is_too_long_is_refused_at_the_start():
+    rows = [*numbered(7), Row(text="x" * 30)]
+    with pytest.raises(
+        RecipeError, match=r"row 8 of `f.jsonl`: its prompt has 30 tokens, more than the 20 .*max_tokens"
+    ):
+        stream(rows, limit=20, name="`f.jsonl`")
+
+
+def test_a_prompt_of_a_generated_set_is_checked_when_it_comes():
+    class Generated:
+        def __len__(self):
+            return 100_000
+
+        def __getitem__(self, index):
+            return Row(text="x" * (30 if index >= 50_000 else 3))
+
+    it = stream(Generated(), limit=20, shuffle=False)
+    assert it.prompt(49_999).text == "xxx"
+    with pytest.raises(RecipeError, match=r"row 50001 of .* has 30 tokens"):
+        it.prompt(50_000)
+
+
+@pytest.mark.parametrize(("rows", "pattern"), [([], "has no rows"), ([Row(text="")], "row 1 .* its prompt is empty")])
+def test_nothing_to_ask_is_refused(rows, pattern):
+    with pytest.raises(RecipeError, match=pattern):
+        stream(rows)
+
+
+def test_held_out_rows_are_not_trained_on():
+    rows = numbered(40)
+    train, held = split_held_out(rows, 10, seed=3)
+    assert len(held) == 10
+    assert sorted(row.columns["number"] for row in train + held) == list(range(40))
+    assert split_held_out(rows, 10, seed=3) == (train, held)
+    assert split_held_out(rows, 10, seed=4) != (train, held)
+    with pytest.raises(RecipeError, match="40 of 40 rows cannot be held out"):
+        split_held_out(rows, 40, seed=0)
+
+
+RECORDS = [
+    {"prompt": "one?", "answer": "1", "level": 3},
+    {"prompt": "zwölf?", "answer": "12", "level": 4},
+]
+
+
+def test_jsonl_columns_go_to_the_row(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", RECORDS)
+    path.write_text(path.read_text() + "\n\n")
+    assert load_rows(path) == [
+        Row(text="one?", columns={"answer": "1", "level": 3}),
+        Row(text="zwölf?", columns={"answer": "12", "level": 4}),
+    ]
+
+
+def test_parquet_gives_the_same_rows_as_jsonl(tmp_path):
+    records = [*RECORDS]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "rows.parquet")
+    assert load_rows(tmp_path / "rows.parquet") == load_rows(write_jsonl(tmp_path / "rows.jsonl", records))
+
+
+def test_parquet_messages_are_read(tmp_path):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": messages}]), tmp_path / "rows.parquet")
+    assert load_rows(tmp_path / "rows.parquet") == [Row(messages=tuple(messages))]
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
+    (tmp_path / "rows.parquet").touch()
+    real = builtins.__import__
+
+    def without(name, *rest, **named):
+        if name.startswith("pyarrow"):
+            raise ImportError(name)
+        return real(name, *rest, **named)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(RecipeError, match=r"pip install 'stretto\[parquet\]'"):
+        load_rows(tmp_path / "rows.parquet")
+
+
+@pytest.mark.parametrize(
+    ("line", "pattern"),
+    [
+        ("{not json", r"rows.jsonl:2: this line is no JSON"),
+        ("[1, 2]", r"rows.jsonl:2: a row is an object with named columns, this is list"),
+        ('{"question": "?"}', r"rows.jsonl:2: a row has a column `prompt` or a column `messages`"),
+        ('{"prompt": "?", "messages": []}', r"rows.jsonl:2: a row has a column `prompt` or"),
+        ('{"prompt": 3}', r"rows.jsonl:2: `prompt` is a string, this is int"),
+        ('{"prompt": "?", "completion": "!"}', r"rows.jsonl:2: the column `completion`"),
+        ('{"messages": []}', r"rows.jsonl:2: `messages` is a list"),
+        ('{"messages": [{"role": "user"}]}', r"rows.jsonl:2: a message has a `role` and a `content`"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', r"rows.jsonl:2: the last of `messages`"),
+    ],
+)
+def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, pattern):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line + "\n")
+    with pytest.raises(RecipeError, match=pattern):
+        load_rows(path)
+
+
+def test_a_file_that_is_none_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match="is no file"):
+        load_rows(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.csv").touch()
+    with pytest.raises(RecipeError, match=r"ends in `\.csv`"):
+        load_rows(tmp_path / "rows.csv")
+    (tmp_path / "rows.parquet").write_text("no")
+    with pytest.raises(RecipeError, match="cannot be read as Parquet"):
+        load_rows(tmp_path / "rows.parquet")
