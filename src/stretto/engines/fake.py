@@ -1,0 +1,312 @@
+"""An engine without a model, for tests and dry runs: everything of the protocol, tokens out of a hash.
+
+A trajectory's tokens, log-probabilities and length are functions of its prompt, version, seed and sampling, as the
+protocol asks. Lengths have a long tail (log-normal). Failures can be asked for: single requests, or the whole engine.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.engines.threaded import Failed, ThreadedEngine
+from stretto.errors import ChecksumError, EngineError, RequestError, VersionNotResidentError
+from stretto.types import Capacity, Completion, Load, Request, Suspended, Weights
+
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+
+
+def _mix(z: int) -> int:
+    z = (z + _GOLDEN) & _MASK
+    z = ((z ^ (z >> 30)) * _FIRST) & _MASK
+    z = ((z ^ (z >> 27)) * _SECOND) & _MASK
+    return z ^ (z >> 31)
+
+
+def _key(request: Request, version: int) -> int:
+    key = _mix(request.seed & _MASK) ^ _mix(version + 1)
+    for token in request.prompt:
+        key = _mix(key ^ token)
+    return key
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    request: Request
+    arrival: int
+    total: int  # tokens at its end
+    made: int = 0
+    past: Suspended | None = None  # what it had when it came, or when its weights were last exchanged
+    started_at: float = 0.0
+    prefilled: int = 0
+
+
+class FakeCore:
+    """The step-based core; see `FakeEngine` for its options."""
+
+    def __init__(
+        self,
+        *,
+        slots: int = 4,
+        rows: int = 64,
+        kv_tokens: int = 1 << 20,
+        max_context: int = 1 << 16,
+        step_s: float = 0.0,
+        median_tokens: float = 8.0,
+        sigma: float = 1.0,
+        vocabulary: int = 100,
+        failures: Mapping[int, int] | None = None,
+        die_after: int | None = None,
+    ) -> None:
+        self.capacity = Capacity(slots, rows, kv_tokens, max_context)
+        self._step_s, self._median, self._sigma, self._vocabulary = step_s, median_tokens, sigma, vocabulary
+        self._failures = dict(failures or {})
+        self._die_after = die_after
+        self._checksums: dict[int, str] = {}
+        self._running: dict[int, _Running] = {}
+        self._queue: dict[int, _Running] = {}
+        self._arrivals = self._steps = self._tokens = self._prefilled = 0
+        self._busy_s = self._row_s = 0.0
+
+    # -- versions ------------------------------------------------------------------------------------------------------
+
+    def load(self, weights: Weights) -> None:
+        if weights.version in self._checksums:
+            raise RequestError(f"version {weights.version} is resident already")
+        if len(self._checksums) >= self.capacity.slots:
+            raise RequestError(f"all {self.capacity.slots} slots hold versions: {sorted(self._checksums)}")
+        _confirm(weights)
+        self._checksums[weights.version] = weights.checksum
+
+    def swap(self, old: int, weights: Weights) -> None:
+        self._resident(old)
+        if weights.version != old and weights.version in self._checksums:
+            raise RequestError(f"version {weights.version} is resident already")
+        _confirm(weights)
+        for work in self._everyone():
+            if work.request.version == old:
+                if work.made:
+                    past = self._suspended(work)
+                    versions = past.token_versions
+                    versions = np.full(work.made, old, np.int32) if versions is None else versions
+                    work.past = replace(past, token_versions=versions)
+                    self._prefilled += len(work.request.prompt) + work.made
+                work.request = replace(work.request, version=weights.version)
+        del self._checksums[old]
+        self._checksums[weights.version] = weights.checksum
+
+    def unload(self, version: int) -> None:
+        self._resident(version)
+        left = [work.request.id for work in self._everyone() if work.request.version == version]
+        if left:
+            raise RequestError(f"version {version} has {len(left)} trajectories, among them {sorted(left)[:4]}")
+        del self._checksums[version]
+
+    def _resident(self, version: int) -> str:
+        if version not in self._checksums:
+            raise VersionNotResidentError(f"version {version} is not resident; these are: {sorted(self._checksums)}")
+        return self._checksums[version]
+
+    # -- trajectories --------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._queue)
+
+    def _everyone(self) -> list[_Running]:
+        return [*self._running.values(), *self._queue.values()]
+
+    def add(self, work: Request | Suspended) -> None:
+        past = work if isinstance(work, Suspended) else None
+        request = work.request if isinstance(work, Suspended) else work
+        self._resident(request.version)
+        if request.id in self._running or request.id in self._queue:
+            raise RequestError(f"request {request.id} is here already")
+        length, limit = len(request.prompt) + request.sampling.max_tokens, self.capacity
+        if not request.prompt or request.sampling.max_tokens < 1:
+            raise RequestError(f"request {request.id} has an empty prompt or `max_tokens` below 1")
+        if length > min(limit.max_context, limit.kv_tokens):
+            raise RequestError(
+                f"request {request.id} may grow to {length} tokens, `max_context` is {limit.max_context}"
+            )
+        entry = _Running(request, self._arrivals, self._length(request), past=past)
+        if past is not None:
+            entry.made, entry.started_at, entry.prefilled = len(past.tokens), past.started_at, past.prefilled
+            entry.total = max(entry.total, entry.made + 1)
+        self._arrivals += 1
+        self._queue[request.id] = entry
+
+    def _length(self, request: Request) -> int:
+        uniform = (_mix(_key(request, request.version) ^ 1) + 0.5) / 2.0**64
+        tokens = round(self._median * math.exp(self._sigma * NormalDist().inv_cdf(uniform)))
+        return min(max(tokens, 1), request.sampling.max_tokens)
+
+    def suspend(self, ids: Sequence[int], *, kv: bool) -> list[Suspended]:
+        return [self._suspended(work) for work in self._take(ids)]
+
+    def abort(self, ids: Sequence[int]) -> list[int]:
+        return [work.request.id for work in self._take(ids)]
+
+    def _take(self, ids: Sequence[int]) -> list[_Running]:
+        found = [self._running.pop(i, None) or self._queue.pop(i, None) for i in dict.fromkeys(ids)]
+        return [work for work in found if work is not None]
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Completion | Failed]:
+        began = time.perf_counter()
+        if self._die_after is not None and self._steps >= self._die_after:
+            raise EngineError(f"the fake engine was told to die after {self._die_after} steps")
+        free = self.capacity.rows - len(self._running)
+        for work in sorted(self._queue.values(), key=lambda w: (w.request.priority, w.arrival))[:free]:
+            del self._queue[work.request.id]
+            self._running[work.request.id] = work
+            work.started_at = work.started_at or time.time()
+            work.prefilled += len(work.request.prompt)
+            self._prefilled += len(work.request.prompt)
+        if self._step_s:
+            time.sleep(self._step_s)
+        ended: list[Completion | Failed] = []
+        self._steps += 1
+        self._tokens += len(self._running)
+        num_rows = len(self._running)
+        for work in list(self._running.values()):
+            work.made += 1
+            if self._failures.get(work.request.id, 0) > 0:
+                self._failures[work.request.id] -= 1
+                ended.append(Failed(work.request.id, RequestError(f"request {work.request.id} was told to fail")))
+                del self._running[work.request.id]
+            elif work.made >= work.total:
+                ended.append(self._completion(work))
+                del self._running[work.request.id]
+        self._busy_s += time.perf_counter() - began
+        self._row_s += (time.perf_counter() - began) * num_rows
+        return ended
+
+    def _completion(self, work: _Running) -> Completion:
+        done = self._suspended(work)
+        how = work.request.sampling
+        stop = work.total < how.max_tokens
+        if stop and how.stop_tokens:
+            done.tokens[-1] = how.stop_tokens[0]
+        versions = done.token_versions
+        first = work.request.version if versions is None else int(versions[0])
+        return Completion(
+            work.request.id,
+            first,
+            done.tokens,
+            done.logprobs,
+            "stop" if stop else "length",
+            done.checksum,
+            versions,
+            work.started_at,
+            time.time(),
+            work.prefilled,
+        )
+
+    def _suspended(self, work: _Running) -> Suspended:
+        """What a trajectory is so far: the past as it came, the rest out of the hash of its version."""
+        request, past = work.request, work.past
+        start = 0 if past is None else len(past.tokens)
+        tokens, logprobs = self._draw(_key(request, request.version), start, work.made, request)
+        versions = None
+        if past is not None:
+            tokens, logprobs = np.concatenate([past.tokens, tokens]), np.concatenate([past.logprobs, logprobs])
+            if past.token_versions is not None:
+                own = np.full(work.made - start, request.version, np.int32)
+                versions = np.concatenate([past.token_versions, own])
+        checksum = self._resident(request.version)
+        return Suspended(request, tokens, logprobs, checksum, versions, None, work.started_at, work.prefilled)
+
+    def _draw(self, key: int, start: int, end: int, request: Request) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        hashes = np.array([_mix(key + i) for i in range(start, end)], dtype=np.uint64)
+        tokens = (hashes % np.uint64(self._vocabulary)).astype(np.int32)
+        stops = [t for t in request.sampling.stop_tokens if t < self._vocabulary]
+        if stops and len(stops) < self._vocabulary:
+            # A stop token ends a trajectory, so it cannot stand inside of one.
+            allowed = np.setdiff1d(np.arange(self._vocabulary, dtype=np.int32), np.array(stops, dtype=np.int32))
+            tokens = allowed[tokens % len(allowed)]
+        logprobs = -3.0 * ((hashes >> np.uint64(32)).astype(np.float64) / 2.0**32)
+        if request.sampling.temperature <= 0:
+            logprobs = np.zeros_like(logprobs)
+        return tokens, logprobs.astype(np.float32)
+
+    def report(self) -> Load:
+        versions: dict[int, int] = dict.fromkeys(self._checksums, 0)
+        longest = dict.fromkeys(self._checksums, 0)
+        for work in self._everyone():
+            versions[work.request.version] += 1
+            longest[work.request.version] = max(longest[work.request.version], work.made)
+        return Load(
+            running=len(self._running),
+            queued=len(self._queue),
+            kv_tokens=sum(len(work.request.prompt) + work.made for work in self._running.values()),
+            versions=versions,
+            longest=longest,
+            steps=self._steps,
+            tokens=self._tokens,
+            prefilled=self._prefilled,
+            busy_s=self._busy_s,
+            row_s=self._row_s,
+        )
+
+    def close(self) -> None:
+        self._running.clear()
+        self._queue.clear()
+
+
+def _confirm(weights: Weights) -> None:
+    """Without tensors there is nothing that could have been damaged."""
+    if not weights.tensors:
+        return
+    from stretto.models import checksum
+
+    found = checksum(weights.tensors, weights.scale)
+    if found != weights.checksum:
+        raise ChecksumError(f"version {weights.version} has checksum `{found}`, expected `{weights.checksum}`")
+
+
+class FakeEngine(ThreadedEngine):
+    """A `FakeCore` in a thread.
+
+    `step_s` is how long a step takes, whatever the rows; lengths are log-normal with `median_tokens` and `sigma`;
+    `failures` says how often the request of an id fails before it succeeds; after `die_after` steps the engine dies.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: int = 4,
+        rows: int = 64,
+        kv_tokens: int = 1 << 20,
+        max_context: int = 1 << 16,
+        step_s: float = 0.0,
+        median_tokens: float = 8.0,
+        sigma: float = 1.0,
+        vocabulary: int = 100,
+        failures: Mapping[int, int] | None = None,
+        die_after: int | None = None,
+        name: str = "fake",
+    ) -> None:
+        super().__init__(
+            lambda: FakeCore(
+                slots=slots,
+                rows=rows,
+                kv_tokens=kv_tokens,
+                max_context=max_context,
+                step_s=step_s,
+                median_tokens=median_tokens,
+                sigma=sigma,
+                vocabulary=vocabulary,
+                failures=failures,
+                die_after=die_after,
+            ),
+            name=name,
+        )

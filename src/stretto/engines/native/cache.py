@@ -1,0 +1,81 @@
+"""The paged KV cache: one tensor for all layers, pages handed out from a free list and counted by reference.
+
+Page 0 is scratch: rows that only fill a batch up write there, and nothing else ever reads it. A page with more than one
+reference holds tokens of a prompt that several samples share, and is never written again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+PAGE = 16  # tokens a page
+
+
+def num_pages(tokens: int) -> int:
+    """Pages that hold `tokens` tokens."""
+    return -(-tokens // PAGE)
+
+
+class KVCache:
+    """`storage` is [layers, 2, pages * PAGE, kv heads, head size]; a token lives at the slot `page * PAGE + offset`."""
+
+    def __init__(
+        self, layers: int, kv_heads: int, head_size: int, pages: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.layers, self.kv_heads, self.head_size = layers, kv_heads, head_size
+        self.storage = torch.zeros(layers, 2, (pages + 1) * PAGE, kv_heads, head_size, dtype=dtype, device=device)
+        self.num_pages = pages
+        self._free = list(range(pages, 0, -1))
+        self._references = [0] * (pages + 1)
+        self._offsets = torch.arange(PAGE, dtype=torch.int32, device=device)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Pages with one reference each. The caller has made sure that there are enough."""
+        assert count <= len(self._free), "the scheduler took more pages than are free"
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._references[page] = 1
+        return pages
+
+    def share(self, pages: Sequence[int]) -> None:
+        """One more reference to each page."""
+        for page in pages:
+            self._references[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """One reference less to each page; a page without any is free."""
+        for page in pages:
+            self._references[page] -= 1
+            assert self._references[page] >= 0, "a page was released twice"
+            if not self._references[page]:
+                self._free.append(page)
+
+    def references(self, page: int) -> int:
+        return self._references[page]
+
+    def slots(self, pages: Sequence[int], tokens: int) -> Tensor:
+        """The slots [tokens] of the first `tokens` tokens of a list of pages, int32."""
+        table = torch.tensor(pages, dtype=torch.int32, device=self.storage.device)
+        return (table[:, None] * PAGE + self._offsets).view(-1)[:tokens]
+
+    def read(self, pages: Sequence[int], tokens: int) -> Tensor:
+        """A copy in host memory, [layers, 2, tokens, kv heads, head size]."""
+        return self.storage.index_select(2, self.slots(pages, tokens)).cpu()
+
+    def write(self, pages: Sequence[int], kv: Tensor) -> None:
+        """The inverse of `read`."""
+        slots = self.slots(pages, kv.shape[2])
+        self.storage.index_copy_(2, slots.long(), kv.to(self.storage.device, self.storage.dtype))
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Give a sample its own copy of the page that its prompt ends in."""
+        self.storage[:, :, target * PAGE : (target + 1) * PAGE] = self.storage[
+            :, :, source * PAGE : (source + 1) * PAGE
+        ]

@@ -1,0 +1,385 @@
+"""The native engine: continuous batching over a paged cache, with the versions of a policy side by side.
+
+A step is: admit, provide pages, choose what to prefill, one forward (one a version with full weights), draw, finish.
+This is the synchronous core; `ThreadedEngine` runs it in a thread and gives it the protocol of an engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stretto.engines.native import probe
+from stretto.engines.native.attention import Chunk, Planner
+from stretto.engines.native.cache import PAGE, KVCache, num_pages
+from stretto.engines.native.rows import CONTEXT, SLOT, TOKEN, Rows
+from stretto.engines.native.schedule import Schedule
+from stretto.engines.native.trajectory import Prefix, Trajectory
+from stretto.engines.native.versions import make_slots
+from stretto.errors import ChecksumError, ModelError, RequestError, VersionNotResidentError
+from stretto.models import checksum
+from stretto.types import Capacity, Completion, FinishReason, Load, Request, Sampling, Suspended, Weights
+
+PROBE_SHORT, PROBE_LONG = 40, 80  # prompt tokens of the check at construction, on both sides of `SHORT`
+TAIL = 8  # tokens decoded beyond the length of the longest stop string
+
+
+class NativeEngine:
+    """Generates under several versions at once. Not thread-safe: one thread calls everything.
+
+    In float32 on the CPU (`exact`), a trajectory's tokens and log-probabilities do not change by a bit with its
+    neighbours, the versions beside it, a preemption, or a suspension with its KV.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        kind: Literal["lora", "full"],
+        slots: int,
+        rows: int,
+        kv_tokens: int,
+        max_context: int,
+        lora_rank: int | None = None,
+        lora_targets: Sequence[str] | None = None,
+        prefill_tokens: int = 512,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        for name, value in (("slots", slots), ("rows", rows), ("kv_tokens", kv_tokens), ("max_context", max_context)):
+            if value < 1:
+                raise ModelError(f"`{name} = {value}` must be at least 1")
+        if prefill_tokens < 16:
+            raise ModelError(f"`prefill_tokens = {prefill_tokens}` must be at least 16")
+        probe.refuse_by_config(model)
+        self.capacity = Capacity(slots, rows, kv_tokens, max_context)
+        device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
+        targets = None if lora_targets is None else tuple(lora_targets)
+        self._slots = make_slots(model, kind, slots, lora_rank, targets)
+        attention, layers, heads, kv_heads, head_size = probe.discover(self._slots.trees)
+        per_token = True
+        for tree in self._slots.trees:
+            probe.fuse_norms(tree)
+            per_token &= probe.batch_experts(tree, rows + prefill_tokens)
+        self._filling, same = probe.exact_filling(self._slots.trees[0], rows + prefill_tokens)
+        self.exact = same and per_token and dtype == torch.float32 and device.type == "cpu"
+        # The sampled product over the cache wants float32 on the CPU; a wider cache loses nothing.
+        cache_dtype = torch.float32 if device.type == "cpu" else dtype
+        # One page more than the budget: a prompt's last page stands twice while its first sample gets a copy.
+        self._cache = KVCache(layers, kv_heads, head_size, num_pages(kv_tokens) + 1, cache_dtype, device)
+        self._planner = Planner(self._cache, heads)
+        self._attention = attention
+        attention.cache = self._cache
+        self._rows = Rows(rows, max_context, device)
+        self._schedule = Schedule(self._cache, self._rows, prefill_tokens)
+        self._decode = decode
+        self._vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+        self._versions: dict[int, int] = {}  # version -> slot
+        self._checksums: dict[int, str] = {}  # version -> of what is resident
+        self._here: dict[int, Trajectory] = {}
+        self._arrivals = self._steps = self._tokens = 0
+        self._busy_s = self._row_s = 0.0
+        self._observed: list[Tensor] | None = None
+        self._running, self._mark = 0, time.perf_counter()
+        self._compare(model)
+
+    # -- versions ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def load(self, weights: Weights) -> None:
+        """Put a version into a free slot; raises `ChecksumError` and holds nothing where it did not arrive whole."""
+        if weights.version in self._versions:
+            raise RequestError(f"version {weights.version} is resident already")
+        free = sorted(set(range(self.capacity.slots)) - set(self._versions.values()))
+        if not free:
+            raise RequestError(f"all {self.capacity.slots} slots hold versions: {sorted(self._versions)}")
+        self._slots.put(free[0], weights)
+        self._versions[weights.version] = free[0]
+        self._checksums[weights.version] = weights.checksum
+
+    @torch.inference_mode()
+    def swap(self, old: int, weights: Weights) -> None:
+        """Overwrite a version; its trajectories go on under the new one, from caches made again."""
+        slot = self._slot(old)
+        if weights.version in self._versions and weights.version != old:
+            raise RequestError(f"version {weights.version} is resident already")
+        found = checksum(weights.tensors, weights.scale)
+        if found != weights.checksum:
+            raise ChecksumError(f"version {weights.version} has checksum `{found}`, expected `{weights.checksum}`")
+        del self._versions[old], self._checksums[old]
+        self._slots.put(slot, weights)
+        self._versions[weights.version] = slot
+        self._checksums[weights.version] = weights.checksum
+        self._schedule.change_version(slot, weights.version)
+
+    @torch.inference_mode()
+    def unload(self, version: int) -> None:
+        """Free a version's slot; an error while it has trajectories."""
+        slot = self._slot(version)
+        left = [t.request.id for t in self._here.values() if t.slot == slot]
+        if left:
+            raise RequestError(f"version {version} has {len(left)} trajectories, among them {sorted(left)[:4]}")
+        self._slots.clear(slot)
+        del self._versions[version], self._checksums[version]
+
+    def _slot(self, version: int) -> int:
+        if version not in self._versions:
+            raise VersionNotResidentError(f"version {version} is not resident; these are: {sorted(self._versions)}")
+        return self._versions[version]
+
+    # -- trajectories --------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def add(self, work: Request | Suspended) -> None:
+        """Queue a request, or a trajectory that was suspended; raises `RequestError` where it can never be served."""
+        request = work.request if isinstance(work, Suspended) else work
+        self._check(request)
+        trajectory = Trajectory(request, self._arrivals, self._slot(request.version))
+        if isinstance(work, Suspended):
+            self._restore(trajectory, work)
+        self._arrivals += 1
+        self._here[request.id] = trajectory
+        self._schedule.submit(trajectory)
+
+    def _check(self, request: Request) -> None:
+        what, limit = f"request {request.id}", self.capacity
+        length = len(request.prompt) + request.sampling.max_tokens
+        if request.id in self._here:
+            raise RequestError(f"{what} is here already")
+        if not request.prompt or request.sampling.max_tokens < 1:
+            raise RequestError(
+                f"{what} has {len(request.prompt)} prompt tokens and max_tokens {length}: both must be > 0"
+            )
+        most = min(limit.max_context, limit.kv_tokens)
+        if length > most:
+            raise RequestError(
+                f"{what} may grow to {length} tokens ({len(request.prompt)} of prompt, `max_tokens`"
+                f" {request.sampling.max_tokens}); `max_context` is {limit.max_context}, `kv_tokens` {limit.kv_tokens}"
+            )
+        if min(request.prompt) < 0 or max(request.prompt) >= self._vocabulary:
+            raise RequestError(f"{what} has a token outside of the vocabulary of {self._vocabulary}")
+        if request.sampling.stop_strings and self._decode is None:
+            raise RequestError(f"{what} has `stop_strings`, but the engine was made without `decode`")
+
+    def _restore(self, trajectory: Trajectory, suspended: Suspended) -> None:
+        request, made = suspended.request, len(suspended.tokens)
+        if made >= request.sampling.max_tokens:
+            raise RequestError(f"request {request.id} has all of its {made} tokens already")
+        resident = self._checksums[request.version]
+        if made and suspended.checksum != resident:
+            raise RequestError(
+                f"request {request.id} was made by weights `{suspended.checksum}`,"
+                f" version {request.version} is `{resident}` here"
+            )
+        if suspended.kv is not None:
+            cache = self._cache
+            shape = (cache.layers, 2, len(request.prompt) + made - 1, cache.kv_heads, cache.head_size)
+            if tuple(suspended.kv.shape) != shape or not made:
+                raise RequestError(f"request {request.id} has KV of {tuple(suspended.kv.shape)}, expected {shape}")
+        trajectory.tokens = np.asarray(suspended.tokens, dtype=np.int32)
+        trajectory.logprobs = np.asarray(suspended.logprobs, dtype=np.float32)
+        versions = suspended.token_versions
+        trajectory.past_versions = None if versions is None else np.asarray(versions, dtype=np.int32)
+        trajectory.kv = suspended.kv
+        trajectory.started_at, trajectory.prefilled = suspended.started_at, suspended.prefilled
+
+    @torch.inference_mode()
+    def suspend(self, ids: Sequence[int], *, kv: bool) -> list[Suspended]:
+        """Take trajectories out. Ids that are not here are left out."""
+        return [t.suspended(self._checksums[t.request.version]) for t in self._take(ids, kv=kv)]
+
+    @torch.inference_mode()
+    def abort(self, ids: Sequence[int]) -> list[int]:
+        """Throw trajectories away; returns those that were here."""
+        return [trajectory.request.id for trajectory in self._take(ids, kv=False)]
+
+    def _take(self, ids: Sequence[int], *, kv: bool) -> list[Trajectory]:
+        taken = [self._here.pop(i) for i in dict.fromkeys(ids) if i in self._here]
+        for trajectory in taken:
+            self._schedule.withdraw(trajectory, kv=kv)
+        return taken
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._here)
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        """One token for every running row; returns what has finished."""
+        self._account()
+        schedule, rows = self._schedule, self._rows
+        schedule.admit()
+        schedule.provide()
+        chunks = schedule.chunks()
+        self._running = len(rows) + schedule.num_waiting
+        logits = self._forward(chunks)
+        for prefix in schedule.ready():
+            assert prefix.logits is not None
+            logits.append(prefix.logits.expand(len(prefix.waiting), -1))
+            schedule.fork(prefix)
+        finished: list[Completion] = []
+        if len(rows):
+            finished = self._draw(logits[0] if len(logits) == 1 else torch.cat(logits))
+        self._steps += 1
+        self._account()
+        self._running = len(rows) + schedule.num_waiting
+        return finished
+
+    def _forward(self, chunks: list[tuple[Prefix, Chunk]]) -> list[Tensor]:
+        """Logits [rows, vocabulary] of the decoding rows, if there are any; those of finished prefixes go to them."""
+        rows, n = self._rows, len(self._rows)
+        if not n and not chunks:
+            return []
+        if self._slots.mixed:
+            return [self._run(self._slots.trees[0], None, chunks)]
+        logits = None
+        for slot in sorted({*rows.slot[:n].tolist(), *(chunk.weights_slot for _, chunk in chunks)}):
+            own = np.nonzero(rows.slot[:n] == slot)[0]
+            index = None if len(own) == n else torch.from_numpy(own).to(rows.device)
+            part = self._run(self._slots.trees[slot], index, [c for c in chunks if c[1].weights_slot == slot])
+            if index is None:
+                logits = part
+            else:
+                logits = part.new_empty(n, part.shape[1]) if logits is None else logits
+                logits.index_copy_(0, index, part)
+        assert logits is not None
+        return [logits]
+
+    def _run(self, tree: nn.Module, index: Tensor | None, chunks: list[tuple[Prefix, Chunk]]) -> Tensor:
+        """One forward of the rows of `index` (None: all) and of chunks; the logits of the rows."""
+        n = len(self._rows)
+        ints, pages = self._rows.ints[:, :n], self._rows.pages[:n]
+        if index is not None:
+            ints, pages = ints.index_select(1, index), pages.index_select(0, index)
+        count = ints.shape[1]
+        total = count + sum(chunk.end - chunk.start for _, chunk in chunks)
+        filling = max(0, self._filling - total)
+        plan = self._planner.plan(ints[TOKEN], ints[CONTEXT], pages, ints[SLOT], [c for _, c in chunks], filling)
+        self._attention.plan = plan
+        self._slots.choose(plan.weights_slots)
+        keep: Tensor | int = 0  # all
+        ended = [(prefix, end) for (prefix, chunk), end in zip(chunks, plan.ends, strict=True) if chunk.last]
+        if chunks or filling:
+            wanted = [*range(count), *(end for _, end in ended)]
+            wanted += [0] * (self._filling - len(wanted))
+            keep = torch.tensor(wanted, device=self._rows.device)
+        logits: Tensor = tree(
+            input_ids=plan.tokens[None], position_ids=plan.positions[None], use_cache=False, logits_to_keep=keep
+        ).logits[0]
+        for place, (prefix, _) in enumerate(ended):
+            prefix.logits = logits[count + place].clone()
+        return logits[:count]
+
+    def _draw(self, logits: Tensor) -> list[Completion]:
+        rows = self._rows
+        if self._observed is not None:
+            self._observed.append(logits.clone())
+        self._tokens += len(rows)
+        ended, stopped = rows.sample(logits)
+        finish: dict[int, FinishReason] = {row: "stop" if stopped[row] else "length" for row in ended.tolist()}
+        for row in np.nonzero(rows.strings[: len(rows)])[0].tolist():
+            if self._ends_in_string(row):
+                finish[row] = "stop"
+        if not finish:
+            return []
+        now, done, gone = time.time(), [], [rows.trajectories[row] for row in finish]
+        for trajectory in gone:
+            row = trajectory.row
+            tokens, logprobs = rows.output(row)
+            resident = self._checksums[trajectory.request.version]
+            done.append(trajectory.completion(tokens, logprobs, finish[row], resident, now))
+        rows.remove(list(finish))
+        for trajectory in gone:
+            self._schedule.release(trajectory)
+            del self._here[trajectory.request.id]
+        return done
+
+    def _ends_in_string(self, row: int) -> bool:
+        strings = self._rows.trajectories[row].sampling.stop_strings
+        assert self._decode is not None
+        tokens, _ = self._rows.output(row)
+        text = self._decode(tokens[-(max(map(len, strings)) + TAIL) :].tolist())
+        return any(string in text for string in strings)
+
+    # -- what it says of itself ----------------------------------------------------------------------------------------
+
+    def _account(self) -> None:
+        now = time.perf_counter()
+        if self._running:
+            self._busy_s += now - self._mark
+            self._row_s += (now - self._mark) * self._running
+        self._mark = now
+
+    def report(self) -> Load:
+        """What it is doing and has done."""
+        self._account()
+        rows, n = self._rows, len(self._rows)
+        counts: dict[int, int] = dict.fromkeys(self._versions.values(), 0)
+        for trajectory in self._here.values():
+            counts[trajectory.slot] += 1
+        made = rows.context[:n] - rows.prompt[:n]
+        longest: dict[int, int] = {}
+        for version, slot in self._versions.items():
+            own = made[rows.slot[:n] == slot]
+            longest[version] = int(own.max()) if len(own) else 0
+        return Load(
+            running=n + self._schedule.num_waiting,
+            queued=len(self._schedule.queue),
+            kv_tokens=(self._cache.num_pages - self._cache.num_free) * PAGE,
+            versions={version: counts[slot] for version, slot in self._versions.items()},
+            longest=longest,
+            steps=self._steps,
+            tokens=self._tokens,
+            prefilled=self._schedule.prefilled,
+            preemptions=self._schedule.preemptions,
+            busy_s=self._busy_s,
+            row_s=self._row_s,
+        )
+
+    def close(self) -> None:
+        """Forget everything that is here."""
+        self._here.clear()
+
+    # -- the check at construction -------------------------------------------------------------------------------------
+
+    def _compare(self, model: nn.Module) -> None:
+        """Prefill and decode a little under the base weights, and compare with the model's own forward."""
+        training = model.training
+        model.eval()
+        try:
+            for length in (PROBE_SHORT, PROBE_LONG):
+                length = min(length, self.capacity.max_context - 4, self.capacity.kv_tokens - 4)
+                if length > 0:
+                    self._compare_one(model, length)
+        finally:
+            model.train(training)
+        self._arrivals = self._steps = self._tokens = 0
+        self._busy_s = self._row_s = 0.0
+        self._schedule.prefilled = self._schedule.preemptions = 0
+
+    def _compare_one(self, model: nn.Module, length: int) -> None:
+        generator = torch.Generator().manual_seed(length)
+        prompt = tuple(torch.randint(0, self._vocabulary, (length,), generator=generator).tolist())
+        self._versions, self._checksums, self._observed = {-1: 0}, {-1: ""}, []
+        self.add(Request(-1, -1, prompt, 0, Sampling(4, temperature=0.0)))
+        done: list[Completion] = []
+        while self.has_work:
+            done += self.step()
+        ours = torch.cat(self._observed).float()
+        self._versions, self._checksums, self._observed = {}, {}, None
+        inputs = torch.tensor([[*prompt, *done[0].tokens[:-1].tolist()]], device=self._rows.device)
+        with torch.inference_mode():
+            theirs = model(input_ids=inputs, use_cache=False).logits[0, length - 1 :].float()
+        tolerance = 1e-3 if next(model.parameters()).dtype == torch.float32 else 5e-2
+        error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
+        if not error <= tolerance:
+            raise ModelError(
+                f"the native engine does not serve `{model.config.model_type}`: its logits over a paged cache differ"  # type: ignore[union-attr]
+                f" from the model's own by {error:.2g} of their size"
+            )

@@ -1,0 +1,82 @@
+"""LoRA versions side by side: every linear layer holds the adapters of all slots, and a mask picks each token's own.
+
+`y = x W^T + b + scale * select(x A_all) B_all`. The mask *selects*: multiplying by zero would let a NaN of one version
+into the rows of another. All versions mix in one forward, so a second version costs a wider A and B, not a second pass.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class SlotMask:
+    """What all layers of one tree share: which columns of `x A_all` each token must not see, and the scale."""
+
+    def __init__(self, slots: int, rank: int, device: torch.device) -> None:
+        self._slot_of_column = torch.arange(slots, device=device).repeat_interleave(rank)
+        self.foreign = torch.zeros(1, slots * rank, dtype=torch.bool, device=device)  # [tokens or 1, slots * rank]
+        self.scale = 1.0
+
+    def choose(self, slots: Tensor) -> None:
+        """Set the slot [tokens] of every token of the next forward."""
+        self.foreign = slots[:, None] != self._slot_of_column
+
+
+class SlottedLinear(nn.Module):
+    """A linear layer with `slots` adapters. Weight and bias are the base's own Parameters."""
+
+    def __init__(self, base: nn.Linear, slots: int, rank: int, mask: SlotMask) -> None:
+        super().__init__()
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        a = torch.zeros(slots, rank, self.in_features, dtype=base.weight.dtype, device=base.weight.device)
+        b = torch.zeros(slots, rank, self.out_features, dtype=base.weight.dtype, device=base.weight.device)
+        self.lora_a: Tensor
+        self.lora_b: Tensor
+        self.register_buffer("lora_a", a, persistent=False)
+        self.register_buffer("lora_b", b, persistent=False)
+        # Views that the forward uses; a module attribute would make them buffers of their own.
+        self._flat = (self.lora_a.view(slots * rank, -1), self.lora_b.view(slots * rank, -1))
+        self._mask = mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        a, b = self._flat
+        h = F.linear(x.reshape(-1, self.in_features), a).masked_fill_(self._mask.foreign, 0.0)
+        y.view(-1, self.out_features).addmm_(h, b, alpha=self._mask.scale)
+        return y
+
+    def resident(self, slot: int) -> tuple[Tensor, Tensor]:
+        """The adapter in `slot` as it was received: A [r, in] and B [out, r], views of what the forward reads."""
+        return self.lora_a[slot], self.lora_b[slot].t()
+
+    def put(self, slot: int, a: Tensor, b: Tensor) -> None:
+        self.lora_a[slot].copy_(a)
+        self.lora_b[slot].copy_(b.t())
+
+    def clear(self, slot: int) -> None:
+        """Zero a slot, so that nothing of an unloaded version stays behind."""
+        self.lora_a[slot].zero_()
+        self.lora_b[slot].zero_()
+
+
+def slot_linears(
+    tree: nn.Module, targets: tuple[str, ...] | None, slots: int, rank: int, mask: SlotMask
+) -> dict[str, SlottedLinear]:
+    """Replace linear layers of `tree` in place; returns them by name.
+
+    A target names a module in full or by its last part; without targets, every linear layer but the output head.
+    """
+    head = getattr(tree, "get_output_embeddings", lambda: None)()
+    found: dict[str, SlottedLinear] = {}
+    for name, module in list(tree.named_modules()):
+        if not isinstance(module, nn.Linear):
+            continue
+        wanted = module is not head if targets is None else name in targets or name.rpartition(".")[2] in targets
+        if wanted:
+            parent, _, last = name.rpartition(".")
+            found[name] = SlottedLinear(module, slots, rank, mask)
+            setattr(tree.get_submodule(parent), last, found[name])
+    return found

@@ -1,0 +1,90 @@
+"""Drawing tokens, and the log-probability of each under the distribution that it was really drawn from.
+
+Everything is per row: what one row draws does not depend on how its neighbours sample. A draw has no state; it is keyed
+by (seed, position), so that a trajectory goes on anywhere as if it had never been interrupted.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+_MASK_64 = (1 << 64) - 1
+
+
+def _signed(value: int) -> int:
+    value &= _MASK_64
+    return value - (1 << 64) if value >> 63 else value
+
+
+def mix_seed(seed: int) -> int:
+    """Spread a seed over 64 bits (the finalizer of splitmix64), as a signed integer that a tensor can hold."""
+    z = (seed + _GOLDEN) & _MASK_64
+    z = ((z ^ (z >> 30)) * _MIX_1) & _MASK_64
+    z = ((z ^ (z >> 27)) * _MIX_2) & _MASK_64
+    return _signed(z ^ (z >> 31))
+
+
+_STEP, _FIRST, _SECOND = _signed(_GOLDEN), _signed(_MIX_1), _signed(_MIX_2)
+
+
+def _xor_shift(z: Tensor, bits: int) -> Tensor:
+    # A logical shift: the arithmetic one would smear the sign over the top bits.
+    return z ^ ((z >> bits) & ((1 << (64 - bits)) - 1))
+
+
+def uniforms(mixed_seeds: Tensor, positions: Tensor) -> Tensor:
+    """One uniform number in [0, 1) a row, float64, from `mix_seed(seed)` and the index of the token drawn."""
+    z = mixed_seeds + (positions + 1) * _STEP
+    z = _xor_shift(z, 30) * _FIRST
+    z = _xor_shift(z, 27) * _SECOND
+    z = _xor_shift(z, 31)
+    return ((z >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
+
+
+def truncate(logprobs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Log-probabilities [rows, vocabulary] cut to top-k, then top-p, then min-p, and renormalized.
+
+    A row that uses none of them comes back bit for bit as it was, so that it draws the same beside a row that does.
+    """
+    ranked, order = logprobs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logprobs.shape[-1], device=logprobs.device)
+    keep = (rank < top_k[:, None]) | (top_k[:, None] <= 0)
+    mass = ranked.exp().to(torch.float64).masked_fill(~keep, 0.0)
+    # A token stays while what lies above it has not reached `top_p` of the mass: the first always does.
+    keep &= (mass.cumsum(-1) - mass < top_p[:, None] * mass.sum(-1, keepdim=True)) | (top_p[:, None] >= 1.0)
+    keep &= (ranked >= ranked[:, :1] + min_p[:, None].log()) | (min_p[:, None] <= 0.0)
+    keep[:, 0] = True
+    kept = torch.zeros_like(keep).scatter_(1, order, keep)
+    cut = logprobs.masked_fill(~kept, -torch.inf)
+    cut = cut - cut.logsumexp(-1, keepdim=True)
+    uses = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
+    return torch.where(uses[:, None], cut, logprobs)
+
+
+def sample(
+    logits: Tensor,  # [rows, vocabulary]
+    uniform: Tensor,  # [rows], float64
+    temperature: Tensor,  # [rows]; 0: greedy
+    truncation: tuple[Tensor, Tensor, Tensor] | None,  # top_k, top_p, min_p, each [rows]; None: no row uses them
+    any_greedy: bool,
+) -> tuple[Tensor, Tensor]:
+    """Tokens [rows] int64 and their log-probabilities [rows] float32."""
+    logits = logits.float()
+    heat = torch.where(temperature > 0, temperature, 1.0) if any_greedy else temperature
+    logprobs = torch.log_softmax(logits / heat[:, None], dim=-1)
+    if truncation is not None:
+        logprobs = truncate(logprobs, *truncation)
+    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    threshold = uniform[:, None] * cumulative[:, -1:]
+    # The first token whose cumulative mass exceeds the threshold has mass of its own, so it is never a cut one.
+    tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
+    drawn = logprobs.gather(1, tokens[:, None]).squeeze(1)
+    if any_greedy:
+        greedy = temperature <= 0
+        tokens = torch.where(greedy, logits.argmax(-1), tokens)
+        drawn = drawn.masked_fill(greedy, 0.0)
+    return tokens, drawn

@@ -1,0 +1,110 @@
+"""One trajectory on its way through the engine: queued, waiting for its prefix, or decoding in a row."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stretto.types import Completion, FinishReason, Request, Sampling, Suspended
+
+NO_TOKENS: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
+NO_LOGPROBS: NDArray[np.float32] = np.zeros(0, dtype=np.float32)
+
+
+@dataclass(slots=True, eq=False)
+class Trajectory:
+    """`tokens` and `logprobs` are what it had when it last entered the queue; while it decodes, its row has more."""
+
+    request: Request
+    arrival: int
+    slot: int
+    tokens: NDArray[np.int32] = field(default_factory=lambda: NO_TOKENS)
+    logprobs: NDArray[np.float32] = field(default_factory=lambda: NO_LOGPROBS)
+    past_versions: NDArray[np.int32] | None = None  # of the first tokens, where other weights made them
+    kv: Tensor | None = None  # on the host, while it is out of the cache
+    pages: list[int] = field(default_factory=list)
+    row: int = -1
+    prefix: Prefix | None = None  # what it waits for
+    origin: Prefix | None = None  # what it decodes from, where others of its group may follow
+    started_at: float = 0.0
+    prefilled: int = 0
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.request.sampling
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first, and who is preempted last."""
+        return (self.request.priority, self.arrival)
+
+    def token_versions(self, made: int) -> NDArray[np.int32] | None:
+        """The version of each of its `made` tokens; None where all are its own."""
+        if self.past_versions is None:
+            return None
+        own = np.full(made - len(self.past_versions), self.request.version, dtype=np.int32)
+        return np.concatenate([self.past_versions, own])
+
+    def change_version(self, version: int) -> None:
+        """Go on under another version; tokens made so far keep theirs."""
+        past = self.token_versions(len(self.tokens))
+        if past is None and len(self.tokens):
+            past = np.full(len(self.tokens), self.request.version, dtype=np.int32)
+        self.past_versions = past
+        self.request = replace(self.request, version=version)
+
+    def suspended(self, checksum: str) -> Suspended:
+        """Its portable form, from what is in `tokens`, `logprobs` and `kv`."""
+        return Suspended(
+            self.request,
+            self.tokens,
+            self.logprobs,
+            checksum,
+            self.token_versions(len(self.tokens)),
+            self.kv,
+            self.started_at,
+            self.prefilled,
+        )
+
+    def completion(
+        self,
+        tokens: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+        finish: FinishReason,
+        checksum: str,
+        now: float,
+    ) -> Completion:
+        """What it became. Its version is that of its first token."""
+        versions = self.token_versions(len(tokens))
+        first = self.request.version if versions is None else int(versions[0])
+        return Completion(
+            self.request.id, first, tokens, logprobs, finish, checksum, versions, self.started_at, now, self.prefilled
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """Tokens to prefill once for all trajectories that start from them.
+
+    Without pages it has not begun; with `logits` it is done. It lives while a trajectory in the queue needs it, and
+    while one of its group decodes, since the rest of the group may come a moment later.
+    """
+
+    key: Hashable
+    tokens: Tensor  # [n]
+    slot: int
+    queued: int = 0  # trajectories in the queue that will start from it
+    children: int = 0  # rows that decode from it
+    waiting: list[Trajectory] = field(default_factory=list)  # admitted, each with a row reserved
+    pages: list[int] = field(default_factory=list)
+    cache_slots: Tensor | None = None  # [n] int32
+    done: int = 0  # tokens prefilled
+    logits: Tensor | None = None  # [vocabulary], of its last token
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return min(t.order for t in self.waiting)

@@ -1,0 +1,269 @@
+"""An engine in a thread of its own: a step-based core behind the asynchronous protocol.
+
+Commands cross in one queue and are applied between steps; results go back with one wake-up of the caller's loop a
+round.
+Without work the thread blocks on the queue. If the core fails, every pending call and every later one says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+from stretto.errors import AbortedError, EngineError, StrettoError, SuspendedError
+from stretto.types import Capacity, Completion, Load, Request, Suspended, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A request that the core gave up while it lives on."""
+
+    id: int
+    error: StrettoError
+
+
+class Core(Protocol):
+    """A synchronous engine; one thread calls everything."""
+
+    @property
+    def capacity(self) -> Capacity: ...
+    @property
+    def has_work(self) -> bool:
+        """Whether another step would do anything."""
+        ...
+
+    def step(self) -> Sequence[Completion | Failed]:
+        """Go on by one token for every running trajectory; what has ended."""
+        ...
+
+    def add(self, work: Request | Suspended) -> None: ...
+    def load(self, weights: Weights) -> None: ...
+    def swap(self, old: int, weights: Weights) -> None: ...
+    def unload(self, version: int) -> None: ...
+    def suspend(self, ids: Sequence[int], *, kv: bool) -> list[Suspended]: ...
+    def abort(self, ids: Sequence[int]) -> list[int]:
+        """Throw trajectories away; those that were there."""
+        ...
+
+    def report(self) -> Load: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """Something to do between two steps, and whom to tell. `trajectory`: the answer comes when that one ends."""
+
+    apply: Callable[[Core], Any]
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Any]
+    trajectory: int | None = None
+
+
+_Answer = tuple[_Call, Any, BaseException | None]
+
+
+class ThreadedEngine:
+    """The `Engine` protocol over a core that is made, and lives, in one thread.
+
+    `threads` is the number of threads that torch may use inside the core; None leaves it alone, and torch unimported.
+    """
+
+    def __init__(self, make: Callable[[], Core], *, threads: int | None = None, name: str = "engine") -> None:
+        self._name, self._threads = name, threads
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        # The engine's thread alone uses these three.
+        self._inbox: deque[_Call | None] = deque()  # taken from the queue and not applied yet
+        self._pending: dict[int, _Call] = {}  # trajectory -> who waits for its end
+        self._answers: list[_Answer] = []  # to deliver at the end of this round
+        self._failure: BaseException | None = None
+        self._closed = threading.Event()
+        self._gate = threading.Lock()  # a call is either queued before the end, or refused after it
+        started: SimpleQueue[Core | BaseException] = SimpleQueue()
+        self._thread = threading.Thread(target=self._main, args=(make, started), name=name, daemon=True)
+        self._thread.start()
+        core = started.get()
+        if isinstance(core, BaseException):
+            self._thread.join()
+            raise core
+        self.capacity = core.capacity
+        self._load = core.report()
+
+    # -- the loop's side -----------------------------------------------------------------------------------------------
+
+    def report(self) -> Load:
+        """What it is doing, at the latest step boundary."""
+        return self._load
+
+    async def load(self, weights: Weights) -> None:
+        await self._call(lambda core: core.load(weights))
+
+    async def swap(self, old: int, weights: Weights) -> None:
+        await self._call(lambda core: core.swap(old, weights))
+
+    async def unload(self, version: int) -> None:
+        await self._call(lambda core: core.unload(version))
+
+    async def generate(self, request: Request) -> Completion:
+        return await self._follow(request, request.id)
+
+    async def resume(self, suspended: Suspended) -> Completion:
+        return await self._follow(suspended, suspended.request.id)
+
+    async def suspend(self, ids: Sequence[int], *, kv: bool) -> list[Suspended]:
+        result: list[Suspended] = await self._call(lambda core: self._suspend(core, list(ids), kv))
+        return result
+
+    async def abort(self, ids: Sequence[int]) -> None:
+        await self._call(lambda core: self._abort(core, list(ids)))
+
+    async def close(self) -> None:
+        with self._gate:
+            self._closed.set()
+            self._calls.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    async def _follow(self, work: Request | Suspended, trajectory: int) -> Completion:
+        try:
+            result: Completion = await self._call(lambda core: core.add(work), trajectory)
+        except asyncio.CancelledError:
+            # Nobody waits for it any more; an orphan would hold a row to its end.
+            loop = asyncio.get_running_loop()
+            with self._gate:
+                if not self._closed.is_set():
+                    self._calls.put(_Call(lambda core: self._abort(core, [trajectory]), loop, loop.create_future()))
+            raise
+        return result
+
+    async def _call(self, apply: Callable[[Core], Any], trajectory: int | None = None) -> Any:
+        loop = asyncio.get_running_loop()
+        call = _Call(apply, loop, loop.create_future(), trajectory)
+        with self._gate:
+            if self._closed.is_set():
+                raise self._over()
+            self._calls.put(call)
+        return await call.future
+
+    def _over(self) -> EngineError:
+        error = EngineError(f"engine `{self._name}` is closed")
+        if self._failure is not None:
+            error = EngineError(f"engine `{self._name}` failed: {type(self._failure).__name__}: {self._failure}")
+            error.__cause__ = self._failure
+        return error
+
+    # -- the engine's side ---------------------------------------------------------------------------------------------
+
+    def _main(self, make: Callable[[], Core], started: SimpleQueue[Core | BaseException]) -> None:
+        try:
+            if self._threads is not None:
+                import torch
+
+                torch.set_num_threads(self._threads)
+            core = make()
+        except BaseException as error:
+            started.put(error)
+            return
+        started.put(core)
+        try:
+            self._run(core)
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._end()
+            core.close()
+
+    def _run(self, core: Core) -> None:
+        while True:
+            try:
+                self._take(block=not core.has_work)
+                while self._inbox:
+                    call = self._inbox[0]
+                    if call is None:
+                        return
+                    self._apply(core, call)
+                    self._inbox.popleft()
+                if core.has_work:
+                    for ended in core.step():
+                        self._settle(ended.id, ended)
+                self._load = core.report()
+            finally:
+                answers, self._answers = self._answers, []
+                self._deliver(answers)
+
+    def _take(self, *, block: bool) -> None:
+        if block:
+            self._inbox.append(self._calls.get())
+        while True:
+            try:
+                self._inbox.append(self._calls.get_nowait())
+            except Empty:
+                return
+
+    def _apply(self, core: Core, call: _Call) -> None:
+        try:
+            result = call.apply(core)
+        except EngineError:
+            raise
+        except StrettoError as error:
+            self._answers.append((call, None, error))
+            return
+        if call.trajectory is None:
+            self._answers.append((call, result, None))
+        else:
+            self._pending[call.trajectory] = call
+
+    def _settle(self, trajectory: int, ended: Completion | Failed | StrettoError) -> None:
+        call = self._pending.pop(trajectory)
+        if isinstance(ended, Failed):
+            ended = ended.error
+        if isinstance(ended, StrettoError):
+            self._answers.append((call, None, ended))
+        else:
+            self._answers.append((call, ended, None))
+
+    def _suspend(self, core: Core, ids: list[int], kv: bool) -> list[Suspended]:
+        taken = core.suspend(ids, kv=kv)
+        for suspended in taken:
+            self._settle(suspended.request.id, SuspendedError(f"trajectory {suspended.request.id} was suspended"))
+        return taken
+
+    def _abort(self, core: Core, ids: list[int]) -> None:
+        for gone in core.abort(ids):
+            self._settle(gone, AbortedError(f"trajectory {gone} was aborted"))
+
+    def _end(self) -> None:
+        """Answer everybody who still waits; from here on every call is refused."""
+        with self._gate:
+            self._closed.set()
+            self._take(block=False)
+        waiting = [call for call in self._inbox if call is not None] + list(self._pending.values())
+        self._inbox.clear()
+        self._pending.clear()
+        self._deliver([(call, None, self._over()) for call in waiting])
+
+    @staticmethod
+    def _deliver(answers: list[_Answer]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[_Answer]] = {}
+        for answer in answers:
+            by_loop.setdefault(answer[0].loop, []).append(answer)
+        for loop, own in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_resolve, own)
+            except RuntimeError:
+                if not loop.is_closed():
+                    raise
+                # The caller's loop has ended: there is nobody left to tell.
+
+
+def _resolve(answers: list[_Answer]) -> None:
+    for call, result, error in answers:
+        if call.future.done():
+            continue
+        if error is not None:
+            call.future.set_exception(error)
+        else:
+            call.future.set_result(result)

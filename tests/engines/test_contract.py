@@ -1,0 +1,351 @@
+"""The contract of `stretto.engines.protocol`, for every engine that ships, through the asynchronous protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import RANK, prompt_of, weights_of
+
+from stretto.engines.fake import FakeEngine
+from stretto.engines.native.engine import NativeEngine
+from stretto.engines.threaded import ThreadedEngine
+from stretto.errors import (
+    AbortedError,
+    ChecksumError,
+    EngineError,
+    RequestError,
+    StrettoError,
+    SuspendedError,
+    VersionNotResidentError,
+)
+from stretto.types import Completion, Request, Sampling, Weights
+
+
+class Bench:
+    """Makes engines of one kind, and weights for them."""
+
+    def __init__(self, kind: str, model: Any) -> None:
+        self.kind, self.model = kind, model
+
+    def engine(self) -> ThreadedEngine:
+        if self.kind == "fake":
+            return FakeEngine(slots=2, rows=8, kv_tokens=2048, max_context=512, median_tokens=60.0, step_s=0.0005)
+        options: dict[str, Any] = {"lora_rank": RANK} if self.kind == "lora" else {}
+        return ThreadedEngine(
+            lambda: NativeEngine(
+                self.model, kind=self.kind, slots=2, rows=8, kv_tokens=2048, max_context=512, **options
+            ),
+            threads=1,
+        )
+
+    def weights(self, version: int) -> Weights:
+        return weights_of("lora" if self.kind == "fake" else self.kind, self.model, version)
+
+
+@pytest.fixture(params=["fake", "lora", "full"])
+def bench(request: pytest.FixtureRequest, model: Any) -> Iterator[Bench]:
+    return Bench(request.param, model)
+
+
+def request_of(number: int, version: int = 0, tokens: int = 24, **options: Any) -> Request:
+    how = Sampling(tokens, **{k: options.pop(k) for k in list(options) if k in Sampling.__slots__})
+    return Request(number, version, prompt_of(11, options.pop("prompt", 1)), 77 + number, how, **options)
+
+
+def same(left: Completion, right: Completion) -> bool:
+    return np.array_equal(left.tokens, right.tokens) and np.array_equal(left.logprobs, right.logprobs)
+
+
+def test_a_request_comes_back_whole_and_stamped(bench: Bench) -> None:
+    async def main() -> None:
+        engine, weights = bench.engine(), bench.weights(0)
+        await engine.load(weights)
+        before = time.time()
+        done = await engine.generate(request_of(3))
+        assert (done.id, done.version, done.checksum) == (3, 0, weights.checksum)
+        assert done.tokens.dtype == np.int32
+        assert done.logprobs.dtype == np.float32
+        assert 1 <= len(done.tokens) == len(done.logprobs) <= 24
+        assert (done.finish == "length") == (len(done.tokens) == 24)
+        assert (done.logprobs <= 0).all()
+        assert before <= done.started_at <= done.finished_at
+        assert done.token_versions is None
+        load = engine.report()
+        assert (load.running, load.queued, dict(load.versions)) == (0, 0, {0: 0})
+        assert load.tokens >= len(done.tokens)
+        assert load.busy_s > 0
+        assert load.row_s > 0
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_what_is_generated_depends_on_prompt_version_seed_and_sampling_alone(bench: Bench) -> None:
+    async def main() -> None:
+        engine = bench.engine()
+        await engine.load(bench.weights(0))
+        await engine.load(bench.weights(1))
+        alone = [await engine.generate(request_of(i, i % 2)) for i in range(4)]
+        crowd = await asyncio.gather(*(engine.generate(request_of(i, i % 2, group=i % 2)) for i in range(20)))
+        assert all(same(a, c) for a, c in zip(alone, crowd, strict=False))
+        other = await engine.generate(replace(request_of(0), seed=5))
+        assert not same(other, alone[0])
+        assert not same(await engine.generate(replace(request_of(0), version=1)), alone[0])
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_version_that_is_not_resident_is_refused(bench: Bench) -> None:
+    async def main() -> None:
+        engine = bench.engine()
+        await engine.load(bench.weights(0))
+        with pytest.raises(VersionNotResidentError, match="version 4"):
+            await engine.generate(request_of(0, 4))
+        with pytest.raises(VersionNotResidentError):
+            await engine.unload(4)
+        assert await engine.generate(request_of(0))
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_damaged_weights_are_refused_and_nothing_is_held(bench: Bench) -> None:
+    async def main() -> None:
+        engine, good = bench.engine(), bench.weights(0)
+        name = next(iter(good.tensors))
+        damaged = good.tensors[name].clone()
+        damaged.view(-1)[0] += 1e-3
+        with pytest.raises(ChecksumError):
+            await engine.load(replace(good, tensors={**good.tensors, name: damaged}))
+        with pytest.raises(VersionNotResidentError):
+            await engine.generate(request_of(0))
+        await engine.load(good)
+        assert (await engine.generate(request_of(0))).checksum == good.checksum
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_slots_are_finite_and_a_version_in_use_stays(bench: Bench) -> None:
+    async def main() -> None:
+        engine = bench.engine()
+        await engine.load(bench.weights(0))
+        await engine.load(bench.weights(1))
+        with pytest.raises(StrettoError, match="slots"):
+            await engine.load(bench.weights(2))
+        running = asyncio.ensure_future(engine.generate(request_of(0, 0, 400)))
+        await asyncio.sleep(0.005)
+        with pytest.raises(StrettoError, match="version 0"):
+            await engine.unload(0)
+        await engine.unload(1)
+        await engine.load(bench.weights(2))
+        await running
+        await engine.unload(0)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_too_long_a_request_is_refused_with_the_numbers(bench: Bench) -> None:
+    async def main() -> None:
+        engine = bench.engine()
+        await engine.load(bench.weights(0))
+        with pytest.raises(RequestError, match="may grow to 521 tokens"):
+            await engine.generate(request_of(0, tokens=510))
+        await engine.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kv", [True, False])
+def test_suspended_trajectories_go_on_elsewhere(bench: Bench, kv: bool) -> None:
+    async def main() -> None:
+        first, second = bench.engine(), bench.engine()
+        for engine in (first, second):
+            await engine.load(bench.weights(0))
+        wanted = await first.generate(request_of(0, tokens=300))
+        running = [asyncio.ensure_future(first.generate(request_of(i, tokens=300))) for i in range(12)]
+        while first.report().tokens < 60 + len(wanted.tokens):
+            await asyncio.sleep(0.001)
+        taken = await first.suspend([*range(12), 99], kv=kv)
+        ended = await asyncio.gather(*running, return_exceptions=True)
+        gone = [i for i, e in enumerate(ended) if isinstance(e, SuspendedError)]
+        assert gone == sorted(s.request.id for s in taken)
+        assert len(gone) >= 4
+        assert first.report().running == first.report().queued == 0
+        taken = pickle.loads(pickle.dumps(taken))
+        done = await asyncio.gather(*(second.resume(s) for s in taken))
+        everything = {c.id: c for c in [*done, *(e for e in ended if isinstance(e, Completion))]}
+        assert sorted(everything) == list(range(12))
+        for suspended in taken:
+            tokens = everything[suspended.request.id].tokens
+            assert np.array_equal(tokens[: len(suspended.tokens)], suspended.tokens)
+        if kv:
+            assert same(everything[0], wanted)
+        await first.close()
+        await second.close()
+
+    asyncio.run(main())
+
+
+def test_aborted_trajectories_end_at_once(bench: Bench) -> None:
+    async def main() -> None:
+        engine = bench.engine()
+        await engine.load(bench.weights(0))
+        running = [asyncio.ensure_future(engine.generate(request_of(i, tokens=400))) for i in range(12)]
+        await asyncio.sleep(0.005)
+        await engine.abort([*range(12), 50])
+        ended = await asyncio.gather(*running, return_exceptions=True)
+        assert all(isinstance(e, AbortedError | Completion) for e in ended)
+        assert any(isinstance(e, AbortedError) for e in ended)
+        await engine.unload(0)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_call_leaves_no_orphan(bench: Bench) -> None:
+    async def main() -> None:
+        engine = bench.engine()
+        await engine.load(bench.weights(0))
+        running = asyncio.ensure_future(engine.generate(request_of(0, tokens=400)))
+        await asyncio.sleep(0.003)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await engine.abort([])
+        assert engine.report().running == engine.report().queued == 0
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_swap_goes_on_under_the_new_weights_and_says_so(bench: Bench) -> None:
+    async def main() -> None:
+        engine = bench.engine()
+        await engine.load(bench.weights(0))
+        plain = await asyncio.gather(*(engine.generate(request_of(i, tokens=200)) for i in range(12)))
+        before = engine.report().tokens
+        running = [asyncio.ensure_future(engine.generate(request_of(i, tokens=200, group=0))) for i in range(12)]
+        while engine.report().tokens < before + 60:
+            await asyncio.sleep(0.001)
+        new = bench.weights(1)
+        await engine.swap(0, new)
+        done = await asyncio.gather(*running)
+        assert dict(engine.report().versions) == {1: 0}
+        mixed = [c for c in done if c.token_versions is not None]
+        assert mixed
+        for completion in mixed:
+            versions = completion.token_versions.tolist()
+            assert versions == sorted(versions)
+            assert completion.version == versions[0] == 0
+            assert len(versions) == len(completion.tokens)
+            assert completion.checksum == new.checksum
+            old = versions.count(0)
+            assert np.array_equal(completion.tokens[:old], plain[completion.id].tokens[:old])
+        for completion in done:
+            if completion.token_versions is None:
+                assert completion.version == (1 if completion.checksum == new.checksum else 0)
+        with pytest.raises(VersionNotResidentError):
+            await engine.generate(request_of(0))
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_request_that_is_here_already_is_refused(bench: Bench) -> None:
+    async def main() -> None:
+        engine = bench.engine()
+        await engine.load(bench.weights(0))
+        both = await asyncio.gather(
+            *(engine.generate(request_of(0, tokens=300)) for _ in range(2)), return_exceptions=True
+        )
+        assert [type(b) for b in both] == [Completion, RequestError]
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_after_closing_every_call_says_so(bench: Bench) -> None:
+    async def main() -> None:
+        engine = bench.engine()
+        await engine.load(bench.weights(0))
+        running = asyncio.ensure_future(engine.generate(request_of(0, tokens=400)))
+        await asyncio.sleep(0.003)
+        await engine.close()
+        await engine.close()
+        ended = (await asyncio.gather(running, return_exceptions=True))[0]
+        assert isinstance(ended, EngineError | Completion)
+        with pytest.raises(EngineError, match="closed"):
+            await engine.generate(request_of(1))
+
+    asyncio.run(main())
+
+
+def test_an_idle_engine_uses_no_processor_time(bench: Bench) -> None:
+    async def main() -> None:
+        engine = bench.engine()
+        await engine.load(bench.weights(0))
+        await engine.generate(request_of(0))
+        await asyncio.sleep(0.05)
+        spent = time.process_time()
+        await asyncio.sleep(0.3)
+        assert time.process_time() - spent < 0.03
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_priority_goes_before_arrival(bench: Bench) -> None:
+    async def main() -> None:
+        engine = bench.engine()
+        await engine.load(bench.weights(0))
+        late = [asyncio.ensure_future(engine.generate(request_of(i, tokens=40, priority=1))) for i in range(24)]
+        first = [asyncio.ensure_future(engine.generate(request_of(100 + i, tokens=40))) for i in range(8)]
+        low = await asyncio.gather(*late)
+        high = await asyncio.gather(*first)
+        assert np.mean([c.started_at for c in high]) < np.mean([c.started_at for c in low])
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_greedy_has_log_probability_zero(bench: Bench) -> None:
+    async def main() -> None:
+        engine = bench.engine()
+        await engine.load(bench.weights(0))
+        assert not (await engine.generate(request_of(0, temperature=0.0))).logprobs.any()
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_core_that_cannot_be_made_raises_where_it_is_asked_for() -> None:
+    def fail() -> Any:
+        raise ValueError("no such model")
+
+    with pytest.raises(ValueError, match="no such model"):
+        ThreadedEngine(fail)
+
+
+def test_torch_threads_are_set_for_the_engine_thread_alone(model: Any) -> None:
+    seen = []
+
+    def make() -> Any:
+        seen.append(torch.get_num_threads())
+        return NativeEngine(model, kind="full", slots=1, rows=2, kv_tokens=64, max_context=64)
+
+    async def main() -> None:
+        engine = ThreadedEngine(make, threads=1, name="one")
+        await engine.close()
+
+    asyncio.run(main())
+    assert seen == [1]
