@@ -255,6 +255,59 @@ def test_a_row_larger_than_the_pipe_gets_through():
     assert asyncio.run(run()) == [300_000.0] * 8
 
 
+def test_a_row_that_cannot_be_sent_fails_alone():
+    async def run():
+        async with pool("length") as it:
+            calls = [it.score("p", "four", {"bonus": value}) for value in (1, lambda: None, 2)]
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+    first, unsendable, second = asyncio.run(run())
+    assert (first, second) == (5.0, 6.0)
+    with pytest.raises(RewardError, match="a row cannot be sent to `reward_functions:length`"):
+        raise unsendable
+
+
+class OnlyHere:
+    def __reduce__(self):
+        return (exec, ("raise RuntimeError('not on this side')",))
+
+
+def test_a_row_that_does_not_arrive_is_given_up_after_bounded_attempts(capfd):
+    async def run():
+        async with pool("length") as it:
+            with pytest.raises(RewardError, match="the last of 3 workers lost"):
+                await asyncio.wait_for(it.score("p", "c", {"bonus": OnlyHere()}), 20)
+            assert it.replaced == 3
+            assert await it.score("p", "four", {}) == 4.0
+
+    asyncio.run(run())
+    assert "not on this side" in capfd.readouterr().err
+
+
+def test_a_stopped_worker_is_replaced_and_nobody_is_blamed():
+    async def run():
+        async with pool("as_asked", deadline_s=0.3) as it:
+            os.kill(int(await it.score("p", "pid", {})), signal.SIGSTOP)
+            assert await score_all(it, ["ok"] * 3) == [1.0] * 3
+            assert it.replaced == 1
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_call_leaves_the_others_alone():
+    async def run():
+        async with pool("later") as it:
+            calls = [asyncio.create_task(it.score("p", "x" * n, {}), name=str(n)) for n in range(4)]
+            await asyncio.sleep(0.05)
+            calls[1].cancel()
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            assert [results[i] for i in (0, 2, 3)] == [0.0, 2.0, 3.0]
+            assert isinstance(results[1], asyncio.CancelledError)
+            assert await it.score("p", "again", {}) == 5.0
+
+    asyncio.run(run())
+
+
 def test_a_closed_pool_scores_nothing():
     async def run():
         async with pool("length") as it:

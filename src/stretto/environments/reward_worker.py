@@ -188,12 +188,16 @@ def _read(pipe: BinaryIO, size: int) -> bytes:
 
 def receive(pipe: BinaryIO, outbox: Outbox, deliver: Callable[[list[Item]], None]) -> None:
     """The second thread: hands batches in, and sends results that are ready while a slow item holds up their batch."""
-    while True:
-        while not select.select([pipe], [], [], TICK_S if outbox.expected > 0 else None)[0]:
-            outbox.flush()
-        items = read_frame(pipe)
-        outbox.expect(len(items))
-        deliver(items)
+    try:
+        while True:
+            while not select.select([pipe], [], [], TICK_S if outbox.expected > 0 else None)[0]:
+                outbox.flush()
+            items = read_frame(pipe)
+            outbox.expect(len(items))
+            deliver(items)
+    except BaseException:  # a row that does not unpickle here; without this thread the worker would wait for ever
+        traceback.print_exc()
+        end()
 
 
 def run_plain(scorer: Scorer, pipe: BinaryIO, outbox: Outbox, mark: Callable[[int], None]) -> None:

@@ -26,8 +26,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stretto.environments.reward_worker import LENGTH, MARK, NOTHING, Item, Result, frame
-from stretto.errors import RecipeError, RewardError
+from stretto.environments.reward_worker import LENGTH, MARK, NOTHING, Item, Result, frame, last_line
+from stretto.errors import RecipeError, RewardError, StrettoError
 
 START_S = 120.0  # for importing the user's module
 BATCH_S = 0.2  # a batch is sized to take about this long, so that workers share the work evenly
@@ -56,15 +56,17 @@ class _Worker:
     asynchronous: bool
     in_flight: dict[int, _Pending] = field(default_factory=dict)
     seen: int = NOTHING  # the mark at the last look
-    guilty: frozenset[int] = frozenset()  # the items that it was killed for
+    guilty: frozenset[int] | None = None  # once it was killed: the items that it was killed for
 
     def send(self, batch: list[_Pending]) -> None:
+        """Raises what pickling the items raises, and then has sent nothing."""
+        data = frame([pending.item for pending in batch])
         now = time.monotonic()
         for pending in batch:
             pending.sent_at = now
             self.in_flight[pending.item[0]] = pending
         assert self.process.stdin is not None
-        self.process.stdin.write(frame([pending.item for pending in batch]))
+        self.process.stdin.write(data)
 
     def kill(self) -> None:
         # It leads a process group of its own, so whatever the reward has started goes with it.
@@ -100,6 +102,7 @@ class RewardPool:
         self._work = asyncio.Event()  # set while anything is queued or in flight
         self._item_s = 0.0  # running mean of the time of one item in a `def` reward
         self._closed = False
+        self._failure: StrettoError | None = None  # of the pool itself, not of a reward
         self.replaced = 0  # workers that were killed or died
 
     async def start(self) -> None:
@@ -111,6 +114,8 @@ class RewardPool:
             for slot in range(self._num_workers)
         ]
         self._tasks.append(asyncio.create_task(self._watch(), name="reward deadlines"))
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
         try:
             outcomes = await asyncio.gather(*ready, return_exceptions=True)
             for outcome in outcomes:
@@ -122,6 +127,8 @@ class RewardPool:
 
     async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
         """The reward of one completion, or a `RewardError` that says what went wrong."""
+        if self._failure is not None:
+            raise self._failure
         if self._closed or not self._tasks:
             raise RewardError(f"`{self._spec}` was asked for a reward while its workers were not running")
         future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
@@ -136,16 +143,23 @@ class RewardPool:
             worker.kill()
         for task in self._tasks:
             task.cancel()
-        outcomes = await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # how they ended is in `_failure`
         self._tasks = []
+        self._fail_all(RewardError(f"`{self._spec}` was stopped before it returned"))
+        self._workers.clear()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = StrettoError(f"the pool of reward workers failed in `{task.get_name()}`: {error!r}")
+            self._failure.__cause__ = error
+            self._fail_all(self._failure)
+
+    def _fail_all(self, error: StrettoError) -> None:
         left = [*self._queue, *(p for worker in self._workers.values() for p in worker.in_flight.values())]
         for pending in left:
-            _fail(pending, f"`{self._spec}` was stopped before it returned")
+            if not pending.future.done():
+                pending.future.set_exception(error)
         self._queue.clear()
-        self._workers.clear()
-        for outcome in outcomes:
-            if isinstance(outcome, Exception):
-                raise outcome
 
     # -- out: from the queue to the workers ---------------------------------------------------------------------------
 
@@ -158,21 +172,36 @@ class RewardPool:
 
     def _dispatch(self) -> None:
         self._dispatching = False
-        open_workers = [(self._room(worker), worker) for worker in self._workers.values() if not worker.guilty]
-        open_workers = [(room, worker) for room, worker in open_workers if room > 0]
-        for left in range(len(open_workers), 0, -1):
-            room, worker = open_workers[left - 1]
+        rooms = [(self._room(worker), worker) for worker in self._workers.values() if worker.guilty is None]
+        rooms = [(room, worker) for room, worker in rooms if room > 0]
+        for left in range(len(rooms), 0, -1):
+            room, worker = rooms[left - 1]
             size = min(room, math.ceil(len(self._queue) / left))
             batch = [pending for _ in range(size) if not (pending := self._queue.popleft()).future.done()]
             if batch:
-                worker.send(batch)
+                self._send(worker, batch)
+
+    def _send(self, worker: _Worker, batch: list[_Pending]) -> None:
+        try:
+            worker.send(batch)
+        except Exception as error:  # pickling raises whatever the values of a row raise
+            if len(batch) == 1:
+                _fail(batch[0], f"a row cannot be sent to `{self._spec}`: {last_line(error)}")
+                return
+            for pending in batch:
+                self._send(worker, [pending])
 
     def _room(self, worker: _Worker) -> int:
         if worker.asynchronous:
             return MAX_CONCURRENT - len(worker.in_flight)
         if worker.in_flight:
             return 0
-        return MAX_BATCH if self._item_s == 0 else max(1, min(MAX_BATCH, int(BATCH_S / self._item_s)))
+        # One worker has nobody to share with; a time not yet known is taken to be short.
+        return (
+            MAX_BATCH
+            if self._num_workers == 1 or self._item_s == 0
+            else max(1, min(MAX_BATCH, int(BATCH_S / self._item_s)))
+        )
 
     # -- back: from the workers to the futures ------------------------------------------------------------------------
 
@@ -185,7 +214,7 @@ class RewardPool:
                 if not ready.done():
                     ready.set_exception(error)
                     return
-                await self._refuse(slot, str(error))
+                await self._refuse(str(error))
                 continue
             self._workers[slot] = worker
             try:
@@ -198,7 +227,7 @@ class RewardPool:
                 code = await worker.process.wait()
             self._bury(slot, worker, code)
 
-    async def _refuse(self, slot: int, reason: str) -> None:
+    async def _refuse(self, reason: str) -> None:
         """A replacement that does not start fails what is queued, unless another worker is there for it."""
         if not self._workers:
             while self._queue:
@@ -232,7 +261,7 @@ class RewardPool:
         except TimeoutError:
             error = f"it could not be imported within {START_S:g} s"
         except asyncio.IncompleteReadError:
-            error = f"its process {_ended(await process.wait())} while it was imported"
+            error = f"its process {_how_it_ended(await process.wait())} while it was imported"
         except BaseException:
             worker.kill()
             await process.wait()
@@ -277,12 +306,12 @@ class RewardPool:
         del self._workers[slot]
         self.replaced += 1
         marked = MARK.unpack_from(worker.marks)[1]
-        died = f"`{self._spec}` {_ended(code)}"
+        died = f"`{self._spec}` {_how_it_ended(code)}"
         again = []
         for identity, pending in worker.in_flight.items():
-            if identity in worker.guilty:
+            if worker.guilty is not None and identity in worker.guilty:
                 _fail(pending, self._late)
-            elif not worker.guilty and identity == marked:
+            elif worker.guilty is None and identity == marked:
                 _fail(pending, f"{died} while it scored this completion")
             elif pending.deaths + 1 >= MAX_INNOCENT_DEATHS:
                 _fail(pending, f"{died}, the last of {MAX_INNOCENT_DEATHS} workers lost with this completion waiting")
@@ -299,26 +328,27 @@ class RewardPool:
             await self._work.wait()
             await asyncio.sleep(min(1.0, self._deadline_s / 10))
             for worker in self._workers.values():
-                if worker.in_flight and not worker.guilty and (guilty := self._stuck(worker)):
-                    worker.guilty = guilty
-                    worker.kill()
+                if worker.in_flight and worker.guilty is None:
+                    worker.guilty = self._stuck(worker)
+                    if worker.guilty is not None:
+                        worker.kill()
             if not self._queue and not any(worker.in_flight for worker in self._workers.values()):
                 self._work.clear()
 
-    def _stuck(self, worker: _Worker) -> frozenset[int]:
-        """The items that a worker is stuck on: the marked one, or those that outlived their own time limit there."""
+    def _stuck(self, worker: _Worker) -> frozenset[int] | None:
+        """None: the worker is well. Else the items that it is to be killed for, none where nobody is to blame."""
         since, marked = MARK.unpack_from(worker.marks)
         now = time.monotonic()
         # The mark is two words and may be read half written: a first look at an item is never held against it.
         seen, worker.seen = worker.seen, marked
         if marked != NOTHING:
-            return frozenset([marked]) if marked == seen and now - since > self._deadline_s else frozenset()
-        if not worker.asynchronous:
-            return frozenset()
-        # Cancelled at its deadline and still there: it swallowed the cancellation, or something else blocks the loop.
-        grace_s = max(1.0, self._deadline_s)
-        overdue = (i for i, p in worker.in_flight.items() if now - p.sent_at > self._deadline_s + grace_s)
-        return frozenset(overdue)
+            return frozenset([marked]) if marked == seen and now - since > self._deadline_s else None
+        limit_s = self._deadline_s + max(1.0, self._deadline_s)
+        overdue = frozenset(i for i, pending in worker.in_flight.items() if now - pending.sent_at > limit_s)
+        if not overdue:
+            return None
+        # An `async def` that outlives its cancellation is to blame; a `def` that was never begun is not.
+        return overdue if worker.asynchronous else frozenset()
 
 
 async def _read(process: asyncio.subprocess.Process) -> Any:
@@ -332,7 +362,7 @@ def _fail(pending: _Pending, reason: str) -> None:
         pending.future.set_exception(RewardError(reason))
 
 
-def _ended(code: int) -> str:
+def _how_it_ended(code: int) -> str:
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"ended its process with exit code {code}"
