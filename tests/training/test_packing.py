@@ -86,6 +86,13 @@ def test_an_empty_prompt_is_refused_by_name():
         micro_batch([sample], [0], np.zeros(1), np.zeros(1))
 
 
+def test_tokens_without_their_logprobs_are_refused_by_name():
+    sample = random_batch().samples[0]
+    cut = dataclasses.replace(sample.completion, logprobs=sample.completion.logprobs[:-1])
+    with pytest.raises(TrainerError, match="trajectory 0 has"):
+        micro_batch([dataclasses.replace(sample, completion=cut)], [0], np.zeros(1), np.zeros(1))
+
+
 def test_ragged_arange_counts_each_length_from_zero():
     assert ragged_arange(np.array([2, 0, 3])).tolist() == [0, 1, 0, 1, 2]
     assert ragged_arange(np.array([], dtype=np.int64)).tolist() == []

@@ -24,10 +24,10 @@ from stretto.errors import ModelError
 PACKED_ATTENTION = "stretto_packed"
 LAYOUT_ARGUMENT = "packed_layout"  # the keyword under which the model hands the layout to its attention
 
-BUCKET_COST = 256  # one more bucket costs about as much time as this many tokens of padding
+BUCKET_COST = 128  # one more bucket costs about as much time as this many tokens of padding
 GRID_RATIO = 1.1  # bucket sizes are chosen among lengths at least this far apart, so that choosing stays cheap
 
-_IGNORED = frozenset({"position_ids", "cache_position", "use_cache", "return_dict", "logits_to_keep", "is_causal"})
+_IGNORED = frozenset({"position_ids", "cache_position", "use_cache", "is_causal"})
 
 
 @dataclass(frozen=True, slots=True)

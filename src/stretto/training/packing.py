@@ -80,6 +80,11 @@ def micro_batch(
         prompts[place], completions[place] = len(sample.prompt), len(sample.completion.tokens)
         if prompts[place] == 0:
             raise TrainerError(f"trajectory {sample.trajectory} has an empty prompt: nothing predicts its first token")
+        if len(sample.completion.logprobs) != completions[place]:
+            raise TrainerError(
+                f"trajectory {sample.trajectory} has {completions[place]} tokens and "
+                f"{len(sample.completion.logprobs)} log-probabilities"
+            )
         tokens.append(np.asarray(sample.prompt, dtype=np.int64))
         tokens.append(np.asarray(sample.completion.tokens, dtype=np.int64))
     whole = np.concatenate(tokens)

@@ -131,7 +131,10 @@ class LocalTrainer:
                 self._accumulate(batch, advantages, collector)
             loss, tokens = collector.finish()
             if not math.isfinite(loss):
-                raise TrainerError(f"the loss of update {batch.update} is {loss}: lower `learning_rate`")
+                raise TrainerError(
+                    f"the loss of update {batch.update} is {loss}: a log-probability, the engine's or the trainer's, "
+                    "is not finite"
+                )
             norm, rate = self.optimizer.step()
         except BaseException:
             self.optimizer.discard()
