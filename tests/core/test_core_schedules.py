@@ -288,6 +288,10 @@ class World:
         staleness = command.deadline - command.version
         assert staleness == self.brain.staleness if self.plan.auto else staleness == self.plan.staleness
         assert staleness <= self.plan.staleness
+        if self.plan.paradigm.pinned:
+            held = {version for box in self.boxes.values() for version in (*box.resident, *box.loading)}
+            waiting = {piece.under for piece in self.pieces.values() if piece.state == "pending"}
+            assert waiting <= held, "nothing new starts while a version that is waited for has no slot"
         running = sum(piece.state in ("running", "pending") for piece in self.pieces.values())
         assert running < self.plan.rows
         self.groups[command.group] = (command.version, command.deadline)

@@ -79,7 +79,10 @@ def wanted_staleness(tail_s: float, update_s: float, cap: int) -> int:
 def lowest_staleness(
     outstanding_of_version: Mapping[int, int], wanted: int, current: int, next_update: int, batch: int
 ) -> int:
-    """The smallest K from `wanted` to `current` for which the invariant holds as if all had been admitted with it."""
+    """The smallest K from `wanted` to `current` for which the invariant holds as if all had been admitted with it.
+
+    Where `in_flight` lets the outstanding work fill every batch that `current` allows, K therefore stays.
+    """
     for staleness in range(wanted, current):
         deadlines = {version + staleness: count for version, count in outstanding_of_version.items()}
         if invariant_holds(deadlines, next_update, batch):

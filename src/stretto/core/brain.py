@@ -366,6 +366,8 @@ class Brain:
     def _admit(self) -> None:
         """Start groups while something allows it. What closes admission for longer also closes `_open`."""
         plan, ledger = self.plan, self.ledger
+        if ledger.num_active >= plan.rows or len(ledger.groups) >= plan.in_flight:
+            return
         most = min(plan.in_flight, (plan.updates - self.next_update) * plan.batch)
         while ledger.num_active < plan.rows and len(ledger.groups) < most:
             place = self.place_for_group()
