@@ -17,7 +17,7 @@ from transformers import (
 
 from stretto.engines.native.engine import NativeEngine
 from stretto.models import checksum
-from stretto.types import Completion, Request, Suspended, Weights
+from stretto.types import Request, Suspended, Weights
 
 VOCABULARY, RANK, SCALE = 40, 4, 2.0
 SHAPE: dict[str, Any] = {
@@ -82,11 +82,11 @@ def native(model: Any, kind: str = "lora", versions: Iterable[int] = (0,), **opt
 
 def drive(
     engine: Any, work: Iterable[Request | Suspended] = (), until: Callable[[], bool] | None = None
-) -> dict[int, Completion]:
+) -> dict[int, Any]:
     """Add work and step until nothing is left, or until `until`."""
     for one in work:
         engine.add(one)
-    done: dict[int, Completion] = {}
+    done: dict[int, Any] = {}
     for _ in range(20_000):
         if not engine.has_work or (until is not None and until()):
             return done

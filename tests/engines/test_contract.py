@@ -142,7 +142,7 @@ def test_slots_are_finite_and_a_version_in_use_stays(bench: Bench) -> None:
         await engine.load(bench.weights(1))
         with pytest.raises(StrettoError, match="slots"):
             await engine.load(bench.weights(2))
-        running = asyncio.ensure_future(engine.generate(request_of(0, 0, 400)))
+        running = asyncio.ensure_future(engine.generate(request_of(0, 0, 200)))
         await asyncio.sleep(0.005)
         with pytest.raises(StrettoError, match="version 0"):
             await engine.unload(0)
@@ -172,8 +172,8 @@ def test_suspended_trajectories_go_on_elsewhere(bench: Bench, kv: bool) -> None:
         first, second = bench.engine(), bench.engine()
         for engine in (first, second):
             await engine.load(bench.weights(0))
-        wanted = await first.generate(request_of(0, tokens=300))
-        running = [asyncio.ensure_future(first.generate(request_of(i, tokens=300))) for i in range(12)]
+        wanted = await first.generate(request_of(0, tokens=100))
+        running = [asyncio.ensure_future(first.generate(request_of(i, tokens=100))) for i in range(12)]
         while first.report().tokens < 60 + len(wanted.tokens):
             await asyncio.sleep(0.001)
         taken = await first.suspend([*range(12), 99], kv=kv)
@@ -201,7 +201,7 @@ def test_aborted_trajectories_end_at_once(bench: Bench) -> None:
     async def main() -> None:
         engine = bench.engine()
         await engine.load(bench.weights(0))
-        running = [asyncio.ensure_future(engine.generate(request_of(i, tokens=400))) for i in range(12)]
+        running = [asyncio.ensure_future(engine.generate(request_of(i, tokens=200))) for i in range(12)]
         await asyncio.sleep(0.005)
         await engine.abort([*range(12), 50])
         ended = await asyncio.gather(*running, return_exceptions=True)
@@ -217,7 +217,7 @@ def test_a_cancelled_call_leaves_no_orphan(bench: Bench) -> None:
     async def main() -> None:
         engine = bench.engine()
         await engine.load(bench.weights(0))
-        running = asyncio.ensure_future(engine.generate(request_of(0, tokens=400)))
+        running = asyncio.ensure_future(engine.generate(request_of(0, tokens=200)))
         await asyncio.sleep(0.003)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -232,9 +232,9 @@ def test_a_swap_goes_on_under_the_new_weights_and_says_so(bench: Bench) -> None:
     async def main() -> None:
         engine = bench.engine()
         await engine.load(bench.weights(0))
-        plain = await asyncio.gather(*(engine.generate(request_of(i, tokens=200)) for i in range(12)))
+        plain = await asyncio.gather(*(engine.generate(request_of(i, tokens=80)) for i in range(12)))
         before = engine.report().tokens
-        running = [asyncio.ensure_future(engine.generate(request_of(i, tokens=200, group=0))) for i in range(12)]
+        running = [asyncio.ensure_future(engine.generate(request_of(i, tokens=80, group=0))) for i in range(12)]
         while engine.report().tokens < before + 60:
             await asyncio.sleep(0.001)
         new = bench.weights(1)
@@ -266,7 +266,7 @@ def test_a_request_that_is_here_already_is_refused(bench: Bench) -> None:
         engine = bench.engine()
         await engine.load(bench.weights(0))
         both = await asyncio.gather(
-            *(engine.generate(request_of(0, tokens=300)) for _ in range(2)), return_exceptions=True
+            *(engine.generate(request_of(0, tokens=100)) for _ in range(2)), return_exceptions=True
         )
         assert [type(b) for b in both] == [Completion, RequestError]
         await engine.close()
@@ -278,7 +278,7 @@ def test_after_closing_every_call_says_so(bench: Bench) -> None:
     async def main() -> None:
         engine = bench.engine()
         await engine.load(bench.weights(0))
-        running = asyncio.ensure_future(engine.generate(request_of(0, tokens=400)))
+        running = asyncio.ensure_future(engine.generate(request_of(0, tokens=200)))
         await asyncio.sleep(0.003)
         await engine.close()
         await engine.close()

@@ -6,6 +6,7 @@ This is the synchronous core; `ThreadedEngine` runs it in a thread and gives it 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -21,6 +22,7 @@ from stretto.engines.native.rows import CONTEXT, SLOT, TOKEN, Rows
 from stretto.engines.native.schedule import Schedule
 from stretto.engines.native.trajectory import Prefix, Trajectory
 from stretto.engines.native.versions import make_slots
+from stretto.engines.threaded import Failed
 from stretto.errors import ChecksumError, ModelError, RequestError, VersionNotResidentError
 from stretto.models import checksum
 from stretto.types import Capacity, Completion, FinishReason, Load, Request, Sampling, Suspended, Weights
@@ -210,7 +212,7 @@ class NativeEngine:
         return bool(self._here)
 
     @torch.inference_mode()
-    def step(self) -> list[Completion]:
+    def step(self) -> list[Completion | Failed]:
         """One token for every running row; returns what has finished."""
         self._account()
         schedule, rows = self._schedule, self._rows
@@ -223,7 +225,7 @@ class NativeEngine:
             assert prefix.logits is not None
             logits.append(prefix.logits.expand(len(prefix.waiting), -1))
             schedule.fork(prefix)
-        finished: list[Completion] = []
+        finished: list[Completion | Failed] = []
         if len(rows):
             finished = self._draw(logits[0] if len(logits) == 1 else torch.cat(logits))
         self._steps += 1
@@ -276,21 +278,28 @@ class NativeEngine:
             prefix.logits = logits[count + place].clone()
         return logits[:count]
 
-    def _draw(self, logits: Tensor) -> list[Completion]:
+    def _draw(self, logits: Tensor) -> list[Completion | Failed]:
         rows = self._rows
         if self._observed is not None:
             self._observed.append(logits.clone())
         self._tokens += len(rows)
-        ended, stopped = rows.sample(logits)
-        finish: dict[int, FinishReason] = {row: "stop" if stopped[row] else "length" for row in ended.tolist()}
+        ended, stopped, broken = rows.sample(logits)
+        if not ended.any() and not rows.strings[: len(rows)].any():
+            return []
+        finish: dict[int, FinishReason] = {r: "stop" if stopped[r] else "length" for r in np.nonzero(ended)[0].tolist()}
         for row in np.nonzero(rows.strings[: len(rows)])[0].tolist():
             if self._ends_in_string(row):
                 finish[row] = "stop"
         if not finish:
             return []
-        now, done, gone = time.time(), [], [rows.trajectories[row] for row in finish]
+        now, gone = time.time(), [rows.trajectories[row] for row in finish]
+        done: list[Completion | Failed] = []
         for trajectory in gone:
             row = trajectory.row
+            if broken[row]:
+                what = f"the logits of request {trajectory.request.id} under version {trajectory.request.version}"
+                done.append(Failed(trajectory.request.id, RequestError(f"{what} are not finite")))
+                continue
             tokens, logprobs = rows.output(row)
             resident = self._checksums[trajectory.request.version]
             done.append(trajectory.completion(tokens, logprobs, finish[row], resident, now))
@@ -368,16 +377,18 @@ class NativeEngine:
         prompt = tuple(torch.randint(0, self._vocabulary, (length,), generator=generator).tolist())
         self._versions, self._checksums, self._observed = {-1: 0}, {-1: ""}, []
         self.add(Request(-1, -1, prompt, 0, Sampling(4, temperature=0.0)))
-        done: list[Completion] = []
+        tokens: list[int] = []
         while self.has_work:
-            done += self.step()
+            for done in self.step():
+                tokens = [] if isinstance(done, Failed) else done.tokens.tolist()
         ours = torch.cat(self._observed).float()
         self._versions, self._checksums, self._observed = {}, {}, None
-        inputs = torch.tensor([[*prompt, *done[0].tokens[:-1].tolist()]], device=self._rows.device)
+        inputs = torch.tensor([[*prompt, *tokens[:-1]]], device=self._rows.device)
         with torch.inference_mode():
             theirs = model(input_ids=inputs, use_cache=False).logits[0, length - 1 :].float()
         tolerance = 1e-3 if next(model.parameters()).dtype == torch.float32 else 5e-2
-        error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
+        same = ours.shape == theirs.shape
+        error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6)) if same else math.inf
         if not error <= tolerance:
             raise ModelError(
                 f"the native engine does not serve `{model.config.model_type}`: its logits over a paged cache differ"  # type: ignore[union-attr]

@@ -111,8 +111,11 @@ class Rows:
         where = (torch.tensor(rows, device=self.device), torch.from_numpy(columns).to(self.device))
         self.pages[where] = torch.tensor([p for _, p in granted], dtype=torch.int32, device=self.device)
 
-    def sample(self, logits: Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Draw a token for every row from logits [rows, vocabulary]; the rows that end, and which rows drew a stop."""
+    def sample(self, logits: Tensor) -> NDArray[np.bool_]:
+        """Draw a token for every row from logits [rows, vocabulary].
+
+        Returns [3, rows]: which rows end, which drew a stop token, and which had no distribution to draw from.
+        """
         n = len(self.trajectories)
         ints, floats = self.ints, self.floats
         self._reserve(int((self.context[:n] - self.prompt[:n]).max()) + 1, 0)
@@ -131,8 +134,9 @@ class Rows:
         self.context[:n] += 1
         stopped = (tokens[:, None] == self.stops[:n]).any(1)
         ended = stopped | (ints[CONTEXT, :n] >= ints[LIMIT, :n])
-        both = torch.stack((ended, stopped)).cpu().numpy()
-        return np.nonzero(both[0])[0], both[1]
+        broken = logprobs.isnan()
+        outcome: NDArray[np.bool_] = torch.stack((ended | broken, stopped, broken)).cpu().numpy()
+        return outcome
 
     def output(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Copies of a row's tokens and log-probabilities so far."""

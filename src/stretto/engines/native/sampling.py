@@ -72,7 +72,7 @@ def sample(
     truncation: tuple[Tensor, Tensor, Tensor] | None,  # top_k, top_p, min_p, each [rows]; None: no row uses them
     any_greedy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [rows] int64 and their log-probabilities [rows] float32."""
+    """Tokens [rows] int64 and their log-probabilities [rows] float32; NaN where the logits of a row are no numbers."""
     logits = logits.float()
     heat = torch.where(temperature > 0, temperature, 1.0) if any_greedy else temperature
     logprobs = torch.log_softmax(logits / heat[:, None], dim=-1)
@@ -81,10 +81,10 @@ def sample(
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     threshold = uniform[:, None] * cumulative[:, -1:]
     # The first token whose cumulative mass exceeds the threshold has mass of its own, so it is never a cut one.
-    tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
+    tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_max_(logits.shape[-1] - 1)
     drawn = logprobs.gather(1, tokens[:, None]).squeeze(1)
     if any_greedy:
         greedy = temperature <= 0
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
-        drawn = drawn.masked_fill(greedy, 0.0)
+        drawn = torch.where(greedy, drawn - drawn, drawn)  # 0, or NaN where the logits are no numbers
     return tokens, drawn

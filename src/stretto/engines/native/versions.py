@@ -78,6 +78,9 @@ class LoraSlots:
                     f"`{name}` of version {weights.version} is {tuple(tensor.shape)} {tensor.dtype},"
                     f" the slot holds {shape} {linear.weight.dtype}"
                 )
+            if not bool(torch.isfinite(tensor).all()):
+                # The mask keeps foreign products out, but zero times a NaN of B would still reach every row.
+                raise ModelError(f"`{name}` of version {weights.version} has values that are not finite")
             if f"{module}.{'lora_B' if part == 'lora_A' else 'lora_A'}" not in weights.tensors:
                 raise ModelError(f"`{name}` of version {weights.version} comes without its other half")
 
