@@ -31,7 +31,7 @@ def test_twenty_lines_are_a_complete_run_and_the_rest_has_defaults() -> None:
 
 
 def test_an_unknown_key_names_the_nearest_real_one() -> None:
-    with pytest.raises(RecipeError, match="`rollout.stalenes` is not an option; did you mean `rollout.staleness`"):
+    with pytest.raises(RecipeError, match=r"`rollout.stalenes` is not an option; did you mean `rollout.staleness`"):
         parse_recipe(with_(rollout={"stalenes": 2}))
     with pytest.raises(RecipeError, match=r"`model\.lora\.rnak` is not an option; did you mean `model\.lora\.rank`"):
         parse_recipe({**MINIMAL, "model": {"path": "tiny", "lora": {"rnak": 8}}})
@@ -50,7 +50,10 @@ def test_an_unknown_key_names_the_nearest_real_one() -> None:
         ({"training": {"final_fraction": 0.1}}, "`training.final_fraction` has no effect"),
         ({"evaluation": {"prompts": 0, "every": 5}}, "`evaluation.every` has no effect"),
         ({"evaluation": {"every": 100}}, "`evaluation.every = 100` has no effect"),
-        ({"rollout": {"paradigm": "synchronous"}, "algorithm": {"clip_low": 0.1}}, "`algorithm.clip_low` has no effect"),
+        (
+            {"rollout": {"paradigm": "synchronous"}, "algorithm": {"clip_low": 0.1}},
+            "`algorithm.clip_low` has no effect",
+        ),
         ({"rollout": {"staleness": 0}, "algorithm": {"clip_high": 0.3}}, "`algorithm.clip_high` has no effect"),
         (
             {"model": {"path": "somewhere", "warm_start": {"steps": 3}}},

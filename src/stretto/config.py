@@ -66,7 +66,7 @@ class CountdownChainSection(TaskSection):
     """The quickstart's task: `4+3*17?` asks for (4 + 3*17) mod 10, by a chain of steps."""
 
     type: Literal["countdown-chain"]
-    size: int = Field(10_000, ge=1, description="Rows to draw")
+    size: int = Field(4_096, ge=1, description="Rows to draw")
 
 
 class ReasoningGymSection(TaskSection):
@@ -74,10 +74,10 @@ class ReasoningGymSection(TaskSection):
 
     type: Literal["reasoning-gym"]
     name: str = Field(description="Name of the data set, such as `chain_sum`")
-    size: int = Field(1_000, ge=1, description="Rows to draw")
+    size: int = Field(10_000, ge=1, description="Rows to draw")
     config: dict[str, Any] = Field(default_factory=dict, description="The data set's own options")
-    scoring: Literal["exact", "scorer"] = Field("scorer", description="Exact match, or the data set's own scorer")
-    instruction: str | None = Field(None, description="System message; default: answer after `Answer:`")
+    scoring: Literal["exact", "scorer"] = Field("exact", description="Exact match, or the data set's own scorer")
+    instruction: str | None = Field(None, description="Said before the problem; default: answer after `Answer:`")
 
 
 class FileSection(TaskSection):
@@ -87,7 +87,14 @@ class FileSection(TaskSection):
     path: str = Field(description="File with a column `prompt` or `messages`")
     reward: str = Field(description="`package.module:function`")
     evaluation_path: str | None = Field(None, description="Held-out prompts; default: split off from `path`")
+    system: str | None = Field(None, description="A system message; every `prompt` becomes a user's message after it")
 
+
+_TASKS: dict[str, type[TaskSection]] = {
+    "countdown-chain": CountdownChainSection,
+    "reasoning-gym": ReasoningGymSection,
+    "file": FileSection,
+}
 
 AnyTask = Annotated[CountdownChainSection | ReasoningGymSection | FileSection, Field(discriminator="type")]
 
@@ -168,11 +175,11 @@ class Recipe(Section):
     seed: int = Field(0, ge=0, description="Order of the data, seeds of the trajectories, initial adapters")
     model: ModelSection
     task: AnyTask
-    rollout: RolloutSection = Field(default_factory=RolloutSection)
-    algorithm: GrpoSection = Field(default_factory=GrpoSection)
-    training: TrainingSection = Field(default_factory=TrainingSection)
-    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
-    runtime: RuntimeSection = Field(default_factory=RuntimeSection)
+    rollout: RolloutSection = RolloutSection()
+    algorithm: GrpoSection = GrpoSection()
+    training: TrainingSection = TrainingSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    runtime: RuntimeSection = RuntimeSection()
 
     @model_validator(mode="after")
     def _refuse_what_cannot_work(self) -> Recipe:
@@ -391,9 +398,7 @@ def _known_keys(location: Sequence[str], raw: Mapping[str, Any]) -> list[str]:
         if part == "task":
             task = raw.get("task", {})
             tag = task.get("type") if isinstance(task, Mapping) else None
-            model = {"countdown-chain": CountdownChainSection, "reasoning-gym": ReasoningGymSection}.get(
-                str(tag), FileSection
-            )
+            model = _TASKS.get(str(tag), FileSection)
             continue
         field = model.model_fields.get(part) if model else None
         model = _section_of(field.annotation) if field else None

@@ -111,6 +111,3 @@ class _EvaluationPolicy:
         )
         self.num_tokens = len(completion.tokens)
         return completion
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self._owner._prompts.decode(tokens)

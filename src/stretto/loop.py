@@ -41,6 +41,7 @@ from stretto.core.brain import Brain
 from stretto.engines.protocol import Engine
 from stretto.environments.data import PromptStream
 from stretto.environments.protocol import Environment
+from stretto.environments.single_turn import Decode
 from stretto.errors import (
     AbortedError,
     EngineError,
@@ -76,6 +77,7 @@ class Flight:
     reward: float | None = None  # filled by the environment
     suspended: Suspended | None = None  # filled when it left an engine before its end
     instance: int | None = None  # where it runs
+    failed: bool = False  # its last request failed: the next one is a retry
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ class Loop:
         trainer: TrainerRole,
         environment: Environment,
         prompts: PromptStream,
+        decode: Decode,
         evaluator: Evaluator | None,
         journal: Journal,
         tally: Tally,
@@ -113,6 +116,7 @@ class Loop:
         self._trainer = trainer
         self._environment = environment
         self._prompts = prompts
+        self._decode = decode
         self._evaluator = evaluator
         self._journal = journal
         self._tally = tally
@@ -145,6 +149,7 @@ class Loop:
                 while self._events and self._failure is None and self._finish is None:
                     for command in self.brain.handle(self._events.popleft()):
                         self._execute(command)
+                await self._journal.room()
                 if self._failure is not None:
                     raise self._failure
             if self._finish.stopped:
@@ -226,7 +231,8 @@ class Loop:
         flight = self.flights[command.trajectory]
         self._tally.open_window(self._reports(), time.time())
         self._group_started.setdefault(flight.group, time.time())
-        self._journal.moved(flight.id, "running", at=time.time(), instance=command.instance)
+        self._journal.moved(flight.id, "running", at=time.time(), instance=command.instance, retry=flight.failed)
+        flight.failed = False
         self._launch(flight, command.version, command.instance)
 
     def _launch(self, flight: Flight, version: int, instance: int) -> None:
@@ -308,12 +314,16 @@ class Loop:
             self._instance_failed(flight.instance, error)
             return
         except Exception as error:
+            if flight.id not in self.flights:
+                return
             reason = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
-            generating = flight.completion is None
+            generating = flight.failed = flight.completion is None
             self._journal.note("failure", f"trajectory {flight.id}: {reason}", at=time.time())
             kind = core.GenerationFailed if generating else core.ScoringFailed
             self.post(kind(flight.id, reason))
             return
+        if flight.id not in self.flights:
+            return  # dropped while it was scored
         flight.reward = reward
         self._journal.scored(flight.id, reward, at=time.time())
         self.post(core.Scored(flight.id))
@@ -331,7 +341,9 @@ class Loop:
                 Request(flight.id, version, tuple(tokens), flight.seed, self._settings.sampling, group=flight.group)
             )
         flight.completion, flight.instance = completion, None
-        text = self._prompts.decode(completion.tokens)
+        if flight.id not in self.flights:
+            raise AbortedError(f"trajectory {flight.id} was dropped as it ended")
+        text = self._decode(completion.tokens.tolist())
         self._journal.generated(flight.id, completion, text, at=time.time())
         self.post(core.Generated(flight.id, len(completion.tokens)))
         return completion
@@ -359,7 +371,7 @@ class Loop:
         for flight in flights:
             num_tokens = reached.get(flight.id, 0)
             self._tally.dropped(num_tokens)
-            self._journal.dropped(flight.id, f"past its age limit with {num_tokens} tokens", at=time.time())
+            self._journal.dropped(flight.id, "past its age limit", at=time.time(), num_tokens=num_tokens)
 
     async def _suspend_flights(self) -> None:
         """Take what is running out of the engines, so that a resumed run goes on with it."""
@@ -423,7 +435,7 @@ class Loop:
                     update=self.brain.next_update,
                     newest=self.brain.newest,
                     staleness=self.brain.staleness,
-                    versions=dict(self.brain.live_versions()),
+                    versions=self.brain.versions,
                     loads=self._reports(),
                     waits=[f"{wait.owner}: {wait.reason}" for wait in waits],
                 )
@@ -455,9 +467,6 @@ class _FlightPolicy:
         if self._flight.completion is None:
             return await self._loop._generate(self._flight, self._version, tokens)
         return self._flight.completion
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self._loop._prompts.decode(tokens)
 
 
 _HANDLERS: dict[type[Any], Callable[[Loop, Any], None]] = {

@@ -19,7 +19,7 @@ import os
 import signal
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers.utils import logging as transformers_logging
 
 from stretto.config import CountdownChainSection, ReasoningGymSection, Recipe
 from stretto.core.brain import Brain
@@ -35,9 +36,16 @@ from stretto.engines.protocol import Engine
 from stretto.engines.threaded import ThreadedEngine
 from stretto.environments.data import PromptStream
 from stretto.environments.rewards import RewardPool
-from stretto.environments.single_turn import SingleTurn
-from stretto.environments.tasks import CountdownChainOptions, FileOptions, ReasoningGymOptions, Task, load_task
-from stretto.errors import RunError
+from stretto.environments.single_turn import Decode, SingleTurn
+from stretto.environments.tasks import (
+    CountdownChainOptions,
+    FileOptions,
+    ReasoningGymOptions,
+    Task,
+    TaskOptions,
+    load_task,
+)
+from stretto.errors import RecipeError, RunError
 from stretto.evaluation import Evaluator, Moment
 from stretto.loop import Flight, Loop, Settings
 from stretto.models import load_model, load_tokenizer
@@ -48,7 +56,7 @@ from stretto.runtime.roles import TrainerRole
 from stretto.store.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from stretto.store.journal import Journal
 from stretto.store.reader import JournalReader
-from stretto.store.schema import RunFacts
+from stretto.store.schema import UNDER_WAY, RunFacts
 from stretto.tiny import WarmStart, tiny_model
 from stretto.training.lora import LoraOptions
 from stretto.training.losses import GrpoOptions
@@ -90,7 +98,8 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, observer: Obser
     checkpoint = _prepare_folder(recipe, folder, resume)
     with contextlib.ExitStack() as stack:
         stack.callback(observer.close)
-        torch.set_num_threads(os.cpu_count() or 1)
+        torch.set_num_threads(1)  # for the warm start, whose operations are too small to share
+        transformers_logging.disable_progress_bar()
         observer.message(f"run folder: {folder}")
         model_path = _model_path(recipe, observer)
         journal = stack.enter_context(Journal.open(folder / "journal.sqlite", resume=resume))
@@ -108,6 +117,7 @@ class _Parts:
     task: Task
     prompts: PromptStream
     held_out: PromptStream | None
+    decode: Decode
     core: NativeEngine
     trainer: LocalTrainer
     journal: Journal
@@ -117,16 +127,29 @@ class _Parts:
     @classmethod
     def build(cls, recipe: Recipe, model_path: str, journal: Journal, stack: contextlib.ExitStack) -> _Parts:
         tokenizer = load_tokenizer(model_path)
-        task = load_task(task_options(recipe))
+        task = load_task(task_options(recipe), num_evaluation=recipe.evaluation.prompts)
         model = load_model(model_path, getattr(torch, recipe.model.dtype), torch.device("cpu"))
         config: Any = model.config
         limit = context_length(config) - recipe.rollout.max_tokens
-        prompts = PromptStream(task.train, tokenizer, seed=recipe.seed, max_prompt_tokens=limit)
+        if limit < 1:
+            raise RecipeError(
+                f"`rollout.max_tokens = {recipe.rollout.max_tokens}` leaves no room for a prompt: the context of "
+                f"`{model_path}` is {context_length(config)} tokens"
+            )
+        prompts = PromptStream(task.train, tokenizer, seed=recipe.seed, max_prompt_tokens=limit, name=task.name)
         held_out = None
-        if recipe.evaluation.prompts:
-            held_out = PromptStream(task.evaluation, tokenizer, seed=recipe.seed, max_prompt_tokens=limit)
+        if recipe.evaluation.prompts and task.evaluation:
+            name = f"the held-out rows of {task.name}"
+            held_out = PromptStream(
+                task.evaluation, tokenizer, seed=recipe.seed, max_prompt_tokens=limit, shuffle=False, name=name
+            )
+
+        def decode(tokens: Sequence[int]) -> str:
+            return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
         lora = recipe.model.lora
         threads = role_threads(recipe)
+        torch.set_num_threads(threads[0])  # the engine measures at its start how its thread count rounds
         sampling = Sampling(
             max_tokens=recipe.rollout.max_tokens,
             temperature=recipe.rollout.temperature,
@@ -139,13 +162,12 @@ class _Parts:
             kind="full" if lora is None else "lora",
             slots=recipe.num_slots,
             rows=engine_rows(recipe),
-            kv_tokens=kv_tokens(recipe, config, prompts.longest),
+            kv_tokens=kv_tokens(recipe, config, _longest(prompts)),
             max_context=context_length(config),
-            lora_rank=0 if lora is None else lora.rank,
-            lora_targets=() if lora is None else lora.targets,
+            lora_rank=None if lora is None else lora.rank,
+            lora_targets=None if lora is None else lora.targets or None,
             prefill_tokens=recipe.rollout.prefill_tokens,
-            decode=prompts.decode,
-            threads=threads[0],
+            decode=decode,
         )
         trainer = LocalTrainer(
             model,
@@ -155,31 +177,29 @@ class _Parts:
             tokenizer=tokenizer,
             base=model_path,
         )
-        return cls(task, prompts, held_out, core, trainer, journal, sampling, threads)
+        return cls(task, prompts, held_out, decode, core, trainer, journal, sampling, threads)
 
 
-def task_options(recipe: Recipe) -> CountdownChainOptions | ReasoningGymOptions | FileOptions:
+def task_options(recipe: Recipe) -> TaskOptions:
     """The task's own options; generated tasks draw their rows by the run's seed."""
-    task, held_out = recipe.task, recipe.evaluation.prompts
+    task = recipe.task
     if isinstance(task, CountdownChainSection):
-        return CountdownChainOptions(size=task.size, held_out=held_out, seed=recipe.seed)
+        return CountdownChainOptions(num_rows=task.size, seed=recipe.seed)
     if isinstance(task, ReasoningGymSection):
-        config = task.model_dump(mode="json")["config"]
-        return ReasoningGymOptions(
+        options = ReasoningGymOptions(
             name=task.name,
             size=task.size,
-            held_out=held_out,
             seed=recipe.seed,
-            config=config,
+            config=task.model_dump(mode="json")["config"],
             scoring=task.scoring,
-            instruction=task.instruction,
         )
+        return options if task.instruction is None else replace(options, instruction=task.instruction)
     return FileOptions(
         path=Path(task.path),
         reward=task.reward,
         evaluation_path=None if task.evaluation_path is None else Path(task.evaluation_path),
-        held_out=held_out,
         seed=recipe.seed,
+        system=task.system,
     )
 
 
@@ -228,6 +248,11 @@ def _model_path(recipe: Recipe, observer: Observer) -> str:
     return str(tiny_model(seed=0 if options is None else options.seed, warm_start=warm_start, progress=progress))
 
 
+def _longest(prompts: PromptStream, sample: int = 256) -> int:
+    """The longest of the first prompts; the engine makes room by preemption where a later one is longer."""
+    return max(len(prompts.prompt(index).tokens) for index in range(min(sample, prompts.num_rows)))
+
+
 def _stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """What ends a text, by the model's generation configuration and by its tokenizer."""
     found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
@@ -243,11 +268,11 @@ async def _train(
 ) -> dict[str, Any]:
     plan, journal = recipe.plan, parts.journal
     rewards = RewardPool(parts.task.reward, workers=recipe.task.reward_workers, deadline_s=recipe.task.reward_seconds)
-    engine = ThreadedEngine(parts.core, threads=parts.threads[0], name="engine")
+    engine = ThreadedEngine(lambda: parts.core, threads=parts.threads[0], name="engine")
     role = TrainerRole(parts.trainer, parts.threads[1])
     try:
         await rewards.start()
-        environment = SingleTurn(rewards, parts.prompts.decode)
+        environment = SingleTurn(rewards, parts.decode)
         journal.begin(_facts(recipe), at=time.time())
         if checkpoint is None:
             brain, totals, flights = Brain(plan), Totals(), dict[int, Flight]()
@@ -255,7 +280,10 @@ async def _train(
             journal.version_published(0, weights[0].checksum, at=time.time())
         else:
             brain, totals = Brain.restore(plan, checkpoint.snapshot), Totals.from_json(checkpoint.totals)
-            flights, weights = _flights_again(recipe, parts, checkpoint), dict(checkpoint.weights)
+            under_way = list(brain.ledger.trajectories)
+            journal.rewind(updates=brain.next_update, groups=brain.next_group, under_way=under_way, at=time.time())
+            await journal.durable()
+            flights, weights = _flights_again(parts, checkpoint), dict(checkpoint.weights)
             await role.call(lambda: parts.trainer.load(checkpoint.folder / "trainer"))
         tally = Tally(rows=plan.rows, sink=JsonLines(folder / "metrics.jsonl"), totals=totals)
         evaluator = _evaluator(recipe, parts, environment)
@@ -267,6 +295,7 @@ async def _train(
             trainer=role,
             environment=environment,
             prompts=parts.prompts,
+            decode=parts.decode,
             evaluator=evaluator,
             journal=journal,
             tally=tally,
@@ -282,6 +311,7 @@ async def _train(
                 await _evaluate_alone(evaluator, engine, loop.weights[plan.updates], "after", tally, observer)
             await role.call(lambda: parts.trainer.export(folder / "policy"))
         else:
+            await journal.durable()
             await role.call(lambda: _save(folder, loop, tally, parts))
         journal.finished(stopped=not done, at=time.time())
         await journal.durable()
@@ -398,13 +428,15 @@ def _save(folder: Path, loop: Loop, tally: Tally, parts: _Parts) -> None:
     )
 
 
-def _flights_again(recipe: Recipe, parts: _Parts, checkpoint: Checkpoint) -> dict[int, Flight]:
+def _flights_again(parts: _Parts, checkpoint: Checkpoint) -> dict[int, Flight]:
     """The trajectories that were under way: tokens so far from the checkpoint, finished ones from the journal."""
     flights: dict[int, Flight] = {}
     with JournalReader(parts.journal.path) as reader:
         for group in reader.outstanding():
             prompt = parts.prompts.prompt(group.group)
             for record in group.trajectories:
+                if record.state not in UNDER_WAY:
+                    continue
                 flight = Flight(record.trajectory, group.group, group.version, record.seed, prompt)
                 if record.state in ("scoring", "scored"):
                     flight.completion, flight.reward = reader.load_completion(record.trajectory)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from stretto.engines.native.cache import PAGE, KVCache
+from stretto.engines.native.cache import PAGE, PAGE_BITS, KVCache
 from stretto.errors import ModelError
 
 NAME = "stretto_paged"
@@ -89,13 +89,13 @@ class Planner:
         """The plan of decoding rows (last token, tokens of context with it, pages), of chunks and of `filling` rows."""
         num_rows = tokens.shape[0]
         positions = contexts - 1
-        pages = page_table.gather(1, (positions // PAGE)[:, None]).squeeze(1)
-        writes = pages.long() * PAGE + positions % PAGE
+        pages = page_table.gather(1, (positions >> PAGE_BITS)[:, None]).squeeze(1)
+        writes = pages.long() * PAGE + (positions & (PAGE - 1))
         row_of_entry = torch.repeat_interleave(contexts)
-        place = torch.arange(row_of_entry.shape[0], device=tokens.device)
-        place -= (contexts.cumsum(0) - contexts).index_select(0, row_of_entry)
-        page = page_table.view(-1).index_select(0, row_of_entry * page_table.shape[1] + place // PAGE)
-        slots = page * PAGE + (place % PAGE).int()
+        place = torch.arange(row_of_entry.shape[0], dtype=torch.int32, device=tokens.device)
+        place -= (contexts.cumsum(0) - contexts).int().index_select(0, row_of_entry)
+        index = self._row_starts(page_table).index_select(0, row_of_entry).add_(place >> PAGE_BITS)
+        slots = page_table.view(-1).index_select(0, index).mul_(PAGE).add_(place & (PAGE - 1))
         lengths = contexts
         short = [chunk for chunk in chunks if chunk.short]
         long = tuple(chunk for chunk in chunks if not chunk.short)
@@ -120,6 +120,11 @@ class Planner:
         last = tuple(ends[id(chunk)] for chunk in chunks)
         entries = self._entries(lengths, slots)
         return Plan(tokens, positions, writes, weights_slots, last, lengths.shape[0], row_of_entry, *entries, long)
+
+    @staticmethod
+    def _row_starts(page_table: Tensor) -> Tensor:
+        rows, width = page_table.shape
+        return torch.arange(0, rows * width, width, dtype=torch.int32, device=page_table.device)
 
     def _entries(self, lengths: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Columns, offsets and pattern over all heads: the lists of the first head, then those of the second ..."""
@@ -223,11 +228,11 @@ def _listed(plan: Plan, query: Tensor, keys: Tensor, values: Tensor, scale: floa
     index = plan.row_of_entry.expand_as(scores)
     peak = scores.new_full((heads, listed), -math.inf).scatter_reduce_(1, index, scores, "amax")
     scores = scores.sub_(peak.index_select(1, plan.row_of_entry)).exp_()
-    total = scores.new_zeros(heads, listed).scatter_add_(1, index, scores)
+    total = torch.segment_reduce(scores.view(-1), "sum", offsets=plan.offsets, unsafe=True)
     bags = torch.embedding_bag(
         values.view(-1, size), plan.columns, plan.offsets, False, 0, False, scores.view(-1), True
     )[0]
-    return bags.view(heads, listed, size).div_(total.unsqueeze(-1)).transpose(0, 1)
+    return bags.div_(total.unsqueeze(-1)).view(heads, listed, size).transpose(0, 1)
 
 
 def _dense(chunk: Chunk, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:

@@ -31,35 +31,35 @@ class SlottedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
-        a = torch.zeros(slots, rank, self.in_features, dtype=base.weight.dtype, device=base.weight.device)
-        b = torch.zeros(slots, rank, self.out_features, dtype=base.weight.dtype, device=base.weight.device)
+        a = torch.zeros(self.in_features, slots * rank, dtype=base.weight.dtype, device=base.weight.device)
+        b = torch.zeros(slots * rank, self.out_features, dtype=base.weight.dtype, device=base.weight.device)
         self.lora_a: Tensor
         self.lora_b: Tensor
         self.register_buffer("lora_a", a, persistent=False)
         self.register_buffer("lora_b", b, persistent=False)
-        # Views that the forward uses; a module attribute would make them buffers of their own.
-        self._flat = (self.lora_a.view(slots * rank, -1), self.lora_b.view(slots * rank, -1))
+        self.rank = rank
         self._mask = mask
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight, self.bias)
-        a, b = self._flat
-        h = F.linear(x.reshape(-1, self.in_features), a).masked_fill_(self._mask.foreign, 0.0)
-        y.view(-1, self.out_features).addmm_(h, b, alpha=self._mask.scale)
-        return y
+        flat = x.reshape(-1, self.in_features)
+        y = F.linear(flat, self.weight, self.bias)
+        h = torch.mm(flat, self.lora_a).masked_fill_(self._mask.foreign, 0.0)
+        return y.addmm_(h, self.lora_b, alpha=self._mask.scale).view(*x.shape[:-1], self.out_features)
 
     def resident(self, slot: int) -> tuple[Tensor, Tensor]:
         """The adapter in `slot` as it was received: A [r, in] and B [out, r], views of what the forward reads."""
-        return self.lora_a[slot], self.lora_b[slot].t()
+        own = slice(slot * self.rank, (slot + 1) * self.rank)
+        return self.lora_a[:, own].t(), self.lora_b[own].t()
 
     def put(self, slot: int, a: Tensor, b: Tensor) -> None:
-        self.lora_a[slot].copy_(a)
-        self.lora_b[slot].copy_(b.t())
+        own_a, own_b = self.resident(slot)
+        own_a.copy_(a)
+        own_b.copy_(b)
 
     def clear(self, slot: int) -> None:
         """Zero a slot, so that nothing of an unloaded version stays behind."""
-        self.lora_a[slot].zero_()
-        self.lora_b[slot].zero_()
+        for part in self.resident(slot):
+            part.zero_()
 
 
 def slot_linears(

@@ -145,12 +145,13 @@ def _rows_agree(module: Any, filling: int, max_tokens: int) -> bool:
     x = torch.randn(1, counts[-1], width, generator=generator).to(module.weight.device, module.weight.dtype)
     products: list[Callable[[Tensor], Tensor]] = [lambda y: F.linear(y, module.weight, module.bias)]
     if isinstance(module, SlottedLinear):
-        columns = module.lora_a.shape[0] * module.lora_a.shape[1]
-        a = torch.randn(columns, width, generator=generator).to(x)
+        products = [lambda y: F.linear(y[0], module.weight, module.bias)[None]]
+        columns = module.lora_b.shape[0]
+        a = torch.randn(width, columns, generator=generator).to(x)
         b = torch.randn(columns, module.out_features, generator=generator).to(x)
 
         def adapter(y: Tensor) -> Tensor:
-            h = F.linear(y.view(-1, width), a)
+            h = torch.mm(y.view(-1, width), a)
             return torch.cat([h, torch.zeros_like(y[0, :, :1]).expand(-1, b.shape[1]).clone().addmm_(h, b)], 1)[None]
 
         products.append(adapter)
