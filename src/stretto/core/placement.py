@@ -40,6 +40,11 @@ class Instance:
     def free(self) -> int:
         return self.slots - len(self.resident) - len(self.loading)
 
+    @property
+    def awaits_newer(self) -> bool:
+        """Whether it is about to have a version newer than all that it holds."""
+        return bool(self.loading) and bool(self.resident) and max(self.loading) > max(self.resident)
+
     def apply(self, command: Load | Swap | Unload) -> None:
         """Record a command that was given. What a swap overwrites can take nothing new from then on."""
         if isinstance(command, Unload):
@@ -55,14 +60,15 @@ def candidates(instances: Collection[Instance], target: int) -> list[tuple[Insta
 
     Instances below their share of `target` trajectories come first, so that one that has just loaded the newest version
     is not given everything; among those, the newest version, then the least loaded. Those that have their share come
-    last, and only if no other is about to have a version for the rest.
+    last, and only if no other is about to have a version for the rest. An instance that is about to have a newer version
+    is left out until it has it: a group that starts now would be a version older for all of its life.
     """
     share = -(-target // max(1, len(instances)))
     hopeful = any(instance.loading and instance.load < share for instance in instances)
     ranked = [
         (instance.load >= share, -max(instance.resident), instance.load, instance.id, instance)
         for instance in instances
-        if instance.resident and (instance.load < share or not hopeful)
+        if instance.resident and not instance.awaits_newer and (instance.load < share or not hopeful)
     ]
     ranked.sort()  # ids are unique: instances themselves are never compared
     return [(instance, -version) for _, version, _, _, instance in ranked]
