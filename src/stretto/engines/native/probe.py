@@ -24,15 +24,18 @@ EXPERT_BYTES = 1 << 30  # gathered expert weights of one forward, at most
 
 
 class FusedNorm(nn.Module):
-    """A root-mean-square norm as one call; stands in for a module that was seen to compute the same."""
+    """A root-mean-square norm in five operations; stands in for a module that was seen to compute the same."""
 
     def __init__(self, weight: nn.Parameter, epsilon: float) -> None:
         super().__init__()
-        self.weight, self._epsilon = weight, epsilon
-        self._shape = tuple(weight.shape)
+        self.weight, self._inverse = weight, 1.0 / weight.numel()
+        self.epsilon: Tensor
+        self.register_buffer("epsilon", torch.full((1,), epsilon, device=weight.device), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self._shape, self.weight, self._epsilon)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse = torch.addcmul(self.epsilon, norm, norm, value=self._inverse).rsqrt_()
+        return torch.mul(x, inverse).mul_(self.weight)
 
 
 def refuse_by_config(model: nn.Module) -> None:
@@ -70,7 +73,7 @@ def discover(trees: Sequence[nn.Module]) -> tuple[Attention, int, int, int, int]
 
 
 def fuse_norms(tree: nn.Module) -> None:
-    """Replace root-mean-square norms by the fused call where both give the same on random numbers."""
+    """Replace root-mean-square norms by the fused call where both give the same on random numbers, to rounding."""
     for name, module in list(tree.named_modules()):
         weight = getattr(module, "weight", None)
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
