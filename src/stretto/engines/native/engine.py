@@ -83,6 +83,7 @@ class NativeEngine:
         self._versions: dict[int, int] = {}  # version -> slot
         self._checksums: dict[int, str] = {}  # version -> of what is resident
         self._here: dict[int, Trajectory] = {}
+        self._counts = [0] * slots  # trajectories here, by slot
         self._arrivals = self._steps = self._tokens = 0
         self._busy_s = self._row_s = 0.0
         self._observed: list[Tensor] | None = None
@@ -122,9 +123,9 @@ class NativeEngine:
     def unload(self, version: int) -> None:
         """Free a version's slot; an error while it has trajectories."""
         slot = self._slot(version)
-        left = [t.request.id for t in self._here.values() if t.slot == slot]
-        if left:
-            raise RequestError(f"version {version} has {len(left)} trajectories, among them {sorted(left)[:4]}")
+        if self._counts[slot]:
+            left = sorted(t.request.id for t in self._here.values() if t.slot == slot)
+            raise RequestError(f"version {version} has {len(left)} trajectories, among them {left[:4]}")
         self._slots.clear(slot)
         del self._versions[version], self._checksums[version]
 
@@ -145,6 +146,7 @@ class NativeEngine:
             self._restore(trajectory, work)
         self._arrivals += 1
         self._here[request.id] = trajectory
+        self._counts[trajectory.slot] += 1
         self._schedule.submit(trajectory)
 
     def _check(self, request: Request) -> None:
@@ -202,6 +204,7 @@ class NativeEngine:
     def _take(self, ids: Sequence[int], *, kv: bool) -> list[Trajectory]:
         taken = [self._here.pop(i) for i in dict.fromkeys(ids) if i in self._here]
         for trajectory in taken:
+            self._counts[trajectory.slot] -= 1
             self._schedule.withdraw(trajectory, kv=kv)
         return taken
 
@@ -306,6 +309,7 @@ class NativeEngine:
         rows.remove(list(finish))
         for trajectory in gone:
             self._schedule.release(trajectory)
+            self._counts[trajectory.slot] -= 1
             del self._here[trajectory.request.id]
         return done
 
@@ -329,9 +333,6 @@ class NativeEngine:
         """What it is doing and has done."""
         self._account()
         rows, n = self._rows, len(self._rows)
-        counts: dict[int, int] = dict.fromkeys(self._versions.values(), 0)
-        for trajectory in self._here.values():
-            counts[trajectory.slot] += 1
         made = rows.context[:n] - rows.prompt[:n]
         longest: dict[int, int] = {}
         for version, slot in self._versions.items():
@@ -341,7 +342,7 @@ class NativeEngine:
             running=n + self._schedule.num_waiting,
             queued=len(self._schedule.queue),
             kv_tokens=(self._cache.num_pages - self._cache.num_free) * PAGE,
-            versions={version: counts[slot] for version, slot in self._versions.items()},
+            versions={version: self._counts[slot] for version, slot in self._versions.items()},
             longest=longest,
             steps=self._steps,
             tokens=self._tokens,

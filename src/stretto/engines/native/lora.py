@@ -39,12 +39,15 @@ class SlottedLinear(nn.Module):
         self.register_buffer("lora_b", b, persistent=False)
         self.rank = rank
         self._mask = mask
+        # The same tensors in a plain attribute: looking up Parameters and buffers costs as much as a small product.
+        self._operands = (self.weight, self.bias, self.lora_a, self.lora_b, self.in_features, self.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, self.in_features)
-        y = F.linear(flat, self.weight, self.bias)
-        h = torch.mm(flat, self.lora_a).masked_fill_(self._mask.foreign, 0.0)
-        return y.addmm_(h, self.lora_b, alpha=self._mask.scale).view(*x.shape[:-1], self.out_features)
+        weight, bias, a, b, width, out = self._operands
+        flat, mask = x.reshape(-1, width), self._mask
+        y = F.linear(flat, weight, bias)
+        h = torch.mm(flat, a).masked_fill_(mask.foreign, 0.0)
+        return y.addmm_(h, b, alpha=mask.scale).view(*x.shape[:-1], out)
 
     def resident(self, slot: int) -> tuple[Tensor, Tensor]:
         """The adapter in `slot` as it was received: A [r, in] and B [out, r], views of what the forward reads."""

@@ -31,11 +31,13 @@ class FusedNorm(nn.Module):
         self.weight, self._inverse = weight, 1.0 / weight.numel()
         self.epsilon: Tensor
         self.register_buffer("epsilon", torch.full((1,), epsilon, device=weight.device), persistent=False)
+        self._operands = (self.weight, self.epsilon)  # found faster than registered ones
 
     def forward(self, x: Tensor) -> Tensor:
+        weight, epsilon = self._operands
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        inverse = torch.addcmul(self.epsilon, norm, norm, value=self._inverse).rsqrt_()
-        return torch.mul(x, inverse).mul_(self.weight)
+        inverse = torch.addcmul(epsilon, norm, norm, value=self._inverse).rsqrt_()
+        return torch.mul(x, inverse).mul_(weight)
 
 
 def refuse_by_config(model: nn.Module) -> None:
