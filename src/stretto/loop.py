@@ -45,7 +45,6 @@ from stretto.environments.single_turn import Decode
 from stretto.errors import (
     AbortedError,
     EngineError,
-    RequestError,
     StalledError,
     StrettoError,
     SuspendedError,
@@ -56,7 +55,7 @@ from stretto.observe.progress import Observer, Status
 from stretto.runtime.roles import TrainerRole
 from stretto.seeds import trajectory_seed
 from stretto.store.journal import Journal
-from stretto.types import Batch, Completion, Prompt, Request, Sample, Sampling, Suspended, Weights
+from stretto.types import Batch, Completion, Load, Prompt, Request, Sample, Sampling, Suspended, Weights
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +111,8 @@ class Loop:
         self.brain = brain
         self.flights: dict[int, Flight] = dict(flights)
         self.weights: dict[int, Weights] = dict(weights)  # the weight store: a version lives here while anyone needs it
-        self._engines = dict(engines)
+        self._instances = dict(engines)  # all that ever were: what a lost one did still counts
+        self._engines = dict(engines)  # those that live
         self._trainer = trainer
         self._environment = environment
         self._prompts = prompts
@@ -126,6 +126,7 @@ class Loop:
         self._events: deque[core.Event] = deque()
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._discards: set[asyncio.Task[None]] = set()  # those of the tasks that end a trajectory
         self._failure: BaseException | None = None
         self._finish: core.Finish | None = None
         self._stop_asked = False
@@ -152,11 +153,13 @@ class Loop:
                 await self._journal.room()
                 if self._failure is not None:
                     raise self._failure
+            await asyncio.gather(*self._discards)
             if self._finish.stopped:
                 await self._suspend_flights()
             return not self._finish.stopped
         finally:
-            self._tally.close_window(self._reports(), time.time())
+            stopped = self._finish is not None and self._finish.stopped
+            self._tally.close_window(self._reports(), time.time(), stopped=stopped)
             await self._end_tasks()
 
     def post(self, event: core.Event) -> None:
@@ -172,21 +175,43 @@ class Loop:
             self.post(core.StopRequested())
 
     async def _next_event(self) -> None:
-        if not self._events and self._failure is None:
+        """Wait for an event; engines that make tokens are no stall, however long a trajectory takes."""
+        while not self._events and self._failure is None:
             self._wake.clear()
+            tokens = self._tokens_made()
             try:
                 await asyncio.wait_for(self._wake.wait(), self._settings.stall_s)
             except TimeoutError:
+                if self._tokens_made() > tokens:
+                    continue
                 reasons = "; ".join(f"{wait.owner}: {wait.reason}" for wait in self.brain.waits())
                 raise StalledError(
-                    f"nothing happened for {self._settings.stall_s:.0f} s (`runtime.stall_seconds`). {reasons}. "
+                    f"nothing happened for {self._settings.stall_s:g} s (`runtime.stall_seconds`). {reasons}. "
                     + " ".join(f"Instance {i}: {e.report()}." for i, e in self._engines.items())
                 ) from None
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _tokens_made(self) -> int:
+        return sum(load.tokens + load.prefilled for load in self._reports())
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
+
+    def _spawn_on(self, instance: int, work: Callable[[Engine], Coroutine[Any, Any, None]], name: str) -> None:
+        """Have an instance do something. One that is lost does nothing: the core hears of that by itself."""
+
+        async def carry_out() -> None:
+            engine = self._engines.get(instance)
+            if engine is None:
+                return
+            try:
+                await work(engine)
+            except EngineError as error:
+                self._instance_failed(instance, error)
+
+        self._spawn(carry_out(), f"{name} on instance {instance}")
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -230,6 +255,11 @@ class Loop:
     def _resume(self, command: core.Resume) -> None:
         flight = self.flights[command.trajectory]
         self._tally.open_window(self._reports(), time.time())
+        if flight.completion is not None:
+            # It had its last token when the run ended, and the core had not heard of it.
+            self.post(core.Generated(flight.id, len(flight.completion.tokens)))
+            self._score(flight)
+            return
         self._group_started.setdefault(flight.group, time.time())
         self._journal.moved(flight.id, "running", at=time.time(), instance=command.instance, retry=flight.failed)
         flight.failed = False
@@ -237,11 +267,16 @@ class Loop:
 
     def _launch(self, flight: Flight, version: int, instance: int) -> None:
         flight.instance = instance
-        self._spawn(self._fly(flight, version), f"trajectory {flight.id}")
+        self._spawn(self._fly(flight, version, instance), f"trajectory {flight.id}")
 
     def _rescore(self, command: core.Rescore) -> None:
-        flight = self.flights[command.trajectory]
-        self._spawn(self._fly(flight, flight.version), f"score {flight.id}")
+        self._score(self.flights[command.trajectory])
+
+    def _score(self, flight: Flight) -> None:
+        if flight.reward is not None:
+            self.post(core.Scored(flight.id))  # scored as the run ended, and recorded
+        else:
+            self._spawn(self._fly(flight, flight.version, None), f"score {flight.id}")
 
     def _fail(self, command: core.Fail) -> None:
         flight = self.flights.pop(command.trajectory)
@@ -251,34 +286,36 @@ class Loop:
 
     def _drop(self, command: core.Drop) -> None:
         flights = [self.flights.pop(id) for id in command.trajectories if id in self.flights]
-        self._spawn(self._discard(flights), f"drop {command.group}")
+        task = self._spawn(self._discard(flights), f"drop {command.group}")
+        self._discards.add(task)
+        task.add_done_callback(self._discards.discard)
 
     def _train(self, command: core.Train) -> None:
         self._spawn(self._update(command), f"update {command.update}")
 
     def _load(self, command: core.Load) -> None:
-        async def load() -> None:
+        async def load(engine: Engine) -> None:
             await self._journal.durable()  # the version's checksum, before its first token
-            await self._engines[command.instance].load(self.weights[command.version])
+            await engine.load(self.weights[command.version])
             self._loaded(command.instance, command.version)
 
-        self._spawn(load(), f"load version {command.version} on instance {command.instance}")
+        self._spawn_on(command.instance, load, f"load version {command.version}")
 
     def _swap(self, command: core.Swap) -> None:
-        async def swap() -> None:
+        async def swap(engine: Engine) -> None:
             await self._journal.durable()
-            await self._engines[command.instance].swap(command.old, self.weights[command.version])
+            await engine.swap(command.old, self.weights[command.version])
             self._loaded(command.instance, command.version)
 
-        self._spawn(swap(), f"swap version {command.old} for {command.version} on instance {command.instance}")
+        self._spawn_on(command.instance, swap, f"swap version {command.old} for {command.version}")
 
     def _loaded(self, instance: int, version: int) -> None:
         self._journal.version_loaded(version, self.weights[version].checksum, at=time.time())
         self.post(core.Loaded(instance, version))
 
     def _unload(self, command: core.Unload) -> None:
-        work = self._engines[command.instance].unload(command.version)
-        self._spawn(work, f"unload version {command.version} from instance {command.instance}")
+        name = f"unload version {command.version}"
+        self._spawn_on(command.instance, lambda engine: engine.unload(command.version), name)
 
     def _publish(self, command: core.Publish) -> None:
         weights = self.weights[command.version]
@@ -291,27 +328,27 @@ class Loop:
         assert self._evaluator is not None, "an evaluation is planned only where there is an evaluator"
         evaluator = self._evaluator
 
-        async def evaluate() -> None:
-            result = await evaluator.evaluate(self._engines[command.instance], command.version, "during")
+        async def evaluate(engine: Engine) -> None:
+            result = await evaluator.evaluate(engine, command.version, "during")
             self._tally.evaluated(result)
             self._observer.evaluated(result)
             self.post(core.Evaluated(command.version))
 
-        self._spawn(evaluate(), f"evaluate version {command.version}")
+        self._spawn_on(command.instance, evaluate, f"evaluate version {command.version}")
 
     def _end(self, command: core.Finish) -> None:
         self._finish = command
 
     # -- flights -------------------------------------------------------------------------------------------------------
 
-    async def _fly(self, flight: Flight, version: int) -> None:
+    async def _fly(self, flight: Flight, version: int, instance: int | None) -> None:
         """Carry one trajectory from where it is to its reward; whatever goes wrong with it alone is an event."""
         try:
-            reward = await self._environment.episode(flight.prompt, _FlightPolicy(self, flight, version))
+            reward = await self._environment.episode(flight.prompt, _FlightPolicy(self, flight, version, instance))
         except (SuspendedError, AbortedError):
             return  # whoever took it out of the engine holds it
         except EngineError as error:
-            self._instance_failed(flight.instance, error)
+            self._instance_failed(instance, error)
             return
         except Exception as error:
             if flight.id not in self.flights:
@@ -328,11 +365,11 @@ class Loop:
         self._journal.scored(flight.id, reward, at=time.time())
         self.post(core.Scored(flight.id))
 
-    async def _generate(self, flight: Flight, version: int, tokens: Sequence[int]) -> Completion:
-        assert flight.instance is not None
-        engine = self._engines.get(flight.instance)
-        if engine is None:
-            raise RequestError(f"instance {flight.instance} is gone")
+    async def _generate(self, flight: Flight, version: int, instance: int | None, tokens: Sequence[int]) -> Completion:
+        engine = None if instance is None else self._engines.get(instance)
+        if engine is None or flight.id not in self.flights:
+            # The core hears of a lost instance, or told us to drop it: either way nobody waits for this one.
+            raise AbortedError(f"trajectory {flight.id} has nowhere to run")
         if flight.suspended is not None:
             suspended, flight.suspended = flight.suspended, None
             completion = await engine.resume(_under(suspended, version))
@@ -340,10 +377,14 @@ class Loop:
             completion = await engine.generate(
                 Request(flight.id, version, tuple(tokens), flight.seed, self._settings.sampling, group=flight.group)
             )
+        text = self._decode(completion.tokens.tolist())
+        if completion.version != flight.version and completion.token_versions is None:
+            # Begun anew where the paradigm continues under newer weights: all of its tokens are of another version.
+            versions = np.full(len(completion.tokens), completion.version, dtype=np.int32)
+            completion = replace(completion, token_versions=versions)
         flight.completion, flight.instance = completion, None
         if flight.id not in self.flights:
             raise AbortedError(f"trajectory {flight.id} was dropped as it ended")
-        text = self._decode(completion.tokens.tolist())
         self._journal.generated(flight.id, completion, text, at=time.time())
         self.post(core.Generated(flight.id, len(completion.tokens)))
         return completion
@@ -364,23 +405,35 @@ class Loop:
         for flight in flights:
             if flight.instance is not None:
                 by_instance.setdefault(flight.instance, []).append(flight.id)
-        reached = {flight.id: len(flight.completion.tokens) for flight in flights if flight.completion is not None}
+        reached: dict[int, int] = {}
         for instance, ids in by_instance.items():
-            for suspended in await self._engines[instance].suspend(ids, kv=False):
+            for suspended in await self._suspend(instance, ids):
                 reached[suspended.request.id] = len(suspended.tokens)
         for flight in flights:
-            num_tokens = reached.get(flight.id, 0)
+            completion = flight.completion
+            num_tokens = reached.get(flight.id, 0) if completion is None else len(completion.tokens)
             self._tally.dropped(num_tokens)
             self._journal.dropped(flight.id, "past its age limit", at=time.time(), num_tokens=num_tokens)
 
     async def _suspend_flights(self) -> None:
         """Take what is running out of the engines, so that a resumed run goes on with it."""
-        for instance, engine in self._engines.items():
+        for instance in list(self._engines):
             ids = [flight.id for flight in self.flights.values() if flight.instance == instance]
-            for suspended in await engine.suspend(ids, kv=False):
+            for suspended in await self._suspend(instance, ids):
                 flight = self.flights[suspended.request.id]
                 flight.suspended, flight.instance = suspended, None
                 self._journal.moved(flight.id, "suspended", at=time.time(), reason="the run was stopped")
+
+    async def _suspend(self, instance: int, ids: Sequence[int]) -> list[Suspended]:
+        """Take trajectories out of an instance; a lost one has none."""
+        engine = self._engines.get(instance)
+        if engine is None:
+            return []
+        try:
+            return await engine.suspend(ids, kv=False)
+        except EngineError as error:
+            self._instance_failed(instance, error)
+            return []
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
@@ -423,8 +476,8 @@ class Loop:
 
     # -- what is going on ----------------------------------------------------------------------------------------------
 
-    def _reports(self) -> list[Any]:
-        return [engine.report() for engine in self._engines.values()]
+    def _reports(self) -> list[Load]:
+        return [engine.report() for engine in self._instances.values()]
 
     async def _report_status(self) -> None:
         while True:
@@ -456,16 +509,17 @@ def _under(suspended: Suspended, version: int) -> Suspended:
 class _FlightPolicy:
     """What an episode asks for tokens. Generates once: an episode that is run again gets the same completion back."""
 
-    __slots__ = ("_flight", "_loop", "_version")
+    __slots__ = ("_flight", "_instance", "_loop", "_version")
 
-    def __init__(self, loop: Loop, flight: Flight, version: int) -> None:
+    def __init__(self, loop: Loop, flight: Flight, version: int, instance: int | None) -> None:
         self._loop = loop
         self._flight = flight
         self._version = version
+        self._instance = instance
 
     async def generate(self, tokens: Sequence[int]) -> Completion:
         if self._flight.completion is None:
-            return await self._loop._generate(self._flight, self._version, tokens)
+            return await self._loop._generate(self._flight, self._version, self._instance, tokens)
         return self._flight.completion
 
 

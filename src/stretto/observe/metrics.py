@@ -1,7 +1,8 @@
 """What a run measured: a line an update, and the summary at the end.
 
-A *window* runs from the first admission to the end of the last update; a run that was stopped and resumed has several,
-and their sums are carried in the checkpoint. Warm start and the evaluations before and after lie outside of every one.
+A *window* runs from the first admission to the end of the last update. A run that was stopped and resumed has several,
+all but the last ending with the stop, and their sums are carried in the checkpoint. Warm start and the evaluations
+before and after lie outside of every one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from stretto.errors import RunError
 from stretto.evaluation import EvaluationResult
 from stretto.types import Completion, Load, Sample, UpdateReport
 
@@ -32,8 +34,27 @@ class JsonLines:
         self._path = path
 
     def write(self, record: Mapping[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise RunError(f"`{self._path}` cannot be written: {error}") from error
+
+    def rewind(self, updates: int) -> None:
+        """Take away what was written after the first `updates` updates, and a line that was cut off."""
+        if not self._path.exists():
+            return
+        kept = []
+        for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
+            if not line.endswith("\n"):
+                continue
+            record = json.loads(line)
+            late = record["update"] >= updates if record["kind"] == "update" else record["version"] > updates
+            if not late:
+                kept.append(line)
+        scratch = self._path.with_suffix(".partial")
+        scratch.write_text("".join(kept), encoding="utf-8")
+        scratch.replace(self._path)
 
 
 @dataclass(slots=True)
@@ -90,11 +111,11 @@ class Tally:
         """An update ended: the window ends here if no other update follows."""
         self._marked = (at, loads)
 
-    def close_window(self, loads: Sequence[Load], at: float) -> None:
-        """No more updates follow."""
+    def close_window(self, loads: Sequence[Load], at: float, *, stopped: bool = False) -> None:
+        """No more updates follow. With `stopped` the window ends now: what was generated since counts when resumed."""
         if self._opened_at is None:
             return
-        ended, at_end = self._marked or (at, loads)
+        ended, at_end = (at, loads) if stopped or self._marked is None else self._marked
         self.totals.wall_s += ended - self._opened_at
         for before, after in zip(self._at_open, at_end, strict=False):
             self.totals.rollout_busy_s += after.busy_s - before.busy_s

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from stretto.config import CountdownChainSection, ReasoningGymSection, Recipe
@@ -45,7 +46,7 @@ from stretto.environments.tasks import (
     TaskOptions,
     load_task,
 )
-from stretto.errors import RecipeError, RunError
+from stretto.errors import RecipeError, RunError, VersionNotResidentError
 from stretto.evaluation import Evaluator, Moment
 from stretto.loop import Flight, Loop, Settings
 from stretto.models import load_model, load_tokenizer
@@ -95,16 +96,22 @@ def train_from_command_line(recipe: Recipe, folder: Path, *, resume: bool) -> in
 
 def train(recipe: Recipe, folder: Path, *, resume: bool = False, observer: Observer) -> dict[str, Any]:
     """Run a recipe to its end, or to where Ctrl-C stops it. Returns what `summary.json` holds."""
-    checkpoint = _prepare_folder(recipe, folder, resume)
+    checkpoint = None
+    if resume:
+        checkpoint = _find_checkpoint(recipe, folder)
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunError(f"`{folder}` exists already; choose another `--out`, or `--resume` to continue the run in it")
     with contextlib.ExitStack() as stack:
         stack.callback(observer.close)
         torch.set_num_threads(1)  # for the warm start, whose operations are too small to share
         transformers_logging.disable_progress_bar()
         observer.message(f"run folder: {folder}")
         model_path = _model_path(recipe, observer)
+        parts = _Parts.build(recipe, model_path)
+        if not resume:
+            _make_folder(recipe, folder)
         journal = stack.enter_context(Journal.open(folder / "journal.sqlite", resume=resume))
-        parts = _Parts.build(recipe, model_path, journal, stack)
-        return asyncio.run(_train(recipe, folder, parts, checkpoint, observer))
+        return asyncio.run(_train(recipe, folder, parts, journal, checkpoint, observer))
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------------
@@ -120,12 +127,11 @@ class _Parts:
     decode: Decode
     core: NativeEngine
     trainer: LocalTrainer
-    journal: Journal
     sampling: Sampling
     threads: tuple[int, int]  # engine, trainer
 
     @classmethod
-    def build(cls, recipe: Recipe, model_path: str, journal: Journal, stack: contextlib.ExitStack) -> _Parts:
+    def build(cls, recipe: Recipe, model_path: str) -> _Parts:
         tokenizer = load_tokenizer(model_path)
         task = load_task(task_options(recipe), num_evaluation=recipe.evaluation.prompts)
         model = load_model(model_path, getattr(torch, recipe.model.dtype), torch.device("cpu"))
@@ -177,7 +183,7 @@ class _Parts:
             tokenizer=tokenizer,
             base=model_path,
         )
-        return cls(task, prompts, held_out, decode, core, trainer, journal, sampling, threads)
+        return cls(task, prompts, held_out, decode, core, trainer, sampling, threads)
 
 
 def task_options(recipe: Recipe) -> TaskOptions:
@@ -264,9 +270,14 @@ def _stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 async def _train(
-    recipe: Recipe, folder: Path, parts: _Parts, checkpoint: Checkpoint | None, observer: Observer
+    recipe: Recipe,
+    folder: Path,
+    parts: _Parts,
+    journal: Journal,
+    checkpoint: Checkpoint | None,
+    observer: Observer,
 ) -> dict[str, Any]:
-    plan, journal = recipe.plan, parts.journal
+    plan, metrics = recipe.plan, JsonLines(folder / "metrics.jsonl")
     rewards = RewardPool(parts.task.reward, workers=recipe.task.reward_workers, deadline_s=recipe.task.reward_seconds)
     engine = ThreadedEngine(lambda: parts.core, threads=parts.threads[0], name="engine")
     role = TrainerRole(parts.trainer, parts.threads[1])
@@ -283,10 +294,11 @@ async def _train(
             under_way = list(brain.ledger.trajectories)
             journal.rewind(updates=brain.next_update, groups=brain.next_group, under_way=under_way, at=time.time())
             await journal.durable()
-            flights, weights = _flights_again(parts, checkpoint), dict(checkpoint.weights)
+            metrics.rewind(brain.next_update)
+            flights, weights = _flights_again(parts, journal, checkpoint), dict(checkpoint.weights)
             await role.call(lambda: parts.trainer.load(checkpoint.folder / "trainer"))
-        tally = Tally(rows=plan.rows, sink=JsonLines(folder / "metrics.jsonl"), totals=totals)
-        evaluator = _evaluator(recipe, parts, environment)
+        tally = Tally(rows=plan.rows, sink=metrics, totals=totals)
+        evaluator = _evaluator(recipe, parts, environment, journal)
         if evaluator is not None and checkpoint is None:
             await _evaluate_alone(evaluator, engine, weights[0], "before", tally, observer)
         loop = Loop(
@@ -307,15 +319,23 @@ async def _train(
         with _stops_on_interrupt(loop):
             done = await loop.run()
         if done:
+            await role.call(lambda: _export(parts.trainer, folder / "policy"))
             if evaluator is not None:
                 await _evaluate_alone(evaluator, engine, loop.weights[plan.updates], "after", tally, observer)
-            await role.call(lambda: parts.trainer.export(folder / "policy"))
         else:
             await journal.durable()
             await role.call(lambda: _save(folder, loop, tally, parts))
         journal.finished(stopped=not done, at=time.time())
         await journal.durable()
-        summary = {**tally.summary(), "stopped": not done}
+        counters = loop.brain.counters
+        summary = {
+            **tally.summary(),
+            "generation_retries": counters.generation_retries,
+            "scoring_retries": counters.scoring_retries,
+            "replaced_groups": counters.replaced_groups,
+            "evaluations_skipped": counters.evaluations_skipped,
+            "stopped": not done,
+        }
         _write_json(folder / "summary.json", summary)
         return summary
     finally:
@@ -329,7 +349,8 @@ async def _evaluate_alone(
 ) -> None:
     """Evaluate while nothing else runs, before the first admission or after the last update."""
     for version in engine.report().versions:
-        await engine.unload(version)
+        with contextlib.suppress(VersionNotResidentError):  # the end of the loop may have unloaded it since
+            await engine.unload(version)
     await engine.load(weights)
     result = await evaluator.evaluate(engine, weights.version, moment)
     await engine.unload(weights.version)
@@ -337,7 +358,7 @@ async def _evaluate_alone(
     observer.evaluated(result)
 
 
-def _evaluator(recipe: Recipe, parts: _Parts, environment: SingleTurn) -> Evaluator | None:
+def _evaluator(recipe: Recipe, parts: _Parts, environment: SingleTurn, journal: Journal) -> Evaluator | None:
     if parts.held_out is None:
         return None
     wanted = recipe.evaluation
@@ -348,7 +369,7 @@ def _evaluator(recipe: Recipe, parts: _Parts, environment: SingleTurn) -> Evalua
     )
     count = min(wanted.prompts, parts.held_out.num_rows)
     return Evaluator(
-        parts.held_out, count, environment=environment, sampling=sampling, seed=recipe.seed, journal=parts.journal
+        parts.held_out, count, environment=environment, sampling=sampling, seed=recipe.seed, journal=journal
     )
 
 
@@ -377,17 +398,23 @@ def _stops_on_interrupt(loop: Loop) -> Iterator[None]:
 # -- what is on disk ---------------------------------------------------------------------------------------------------
 
 
-def _prepare_folder(recipe: Recipe, folder: Path, resume: bool) -> Checkpoint | None:
-    if resume:
-        if not (folder / "config.toml").exists():
-            raise RunError(f"`{folder}` holds no run, so there is nothing to resume; leave `--resume` out to start one")
-        _refuse_another_recipe(recipe, folder)
-        return load_checkpoint(folder / "checkpoints")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError(f"`{folder}` exists already; choose another `--out`, or `--resume` to continue the run in it")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.toml").write_text(recipe.dumps(), encoding="utf-8")
-    return None
+def _find_checkpoint(recipe: Recipe, folder: Path) -> Checkpoint:
+    """What a resumed run begins with. Only reads, so that a refusal changes nothing."""
+    if not (folder / "config.toml").exists():
+        raise RunError(f"`{folder}` holds no run, so there is nothing to resume; leave `--resume` out to start one")
+    _refuse_another_recipe(recipe, folder)
+    with JournalReader(folder) as reader:
+        if any(session.outcome == "finished" for session in reader.sessions()):
+            raise RunError(f"the run in `{folder}` is finished, so there is nothing to resume; see `stretto show`")
+    return load_checkpoint(folder / "checkpoints")
+
+
+def _make_folder(recipe: Recipe, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(recipe.dumps(), encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"run folder `{folder}` cannot be made: {error}") from error
 
 
 def _refuse_another_recipe(recipe: Recipe, folder: Path) -> None:
@@ -396,8 +423,9 @@ def _refuse_another_recipe(recipe: Recipe, folder: Path) -> None:
     now = tomllib.loads(recipe.dumps())
     for section in sorted((before.keys() | now.keys()) - {"runtime"}):
         if before.get(section) != now.get(section):
+            name = f"[{section}]" if isinstance(now.get(section), dict) else section
             raise RunError(
-                f"`[{section}]` differs from the recipe that `{folder}` was started with "
+                f"`{name}` differs from the recipe that `{folder}` was started with "
                 f"(`{folder / 'config.toml'}`); resume with that one, or start a new run"
             )
 
@@ -428,10 +456,10 @@ def _save(folder: Path, loop: Loop, tally: Tally, parts: _Parts) -> None:
     )
 
 
-def _flights_again(parts: _Parts, checkpoint: Checkpoint) -> dict[int, Flight]:
+def _flights_again(parts: _Parts, journal: Journal, checkpoint: Checkpoint) -> dict[int, Flight]:
     """The trajectories that were under way: tokens so far from the checkpoint, finished ones from the journal."""
     flights: dict[int, Flight] = {}
-    with JournalReader(parts.journal.path) as reader:
+    with JournalReader(journal.path) as reader:
         for group in reader.outstanding():
             prompt = parts.prompts.prompt(group.group)
             for record in group.trajectories:
@@ -445,10 +473,20 @@ def _flights_again(parts: _Parts, checkpoint: Checkpoint) -> dict[int, Flight]:
     return flights
 
 
+def _export(trainer: LocalTrainer, folder: Path) -> None:
+    try:
+        trainer.export(folder)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"the trained policy cannot be written to `{folder}`: {error}") from error
+
+
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     scratch = path.with_suffix(".partial")
-    scratch.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    scratch.replace(path)
+    try:
+        scratch.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        scratch.replace(path)
+    except OSError as error:
+        raise RunError(f"`{path}` cannot be written: {error}") from error
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:

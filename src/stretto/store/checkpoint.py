@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from stretto.errors import RunError
@@ -84,7 +85,7 @@ def save_checkpoint(
         _sync(scratch / "state.json")
         shutil.rmtree(final, ignore_errors=True)
         scratch.rename(final)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(scratch, ignore_errors=True)
         raise RunError(f"checkpoint `{final}` could not be written ({error}); the previous one is untouched") from error
     for older in _complete(root):

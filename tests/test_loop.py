@@ -1,0 +1,449 @@
+"""The loop over the fakes: a real core, a real journal, engines and a trainer without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.core.brain import Brain
+from stretto.core.paradigms import PARADIGMS
+from stretto.core.plan import Plan, resolve_plan
+from stretto.engines.fake import FakeEngine
+from stretto.engines.protocol import Engine
+from stretto.environments.data import PromptStream, Row
+from stretto.environments.protocol import Policy
+from stretto.errors import EngineError, JournalError, RewardError, StalledError, TrainerError
+from stretto.evaluation import EvaluationResult, Evaluator
+from stretto.loop import Flight, Loop, Settings
+from stretto.observe.metrics import JsonLines, Tally, Totals
+from stretto.observe.progress import Silent
+from stretto.runtime.roles import TrainerRole
+from stretto.store.journal import Journal
+from stretto.store.reader import JournalReader
+from stretto.store.schema import RunFacts
+from stretto.store.verify import Finding, exit_code, verify
+from stretto.training.fake import FakeTrainer
+from stretto.types import Completion, Prompt, Request, Sampling, Weights
+
+
+class Characters:
+    """A tokenizer: one token a character."""
+
+    chat_template = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(character) for character in text]
+
+    def __call__(self, texts: Sequence[str], add_special_tokens: bool = True) -> dict[str, list[list[int]]]:
+        return {"input_ids": [self.encode(text) for text in texts]}
+
+
+class InProcess:
+    """An environment that scores in the loop's own thread; `score` sees the prompt, the completion and the try."""
+
+    def __init__(self, score: Callable[[Prompt, Completion, int], float] | None = None) -> None:
+        self.score = score or (lambda prompt, completion, attempt: float(completion.tokens[-1] % 5))
+        self.attempts: Counter[int] = Counter()
+
+    async def episode(self, prompt: Prompt, policy: Policy) -> float:
+        completion = await policy.generate(prompt.tokens)
+        self.attempts[completion.id] += 1
+        return self.score(prompt, completion, self.attempts[completion.id])
+
+
+class CountingEngine(FakeEngine):
+    """Remembers every request that it was given."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.requests: list[Request] = []
+
+    async def generate(self, request: Request) -> Completion:
+        self.requests.append(request)
+        return await super().generate(request)
+
+
+class Watcher(Silent):
+    """Calls back after each update."""
+
+    def __init__(self) -> None:
+        self.after_update: Callable[[Mapping[str, Any]], None] = lambda line: None
+        self.evaluations: list[EvaluationResult] = []
+
+    def updated(self, line: Mapping[str, Any]) -> None:
+        self.after_update(line)
+
+    def evaluated(self, result: EvaluationResult) -> None:
+        self.evaluations.append(result)
+
+
+@dataclass
+class Bench:
+    """A run of fakes in a folder; `run` once."""
+
+    folder: Path
+    plan: Plan
+    engines: Sequence[Engine] = field(default_factory=lambda: [FakeEngine()])
+    trainer: FakeTrainer = field(default_factory=FakeTrainer)
+    environment: InProcess = field(default_factory=InProcess)
+    stall_s: float = 20.0
+    snapshot: Mapping[str, Any] | None = None
+    flights: Mapping[int, Flight] = field(default_factory=dict)
+    weights: Mapping[int, Weights] | None = None
+    watcher: Watcher = field(default_factory=Watcher)
+    prepare: Callable[[Bench], None] = lambda bench: None
+
+    def run(self) -> bool:
+        return asyncio.run(self._run())
+
+    async def _run(self) -> bool:
+        role = TrainerRole(self.trainer, 1)
+        journal = Journal.open(self.folder / "journal.sqlite", resume=self.snapshot is not None, interval_s=0.01)
+        self.journal = journal
+        rows = [Row(text=f"{number}+{number}=", columns={"answer": 2 * number}) for number in range(64)]
+        prompts = PromptStream(rows, Characters(), seed=0, max_prompt_tokens=64)
+        sampling = Sampling(max_tokens=64)
+        plan = self.plan
+        facts = RunFacts(
+            plan.paradigm.name, plan.staleness, plan.auto, plan.batch, plan.group_size, plan.updates, seed=0
+        )
+        weights = self.weights
+        try:
+            journal.begin(facts, at=time.time())
+            if self.snapshot is None:
+                brain = Brain(plan)
+                weights = {0: self.trainer.weights(0)}
+                journal.version_published(0, weights[0].checksum, at=time.time())
+            else:
+                brain = Brain.restore(plan, self.snapshot)
+            self.tally = Tally(rows=plan.rows, sink=JsonLines(self.folder / "metrics.jsonl"), totals=Totals())
+            evaluator = Evaluator(prompts, 4, environment=InProcess(), sampling=sampling, seed=0, journal=journal)
+            self.loop = Loop(
+                brain,
+                engines=dict(enumerate(self.engines)),
+                trainer=role,
+                environment=self.environment,
+                prompts=prompts,
+                decode=lambda tokens: " ".join(map(str, tokens)),
+                evaluator=evaluator,
+                journal=journal,
+                tally=self.tally,
+                observer=self.watcher,
+                settings=Settings(seed=0, sampling=sampling, stall_s=self.stall_s),
+                weights=weights or {},
+                flights=self.flights,
+            )
+            self.prepare(self)
+            try:
+                done = await self.loop.run()
+            finally:
+                left = asyncio.all_tasks() - {asyncio.current_task()}
+                self.tasks_left = sorted(task.get_name() for task in left)
+            journal.finished(stopped=not done, at=time.time())
+            await journal.durable()
+            return done
+        finally:
+            for engine in self.engines:
+                await engine.close()
+            role.close()
+            journal.close()
+
+
+def plan(paradigm: str = "multi-version", **options: Any) -> Plan:
+    return resolve_plan(paradigm, **{"batch": 3, "group_size": 4, "updates": 6, **options})
+
+
+def broken(folder: Path) -> list[str]:
+    """What `verify` finds, and it must agree with its own exit status."""
+    findings: list[Finding] = verify(folder)
+    details = [detail for finding in findings for detail in finding.details]
+    assert (exit_code(findings) == 0) == (not details)
+    return details
+
+
+# -- to the end --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("paradigm", list(PARADIGMS))
+def test_every_paradigm_runs_to_its_end_and_verifies(paradigm: str, tmp_path: Path) -> None:
+    bench = Bench(
+        tmp_path,
+        plan(paradigm, evaluate_every=2),
+        engines=[FakeEngine(rows=12, step_s=0.0005, sigma=1.3)],
+        trainer=FakeTrainer(update_s=0.005),
+    )
+    assert bench.run()
+    assert bench.tasks_left == []
+    assert broken(tmp_path) == []
+    totals = bench.tally.totals
+    assert (totals.steps, totals.trained) == (6, 6 * 3 * 4)
+    with JournalReader(tmp_path) as reader:
+        counts = reader.counts()
+        evaluated = [(record.kind, record.version) for record in reader.evaluations()]
+    assert set(counts) <= {"trained", "dropped"}, "every trajectory that started has an end"
+    assert counts["trained"] == totals.trained
+    assert counts.get("dropped", 0) == totals.dropped
+    assert not totals.dropped or paradigm == "drop"
+    assert not totals.mixed or paradigm == "partial"
+    measured = {version for _, version in evaluated}
+    assert measured | {2, 4} == {2, 4}, "the version that is in the record is one that was due"
+    assert [result.version for result in bench.watcher.evaluations] == [version for _, version in evaluated]
+    assert len(evaluated) + bench.loop.brain.counters.evaluations_skipped == 2
+
+
+def test_with_several_versions_live_the_data_is_late_and_never_too_late(tmp_path: Path) -> None:
+    bench = Bench(
+        tmp_path,
+        plan(staleness=3, updates=10),
+        engines=[FakeEngine(rows=12, step_s=0.0005, sigma=1.5)],
+        trainer=FakeTrainer(update_s=0.003),
+    )
+    assert bench.run()
+    assert broken(tmp_path) == []
+    ages = bench.tally.totals.ages
+    assert max(ages) <= 3
+    assert max(ages) > 0, "nothing overlapped"
+    versions = [len({sample.version for sample in batch.samples}) for batch in bench.trainer.batches]
+    assert max(versions) > 1, "no batch mixed versions"
+    order = [[(s.version, s.trajectory) for s in batch.samples] for batch in bench.trainer.batches]
+    assert order == [sorted(each) for each in order]
+
+
+def test_synchronous_is_the_same_run_twice(tmp_path: Path) -> None:
+    checksums = []
+    for name, paradigm, options in (
+        ("a", "synchronous", {}),
+        ("b", "synchronous", {}),
+        ("c", "multi-version", {"staleness": 0}),
+    ):
+        (tmp_path / name).mkdir()
+        bench = Bench(tmp_path / name, plan(paradigm, **options), engines=[FakeEngine(rows=7)])
+        assert bench.run()
+        with JournalReader(tmp_path / name) as reader:
+            checksums.append(reader.versions())
+    assert checksums[0] == checksums[1] == checksums[2]
+    assert len(set(checksums[0].values())) == 7
+
+
+# -- what ends a run ---------------------------------------------------------------------------------------------------
+
+
+def test_a_trainer_that_raises_ends_the_run_by_name(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, plan(), trainer=FakeTrainer(fail_at=2))
+    with pytest.raises(TrainerError, match=r"update 2 failed: ValueError: the fake trainer was told"):
+        bench.run()
+    assert bench.tasks_left == []
+    with JournalReader(tmp_path) as reader:
+        assert reader.num_updates() == 2
+    assert broken(tmp_path) == []
+
+
+def test_a_journal_that_cannot_grow_ends_the_run_by_name_and_stays_readable(tmp_path: Path) -> None:
+    def fill(bench: Bench) -> None:
+        def limit(db: sqlite3.Connection) -> None:
+            (pages,) = db.execute("PRAGMA page_count").fetchone()
+            db.execute(f"PRAGMA max_page_count = {pages + 6}")
+
+        bench.journal._writer.record(limit)
+
+    bench = Bench(tmp_path, plan(updates=200), prepare=fill)
+    with pytest.raises(JournalError, match="database or disk is full"):
+        bench.run()
+    assert bench.tasks_left == []
+    assert broken(tmp_path) == []
+
+
+def test_the_only_engine_that_dies_ends_the_run_by_name(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, plan(updates=50), engines=[FakeEngine(die_after=20)])
+    with pytest.raises(EngineError, match="told to die after 20 steps"):
+        bench.run()
+    assert bench.tasks_left == []
+    assert broken(tmp_path) == []
+
+
+@pytest.mark.parametrize("paradigm", ["synchronous", "multi-version", "partial"])
+def test_another_instance_takes_over_from_one_that_dies(paradigm: str, tmp_path: Path) -> None:
+    engines = [FakeEngine(rows=6, step_s=0.0005, die_after=40), FakeEngine(rows=6, step_s=0.0005)]
+    bench = Bench(tmp_path, plan(paradigm, evaluate_every=2), engines=engines)
+    assert bench.run()
+    assert bench.tasks_left == []
+    assert broken(tmp_path) == []
+    with JournalReader(tmp_path) as reader:
+        assert reader.counts() == {"trained": 72}
+        lost = [text for _, kind, text in reader.notes() if kind == "instance lost"]
+    assert len(lost) == 1
+    assert "told to die" in lost[0]
+
+
+def test_a_stall_says_who_waits_for_what(tmp_path: Path) -> None:
+    class Stuck(FakeEngine):
+        async def generate(self, request: Request) -> Completion:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    bench = Bench(tmp_path, plan(), engines=[Stuck()], stall_s=0.2)
+    with pytest.raises(
+        StalledError, match=r"nothing happened for 0.2 s .*trainer: update 0: 0 of 3 groups are finished"
+    ):
+        bench.run()
+    assert bench.tasks_left == []
+
+
+def test_a_long_trajectory_is_no_stall(tmp_path: Path) -> None:
+    slow = FakeEngine(rows=12, step_s=0.03, median_tokens=30.0, sigma=0.0)  # about a second, and no event in between
+    bench = Bench(tmp_path, plan(updates=1), engines=[slow], stall_s=0.3)
+    assert bench.run()
+
+
+# -- what is data ------------------------------------------------------------------------------------------------------
+
+
+def test_a_reward_that_raises_is_tried_again_without_generating_again(tmp_path: Path) -> None:
+    def flaky(prompt: Prompt, completion: Completion, attempt: int) -> float:
+        if completion.id % 4 == 1 and attempt < 3:
+            raise RewardError("not yet")
+        return float(completion.id % 4)
+
+    engine = CountingEngine()
+    bench = Bench(tmp_path, plan(updates=2), engines=[engine], environment=InProcess(flaky))
+    assert bench.run()
+    assert len(engine.requests) == 24
+    assert bench.environment.attempts[1] == 3
+    assert bench.tally.totals.failed == 0
+    assert bench.loop.brain.counters.scoring_retries == 2 * 6
+    assert broken(tmp_path) == []
+
+
+def test_a_reward_that_always_raises_fails_its_trajectory_and_the_group_trains_with_the_rest(tmp_path: Path) -> None:
+    def never(prompt: Prompt, completion: Completion, attempt: int) -> float:
+        if completion.id == 5:
+            raise ZeroDivisionError("no")
+        return float(completion.id % 4)
+
+    engine = CountingEngine()
+    bench = Bench(tmp_path, plan(updates=2), engines=[engine], environment=InProcess(never))
+    assert bench.run()
+    assert bench.environment.attempts[5] == 3, "one try and two retries"
+    assert Counter(request.id for request in engine.requests)[5] == 1
+    assert (bench.tally.totals.failed, bench.tally.totals.trained) == (1, 23)
+    members = [sample.trajectory for batch in bench.trainer.batches for sample in batch.samples if sample.group == 1]
+    assert members == [4, 6, 7]
+    assert broken(tmp_path) == []
+    with JournalReader(tmp_path) as reader:
+        record = reader.trajectory(5)
+    assert (record.state, record.error) == ("failed", "ZeroDivisionError: no")
+
+
+def test_a_group_without_any_survivor_is_replaced_by_the_next_prompt(tmp_path: Path) -> None:
+    def group_two(prompt: Prompt, completion: Completion, attempt: int) -> float:
+        if completion.id // 4 == 2:
+            raise RewardError("never")
+        return float(completion.id % 4)
+
+    bench = Bench(tmp_path, plan(updates=2), environment=InProcess(group_two))
+    assert bench.run()
+    trained = {sample.group for batch in bench.trainer.batches for sample in batch.samples}
+    assert trained == {0, 1, 3, 4, 5, 6}
+    assert bench.loop.brain.counters.replaced_groups == 1
+    assert bench.tally.totals.failed == 4
+    assert broken(tmp_path) == []
+
+
+def test_a_request_that_fails_is_tried_again_on_the_same_version_with_the_same_seed(tmp_path: Path) -> None:
+    engine = CountingEngine(failures={6: 2, 9: 3})
+    bench = Bench(tmp_path, plan(updates=2), engines=[engine])
+    assert bench.run()
+    tries = [request for request in engine.requests if request.id == 6]
+    assert len(tries) == 3
+    assert len(set(tries)) == 1, "prompt, version, seed and sampling stay"
+    assert bench.tally.totals.failed == 1, "trajectory 9, after three tries"
+    assert broken(tmp_path) == []
+    with JournalReader(tmp_path) as reader:
+        assert (reader.trajectory(6).state, reader.trajectory(6).retries) == ("trained", 2)
+        assert reader.trajectory(9).state == "failed"
+        assert "told to fail" in (reader.trajectory(9).error or "")
+
+
+def test_a_retry_under_newer_weights_verifies_in_partial(tmp_path: Path) -> None:
+    engine = FakeEngine(rows=12, step_s=0.0005, failures=dict.fromkeys(range(0, 72, 3), 1))
+    bench = Bench(tmp_path, plan("partial"), engines=[engine])
+    assert bench.run()
+    assert broken(tmp_path) == []
+
+
+# -- stopping ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_run_ends_at_an_update_boundary_and_goes_on_from_there(tmp_path: Path) -> None:
+    first = Bench(tmp_path, plan(updates=8), engines=[FakeEngine(rows=12, step_s=0.001, sigma=1.5)])
+
+    def stop_after_three(line: Mapping[str, Any]) -> None:
+        if line["update"] == 2:
+            first.loop.stop()
+            first.loop.stop()
+
+    first.watcher.after_update = stop_after_three
+    assert first.run() is False
+    assert first.tasks_left == []
+    assert broken(tmp_path) == []
+    brain = first.loop.brain
+    assert brain.training is None
+    assert first.tally.totals.steps == brain.next_update == brain.newest == first.trainer.version
+    with JournalReader(tmp_path) as reader:
+        under_way = set(reader.ids("running", "suspended", "scoring", "scored"))
+        suspended = set(reader.ids("suspended"))
+    assert under_way == set(first.loop.flights)
+    assert suspended == {flight.id for flight in first.loop.flights.values() if flight.suspended is not None}
+
+    second = Bench(
+        tmp_path,
+        plan(updates=8),
+        trainer=first.trainer,
+        snapshot=brain.snapshot(),
+        flights=first.loop.flights,
+        weights=first.loop.weights,
+    )
+    assert second.run()
+    assert broken(tmp_path) == []
+    with JournalReader(tmp_path) as reader:
+        assert reader.num_updates() == 8
+        assert reader.counts() == {"trained": 8 * 3 * 4}
+        assert [session.outcome for session in reader.sessions()] == ["stopped", "finished"]
+
+
+def test_a_trajectory_that_ends_while_the_run_stops_is_neither_lost_nor_generated_twice(tmp_path: Path) -> None:
+    class Finishing(FakeEngine):
+        """Lets everything end before it suspends: the core has stopped listening by then."""
+
+        async def suspend(self, ids: Sequence[int], *, kv: bool) -> list[Any]:
+            while self.report().running or self.report().queued:
+                await asyncio.sleep(0.002)
+            await asyncio.sleep(0.02)
+            return await super().suspend(ids, kv=kv)
+
+    first = Bench(tmp_path, plan(updates=8), engines=[Finishing(rows=12, step_s=0.001, sigma=1.5)])
+    first.watcher.after_update = lambda line: first.loop.stop() if line["update"] == 2 else None
+    assert first.run() is False
+    late = [flight for flight in first.loop.flights.values() if flight.reward is not None]
+    assert late, "nothing ended while the run stopped; the test shows nothing"
+    engine = CountingEngine()
+    second = Bench(
+        tmp_path,
+        plan(updates=8),
+        engines=[engine],
+        trainer=first.trainer,
+        snapshot=first.loop.brain.snapshot(),
+        flights=first.loop.flights,
+        weights=first.loop.weights,
+    )
+    assert second.run()
+    assert broken(tmp_path) == []
+    assert not {flight.id for flight in late} & {request.id for request in engine.requests}
