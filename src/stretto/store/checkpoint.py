@@ -32,6 +32,7 @@ from stretto.models import checksum
 from stretto.types import Request, Sampling, Suspended, Weights
 
 FORMAT = 1
+PREVIOUS = ".previous"  # ends the name of a checkpoint that another of the same update replaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +83,12 @@ def save_checkpoint(
             "suspended": [_facts_of(item_) for item_ in suspended],
         }
         (scratch / "state.json").write_text(json.dumps(state), encoding="utf-8")
-        _sync(scratch / "state.json")
-        shutil.rmtree(final, ignore_errors=True)
+        for path in sorted(scratch.rglob("*"), reverse=True):  # files before the folders that name them
+            _sync(path)
+        if final.exists():  # stopped twice at one update: there is a complete one at every moment
+            final.rename(root / f"{final.name}{PREVIOUS}")
         scratch.rename(final)
+        _sync(root)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(scratch, ignore_errors=True)
         raise RunError(f"checkpoint `{final}` could not be written ({error}); the previous one is untouched") from error
@@ -100,6 +104,13 @@ def load_checkpoint(root: Path) -> Checkpoint:
     if not complete:
         raise RunError(f"`{root}` holds no complete checkpoint, so there is nothing to resume")
     folder = complete[-1]
+    try:
+        return _read(folder)
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise RunError(f"checkpoint `{folder}` is damaged: {error}") from error
+
+
+def _read(folder: Path) -> Checkpoint:
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     if state["format"] != FORMAT:
         raise RunError(f"checkpoint `{folder}` has format {state['format']}, this version reads {FORMAT}")
@@ -115,12 +126,16 @@ def load_checkpoint(root: Path) -> Checkpoint:
 
 
 def _complete(root: Path) -> list[Path]:
-    return sorted(path for path in root.glob("[0-9]*") if (path / "state.json").exists())
+    found = [path for path in root.glob("[0-9]*") if (path / "state.json").exists()]
+    return sorted(found, key=lambda path: (path.stem, path.suffix != PREVIOUS))
 
 
 def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _tensors_of(item: Suspended) -> dict[str, torch.Tensor]:
