@@ -357,6 +357,16 @@ def test_a_group_without_any_survivor_is_replaced_by_the_next_prompt(tmp_path: P
     assert broken(tmp_path) == []
 
 
+def test_a_reward_that_can_only_fail_ends_the_run_instead_of_drawing_prompts_for_ever(tmp_path: Path) -> None:
+    def broken_reward(prompt: Prompt, completion: Completion, attempt: int) -> float:
+        raise RewardError("`task.reward` is broken")
+
+    bench = Bench(tmp_path, plan(), environment=InProcess(broken_reward))
+    with pytest.raises(StalledError, match=r"the last 64 trajectories all failed.*`task.reward` is broken"):
+        bench.run()
+    assert bench.tasks_left == []
+
+
 def test_a_request_that_fails_is_tried_again_on_the_same_version_with_the_same_seed(tmp_path: Path) -> None:
     engine = CountingEngine(failures={6: 2, 9: 3})
     bench = Bench(tmp_path, plan(updates=2), engines=[engine])

@@ -60,6 +60,7 @@ from stretto.types import Batch, Completion, Load, Prompt, Request, Sample, Samp
 log = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 0.5
+HOPELESS = 64  # trajectories at least that fail in a row before a run gives up
 TAIL_GROUPS = 256  # groups over which the tail of generation is measured, for `staleness = "auto"`
 
 
@@ -135,6 +136,7 @@ class Loop:
         self._update_seconds: deque[float] = deque(maxlen=8)
         self._trainer_free_at = 0.0
         self._trainer_wait = ""
+        self._failed_in_a_row = 0  # trajectories, for good
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -283,6 +285,14 @@ class Loop:
         self._tally.failed(flight.completion)
         self._journal.failed(flight.id, command.reason, at=time.time())
         log.warning("trajectory %d failed for good: %s", flight.id, command.reason)
+        self._failed_in_a_row += 1
+        plan = self.brain.plan
+        if self._failed_in_a_row >= max(HOPELESS, 4 * plan.batch * plan.group_size):
+            # Groups that fail are replaced, so a reward that can only fail would draw prompts for ever.
+            raise StalledError(
+                f"the last {self._failed_in_a_row} trajectories all failed, and none got a reward in between; the last "
+                f"of them: {command.reason}"
+            )
 
     def _drop(self, command: core.Drop) -> None:
         flights = [self.flights.pop(id) for id in command.trajectories if id in self.flights]
@@ -362,6 +372,7 @@ class Loop:
         if flight.id not in self.flights:
             return  # dropped while it was scored
         flight.reward = reward
+        self._failed_in_a_row = 0
         self._journal.scored(flight.id, reward, at=time.time())
         self.post(core.Scored(flight.id))
 

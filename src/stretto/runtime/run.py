@@ -108,10 +108,7 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, observer: Obser
         observer.message(f"run folder: {folder}")
         model_path = _model_path(recipe, observer)
         parts = _Parts.build(recipe, model_path)
-        if not resume:
-            _make_folder(recipe, folder)
-        journal = stack.enter_context(Journal.open(folder / "journal.sqlite", resume=resume))
-        return asyncio.run(_train(recipe, folder, parts, journal, checkpoint, observer))
+        return asyncio.run(_train(recipe, folder, parts, checkpoint, observer))
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------------
@@ -270,78 +267,91 @@ def _stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 async def _train(
+    recipe: Recipe, folder: Path, parts: _Parts, checkpoint: Checkpoint | None, observer: Observer
+) -> dict[str, Any]:
+    """Start what runs beside the loop, run, and end all of it whatever happens."""
+    rewards = RewardPool(parts.task.reward, workers=recipe.task.reward_workers, deadline_s=recipe.task.reward_seconds)
+    engine = ThreadedEngine(lambda: parts.core, threads=parts.threads[0], name="engine")
+    role = TrainerRole(parts.trainer, parts.threads[1])
+    try:
+        await rewards.start()
+        if checkpoint is None:
+            _make_folder(recipe, folder)
+        with Journal.open(folder / "journal.sqlite", resume=checkpoint is not None) as journal:
+            return await _run(recipe, folder, parts, journal, checkpoint, observer, rewards, engine, role)
+    finally:
+        await engine.close()
+        await rewards.close()
+        role.close()
+
+
+async def _run(
     recipe: Recipe,
     folder: Path,
     parts: _Parts,
     journal: Journal,
     checkpoint: Checkpoint | None,
     observer: Observer,
+    rewards: RewardPool,
+    engine: ThreadedEngine,
+    role: TrainerRole,
 ) -> dict[str, Any]:
     plan, metrics = recipe.plan, JsonLines(folder / "metrics.jsonl")
-    rewards = RewardPool(parts.task.reward, workers=recipe.task.reward_workers, deadline_s=recipe.task.reward_seconds)
-    engine = ThreadedEngine(lambda: parts.core, threads=parts.threads[0], name="engine")
-    role = TrainerRole(parts.trainer, parts.threads[1])
-    try:
-        await rewards.start()
-        environment = SingleTurn(rewards, parts.decode)
-        journal.begin(_facts(recipe), at=time.time())
-        if checkpoint is None:
-            brain, totals, flights = Brain(plan), Totals(), dict[int, Flight]()
-            weights: dict[int, Weights] = {0: await role.call(lambda: parts.trainer.weights(0))}
-            journal.version_published(0, weights[0].checksum, at=time.time())
-        else:
-            brain, totals = Brain.restore(plan, checkpoint.snapshot), Totals.from_json(checkpoint.totals)
-            under_way = list(brain.ledger.trajectories)
-            journal.rewind(updates=brain.next_update, groups=brain.next_group, under_way=under_way, at=time.time())
-            await journal.durable()
-            metrics.rewind(brain.next_update)
-            flights, weights = _flights_again(parts, journal, checkpoint), dict(checkpoint.weights)
-            await role.call(lambda: parts.trainer.load(checkpoint.folder / "trainer"))
-        tally = Tally(rows=plan.rows, sink=metrics, totals=totals)
-        evaluator = _evaluator(recipe, parts, environment, journal)
-        if evaluator is not None and checkpoint is None:
-            await _evaluate_alone(evaluator, engine, weights[0], "before", tally, observer)
-        loop = Loop(
-            brain,
-            engines={ENGINE: engine},
-            trainer=role,
-            environment=environment,
-            prompts=parts.prompts,
-            decode=parts.decode,
-            evaluator=evaluator,
-            journal=journal,
-            tally=tally,
-            observer=observer,
-            settings=Settings(recipe.seed, parts.sampling, recipe.runtime.stall_seconds),
-            weights=weights,
-            flights=flights,
-        )
-        with _stops_on_interrupt(loop):
-            done = await loop.run()
-        if done:
-            await role.call(lambda: _export(parts.trainer, folder / "policy"))
-            if evaluator is not None:
-                await _evaluate_alone(evaluator, engine, loop.weights[plan.updates], "after", tally, observer)
-        else:
-            await journal.durable()
-            await role.call(lambda: _save(folder, loop, tally, parts))
-        journal.finished(stopped=not done, at=time.time())
+    environment = SingleTurn(rewards, parts.decode)
+    journal.begin(_facts(recipe), at=time.time())
+    if checkpoint is None:
+        brain, totals, flights = Brain(plan), Totals(), dict[int, Flight]()
+        weights: dict[int, Weights] = {0: await role.call(lambda: parts.trainer.weights(0))}
+        journal.version_published(0, weights[0].checksum, at=time.time())
+    else:
+        brain, totals = Brain.restore(plan, checkpoint.snapshot), Totals.from_json(checkpoint.totals)
+        under_way = list(brain.ledger.trajectories)
+        journal.rewind(updates=brain.next_update, groups=brain.next_group, under_way=under_way, at=time.time())
         await journal.durable()
-        counters = loop.brain.counters
-        summary = {
-            **tally.summary(),
-            "generation_retries": counters.generation_retries,
-            "scoring_retries": counters.scoring_retries,
-            "replaced_groups": counters.replaced_groups,
-            "evaluations_skipped": counters.evaluations_skipped,
-            "stopped": not done,
-        }
-        _write_json(folder / "summary.json", summary)
-        return summary
-    finally:
-        await engine.close()
-        await rewards.close()
-        role.close()
+        metrics.rewind(brain.next_update)
+        flights, weights = _flights_again(parts, journal, checkpoint), dict(checkpoint.weights)
+        await role.call(lambda: parts.trainer.load(checkpoint.folder / "trainer"))
+    tally = Tally(rows=plan.rows, sink=metrics, totals=totals)
+    evaluator = _evaluator(recipe, parts, environment, journal)
+    if evaluator is not None and checkpoint is None:
+        await _evaluate_alone(evaluator, engine, weights[0], "before", tally, observer)
+    loop = Loop(
+        brain,
+        engines={ENGINE: engine},
+        trainer=role,
+        environment=environment,
+        prompts=parts.prompts,
+        decode=parts.decode,
+        evaluator=evaluator,
+        journal=journal,
+        tally=tally,
+        observer=observer,
+        settings=Settings(recipe.seed, parts.sampling, recipe.runtime.stall_seconds),
+        weights=weights,
+        flights=flights,
+    )
+    with _stops_on_interrupt(loop):
+        done = await loop.run()
+    if done:
+        await role.call(lambda: _export(parts.trainer, folder / "policy"))
+        if evaluator is not None:
+            await _evaluate_alone(evaluator, engine, loop.weights[plan.updates], "after", tally, observer)
+    else:
+        await journal.durable()
+        await role.call(lambda: _save(folder, loop, tally, parts))
+    counters = loop.brain.counters
+    summary = {
+        **tally.summary(),
+        "generation_retries": counters.generation_retries,
+        "scoring_retries": counters.scoring_retries,
+        "replaced_groups": counters.replaced_groups,
+        "evaluations_skipped": counters.evaluations_skipped,
+        "stopped": not done,
+    }
+    _write_json(folder / "summary.json", summary)
+    journal.finished(stopped=not done, at=time.time())
+    await journal.durable()
+    return summary
 
 
 async def _evaluate_alone(

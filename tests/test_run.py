@@ -1,0 +1,430 @@
+"""Whole runs in one process, over the real engine and trainer and a tiny model with hardly trained weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import stretto.runtime.run as module
+from run_cases import assert_verifies, equal, policy, recipe, rows, run, story, write_task
+from stretto.cli import main
+from stretto.config import load_recipe
+from stretto.errors import JournalError, RecipeError, RunError, TrainerError
+from stretto.models import checksum, second_tree
+from stretto.observe.progress import Silent
+from stretto.runtime.run import _Parts
+from stretto.store.reader import JournalReader
+from stretto.tiny import WarmStart, tiny_model
+from stretto.training.trainer import LocalTrainer
+from stretto.types import Batch, UpdateReport
+
+SUMMARY_KEYS = {
+    *("steps", "wall_seconds", "tokens", "tokens_per_second", "eval_before", "eval_after", "staleness"),
+    *("trainer_idle_share", "rollout_idle_share", "row_idle_share", "dropped_trajectories", "failed_trajectories"),
+    *("mixed_version_trajectories", "length_ratio", "mismatch_kl", "groups_without_signal", "stopped"),
+}
+TOKENS = torch.arange(40)[None] % 90 + 3
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return tiny_model(tmp_path_factory.mktemp("model") / "tiny", warm_start=WarmStart(steps=2))
+
+
+@pytest.fixture(autouse=True)
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A working directory with prompts and rewards in it."""
+    write_task(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def trainers(monkeypatch: pytest.MonkeyPatch) -> list[LocalTrainer]:
+    """The trainers that runs made."""
+    made: list[LocalTrainer] = []
+
+    class Kept(LocalTrainer):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr(module, "LocalTrainer", Kept)
+    return made
+
+
+def interrupt_during(monkeypatch: pytest.MonkeyPatch, update: int) -> None:
+    """Press Ctrl-C while that update trains."""
+    original: Callable[[LocalTrainer, Batch], UpdateReport] = LocalTrainer.update
+
+    def interrupted(self: LocalTrainer, batch: Batch) -> UpdateReport:
+        if batch.update == update:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)  # until the loop has heard of it
+        return original(self, batch)
+
+    monkeypatch.setattr(LocalTrainer, "update", interrupted)
+
+
+# -- laws and paradigms ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_without_staleness_multi_version_is_synchronous_bit_for_bit(model: Path, tmp_path: Path, lora: bool) -> None:
+    runs = {
+        "synchronous": ['rollout.paradigm="synchronous"'],
+        "again": ['rollout.paradigm="synchronous"'],
+        "multi-version": ["rollout.staleness=0"],
+        "few rows": ["rollout.staleness=0", "rollout.rows=5", "rollout.prefill_tokens=16"],
+    }
+    for name, overrides in runs.items():
+        run(recipe(model, tmp_path, *overrides, lora=lora), tmp_path / name)
+        assert_verifies(tmp_path / name)
+    first = story(tmp_path / "synchronous")
+    assert len(set(first[0])) == 4, "every update changed the weights"
+    for name in runs:
+        assert story(tmp_path / name) == first, name
+        assert equal(policy(tmp_path / name), policy(tmp_path / "synchronous")), name
+
+
+@pytest.mark.parametrize("paradigm", ["synchronous", "one-step-off", "partial", "drop", "multi-version"])
+def test_every_paradigm_trains_and_verifies(
+    model: Path, tmp_path: Path, paradigm: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [f'rollout.paradigm="{paradigm}"', "evaluation.every=1", "rollout.max_tokens=24"]
+    if paradigm == "drop":
+        overrides += ["rollout.staleness=1", "rollout.in_flight=9", "rollout.rows=36"]
+    summary = run(recipe(model, tmp_path, *overrides), tmp_path / "run")
+    assert summary.keys() >= SUMMARY_KEYS
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+    json.dumps(summary, allow_nan=False)
+    assert summary["staleness"].keys() == {"mean", "max", "histogram"}
+    assert summary["steps"] == 3
+    assert sum(summary["staleness"]["histogram"].values()) == summary["trained_trajectories"] == 36
+    assert main(["verify", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert ("broken by paradigm" in said) == (paradigm in ("partial", "drop")), said
+    for share in ("trainer_idle_share", "rollout_idle_share", "row_idle_share"):
+        assert 0.0 <= summary[share] <= 1.0, share
+    ended = dict(rows(tmp_path / "run", "SELECT state, COUNT(*) FROM trajectories GROUP BY 1"))
+    assert ended.get("dropped", 0) == summary["dropped_trajectories"]
+    assert sum(ended.values()) == ended["trained"] + ended.get("dropped", 0)
+    assert abs(summary["mismatch_kl"]) < 1e-6
+    tokens = rows(tmp_path / "run", "SELECT SUM(num_tokens) FROM completions JOIN members USING (trajectory)")
+    assert tokens == [(summary["tokens"],)]
+
+
+def test_several_versions_are_live_at_once_and_none_is_older_than_the_bound(model: Path, tmp_path: Path) -> None:
+    made = recipe(model, tmp_path, "training.steps=6", "rollout.max_tokens=40", "rollout.in_flight=6")
+    summary = run(made, tmp_path / "run")
+    assert_verifies(tmp_path / "run")
+    ages = {int(age) for age in summary["staleness"]["histogram"]}
+    assert max(ages) > 0
+    assert max(ages) <= made.plan.staleness == 2
+    found = rows(tmp_path / "run", "SELECT COUNT(DISTINCT version) FROM completions")
+    assert found[0][0] > 2
+
+
+def test_evaluations_say_which_version_they_measured(model: Path, tmp_path: Path) -> None:
+    made = recipe(model, tmp_path, 'rollout.paradigm="synchronous"', "training.steps=4", "evaluation.every=2")
+    summary = run(made, tmp_path / "run")
+    assert (summary["eval_before_version"], summary["eval_after_version"]) == (0, 4)
+    with JournalReader(tmp_path / "run") as reader:
+        found = [(record.kind, record.version, record.num) for record in reader.evaluations()]
+    assert found == [("before", 0, 2), ("during", 2, 2), ("after", 4, 2)]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["version"] for line in lines if line["kind"] == "evaluation"] == [0, 2, 4]
+    assert [line["update"] for line in lines if line["kind"] == "update"] == [0, 1, 2, 3]
+
+
+# -- what comes out ----------------------------------------------------------------------------------------------------
+
+
+def own_logits(trainer: LocalTrainer) -> torch.Tensor:
+    tree: Any = second_tree(trainer.model, share=True)
+    tree.config._attn_implementation = "sdpa"
+    with torch.no_grad():
+        return tree(TOKENS).logits
+
+
+def test_the_policy_of_a_full_run_is_the_last_version_and_loads_with_transformers(
+    model: Path, tmp_path: Path, trainers: list[LocalTrainer]
+) -> None:
+    run(recipe(model, tmp_path, lora=False), tmp_path / "run")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
+    with JournalReader(tmp_path / "run") as reader:
+        assert checksum(dict(loaded.named_parameters())) == reader.versions()[3]
+    assert torch.allclose(loaded(TOKENS).logits, own_logits(trainers[0]), atol=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "policy")
+    assert tokenizer.decode(tokenizer.encode("4+3*17?")) == "4+3*17?"
+
+
+def test_the_policy_of_a_lora_run_is_the_last_version_and_loads_with_peft(
+    model: Path, tmp_path: Path, trainers: list[LocalTrainer]
+) -> None:
+    run(recipe(model, tmp_path), tmp_path / "run")
+    base = AutoModelForCausalLM.from_pretrained(model)
+    untrained = base(TOKENS).logits
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "policy")
+    expected = own_logits(trainers[0])
+    assert torch.allclose(loaded(TOKENS).logits, expected, atol=1e-5)
+    assert not torch.allclose(untrained, expected, atol=1e-5)
+    with JournalReader(tmp_path / "run") as reader:
+        assert trainers[0].weights(3).checksum == reader.versions()[3]
+
+
+def test_engine_and_trainer_hold_the_base_of_a_lora_run_once(model: Path, tmp_path: Path) -> None:
+    parts = _Parts.build(recipe(model, tmp_path), str(model))
+    engine = {p.data_ptr(): name for name, p in parts.core._slots.trees[0].named_parameters()}
+    frozen = {p.data_ptr() for p in parts.trainer.model.parameters() if not p.requires_grad}
+    assert frozen
+    assert frozen <= engine.keys()
+    parts.core.close()
+
+
+def test_groups_whose_rewards_are_all_equal_are_counted_and_change_nothing(model: Path, tmp_path: Path) -> None:
+    summary = run(recipe(model, tmp_path, reward="constant", lora=False), tmp_path / "run")
+    assert summary["groups_without_signal"] == 9
+    trained = policy(tmp_path / "run")
+    assert all(torch.isfinite(tensor).all() for tensor in trained.values())
+    with JournalReader(tmp_path / "run") as reader:
+        assert len(set(reader.versions().values())) == 1
+
+
+def test_a_task_of_reasoning_gym_trains(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "gym.toml"
+    path.write_text(
+        f'[model]\npath = "{model}"\nlora = {{ rank = 2 }}\n[task]\ntype = "reasoning-gym"\nname = "chain_sum"\n'
+        "size = 20\n[rollout]\nprompts = 2\ngroup = 2\nmax_tokens = 8\n[training]\nsteps = 1\n"
+        "[evaluation]\nprompts = 2\n[runtime]\nengine_threads = 1\ntrainer_threads = 1\n"
+    )
+    assert run(load_recipe(path), tmp_path / "run")["steps"] == 1
+    assert_verifies(tmp_path / "run")
+
+
+# -- trouble -----------------------------------------------------------------------------------------------------------
+
+
+def test_rewards_that_raise_hang_or_return_nonsense_are_counted_and_the_run_goes_on(
+    model: Path, tmp_path: Path
+) -> None:
+    write_task(tmp_path, num_rows=12)  # four of them can be scored, so two updates see every one
+    overrides = ["task.reward_seconds=0.1", "rollout.retries=0", "evaluation.prompts=0", "training.steps=2"]
+    summary = run(recipe(model, tmp_path, *overrides, reward="troubled"), tmp_path / "run")
+    assert_verifies(tmp_path / "run")
+    assert summary["steps"] == 2
+    assert summary["failed_trajectories"] > 0
+    failed = rows(tmp_path / "run", "SELECT trajectory, error FROM trajectories WHERE state = 'failed'")
+    assert len(failed) == summary["failed_trajectories"]
+    said = " ".join(error for _, error in failed)
+    for reason in ("no idea", "nan", "three", "`task.reward_seconds = 0.1`"):
+        assert reason in said, reason
+    groups = rows(
+        tmp_path / "run",
+        "SELECT COUNT(*) FROM (SELECT group_id FROM trajectories GROUP BY 1 HAVING SUM(state <> 'failed') = 0)",
+    )
+    assert groups == [(summary["replaced_groups"],)]
+    assert summary["replaced_groups"] > 0
+
+
+def test_an_update_that_fails_ends_the_run_by_name(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = LocalTrainer.update
+
+    def failing(self: LocalTrainer, batch: Batch) -> UpdateReport:
+        if batch.update == 1:
+            raise RuntimeError("out of memory")
+        return original(self, batch)
+
+    monkeypatch.setattr(LocalTrainer, "update", failing)
+    with pytest.raises(TrainerError, match=r"update 1 failed: RuntimeError: out of memory"):
+        run(recipe(model, tmp_path), tmp_path / "run")
+    assert_verifies(tmp_path / "run")
+    assert not (tmp_path / "run" / "policy").exists()
+
+
+def test_bad_input_is_an_error_by_name_before_anything_is_written(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "' + "1" * 5000 + '", "answer": 1}\n')
+    with pytest.raises(RecipeError, match=r"its prompt has 5000 tokens, more than the 4084"):
+        run(recipe(model, tmp_path), tmp_path / "run")
+    (tmp_path / "prompts.jsonl").write_text("")
+    with pytest.raises(RecipeError, match="has no rows"):
+        run(recipe(model, tmp_path), tmp_path / "run")
+    (tmp_path / "prompts.jsonl").unlink()
+    with pytest.raises(RecipeError, match="is no file"):
+        run(recipe(model, tmp_path), tmp_path / "run")
+    write_task(tmp_path)
+    with pytest.raises(RecipeError, match="leaves no room for a prompt"):
+        run(recipe(model, tmp_path, "rollout.max_tokens=4096"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_function_that_is_not_there_is_an_error_by_name(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="absent"):
+        run(recipe(model, tmp_path, reward="absent"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_disk_that_fills_up_ends_the_run_by_name_and_the_record_stays_readable(model: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
+        with pytest.raises((JournalError, RunError), match=r"cannot be written|could not be written"):
+            run(recipe(model, tmp_path, "training.steps=60", "evaluation.prompts=0"), tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert_verifies(tmp_path / "run")
+    with JournalReader(tmp_path / "run") as reader:
+        assert reader.num_updates() > 0
+
+
+def test_a_policy_that_cannot_be_written_is_an_error_by_name(model: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, hard))
+        with pytest.raises(RunError, match=r"the trained policy cannot be written to .*policy"):
+            run(recipe(model, tmp_path, "training.steps=1", "evaluation.prompts=0", lora=False), tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert_verifies(tmp_path / "run")
+
+
+# -- stop and resume ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_a_synchronous_run_that_was_stopped_ends_with_the_same_bits(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
+) -> None:
+    """Stopped in an update nothing is under way at its end, so nothing has to be prefilled again."""
+    overrides = ['rollout.paradigm="synchronous"', "training.steps=4"]
+    whole = run(recipe(model, tmp_path, *overrides, lora=lora), tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        interrupt_during(patch, 1)
+        stopped = run(recipe(model, tmp_path, *overrides, lora=lora), tmp_path / "run")
+    assert (stopped["stopped"], stopped["steps"], stopped["eval_after"]) == (True, 2, None)
+    assert_verifies(tmp_path / "run")
+    summary = run(recipe(model, tmp_path, *overrides, lora=lora), tmp_path / "run", resume=True)
+    assert_verifies(tmp_path / "run")
+    assert story(tmp_path / "run") == story(tmp_path / "whole")
+    assert equal(policy(tmp_path / "run"), policy(tmp_path / "whole"))
+    for name in ("steps", "tokens", "eval_before", "eval_after", "staleness", "length_ratio"):
+        assert summary[name] == whole[name], name
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines if line["kind"] == "update"] == [0, 1, 2, 3]
+
+
+def test_a_run_that_was_stopped_with_trajectories_under_way_goes_on_with_them(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = ["training.steps=5", "rollout.max_tokens=60", "rollout.in_flight=9", "rollout.rows=24"]
+    with monkeypatch.context() as patch:
+        interrupt_during(patch, 1)
+        assert run(recipe(model, tmp_path, *overrides), tmp_path / "run")["stopped"]
+    states = dict(rows(tmp_path / "run", "SELECT state, COUNT(*) FROM trajectories GROUP BY 1"))
+    assert states.get("suspended", 0) > 0, "nothing was under way; the test shows nothing"
+    assert_verifies(tmp_path / "run")
+    summary = run(recipe(model, tmp_path, *overrides), tmp_path / "run", resume=True)
+    assert summary.keys() >= SUMMARY_KEYS
+    assert summary["steps"] == 5
+    assert_verifies(tmp_path / "run")
+    assert rows(tmp_path / "run", "SELECT COUNT(*), MAX(group_id) FROM groups") == [(15, 14)]
+    assert rows(tmp_path / "run", "SELECT DISTINCT state FROM trajectories") == [("trained",)]
+    with pytest.raises(RunError, match="is finished"):
+        run(recipe(model, tmp_path, *overrides), tmp_path / "run", resume=True)
+    assert_verifies(tmp_path / "run")
+
+
+def test_a_killed_run_goes_back_to_its_checkpoint(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = recipe(model, tmp_path, "training.steps=5", "rollout.max_tokens=30", "rollout.in_flight=6")
+    with monkeypatch.context() as patch:
+        interrupt_during(patch, 1)
+        run(made, tmp_path / "run")
+
+    class Dies(Silent):
+        def updated(self, line: Mapping[str, Any]) -> None:
+            if line["update"] == 3:
+                raise KeyError("as if it were killed here")
+
+    with pytest.raises(KeyError):
+        run(made, tmp_path / "run", resume=True, observer=Dies())
+    assert run(made, tmp_path / "run", resume=True)["steps"] == 5
+    assert "rewinds to a checkpoint: 1" in assert_verifies(tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines if line["kind"] == "update"] == [0, 1, 2, 3, 4]
+
+
+def test_another_recipe_cannot_resume_and_changes_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        interrupt_during(patch, 0)
+        run(recipe(model, tmp_path), tmp_path / "run")
+    before = story(tmp_path / "run")
+    with pytest.raises(RunError, match=r"`\[training\]` differs"):
+        run(recipe(model, tmp_path, "training.learning_rate=0.1"), tmp_path / "run", resume=True)
+    with pytest.raises(RunError, match=r"`seed` differs"):
+        run(recipe(model, tmp_path, "seed=6"), tmp_path / "run", resume=True)
+    with pytest.raises(RunError, match="exists already"):
+        run(recipe(model, tmp_path), tmp_path / "run")
+    assert story(tmp_path / "run") == before
+    assert run(recipe(model, tmp_path, "runtime.stall_seconds=50.0"), tmp_path / "run", resume=True)["steps"] == 3
+    assert_verifies(tmp_path / "run")
+
+
+def test_ctrl_c_stops_the_command_at_an_update_boundary_and_resume_finishes(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    recipe(model, tmp_path)
+    steps = 40
+    command = ["train", "recipe.toml", "--set", f"training.steps={steps}", "--out", str(folder)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stretto.cli", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (folder / "metrics.jsonl").exists() or '"update"' not in (folder / "metrics.jsonl").read_text():
+            assert process.poll() is None, process.stdout.read() if process.stdout else ""
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    assert "stopping at the next update boundary" in said
+    stopped = json.loads((folder / "summary.json").read_text())
+    assert 0 < stopped["steps"] < steps
+    assert f"stopped after {stopped['steps']} of {steps} updates" in said
+    assert main(["verify", str(folder)]) == 0
+    assert main([*command, "--resume"]) == 0
+    assert main(["verify", str(folder)]) == 0
+    assert main(["show", str(folder), "--update", str(steps - 1)]) == 0
+    assert "try next: stretto verify" in capsys.readouterr().out
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary.keys() >= SUMMARY_KEYS
+    assert (summary["steps"], summary["trained_trajectories"]) == (steps, steps * 12)
+    with JournalReader(folder) as reader:
+        assert reader.num_updates() == steps
+        assert reader.num_groups() == steps * 3, "no group is skipped, none is drawn again"
