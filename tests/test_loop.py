@@ -283,6 +283,36 @@ def test_another_instance_takes_over_from_one_that_dies(paradigm: str, tmp_path:
     assert "told to die" in lost[0]
 
 
+class DiesLoading(FakeEngine):
+    """Dies when it is given version 2."""
+
+    async def load(self, weights: Weights) -> None:
+        if weights.version == 2:
+            await self.close()
+        await super().load(weights)
+
+
+class DiesEvaluating(FakeEngine):
+    """Dies at the first request of an evaluation."""
+
+    async def generate(self, request: Request) -> Completion:
+        if request.priority:
+            await self.close()
+        return await super().generate(request)
+
+
+@pytest.mark.parametrize("kind", [DiesLoading, DiesEvaluating])
+def test_an_instance_may_die_at_any_command(kind: type[FakeEngine], tmp_path: Path) -> None:
+    engines = [kind(rows=6, step_s=0.0005), FakeEngine(rows=6, step_s=0.0005)]
+    bench = Bench(tmp_path, plan(evaluate_every=1), engines=engines)
+    assert bench.run()
+    assert bench.tasks_left == []
+    assert broken(tmp_path) == []
+    with JournalReader(tmp_path) as reader:
+        assert reader.counts() == {"trained": 72}
+        assert [kind for _, kind, _ in reader.notes()] == ["instance lost"]
+
+
 def test_a_stall_says_who_waits_for_what(tmp_path: Path) -> None:
     class Stuck(FakeEngine):
         async def generate(self, request: Request) -> Completion:

@@ -1,0 +1,65 @@
+"""What a person sees while a run goes on."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from stretto.evaluation import EvaluationResult
+from stretto.observe.progress import Plain, Status, Terminal, make_observer
+from stretto.types import Load
+
+LINE: dict[str, Any] = {
+    "update": 1,
+    "reward_mean": 0.25,
+    "tokens_per_second": 1234.0,
+    "staleness_mean": 0.5,
+    "staleness_max": 2,
+    "tokens": 30,
+    "num_sequences": 3,
+    "trainer_idle_seconds": 4.0,
+    "trainer_waited_for": "group 7 [version 1]",
+}
+STATUS = Status(
+    update=2,
+    newest=2,
+    staleness=2,
+    versions={1: 3, 2: 5},
+    loads=[Load(running=8, queued=0, kv_tokens=100, versions={1: 3, 2: 5})],
+    waits=["trainer: update 2: 1 of 3 groups [/are] finished"],
+)
+EVALUATION = EvaluationResult(2, "during", 0.5, 4, 0, 3.0, at=1.0, seconds=1.0)
+
+
+def test_a_terminal_shows_versions_and_waits_and_leaves_the_last_update() -> None:
+    out = io.StringIO()
+    observer = Terminal(Console(file=out, force_terminal=True, width=200), steps=4)
+    observer.status(STATUS)
+    observer.updated(LINE)
+    observer.evaluated(EVALUATION)
+    observer._live.refresh()
+    observer.message("a [message] with brackets")
+    observer.close()
+    observer.close()
+    said = out.getvalue()
+    assert "2/4" in said
+    assert "v1: 3" in said
+    assert "groups [/are] finished" in said, "what waits is text, whatever is in it"
+    assert "a [message] with brackets" in said
+    assert said.count("trainer idle 4 s: group 7 [version 1]") == 1
+
+
+def test_elsewhere_there_are_plain_lines_not_too_many_and_always_the_last() -> None:
+    out = io.StringIO()
+    observer = make_observer(Console(file=out, width=60), 40)
+    assert isinstance(observer, Plain)
+    observer.status(STATUS)
+    for update in range(40):
+        observer.updated({**LINE, "update": update})
+    observer.evaluated(EVALUATION)
+    observer.close()
+    lines = out.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["update 1/40", "update 40/40", lines[-1]]
+    assert lines[-1] == "evaluation of version 2: 0.500 on 4 prompts"
