@@ -1,12 +1,15 @@
 """The command line: fast, and clear about what is wrong."""
 
+import json
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import stretto.compare
 from stretto.cli import main
 
 RECIPE = '[model]\npath = "tiny"\nlora = { rank = 4 }\nwarm_start = { steps = 2 }\n[task]\ntype = "countdown-chain"\n'
@@ -89,3 +92,58 @@ def test_verify_and_show_of_something_else_say_so(tmp_path: Path, capsys: pytest
 def test_compare_refuses_an_unknown_paradigm(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", str(recipe), "--paradigms", "synchronous,sideways", "--out", str(tmp_path / "c")]) == 2
     assert "`--paradigms` names `sideways`" in capsys.readouterr().err
+
+
+SHORT = ["training.steps=2", "rollout.prompts=2", "rollout.group=2", "rollout.max_tokens=8", "evaluation.prompts=2"]
+
+
+def settings() -> list[str]:
+    chosen = [*SHORT, "runtime.engine_threads=1", "runtime.trainer_threads=1"]
+    return [word for setting in chosen for word in ("--set", setting)]
+
+
+def test_train_verify_and_show_follow_one_another(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run = tmp_path / "run"
+    assert main(["train", str(recipe), *settings(), "--out", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "update 2/2" in said
+    assert "what the run came to" in said
+    assert f"try next: stretto verify {run}" in said
+    assert main(["verify", str(run)]) == 0
+    assert "law 3  nothing old   holds" in capsys.readouterr().out
+    assert main(["show", str(run), "--update", "1", "--samples", "2"]) == 0
+    assert capsys.readouterr().out
+    assert main(["train", str(recipe), *settings(), "--out", str(run), "--resume"]) == 2
+    assert "is finished" in capsys.readouterr().err
+
+
+def test_compare_runs_one_recipe_under_several_paradigms(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def in_this_process(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        assert command[1:3] == ["-m", "stretto.cli"]
+        return subprocess.CompletedProcess(command, main(command[3:]))
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(stretto.compare.subprocess, "run", in_this_process)
+    recipe.write_text(recipe.read_text() + "[rollout]\nstaleness = 3\n[algorithm]\nclip_low = 0.3\n")
+    folder = tmp_path / "compared"
+    command = ["compare", str(recipe), *settings(), "--out", str(folder)]
+    assert main([*command, "--paradigms", "synchronous,partial,multi-version"]) == 0
+    said = capsys.readouterr().out
+    assert "paradigms on the same recipe" in said
+    rows = json.loads((folder / "compare.json").read_text())
+    assert [(row["paradigm"], row["staleness_bound"]) for row in rows] == [
+        ("synchronous", 0),
+        ("partial", 3),
+        ("multi-version", 3),
+    ]
+    assert {row["steps"] for row in rows} == {2}
+    assert len({row["eval_before"] for row in rows}) == 1, "all begin with the same policy"
+    for row in rows:
+        assert main(["verify", str(folder / row["paradigm"])]) == 0
+    assert main(command) == 2
+    assert "holds a comparison already" in capsys.readouterr().err

@@ -22,6 +22,7 @@ import stretto.runtime.run as module
 from run_cases import assert_verifies, equal, policy, recipe, rows, run, story, write_task
 from stretto.cli import main
 from stretto.config import load_recipe
+from stretto.engines.native.engine import NativeEngine
 from stretto.errors import JournalError, RecipeError, RunError, TrainerError
 from stretto.models import checksum, second_tree
 from stretto.observe.progress import Silent
@@ -328,6 +329,61 @@ def test_a_synchronous_run_that_was_stopped_ends_with_the_same_bits(
         assert summary[name] == whole[name], name
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines if line["kind"] == "update"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_a_synchronous_run_that_was_stopped_while_it_generated_ends_the_same_to_rounding(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
+) -> None:
+    """What was under way is prefilled again, in other shapes than it was decoded in: the same but for rounding."""
+    overrides = ['rollout.paradigm="synchronous"', "evaluation.prompts=0"]
+    run(recipe(model, tmp_path, *overrides, lora=lora), tmp_path / "whole")
+    original, pressed = NativeEngine.step, False
+
+    def interrupted(self: NativeEngine) -> Any:
+        nonlocal pressed
+        if not pressed and self.report().longest.get(1, 0) >= 5:  # in the middle of the second batch
+            pressed = True
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+        return original(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeEngine, "step", interrupted)
+        assert run(recipe(model, tmp_path, *overrides, lora=lora), tmp_path / "run")["steps"] == 1
+    assert rows(tmp_path / "run", "SELECT COUNT(*) > 0 FROM trajectories WHERE state = 'suspended'") == [(1,)]
+    run(recipe(model, tmp_path, *overrides, lora=lora), tmp_path / "run", resume=True)
+    assert_verifies(tmp_path / "run")
+    tokens = "SELECT trajectory, tokens FROM completions ORDER BY 1"
+    assert rows(tmp_path / "run", tokens) == rows(tmp_path / "whole", tokens)
+    resumed, whole = policy(tmp_path / "run"), policy(tmp_path / "whole")
+    for name in whole:
+        assert torch.allclose(resumed[name], whole[name], atol=1e-4), name
+    print(
+        "BITS",
+        lora,
+        equal(resumed, whole),
+        story(tmp_path / "run") == story(tmp_path / "whole"),
+        max(float((resumed[n] - whole[n]).abs().max()) for n in whole),
+    )
+
+
+def test_a_second_ctrl_c_ends_the_process_at_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = LocalTrainer.update
+
+    def interrupted(self: LocalTrainer, batch: Batch) -> UpdateReport:
+        if batch.update == 1:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.1)
+        return original(self, batch)
+
+    monkeypatch.setattr(LocalTrainer, "update", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe(model, tmp_path), tmp_path / "run")
+    assert_verifies(tmp_path / "run")
+    with pytest.raises(RunError, match="no complete checkpoint"):
+        run(recipe(model, tmp_path), tmp_path / "run", resume=True)
 
 
 def test_a_run_that_was_stopped_with_trajectories_under_way_goes_on_with_them(

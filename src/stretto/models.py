@@ -23,8 +23,7 @@ CHECKSUM_CHUNK = 1 << 20  # elements hashed at once, so that the weights in flig
 
 def load_model(path: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Load a causal LM from a folder or by hub name, in evaluation mode; raises `ModelError` by name."""
-    if Path(path).exists() and not (Path(path) / "config.json").exists():
-        raise ModelError(f"`model.path = {path!r}` is no model: the folder has no `config.json`")
+    _refuse_other_folders(path)
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
@@ -35,6 +34,7 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device) -> nn.Module
 
 def load_tokenizer(path: str) -> Any:
     """The tokenizer that belongs to a model."""
+    _refuse_other_folders(path)
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
@@ -43,12 +43,16 @@ def load_tokenizer(path: str) -> Any:
 
 def load_config(path: str) -> Any:
     """The model's configuration alone, without its weights."""
-    if Path(path).exists() and not (Path(path) / "config.json").exists():
-        raise ModelError(f"`model.path = {path!r}` is no model: the folder has no `config.json`")
+    _refuse_other_folders(path)
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"`model.path = {path!r}` has no configuration that can be loaded: {error}") from error
+
+
+def _refuse_other_folders(path: str) -> None:
+    if Path(path).exists() and not (Path(path) / "config.json").exists():
+        raise ModelError(f"`model.path = {path!r}` is no model: the folder has no `config.json`")
 
 
 def second_tree(model: nn.Module, *, share: bool) -> nn.Module:
