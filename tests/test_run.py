@@ -359,13 +359,6 @@ def test_a_synchronous_run_that_was_stopped_while_it_generated_ends_the_same_to_
     resumed, whole = policy(tmp_path / "run"), policy(tmp_path / "whole")
     for name in whole:
         assert torch.allclose(resumed[name], whole[name], atol=1e-4), name
-    print(
-        "BITS",
-        lora,
-        equal(resumed, whole),
-        story(tmp_path / "run") == story(tmp_path / "whole"),
-        max(float((resumed[n] - whole[n]).abs().max()) for n in whole),
-    )
 
 
 def test_a_second_ctrl_c_ends_the_process_at_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,6 +417,34 @@ def test_a_killed_run_goes_back_to_its_checkpoint(model: Path, tmp_path: Path, m
     assert "rewinds to a checkpoint: 1" in assert_verifies(tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines if line["kind"] == "update"] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("paradigm", ["synchronous", "one-step-off", "partial", "drop", "multi-version"])
+def test_a_run_that_was_killed_goes_on_from_the_last_checkpoint_that_it_made(
+    model: Path, tmp_path: Path, paradigm: str
+) -> None:
+    overrides = [f'rollout.paradigm="{paradigm}"', "training.steps=6", "rollout.max_tokens=30"]
+    if paradigm == "drop":
+        overrides += ["rollout.staleness=1", "rollout.in_flight=9", "rollout.rows=36"]
+    made = recipe(model, tmp_path, *overrides, "runtime.checkpoint_seconds=0.000001")
+
+    class Dies(Silent):
+        def updated(self, line: Mapping[str, Any]) -> None:
+            if line["update"] == 4:
+                raise KeyError("as if it were killed here")
+
+    with pytest.raises(KeyError):
+        run(made, tmp_path / "run", observer=Dies())
+    summary = run(made, tmp_path / "run", resume=True)
+    assert "rewinds to a checkpoint: 1" in assert_verifies(tmp_path / "run")
+    assert (summary["steps"], summary["trained_trajectories"]) == (6, 72)
+    assert summary["wall_seconds"] > 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines if line["kind"] == "update"] == list(range(6))
+    if paradigm == "synchronous":
+        run(recipe(model, tmp_path, *overrides), tmp_path / "whole")
+        assert not (tmp_path / "whole" / "checkpoints").exists()
+        assert story(tmp_path / "run") == story(tmp_path / "whole")
 
 
 def test_another_recipe_cannot_resume_and_changes_nothing(

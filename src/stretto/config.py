@@ -166,6 +166,9 @@ class RuntimeSection(Section):
 
     engine_threads: int | None = Field(None, ge=1, description="Default: every core if it takes turns, else half")
     trainer_threads: int | None = Field(None, ge=1, description="Default: every core if it takes turns, else half")
+    checkpoint_seconds: float = Field(
+        600.0, gt=0, description="Between checkpoints, at the next update; a run that is stopped always leaves one"
+    )
     stall_seconds: float = Field(900.0, gt=0, description="A run in which nothing happens for so long is an error")
 
 

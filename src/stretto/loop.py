@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -87,6 +88,11 @@ class Settings:
     seed: int
     sampling: Sampling
     stall_s: float
+    checkpoint_s: float = math.inf  # between checkpoints, which are made when a version is published
+
+
+Checkpointing = Callable[["Loop"], Callable[[], None]]
+"""Takes what a run is at this moment, in the loop's thread; what it returns writes that, in the trainer's."""
 
 
 class Loop:
@@ -108,6 +114,7 @@ class Loop:
         settings: Settings,
         weights: Mapping[int, Weights],
         flights: Mapping[int, Flight],
+        checkpointing: Checkpointing | None = None,
     ) -> None:
         self.brain = brain
         self.flights: dict[int, Flight] = dict(flights)
@@ -123,6 +130,7 @@ class Loop:
         self._tally = tally
         self._observer = observer
         self._settings = settings
+        self._checkpointing = checkpointing
 
         self._events: deque[core.Event] = deque()
         self._wake = asyncio.Event()
@@ -134,7 +142,7 @@ class Loop:
         self._group_started: dict[int, float] = {}
         self._group_seconds: deque[float] = deque(maxlen=TAIL_GROUPS)
         self._update_seconds: deque[float] = deque(maxlen=8)
-        self._trainer_free_at = 0.0
+        self._trainer_free_at = self._checkpointed_at = 0.0
         self._trainer_wait = ""
         self._failed_in_a_row = 0  # trajectories, for good
 
@@ -145,7 +153,7 @@ class Loop:
         for instance, engine in self._engines.items():
             self.post(core.Joined(instance, engine.capacity.slots))
         self._spawn(self._report_status(), "status")
-        self._trainer_free_at = time.time()
+        self._trainer_free_at = self._checkpointed_at = time.time()
         try:
             while self._finish is None:
                 await self._next_event()
@@ -330,6 +338,14 @@ class Loop:
     def _publish(self, command: core.Publish) -> None:
         weights = self.weights[command.version]
         self._journal.version_published(command.version, weights.checksum, at=time.time())
+        late = time.time() - self._checkpointed_at >= self._settings.checkpoint_s
+        if self._checkpointing is not None and late and not (self.brain.finished or self.brain.stopping):
+            self._checkpointed_at = time.time()
+            self._spawn(self._save(self._checkpointing), f"checkpoint of version {command.version}")
+
+    async def _save(self, checkpointing: Checkpointing) -> None:
+        # Nothing is awaited before the trainer's thread has it, so it is written before another update begins.
+        await self._trainer.call(checkpointing(self))
 
     def _retire(self, command: core.Retire) -> None:
         self.weights.pop(command.version, None)

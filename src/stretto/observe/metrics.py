@@ -7,6 +7,7 @@ before and after lie outside of every one.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -116,12 +117,19 @@ class Tally:
         if self._opened_at is None:
             return
         ended, at_end = (at, loads) if stopped or self._marked is None else self._marked
-        self.totals.wall_s += ended - self._opened_at
-        for before, after in zip(self._at_open, at_end, strict=False):
-            self.totals.rollout_busy_s += after.busy_s - before.busy_s
-            self.totals.row_s += after.row_s - before.row_s
-            self.totals.rollout_s += ended - self._opened_at
+        self.totals = self.carried(at_end, ended)
         self._opened_at = None
+
+    def carried(self, loads: Sequence[Load], at: float) -> Totals:
+        """The sums as they would be if the window ended now, for a checkpoint."""
+        totals = copy.deepcopy(self.totals)
+        if self._opened_at is not None:
+            totals.wall_s += at - self._opened_at
+            for before, after in zip(self._at_open, loads, strict=False):
+                totals.rollout_busy_s += after.busy_s - before.busy_s
+                totals.row_s += after.row_s - before.row_s
+                totals.rollout_s += at - self._opened_at
+        return totals
 
     # -- what happened -------------------------------------------------------------------------------------------------
 

@@ -19,8 +19,9 @@ import os
 import signal
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +148,12 @@ class _Parts:
                 task.evaluation, tokenizer, seed=recipe.seed, max_prompt_tokens=limit, shuffle=False, name=name
             )
 
+        @lru_cache(maxsize=8)  # the journal and the environment ask for the same text, one right after the other
+        def text_of(tokens: tuple[int, ...]) -> str:
+            return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
         def decode(tokens: Sequence[int]) -> str:
-            return str(tokenizer.decode(tokens, skip_special_tokens=True))
+            return text_of(tuple(tokens))
 
         lora = recipe.model.lora
         threads = role_threads(recipe)
@@ -306,15 +311,19 @@ async def _run(
     else:
         brain, totals = Brain.restore(plan, checkpoint.snapshot), Totals.from_json(checkpoint.totals)
         under_way = list(brain.ledger.trajectories)
-        journal.rewind(updates=brain.next_update, groups=brain.next_group, under_way=under_way, at=time.time())
+        journal.rewind(updates=brain.newest, groups=brain.next_group, under_way=under_way, at=time.time())
         await journal.durable()
-        metrics.rewind(brain.next_update)
+        metrics.rewind(brain.newest)
         flights, weights = _flights_again(parts, journal, checkpoint), dict(checkpoint.weights)
         await role.call(lambda: parts.trainer.load(checkpoint.folder / "trainer"))
     tally = Tally(rows=plan.rows, sink=metrics, totals=totals)
     evaluator = _evaluator(recipe, parts, environment, journal)
     if evaluator is not None and checkpoint is None:
         await _evaluate_alone(evaluator, engine, weights[0], "before", tally, observer)
+
+    def checkpointing(loop: Loop) -> Callable[[], None]:
+        return _checkpoint(folder, loop, tally.carried([engine.report()], time.time()), parts.trainer, journal)
+
     loop = Loop(
         brain,
         engines={ENGINE: engine},
@@ -326,9 +335,10 @@ async def _run(
         journal=journal,
         tally=tally,
         observer=observer,
-        settings=Settings(recipe.seed, parts.sampling, recipe.runtime.stall_seconds),
+        settings=Settings(recipe.seed, parts.sampling, recipe.runtime.stall_seconds, recipe.runtime.checkpoint_seconds),
         weights=weights,
         flights=flights,
+        checkpointing=checkpointing,
     )
     with _stops_on_interrupt(loop):
         done = await loop.run()
@@ -337,8 +347,7 @@ async def _run(
         if evaluator is not None:
             await _evaluate_alone(evaluator, engine, loop.weights[plan.updates], "after", tally, observer)
     else:
-        await journal.durable()
-        await role.call(lambda: _save(folder, loop, tally, parts))
+        await role.call(checkpointing(loop))
     counters = loop.brain.counters
     summary = {
         **tally.summary(),
@@ -453,17 +462,28 @@ def _facts(recipe: Recipe) -> RunFacts:
     )
 
 
-def _save(folder: Path, loop: Loop, tally: Tally, parts: _Parts) -> None:
-    needed = loop.brain.needed_versions
-    save_checkpoint(
-        folder / "checkpoints",
-        updates=loop.brain.next_update,
-        snapshot=loop.brain.snapshot(),
-        totals=asdict(tally.totals),
-        weights={version: weights for version, weights in loop.weights.items() if version in needed},
-        suspended=[flight.suspended for flight in loop.flights.values() if flight.suspended is not None],
-        save_trainer=parts.trainer.save,
-    )
+def _checkpoint(
+    folder: Path, loop: Loop, totals: Totals, trainer: LocalTrainer, journal: Journal
+) -> Callable[[], None]:
+    """Take what the run is now; what is returned writes it, once the journal has all that it speaks of."""
+    brain = loop.brain
+    updates, snapshot, needed = brain.newest, brain.snapshot(), brain.needed_versions
+    weights = {version: weights for version, weights in loop.weights.items() if version in needed}
+    suspended = [flight.suspended for flight in loop.flights.values() if flight.suspended is not None]
+
+    def write() -> None:
+        journal.flush()
+        save_checkpoint(
+            folder / "checkpoints",
+            updates=updates,
+            snapshot=snapshot,
+            totals=asdict(totals),
+            weights=weights,
+            suspended=suspended,
+            save_trainer=trainer.save,
+        )
+
+    return write
 
 
 def _flights_again(parts: _Parts, journal: Journal, checkpoint: Checkpoint) -> dict[int, Flight]:

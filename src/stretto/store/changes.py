@@ -55,6 +55,14 @@ def rewind(db: sqlite3.Connection, updates: int, groups: int, under_way: tuple[i
     num_updates = db.execute("DELETE FROM updates WHERE update_id >= ?", (updates,)).rowcount
     db.execute("DELETE FROM versions WHERE version > ?", (updates,))
     db.execute("DELETE FROM evaluations WHERE version > ?", (updates,))
+    for (trajectory,) in db.execute(
+        "DELETE FROM completions WHERE checksum NOT IN (SELECT checksum FROM versions) RETURNING trajectory"
+    ).fetchall():
+        # Its last tokens are of a version that is gone with the updates (`partial` only): it is generated again.
+        db.execute(
+            "DELETE FROM transitions WHERE trajectory = ? AND to_state NOT IN ('running', 'suspended')", (trajectory,)
+        )
+        db.execute("UPDATE trajectories SET reward = NULL, scored_at = NULL WHERE trajectory = ?", (trajectory,))
     num_reopened = 0
     for trajectory in under_way:
         num_reopened += db.execute(
