@@ -17,6 +17,7 @@ threads, rewards have processes, the journal has a writer.
 | the trainer              | unfinished groups, named by the batch rule  | their flights     | named by `brain.waits` |
 | a batch before it trains | its members durable in the journal          | journal's writer  | the journal's own      |
 | a version's first token  | its checksum durable in the journal         | journal's writer  | the journal's own      |
+| an update                | the checkpoint before it, while it is saved | trainer's thread  | the loop's `stall_s`   |
 | a flight                 | its tokens                                  | engine            | the loop's `stall_s`   |
 | a flight                 | its reward                                  | reward pool       | `task.reward_seconds`  |
 
