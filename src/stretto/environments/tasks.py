@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,7 +153,9 @@ def _reasoning_gym(options: ReasoningGymOptions, num_evaluation: int) -> Task:
     if options.size < 1:
         raise RecipeError(f"`task.size = {options.size}` must be at least 1")
     try:
-        from reasoning_gym.factory import DATASETS
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of packages that it imports, when they are first compiled
+            from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise RecipeError(
             "`task.type = 'reasoning-gym'` takes the package reasoning-gym: `pip install 'stretto[reasoning-gym]'`"

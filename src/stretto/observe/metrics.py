@@ -178,6 +178,7 @@ class Tally:
         line = {
             "kind": "update",
             "update": report.update,
+            **report.metrics,
             "at": ended,
             "tokens": tokens,
             "tokens_per_second": tokens / cycle_s if cycle_s > 0 else 0.0,
@@ -188,7 +189,6 @@ class Tally:
             "staleness_mean": sum(age * count for age, count in ages.items()) / max(1, len(samples)),
             "staleness_max": max(ages, default=0),
             "staleness_histogram": {str(age): ages[age] for age in sorted(ages)},
-            **report.metrics,
         }
         self._sink.write(line)
         return line

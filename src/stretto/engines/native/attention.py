@@ -200,21 +200,35 @@ def paged_attention(
         attention.seen[layer] = (query.shape[1], key.shape[1], key.shape[-1])
         dense = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
         return dense.transpose(1, 2), None
-    plan = attention.plan
-    keys, values = attention.cache.storage[layer]
-    width = keys.shape[1] * keys.shape[2]
+    out = attend_paged(attention, layer, query[0], key[0].transpose(0, 1), value[0].transpose(0, 1), scale)
+    return out.unsqueeze(0), None
+
+
+def attend_paged(
+    attention: Attention,
+    layer: int,
+    query: Tensor,  # [heads, tokens, head size]
+    key: Tensor,  # [tokens, kv heads, head size]
+    value: Tensor,
+    scale: float,
+) -> Tensor:
+    """Write keys and values of the plan's tokens into the cache and attend; [tokens, heads, head size]."""
+    plan, cache = attention.plan, attention.cache
+    assert plan is not None
+    assert cache is not None
+    keys, values = cache.of_layer[layer]
     dtype = keys.dtype
-    keys.view(-1, width).index_copy_(0, plan.write_slots, key[0].transpose(0, 1).reshape(-1, width).to(dtype))
-    values.view(-1, width).index_copy_(0, plan.write_slots, value[0].transpose(0, 1).reshape(-1, width).to(dtype))
-    listed = _listed(plan, query[0, :, : plan.num_listed].to(dtype), keys, values, scale)
+    keys.index_copy_(0, plan.write_slots, key.to(dtype))
+    values.index_copy_(0, plan.write_slots, value.to(dtype))
+    listed = _listed(plan, query[:, : plan.num_listed].to(dtype), keys, values, scale)
     if plan.long:
         parts, at = [listed], plan.num_listed
         for chunk in plan.long:
             size = chunk.end - chunk.start
-            parts.append(_dense(chunk, query[:, :, at : at + size].to(dtype), keys, values, scale))
+            parts.append(_dense(chunk, query[None, :, at : at + size].to(dtype), keys, values, scale))
             at += size
         listed = torch.cat(parts)
-    return listed.to(query.dtype).unsqueeze(0), None
+    return listed.to(query.dtype)
 
 
 def _listed(plan: Plan, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:

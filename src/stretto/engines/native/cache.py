@@ -28,6 +28,7 @@ class KVCache:
     ) -> None:
         self.layers, self.kv_heads, self.head_size = layers, kv_heads, head_size
         self.storage = torch.zeros(layers, 2, (pages + 1) * PAGE, kv_heads, head_size, dtype=dtype, device=device)
+        self.of_layer = [(layer[0], layer[1]) for layer in self.storage]  # keys and values, views
         self.num_pages = pages
         self._free = list(range(pages, 0, -1))
         self._references = [0] * (pages + 1)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from stretto.engines.native import probe
 from stretto.engines.native.attention import Chunk, Planner
 from stretto.engines.native.cache import PAGE, KVCache, num_pages
+from stretto.engines.native.lean import LeanDecoder, is_plain
 from stretto.engines.native.rows import CONTEXT, SLOT, TOKEN, Rows
 from stretto.engines.native.schedule import Schedule
 from stretto.engines.native.trajectory import Prefix, Trajectory
@@ -67,6 +68,10 @@ class NativeEngine:
         for tree in self._slots.trees:
             probe.fuse_norms(tree)
             per_token &= probe.batch_experts(tree, rows + prefill_tokens)
+        self._lean: list[LeanDecoder] = []
+        if all(is_plain(tree) for tree in self._slots.trees):
+            shape = (heads, kv_heads, head_size, max_context)
+            self._lean = [LeanDecoder(tree, attention, *shape) for tree in self._slots.trees]
         self._filling, same = probe.exact_filling(self._slots.trees[0], rows + prefill_tokens)
         self.exact = same and per_token and dtype == torch.float32 and device.type == "cpu"
         # The sampled product over the cache wants float32 on the CPU; a wider cache loses nothing.
@@ -242,12 +247,12 @@ class NativeEngine:
         if not n and not chunks:
             return []
         if self._slots.mixed:
-            return [self._run(self._slots.trees[0], None, chunks)]
+            return [self._run(0, None, chunks)]
         logits = None
         for slot in sorted({*rows.slot[:n].tolist(), *(chunk.weights_slot for _, chunk in chunks)}):
             own = np.nonzero(rows.slot[:n] == slot)[0]
             index = None if len(own) == n else torch.from_numpy(own).to(rows.device)
-            part = self._run(self._slots.trees[slot], index, [c for c in chunks if c[1].weights_slot == slot])
+            part = self._run(slot, index, [c for c in chunks if c[1].weights_slot == slot])
             if index is None:
                 logits = part
             else:
@@ -256,7 +261,7 @@ class NativeEngine:
         assert logits is not None
         return [logits]
 
-    def _run(self, tree: nn.Module, index: Tensor | None, chunks: list[tuple[Prefix, Chunk]]) -> Tensor:
+    def _run(self, tree_index: int, index: Tensor | None, chunks: list[tuple[Prefix, Chunk]]) -> Tensor:
         """One forward of the rows of `index` (None: all) and of chunks; the logits of the rows."""
         n = len(self._rows)
         ints, pages = self._rows.ints[:, :n], self._rows.pages[:n]
@@ -268,15 +273,22 @@ class NativeEngine:
         plan = self._planner.plan(ints[TOKEN], ints[CONTEXT], pages, ints[SLOT], [c for _, c in chunks], filling)
         self._attention.plan = plan
         self._slots.choose(plan.weights_slots)
-        keep: Tensor | int = 0  # all
+        keep: Tensor | None = None  # all
         ended = [(prefix, end) for (prefix, chunk), end in zip(chunks, plan.ends, strict=True) if chunk.last]
         if chunks or filling:
             wanted = [*range(count), *(end for _, end in ended)]
             wanted += [0] * (self._filling - len(wanted))
             keep = torch.tensor(wanted, device=self._rows.device)
-        logits: Tensor = tree(
-            input_ids=plan.tokens[None], position_ids=plan.positions[None], use_cache=False, logits_to_keep=keep
-        ).logits[0]
+        logits: Tensor
+        if self._lean:
+            logits = self._lean[tree_index](plan, keep)
+        else:
+            logits = self._slots.trees[tree_index](
+                input_ids=plan.tokens[None],
+                position_ids=plan.positions[None],
+                use_cache=False,
+                logits_to_keep=0 if keep is None else keep,
+            ).logits[0]
         for place, (prefix, _) in enumerate(ended):
             prefix.logits = logits[count + place].clone()
         return logits[:count]

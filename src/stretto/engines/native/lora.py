@@ -10,18 +10,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+FUSED = 3  # layers that are computed as one product, at most
+
 
 class SlotMask:
     """What all layers of one tree share: which columns of `x A_all` each token must not see, and the scale."""
 
     def __init__(self, slots: int, rank: int, device: torch.device) -> None:
-        self._slot_of_column = torch.arange(slots, device=device).repeat_interleave(rank)
-        self.foreign = torch.zeros(1, slots * rank, dtype=torch.bool, device=device)  # [tokens or 1, slots * rank]
+        self._width = slots * rank
+        self._slot_of_column = torch.arange(slots, device=device).repeat_interleave(rank).repeat(FUSED)
         self.scale = 1.0
+        # By the number of layers side by side in one product: [tokens or 1, layers * slots * rank].
+        self.foreign_of: tuple[Tensor, ...] = ()
+        self._set(torch.zeros(1, FUSED * self._width, dtype=torch.bool, device=device))
+
+    @property
+    def foreign(self) -> Tensor:
+        return self.foreign_of[1]
 
     def choose(self, slots: Tensor) -> None:
         """Set the slot [tokens] of every token of the next forward."""
-        self.foreign = slots[:, None] != self._slot_of_column
+        self._set(slots.unsqueeze(1) != self._slot_of_column)
+
+    def _set(self, foreign: Tensor) -> None:
+        width = self._width
+        self.foreign_of = (foreign[:, :0], foreign[:, :width], foreign[:, : 2 * width], foreign)
 
 
 class SlottedLinear(nn.Module):
@@ -38,16 +51,24 @@ class SlottedLinear(nn.Module):
         self.register_buffer("lora_a", a, persistent=False)
         self.register_buffer("lora_b", b, persistent=False)
         self.rank = rank
-        self._mask = mask
+        self.mask = mask
+        self._keep_operands()
+
+    def _keep_operands(self) -> None:
         # The same tensors in a plain attribute: looking up Parameters and buffers costs as much as a small product.
         self._operands = (self.weight, self.bias, self.lora_a, self.lora_b, self.in_features, self.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias, a, b, width, out = self._operands
-        flat, mask = x.reshape(-1, width), self._mask
+        flat, mask = x.reshape(-1, width), self.mask
         y = F.linear(flat, weight, bias)
         h = torch.mm(flat, a).masked_fill_(mask.foreign, 0.0)
         return y.addmm_(h, b, alpha=mask.scale).view(*x.shape[:-1], out)
+
+    def place(self, a: Tensor, b: Tensor) -> None:
+        """Move the adapters of all slots into `a` and `b`, views of what a fused product reads."""
+        self.lora_a, self.lora_b = a.copy_(self.lora_a), b.copy_(self.lora_b)
+        self._keep_operands()
 
     def resident(self, slot: int) -> tuple[Tensor, Tensor]:
         """The adapter in `slot` as it was received: A [r, in] and B [out, r], views of what the forward reads."""

@@ -1,0 +1,216 @@
+"""The forward of plain pre-norm decoders in as few operations as it takes.
+
+A decode step of a small model is bound by the number of its operations, not by their size. For the architectures of
+`PLAIN` this module computes what their transformers modules compute with a third of the calls: query, key and value are
+one product, so are gate and up, the residual is added inside the products, and the tables of the rotary embedding are
+made once. The weights stay where they are shared: fused products read one storage that the layers' own Parameters are
+views of. The engine compares the result with the model's own forward, and keeps the stock modules where it differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stretto.engines.native.attention import Attention, Plan, attend_paged
+from stretto.engines.native.lora import SlotMask, SlottedLinear
+
+PLAIN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+STATIC_ROTARY = ("default", "linear", "llama3", "yarn")  # their angles depend on the position alone
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """One tensor of which `parts` are consecutive pieces along their first dimension.
+
+    Where they are not so already, their values move into a new storage and each part becomes a view of it: a Parameter
+    stays the object that others hold, and the weights are in memory once.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first.detach()
+    size = (sum(part.shape[0] for part in parts), *first.shape[1:])
+    place, start = first.storage_offset(), first.untyped_storage().data_ptr()
+    for part in parts:
+        if part.untyped_storage().data_ptr() != start or part.storage_offset() != place or not part.is_contiguous():
+            break
+        place += part.numel()
+    else:
+        return first.detach().as_strided(size, first.stride())
+    whole = torch.cat([part.detach() for part in parts])
+    for part, view in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
+        part.data = view
+    return whole
+
+
+class Projection:
+    """Linear layers over one input as one product, with the adapters of all slots where they have any."""
+
+    def __init__(self, *linears: nn.Linear | SlottedLinear) -> None:
+        self.in_features = linears[0].in_features
+        self.widths = [linear.out_features for linear in linears]
+        self.weight = joined([linear.weight for linear in linears]).t()  # [in, out]
+        biases = [linear.bias for linear in linears]
+        self.bias = None if biases[0] is None else joined([bias for bias in biases if bias is not None])
+        self.mask: SlotMask | None = None
+        self.a = self.b = self.weight
+        adapted = [linear for linear in linears if isinstance(linear, SlottedLinear)]
+        if adapted:
+            self.mask, self.copies = adapted[0].mask, len(adapted)
+            self._fuse_adapters(linears, adapted)
+        self.shape = (self.in_features, tuple(self.widths), self.bias is None, len(adapted))
+
+    def _fuse_adapters(self, linears: Sequence[nn.Module], adapted: Sequence[SlottedLinear]) -> None:
+        """A of all layers side by side; B on the diagonal, so that each layer's output sees its own columns alone."""
+        columns = adapted[0].lora_b.shape[0]
+        self.a = self.weight.new_zeros(self.in_features, columns * len(adapted))
+        self.b = self.weight.new_zeros(columns * len(adapted), sum(self.widths))
+        at = out = 0
+        for linear, width in zip(linears, self.widths, strict=True):
+            if isinstance(linear, SlottedLinear):
+                own = slice(at, at + columns)
+                linear.place(self.a[:, own], self.b[own, out : out + width])
+                at += columns
+            out += width
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The outputs of all layers side by side, [tokens, out], from [tokens, in]."""
+        y = torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+        if self.mask is None:
+            return y
+        h = torch.mm(x, self.a).masked_fill_(self.mask.foreign_of[self.copies], 0.0)
+        return y.addmm_(h, self.b, alpha=self.mask.scale)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """`residual` [tokens, out] with the output added, in place."""
+        residual.addmm_(x, self.weight)
+        if self.bias is not None:
+            residual.add_(self.bias)
+        if self.mask is None:
+            return residual
+        h = torch.mm(x, self.a).masked_fill_(self.mask.foreign_of[self.copies], 0.0)
+        return residual.addmm_(h, self.b, alpha=self.mask.scale)
+
+
+class Norm:
+    """A root-mean-square norm over the last dimension, without its weight where `weight` is None."""
+
+    def __init__(self, size: int, epsilon: float, weight: Tensor | None, like: Tensor) -> None:
+        self.weight, self._size, self._epsilon = weight, (size,), epsilon
+        self._inverse = 1.0 / size
+        self._constant = torch.full((1,), epsilon, device=like.device)
+        # On the CPU in float32, five small operations are faster than the call for it.
+        self._small = like.device.type == "cpu" and like.dtype == torch.float32
+
+    def scale(self, x: Tensor) -> Tensor:
+        """The factor [..., 1] that brings each vector to a mean square of one."""
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return torch.addcmul(self._constant, norm, norm, value=self._inverse).rsqrt_()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self._small:
+            return F.rms_norm(x, self._size, self.weight, self._epsilon)
+        y = torch.mul(x, self.scale(x))
+        return y if self.weight is None else y.mul_(self.weight)
+
+
+class LeanLayer:
+    """One decoder layer."""
+
+    def __init__(self, layer: Any, attention: Attention, heads: int, kv_heads: int, size: int) -> None:
+        own, mlp = layer.self_attn, layer.mlp
+        self._attention, self._index, self._scaling = attention, int(own.layer_idx), float(own.scaling)
+        self._heads, self._all, self._size = heads, heads + kv_heads, size
+        self.qkv, self.out = Projection(own.q_proj, own.k_proj, own.v_proj), Projection(own.o_proj)
+        self.gate_up, self.down = Projection(mlp.gate_proj, mlp.up_proj), Projection(mlp.down_proj)
+        self._activation = F.silu if isinstance(mlp.act_fn, nn.SiLU) else mlp.act_fn
+        like = own.q_proj.weight
+        self._before = norm_of(layer.input_layernorm, like)
+        self._between = norm_of(layer.post_attention_layernorm, like)
+        self._head_norm: Norm | None = None
+        if hasattr(own, "q_norm"):
+            self._head_norm = Norm(size, epsilon_of(own.q_norm), None, like)
+            self._head_weights = (own.q_norm.weight, own.k_norm.weight)
+
+    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`hidden` [tokens, width] after the layer, changed in place; `cos` and signed `sin` are [tokens, size]."""
+        tokens, heads, size = hidden.shape[0], self._heads, self._size
+        qk, v = self.qkv(self._before(hidden)).split((self._all * size, (self._all - heads) * size), 1)
+        x = qk.view(tokens, self._all, size).transpose(0, 1)  # [heads and kv heads, tokens, size]
+        if self._head_norm is None:
+            x = x.contiguous()
+            q, k = x[:heads], x[heads:]
+        else:
+            x = self._head_norm(x).contiguous()
+            q, k = x[:heads], x[heads:]
+            q.mul_(self._head_weights[0])
+            k.mul_(self._head_weights[1])
+        turned = x.view(self._all, tokens, 2, size // 2).flip(2).view(self._all, tokens, size)
+        x.mul_(cos).addcmul_(turned, sin)
+        y = attend_paged(self._attention, self._index, q, k.transpose(0, 1), v.view(tokens, -1, size), self._scaling)
+        self.out.add_to(hidden, y.reshape(tokens, heads * size))
+        gate, up = self.gate_up(self._between(hidden)).chunk(2, 1)
+        return self.down.add_to(hidden, self._activation(gate).mul_(up))
+
+
+class LeanDecoder:
+    """The forward of one tree. Everything that it reads are the tree's own Parameters and adapters."""
+
+    def __init__(self, tree: Any, attention: Attention, heads: int, kv_heads: int, size: int, max_context: int) -> None:
+        self._embedding = tree.model.embed_tokens.weight
+        self.layers = [LeanLayer(layer, attention, heads, kv_heads, size) for layer in tree.model.layers]
+        self._norm, self.head = norm_of(tree.model.norm, self._embedding), Projection(tree.lm_head)
+        positions = torch.arange(max_context, device=self._embedding.device)[None]
+        with torch.no_grad():
+            cos, sin = tree.model.rotary_emb(self._embedding, positions)
+        sign = torch.ones(size, dtype=sin.dtype, device=sin.device)
+        sign[: size // 2] = -1.0  # the second half turns into the first with a minus
+        self._rotary = torch.cat((cos[0], sin[0] * sign), dim=-1)  # [positions, 2 * size]
+        self._size = size
+
+    @property
+    def projections(self) -> list[Projection]:
+        return [p for layer in self.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)] + [self.head]
+
+    def __call__(self, plan: Plan, keep: Tensor | None) -> Tensor:
+        """Logits [kept tokens, vocabulary] of a plan, whose attention and slots have been set."""
+        hidden = F.embedding(plan.tokens, self._embedding)
+        cos, sin = self._rotary.index_select(0, plan.positions).split(self._size, 1)
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin)
+        if keep is not None:
+            hidden = hidden.index_select(0, keep)
+        return self.head(self._norm(hidden))
+
+
+def epsilon_of(module: Any) -> float:
+    """The constant of a root-mean-square norm of transformers, or of one that stands in for it."""
+    epsilon = getattr(module, "variance_epsilon", None)
+    return float(module.epsilon if epsilon is None else epsilon)
+
+
+def norm_of(module: Any, like: Tensor) -> Norm:
+    return Norm(module.weight.numel(), epsilon_of(module), module.weight, like)
+
+
+def is_plain(tree: nn.Module) -> bool:
+    """Whether `tree` is one of the known architectures, nothing in it changed by hooks or by other forwards."""
+    config: Any = tree.config
+    if type(tree).__name__ not in PLAIN or not type(tree).__module__.startswith("transformers.models."):
+        return False
+    rotary = getattr(tree.model, "rotary_emb", None)
+    if getattr(rotary, "rope_type", None) not in STATIC_ROTARY or getattr(config, "pretraining_tp", 1) != 1:
+        return False
+    for module in tree.modules():
+        if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+            return False
+    layer: Any = tree.model.layers[0]  # type: ignore[index, union-attr]
+    return {name for name, _ in layer.named_children()} == {
+        "self_attn",
+        "mlp",
+        "input_layernorm",
+        "post_attention_layernorm",
+    } and all(hasattr(layer.mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
