@@ -41,7 +41,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     else:
         return first.detach().as_strided(size, first.stride())
     whole = torch.cat([part.detach() for part in parts])
-    for part, view in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
+    for part, view in zip(parts, whole.split_with_sizes([part.shape[0] for part in parts]), strict=True):
         part.data = view
     return whole
 
@@ -138,7 +138,7 @@ class LeanLayer:
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """`hidden` [tokens, width] after the layer, changed in place; `cos` and signed `sin` are [tokens, size]."""
         tokens, heads, size = hidden.shape[0], self._heads, self._size
-        qk, v = self.qkv(self._before(hidden)).split((self._all * size, (self._all - heads) * size), 1)
+        qk, v = self.qkv(self._before(hidden)).split_with_sizes((self._all * size, (self._all - heads) * size), 1)
         x = qk.view(tokens, self._all, size).transpose(0, 1)  # [heads and kv heads, tokens, size]
         if self._head_norm is None:
             x = x.contiguous()
@@ -169,7 +169,6 @@ class LeanDecoder:
         sign = torch.ones(size, dtype=sin.dtype, device=sin.device)
         sign[: size // 2] = -1.0  # the second half turns into the first with a minus
         self._rotary = torch.cat((cos[0], sin[0] * sign), dim=-1)  # [positions, 2 * size]
-        self._size = size
 
     @property
     def projections(self) -> list[Projection]:
@@ -178,7 +177,7 @@ class LeanDecoder:
     def __call__(self, plan: Plan, keep: Tensor | None) -> Tensor:
         """Logits [kept tokens, vocabulary] of a plan, whose attention and slots have been set."""
         hidden = F.embedding(plan.tokens, self._embedding)
-        cos, sin = self._rotary.index_select(0, plan.positions).split(self._size, 1)
+        cos, sin = self._rotary.index_select(0, plan.positions).chunk(2, 1)
         for layer in self.layers:
             hidden = layer(hidden, cos, sin)
         if keep is not None:

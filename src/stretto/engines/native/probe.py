@@ -6,7 +6,8 @@ Refusing by name at the start is better than logits that are almost right.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.engines.native.attention import Attention, attend
+from stretto.engines.native.lean import Projection
 from stretto.engines.native.lora import SlottedLinear
 from stretto.errors import ModelError
 
@@ -115,21 +117,23 @@ def batch_experts(tree: nn.Module, max_tokens: int) -> bool:
     return True
 
 
-def exact_filling(tree: nn.Module, max_tokens: int) -> tuple[int, bool]:
+def exact_filling(layers: Iterable[object], max_tokens: int) -> tuple[int, bool]:
     """The fewest tokens a forward must have for each row to come out the same beside any others, bit for bit.
 
-    Linear layers choose their kernel by the number of rows; every distinct shape is tried with the calling thread's
-    number of threads. Returns the filling, and whether it makes the engine exact.
+    Products choose their kernel by the number of rows; every distinct shape among the linear layers and projections of
+    `layers` is tried with the calling thread's number of threads. Returns the filling, and whether it makes the engine
+    exact.
     """
     pending: dict[tuple[Any, ...], Any] = {}
-    for module in tree.modules():
-        if isinstance(module, nn.Linear):
-            pending[(module.in_features, module.out_features, module.bias is None)] = module
-        elif isinstance(module, SlottedLinear):
-            pending[(module.in_features, module.out_features, module.bias is None, "lora")] = module
+    for layer in layers:
+        if isinstance(layer, Projection):
+            pending[layer.shape] = layer
+        elif isinstance(layer, nn.Linear | SlottedLinear):
+            lora = isinstance(layer, SlottedLinear)
+            pending[(layer.in_features, layer.out_features, layer.bias is None, lora)] = layer
     filling = 0
     for filling in FILLINGS:
-        pending = {shape: m for shape, m in pending.items() if not _rows_agree(m, filling, max_tokens)}
+        pending = {shape: layer for shape, layer in pending.items() if not _rows_agree(layer, filling, max_tokens)}
         if not pending:
             return filling, True
     logger.warning(
@@ -140,28 +144,37 @@ def exact_filling(tree: nn.Module, max_tokens: int) -> tuple[int, bool]:
     return filling, False
 
 
-def _rows_agree(module: Any, filling: int, max_tokens: int) -> bool:
+def _products(layer: Any, generator: torch.Generator) -> Iterator[Callable[[Tensor], Tensor]]:
+    """What a layer computes from [1, tokens, in], each product as it is called in a forward."""
+    weight, bias = layer.weight, layer.bias
+    b = None
+    if isinstance(layer, Projection):
+        yield lambda x: (torch.mm(x[0], weight) if bias is None else torch.addmm(bias, x[0], weight))[None]
+        yield lambda x: x.new_ones(x.shape[1], weight.shape[1]).addmm_(x[0], weight)[None]
+        b = None if layer.mask is None else layer.b
+    elif isinstance(layer, SlottedLinear):
+        yield lambda x: F.linear(x[0], weight, bias)[None]
+        b = layer.lora_b
+    else:
+        yield lambda x: F.linear(x, weight, bias)
+    if b is None:
+        return
+    columns, width = b.shape
+    a = torch.randn(layer.in_features, columns, generator=generator).to(weight)
+    b = torch.randn(columns, width, generator=generator).to(weight)
+    yield lambda x: torch.mm(x[0], a)[None]
+    yield lambda x: x.new_ones(x.shape[1], width).addmm_(torch.mm(x[0], a), b, alpha=2.0)[None]
+
+
+def _rows_agree(layer: Any, filling: int, max_tokens: int) -> bool:
     top = max(max_tokens, filling + 1)
     counts = sorted(
         {n for n in (filling, filling + 1, filling + 7, 2 * filling + 3, 57, 100, 129, 256, 512) if n <= top}
     )
     generator = torch.Generator().manual_seed(0)
-    width = module.in_features
-    x = torch.randn(1, counts[-1], width, generator=generator).to(module.weight.device, module.weight.dtype)
-    products: list[Callable[[Tensor], Tensor]] = [lambda y: F.linear(y, module.weight, module.bias)]
-    if isinstance(module, SlottedLinear):
-        products = [lambda y: F.linear(y[0], module.weight, module.bias)[None]]
-        columns = module.lora_b.shape[0]
-        a = torch.randn(width, columns, generator=generator).to(x)
-        b = torch.randn(columns, module.out_features, generator=generator).to(x)
-
-        def adapter(y: Tensor) -> Tensor:
-            h = torch.mm(y.view(-1, width), a)
-            return torch.cat([h, torch.zeros_like(y[0, :, :1]).expand(-1, b.shape[1]).clone().addmm_(h, b)], 1)[None]
-
-        products.append(adapter)
+    x = torch.randn(1, counts[-1], layer.in_features, generator=generator).to(layer.weight.device, layer.weight.dtype)
     with torch.inference_mode():
-        for product in products:
+        for product in _products(layer, generator):
             whole = product(x)
             for count in counts:
                 if count >= filling and not torch.equal(product(x[:, :count].contiguous()), whole[:, :count]):
@@ -170,3 +183,16 @@ def _rows_agree(module: Any, filling: int, max_tokens: int) -> bool:
             if shifted.shape[1] == filling and not torch.equal(product(shifted), whole[:, 3 : 3 + filling]):
                 return False
     return True
+
+
+def refuse_other_logits(model: nn.Module, ours: Tensor, theirs: Tensor) -> None:
+    """Raise `ModelError` where logits are not the model's own to rounding."""
+    tolerance = 1e-3 if next(model.parameters()).dtype == torch.float32 else 5e-2
+    same = ours.shape == theirs.shape
+    error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6)) if same else math.inf
+    if not error <= tolerance:
+        config: Any = model.config
+        raise ModelError(
+            f"the native engine does not serve `{config.model_type}`: its logits over a paged cache differ"
+            f" from the model's own by {error:.2g} of their size"
+        )
