@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from stretto.engines.native.cache import PAGE, PAGE_BITS, KVCache
+from stretto.engines.native.cache import KVCache
 from stretto.errors import ModelError
 
 NAME = "stretto_paged"
@@ -68,10 +68,11 @@ class Planner:
         self._cache, self._heads = cache, heads
         group = heads // cache.kv_heads
         self._kv_head = (torch.arange(heads, dtype=torch.int32, device=device) // group)[:, None]
-        self._head = torch.arange(heads, dtype=torch.int32, device=device)[:, None]
         # Entry lists of the positions 0, 1, 2 ... of a short sequence, one after the other.
         self._triangle = torch.cat([torch.arange(i + 1) for i in range(SHORT)]).to(device)
         self._numbers = torch.arange(SHORT + 1, dtype=torch.int64, device=device)
+        self._counting = self._nothing = torch.empty(0)
+        self._reserve(1024)
         with warnings.catch_warnings():
             # Torch says once that sparse CSR is in beta; what is used of it is compared with dense attention later.
             warnings.simplefilter("ignore", UserWarning)
@@ -81,33 +82,33 @@ class Planner:
         self,
         tokens: Tensor,
         contexts: Tensor,
-        page_table: Tensor,
         weights_slots: Tensor,
+        rows: Tensor,
+        cells: Tensor,
+        entries: int,
         chunks: Sequence[Chunk],
         filling: int,
     ) -> Plan:
-        """The plan of decoding rows (last token, tokens of context with it, pages), of chunks and of `filling` rows."""
+        """The plan of decoding rows, of chunks and of `filling` rows.
+
+        A decoding row is its last token, its tokens of context with it, whose weights it runs under, and its row in the
+        table `cells`, which has the cache slot of each of its positions; `entries` is the sum of the contexts.
+        """
         num_rows = tokens.shape[0]
         positions = contexts - 1
-        pages = page_table.gather(1, (positions >> PAGE_BITS)[:, None]).squeeze(1)
-        writes = pages.long() * PAGE + (positions & (PAGE - 1))
-        row_of_entry = torch.repeat_interleave(contexts)
-        place = torch.arange(row_of_entry.shape[0], dtype=torch.int32, device=tokens.device)
-        place -= (contexts.cumsum(0) - contexts).int().index_select(0, row_of_entry)
-        index = self._row_starts(page_table).index_select(0, row_of_entry).add_(place >> PAGE_BITS)
-        slots = page_table.view(-1).index_select(0, index).mul_(PAGE).add_(place & (PAGE - 1))
-        lengths = contexts
+        starts, flat = rows * cells.shape[1], cells.view(-1)
+        writes = flat.index_select(0, starts + positions).long()
         short = [chunk for chunk in chunks if chunk.short]
         long = tuple(chunk for chunk in chunks if not chunk.short)
+        lengths, lists = contexts, []
         if chunks or filling:
             zero = self._numbers[:1].expand(filling)
             lists = [c.slots[self._triangle[c.start * (c.start + 1) // 2 : c.end * (c.end + 1) // 2]] for c in short]
-            slots = torch.cat([slots, *lists, zero.int()])
+            lists.append(zero.int())
             lengths = torch.cat([contexts, *(self._numbers[c.start + 1 : c.end + 1] for c in short), zero + 1])
-            row_of_entry = torch.repeat_interleave(lengths)
 
-            def all_tokens(rows: Tensor, of: Callable[[Chunk], Tensor]) -> Tensor:
-                return torch.cat([rows, *(of(c) for c in short), zero, *(of(c) for c in long)])
+            def all_tokens(of_rows: Tensor, of: Callable[[Chunk], Tensor]) -> Tensor:
+                return torch.cat([of_rows, *(of(c) for c in short), zero, *(of(c) for c in long)])
 
             tokens = all_tokens(tokens, lambda c: c.tokens)
             positions = all_tokens(positions, lambda c: torch.arange(c.start, c.end, device=zero.device))
@@ -118,26 +119,30 @@ class Planner:
             at += chunk.end - chunk.start + (filling if long and chunk is long[0] else 0)
             ends[id(chunk)] = at - 1
         last = tuple(ends[id(chunk)] for chunk in chunks)
-        entries = self._entries(lengths, slots)
-        return Plan(tokens, positions, writes, weights_slots, last, lengths.shape[0], row_of_entry, *entries, long)
+        total = entries + sum(part.shape[0] for part in lists)
+        self._reserve(total)
+        offsets = torch.cat((self._numbers[:1], *(lengths,) * self._heads)).cumsum(0, dtype=torch.int32)
+        row_of_entry = torch.repeat_interleave(lengths, output_size=total)
+        place = (starts - offsets[:num_rows]).index_select(0, row_of_entry[:entries]).add_(self._counting[:entries])
+        slots = flat.index_select(0, place)
+        if lists:
+            slots = torch.cat([slots, *lists])
+        columns = torch.add(self._kv_head, slots, alpha=self._cache.kv_heads).view(-1)
+        size = (offsets.shape[0] - 1, self._cache.storage.shape[2] * self._cache.kv_heads)
+        nothing = self._nothing[: columns.shape[0]]
+        pattern = torch.sparse_csr_tensor(offsets, columns, nothing, size, check_invariants=False)
+        listed = lengths.shape[0]
+        return Plan(
+            tokens, positions, writes, weights_slots, last, listed, row_of_entry, columns, offsets, pattern, long
+        )
 
-    @staticmethod
-    def _row_starts(page_table: Tensor) -> Tensor:
-        rows, width = page_table.shape
-        return torch.arange(0, rows * width, width, dtype=torch.int32, device=page_table.device)
-
-    def _entries(self, lengths: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Columns, offsets and pattern over all heads: the lists of the first head, then those of the second ..."""
-        heads, listed, entries = self._heads, lengths.shape[0], slots.shape[0]
-        columns = (slots * self._cache.kv_heads + self._kv_head).view(-1)
-        offsets = torch.empty(heads * listed + 1, dtype=torch.int32, device=slots.device)
-        starts = (lengths.cumsum(0) - lengths).int()
-        offsets[:-1].view(heads, listed).copy_(starts + self._head * entries)
-        offsets[-1] = heads * entries
-        size = (heads * listed, self._cache.storage.shape[2] * self._cache.kv_heads)
-        values = torch.zeros(heads * entries, dtype=self._cache.storage.dtype, device=slots.device)
-        pattern = torch.sparse_csr_tensor(offsets, columns, values, size, check_invariants=False)
-        return columns, offsets, pattern
+    def _reserve(self, entries: int) -> None:
+        """Grow what is as long as the lists by doubling."""
+        if entries > self._counting.shape[0]:
+            size = max(entries, 2 * self._counting.shape[0])
+            self._counting = torch.arange(size, device=self._numbers.device)
+            storage = self._cache.storage
+            self._nothing = torch.zeros(self._heads * size, dtype=storage.dtype, device=storage.device)
 
 
 @dataclass(slots=True)

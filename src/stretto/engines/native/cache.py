@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-PAGE_BITS = 4
-PAGE = 1 << PAGE_BITS  # tokens a page; a power of two, so that tensors of positions are split by bits
+PAGE = 16  # tokens a page
 
 
 def num_pages(tokens: int) -> int:

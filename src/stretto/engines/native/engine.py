@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from stretto.engines.native import probe
-from stretto.engines.native.attention import Chunk, Planner
 from stretto.engines.native.cache import PAGE, KVCache, num_pages
-from stretto.engines.native.lean import LeanDecoder, is_plain
-from stretto.engines.native.rows import CONTEXT, SLOT, TOKEN, Rows
+from stretto.engines.native.forward import Forward
+from stretto.engines.native.rows import Rows
 from stretto.engines.native.schedule import Schedule
-from stretto.engines.native.trajectory import Prefix, Trajectory
+from stretto.engines.native.trajectory import Trajectory
 from stretto.engines.native.versions import make_slots
 from stretto.engines.threaded import Failed
 from stretto.errors import ChecksumError, ModelError, RequestError, VersionNotResidentError
@@ -74,14 +73,12 @@ class NativeEngine:
         cache_dtype = torch.float32 if device.type == "cpu" else dtype
         # One page more than the budget: a prompt's last page stands twice while its first sample gets a copy.
         self._cache = KVCache(layers, kv_heads, head_size, num_pages(kv_tokens) + 1, cache_dtype, device)
-        self._planner = Planner(self._cache, heads)
-        self._attention = attention
         attention.cache = self._cache
-        self._rows = Rows(rows, max_context, device)
+        self._rows = Rows(rows, device)
+        self._forward = Forward(self._slots, attention, self._cache, self._rows, heads)
         self._schedule = Schedule(self._cache, self._rows, prefill_tokens)
         self._decode = decode
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-        self._filling = 0  # tokens that a forward has at least
         self._versions: dict[int, int] = {}  # version -> slot
         self._checksums: dict[int, str] = {}  # version -> of what is resident
         self._here: dict[int, Trajectory] = {}
@@ -90,19 +87,8 @@ class NativeEngine:
         self._busy_s = self._row_s = 0.0
         self._observed: list[Tensor] | None = None
         self._running, self._mark = 0, time.perf_counter()
-        self._lean: list[LeanDecoder] = []  # by tree; none: the modules of transformers
-        if all(is_plain(tree) for tree in self._slots.trees):
-            shape = (heads, kv_heads, head_size, max_context)
-            self._lean = [LeanDecoder(tree, attention, *shape) for tree in self._slots.trees]
-        try:
-            same = self._compare(model)
-        except ModelError as error:
-            if not self._lean:
-                raise
-            logger.warning("the modules of transformers run instead of the lean forward: %s", error)
-            self._lean = []
-            same = self._compare(model)
-        self.exact = same and per_token and dtype == torch.float32 and device.type == "cpu"
+        self._compare(model)
+        self.exact = self._forward.exact and per_token and dtype == torch.float32 and device.type == "cpu"
 
     # -- versions ------------------------------------------------------------------------------------------------------
 
@@ -250,65 +236,13 @@ class NativeEngine:
         self._running = len(rows) + schedule.num_waiting
         return finished
 
-    def _forward(self, chunks: list[tuple[Prefix, Chunk]]) -> list[Tensor]:
-        """Logits [rows, vocabulary] of the decoding rows, if there are any; those of finished prefixes go to them."""
-        rows, n = self._rows, len(self._rows)
-        if not n and not chunks:
-            return []
-        if self._slots.mixed:
-            return [self._run(0, None, chunks)]
-        logits = None
-        for slot in sorted({*rows.slot[:n].tolist(), *(chunk.weights_slot for _, chunk in chunks)}):
-            own = np.nonzero(rows.slot[:n] == slot)[0]
-            index = None if len(own) == n else torch.from_numpy(own).to(rows.device)
-            part = self._run(slot, index, [c for c in chunks if c[1].weights_slot == slot])
-            if index is None:
-                logits = part
-            else:
-                logits = part.new_empty(n, part.shape[1]) if logits is None else logits
-                logits.index_copy_(0, index, part)
-        assert logits is not None
-        return [logits]
-
-    def _run(self, tree_index: int, index: Tensor | None, chunks: list[tuple[Prefix, Chunk]]) -> Tensor:
-        """One forward of the rows of `index` (None: all) and of chunks; the logits of the rows."""
-        n = len(self._rows)
-        ints, pages = self._rows.ints[:, :n], self._rows.pages[:n]
-        if index is not None:
-            ints, pages = ints.index_select(1, index), pages.index_select(0, index)
-        count = ints.shape[1]
-        total = count + sum(chunk.end - chunk.start for _, chunk in chunks)
-        filling = max(0, self._filling - total)
-        plan = self._planner.plan(ints[TOKEN], ints[CONTEXT], pages, ints[SLOT], [c for _, c in chunks], filling)
-        self._attention.plan = plan
-        self._slots.choose(plan.weights_slots)
-        keep: Tensor | None = None  # all
-        ended = [(prefix, end) for (prefix, chunk), end in zip(chunks, plan.ends, strict=True) if chunk.last]
-        if chunks or filling:
-            wanted = [*range(count), *(end for _, end in ended)]
-            wanted += [0] * (self._filling - len(wanted))
-            keep = torch.tensor(wanted, device=self._rows.device)
-        logits: Tensor
-        if self._lean:
-            logits = self._lean[tree_index](plan, keep)
-        else:
-            logits = self._slots.trees[tree_index](
-                input_ids=plan.tokens[None],
-                position_ids=plan.positions[None],
-                use_cache=False,
-                logits_to_keep=0 if keep is None else keep,
-            ).logits[0]
-        for place, (prefix, _) in enumerate(ended):
-            prefix.logits = logits[count + place].clone()
-        return logits[:count]
-
     def _draw(self, logits: Tensor) -> list[Completion | Failed]:
         rows = self._rows
         if self._observed is not None:
             self._observed.append(logits.clone())
         self._tokens += len(rows)
         ended, stopped, broken = rows.sample(logits)
-        if not ended.any() and not rows.strings[: len(rows)].any():
+        if not rows.any_strings and not ended.any():
             return []
         finish: dict[int, FinishReason] = {r: "stop" if stopped[r] else "length" for r in np.nonzero(ended)[0].tolist()}
         for row in np.nonzero(rows.strings[: len(rows)])[0].tolist():
@@ -379,28 +313,36 @@ class NativeEngine:
 
     # -- the check at construction -------------------------------------------------------------------------------------
 
-    def _compare(self, model: nn.Module) -> bool:
-        """Prefill and decode a little under the base weights, and compare with the model's own forward.
+    def _compare(self, model: nn.Module) -> None:
+        """Generate a little under the base weights, and compare with the model's own forward.
 
-        Returns whether rows come out the same bit for bit beside any others.
+        Where the lean forward does not agree, the modules of transformers run; where they do not either, it raises.
         """
-        layers = self._lean[0].projections if self._lean else self._slots.trees[0].modules()
-        self._filling, same = probe.exact_filling(layers, self.capacity.rows + self._schedule.prefill_tokens)
+        max_tokens = self.capacity.rows + self._schedule.prefill_tokens
         training = model.training
         model.eval()
         try:
-            for length in (PROBE_SHORT, PROBE_LONG):
-                length = min(length, self.capacity.max_context - 4, self.capacity.kv_tokens - 4)
-                if length > 0:
-                    self._compare_one(model, length)
+            for lean in (True, False):
+                self._forward.prepare(lean=lean, max_tokens=max_tokens, max_context=self.capacity.max_context)
+                try:
+                    for length in (PROBE_SHORT, PROBE_LONG):
+                        self._compare_one(
+                            model, min(length, self.capacity.max_context - 4, self.capacity.kv_tokens - 4)
+                        )
+                    break
+                except ModelError as error:
+                    if not self._forward.lean:
+                        raise
+                    logger.warning("the modules of transformers run instead of the lean forward: %s", error)
         finally:
             model.train(training)
         self._arrivals = self._steps = self._tokens = 0
         self._busy_s = self._row_s = 0.0
         self._schedule.prefilled = self._schedule.preemptions = 0
-        return same
 
     def _compare_one(self, model: nn.Module, length: int) -> None:
+        if length < 1:
+            return
         generator = torch.Generator().manual_seed(length)
         prompt = tuple(torch.randint(0, self._vocabulary, (length,), generator=generator).tolist())
         self._versions, self._checksums, self._observed = {-1: 0}, {-1: ""}, []

@@ -68,22 +68,25 @@ def truncate(logprobs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> T
 def sample(
     logits: Tensor,  # [rows, vocabulary]
     uniform: Tensor,  # [rows], float64
-    temperature: Tensor,  # [rows]; 0: greedy
+    temperature: Tensor | None,  # [rows]; 0: greedy; None: 1 for all, which gives the same bits
     truncation: tuple[Tensor, Tensor, Tensor] | None,  # top_k, top_p, min_p, each [rows]; None: no row uses them
     any_greedy: bool,
 ) -> tuple[Tensor, Tensor]:
     """Tokens [rows] int64 and their log-probabilities [rows] float32; NaN where the logits of a row are no numbers."""
     logits = logits.float()
-    heat = torch.where(temperature > 0, temperature, 1.0) if any_greedy else temperature
-    logprobs = torch.log_softmax(logits / heat[:, None], dim=-1)
+    heated = logits
+    if temperature is not None:
+        heat = torch.where(temperature > 0, temperature, 1.0) if any_greedy else temperature
+        heated = logits / heat[:, None]
+    logprobs = torch.log_softmax(heated, dim=-1)
     if truncation is not None:
         logprobs = truncate(logprobs, *truncation)
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
-    threshold = uniform[:, None] * cumulative[:, -1:]
+    threshold = uniform.unsqueeze(1) * cumulative[:, -1:]
     # The first token whose cumulative mass exceeds the threshold has mass of its own, so it is never a cut one.
-    tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_max_(logits.shape[-1] - 1)
-    drawn = logprobs.gather(1, tokens[:, None]).squeeze(1)
-    if any_greedy:
+    places = torch.searchsorted(cumulative, threshold, right=True).clamp_max_(logits.shape[-1] - 1)
+    tokens, drawn = places.squeeze(1), logprobs.gather(1, places).squeeze(1)
+    if any_greedy and temperature is not None:
         greedy = temperature <= 0
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
         drawn = torch.where(greedy, drawn - drawn, drawn)  # 0, or NaN where the logits are no numbers
