@@ -225,7 +225,8 @@ def attend_paged(
     dtype = keys.dtype
     keys.index_copy_(0, plan.write_slots, key.to(dtype))
     values.index_copy_(0, plan.write_slots, value.to(dtype))
-    listed = _listed(plan, query[:, : plan.num_listed].to(dtype), keys, values, scale)
+    own = query[:, : plan.num_listed] if plan.long else query
+    listed = _listed(plan, own.to(dtype), keys, values, scale)
     if plan.long:
         parts, at = [listed], plan.num_listed
         for chunk in plan.long:

@@ -23,38 +23,39 @@ PLAIN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3For
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")  # their angles depend on the position alone
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """One tensor of which `parts` are consecutive pieces along their first dimension.
+def joined(weights: Sequence[Tensor]) -> Tensor:
+    """Weights [out, in] side by side as one matrix [in, outs] that a product over rows reads in order; or biases [out].
 
-    Where they are not so already, their values move into a new storage and each part becomes a view of it: a Parameter
-    stays the object that others hold, and the weights are in memory once.
+    Where they are not so already, their values move into a new storage and each weight becomes a view of it: a
+    Parameter stays the object that others hold, and the weights are in memory once. (Read the other way, products of
+    few rows take up to four times as long on a CPU.)
     """
-    first = parts[0]
-    if len(parts) == 1:
-        return first.detach()
-    size = (sum(part.shape[0] for part in parts), *first.shape[1:])
-    place, start = first.storage_offset(), first.untyped_storage().data_ptr()
-    for part in parts:
-        if part.untyped_storage().data_ptr() != start or part.storage_offset() != place or not part.is_contiguous():
+    first, widths = weights[0], [weight.shape[0] for weight in weights]
+    total, place = sum(widths), first.storage_offset()
+    for weight, width in zip(weights, widths, strict=True):
+        same = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or weight.storage_offset() != place or weight.stride() != (1, total)[: weight.dim()]:
             break
-        place += part.numel()
+        place += width
     else:
-        return first.detach().as_strided(size, first.stride())
-    whole = torch.cat([part.detach() for part in parts])
-    for part, view in zip(parts, whole.split_with_sizes([part.shape[0] for part in parts]), strict=True):
-        part.data = view
+        size, stride = (*first.shape[1:], total), (total, 1)[-first.dim() :]
+        return first.detach().as_strided(size, stride)
+    whole = torch.cat([weight.detach().t() for weight in weights], dim=-1).contiguous()
+    for weight, view in zip(weights, whole.split_with_sizes(widths, -1), strict=True):
+        weight.data = view.t()
     return whole
 
 
 class Projection:
     """Linear layers over one input as one product, with the adapters of all slots where they have any."""
 
-    def __init__(self, *linears: nn.Linear | SlottedLinear) -> None:
+    def __init__(self, *linears: nn.Linear | SlottedLinear, head: bool = False) -> None:
         self.in_features = linears[0].in_features
         self.widths = [linear.out_features for linear in linears]
-        self.weight = joined([linear.weight for linear in linears]).t()  # [in, out]
-        biases = [linear.bias for linear in linears]
-        self.bias = None if biases[0] is None else joined([bias for bias in biases if bias is not None])
+        # [in, out]; a head stays as it is, because an embedding may read the same Parameter row by row
+        self.weight = linears[0].weight.detach().t() if head else joined([linear.weight for linear in linears])
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        self.bias = joined(biases) if biases else None
         self.mask: SlotMask | None = None
         self.a = self.b = self.weight
         adapted = [linear for linear in linears if isinstance(linear, SlottedLinear)]
@@ -140,15 +141,12 @@ class LeanLayer:
         tokens, heads, size = hidden.shape[0], self._heads, self._size
         qk, v = self.qkv(self._before(hidden)).split_with_sizes((self._all * size, (self._all - heads) * size), 1)
         x = qk.view(tokens, self._all, size).transpose(0, 1)  # [heads and kv heads, tokens, size]
-        if self._head_norm is None:
-            x = x.contiguous()
-            q, k = x[:heads], x[heads:]
-        else:
-            x = self._head_norm(x).contiguous()
-            q, k = x[:heads], x[heads:]
+        x = (x if self._head_norm is None else self._head_norm(x)).contiguous()
+        q, k = x.split_with_sizes((heads, self._all - heads))
+        if self._head_norm is not None:
             q.mul_(self._head_weights[0])
             k.mul_(self._head_weights[1])
-        turned = x.view(self._all, tokens, 2, size // 2).flip(2).view(self._all, tokens, size)
+        turned = x.roll(size // 2, -1)
         x.mul_(cos).addcmul_(turned, sin)
         y = attend_paged(self._attention, self._index, q, k.transpose(0, 1), v.view(tokens, -1, size), self._scaling)
         self.out.add_to(hidden, y.reshape(tokens, heads * size))
@@ -162,7 +160,7 @@ class LeanDecoder:
     def __init__(self, tree: Any, attention: Attention, heads: int, kv_heads: int, size: int, max_context: int) -> None:
         self._embedding = tree.model.embed_tokens.weight
         self.layers = [LeanLayer(layer, attention, heads, kv_heads, size) for layer in tree.model.layers]
-        self._norm, self.head = norm_of(tree.model.norm, self._embedding), Projection(tree.lm_head)
+        self._norm, self.head = norm_of(tree.model.norm, self._embedding), Projection(tree.lm_head, head=True)
         positions = torch.arange(max_context, device=self._embedding.device)[None]
         with torch.no_grad():
             cos, sin = tree.model.rotary_emb(self._embedding, positions)
