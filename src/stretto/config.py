@@ -42,7 +42,7 @@ class LoraSection(Section):
 class WarmStartSection(Section):
     """How the `tiny` model is taught the form of an answer before it is improved. Cached between runs."""
 
-    steps: int = Field(450, ge=0, description="Supervised steps of 40 sequences")
+    steps: int | None = Field(None, ge=0, description="Supervised steps; 0 leaves it random; default: enough")
     seed: int = Field(0, ge=0, description="Seed of its initial weights and demonstrations")
 
 

@@ -60,7 +60,7 @@ def candidates(instances: Collection[Instance], target: int) -> list[tuple[Insta
 
     Instances below their share of `target` trajectories come first, so that one that has just loaded the newest version
     is not given everything; among those, the newest version, then the least loaded. Those that have their share come
-    last, and only if no other is about to have a version for the rest. An instance that is about to have a newer version
+    last, and only if no other is about to have a version for the rest. One that is about to have a newer version itself
     is left out until it has it: a group that starts now would be a version older for all of its life.
     """
     share = -(-target // max(1, len(instances)))

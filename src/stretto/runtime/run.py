@@ -252,7 +252,7 @@ def _model_path(recipe: Recipe, observer: Observer) -> str:
             shown_at = time.monotonic()
             observer.message(f"warm start of the tiny model: step {step}/{steps}, loss {loss:.3f}")
 
-    warm_start = WarmStart() if options is None else WarmStart(steps=options.steps)
+    warm_start = WarmStart() if options is None or options.steps is None else WarmStart(steps=options.steps)
     return str(tiny_model(seed=0 if options is None else options.seed, warm_start=warm_start, progress=progress))
 
 
