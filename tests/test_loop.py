@@ -301,9 +301,17 @@ class DiesEvaluating(FakeEngine):
         return await super().generate(request)
 
 
+class LoadsLate(FakeEngine):
+    """Confirms a version after the other instance, so that the other evaluates it."""
+
+    async def load(self, weights: Weights) -> None:
+        await asyncio.sleep(0.05)
+        await super().load(weights)
+
+
 @pytest.mark.parametrize("kind", [DiesLoading, DiesEvaluating])
 def test_an_instance_may_die_at_any_command(kind: type[FakeEngine], tmp_path: Path) -> None:
-    engines = [kind(rows=6, step_s=0.0005), FakeEngine(rows=6, step_s=0.0005)]
+    engines = [kind(rows=6, step_s=0.0005), LoadsLate(rows=6, step_s=0.0005)]
     bench = Bench(tmp_path, plan(evaluate_every=1), engines=engines)
     assert bench.run()
     assert bench.tasks_left == []

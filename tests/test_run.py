@@ -383,8 +383,15 @@ def test_a_run_that_was_stopped_with_trajectories_under_way_goes_on_with_them(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides = ["training.steps=5", "rollout.max_tokens=60", "rollout.in_flight=9", "rollout.rows=24"]
+    step = NativeEngine.step
+
+    def slow(self: NativeEngine) -> Any:
+        time.sleep(0.01)  # so that an update is faster than the longest of its trajectories
+        return step(self)
+
     with monkeypatch.context() as patch:
         interrupt_during(patch, 1)
+        patch.setattr(NativeEngine, "step", slow)
         assert run(recipe(model, tmp_path, *overrides), tmp_path / "run")["stopped"]
     states = dict(rows(tmp_path / "run", "SELECT state, COUNT(*) FROM trajectories GROUP BY 1"))
     assert states.get("suspended", 0) > 0, "nothing was under way; the test shows nothing"

@@ -257,15 +257,19 @@ class Loop:
             instance=command.instance,
             at=now,
         )
-        self._tally.open_window(self._reports(), now)
+        self._open_window(now)
         self._group_started[command.group] = now
         for id, seed in zip(command.trajectories, seeds, strict=True):
             flight = self.flights[id] = Flight(id, command.group, command.version, seed, prompt)
             self._launch(flight, command.version, command.instance)
 
+    def _open_window(self, now: float) -> None:
+        if not self._tally.is_open:
+            self._tally.open_window(self._reports(), now)
+
     def _resume(self, command: core.Resume) -> None:
         flight = self.flights[command.trajectory]
-        self._tally.open_window(self._reports(), time.time())
+        self._open_window(time.time())
         if flight.completion is not None:
             # It had its last token when the run ended, and the core had not heard of it.
             self.post(core.Generated(flight.id, len(flight.completion.tokens)))

@@ -103,6 +103,11 @@ class Tally:
 
     # -- the window ----------------------------------------------------------------------------------------------------
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a window runs."""
+        return self._opened_at is not None
+
     def open_window(self, loads: Sequence[Load], at: float) -> None:
         """The first admission; later ones change nothing."""
         if self._opened_at is None:

@@ -57,10 +57,11 @@ class Projection:
         biases = [linear.bias for linear in linears if linear.bias is not None]
         self.bias = joined(biases) if biases else None
         self.mask: SlotMask | None = None
-        self.a = self.b = self.weight
+        self.a = self.b = self.weight.new_empty(0)
         adapted = [linear for linear in linears if isinstance(linear, SlottedLinear)]
+        self._adapted = len(adapted)
         if adapted:
-            self.mask, self.copies = adapted[0].mask, len(adapted)
+            self.mask = adapted[0].mask
             self._fuse_adapters(linears, adapted)
         self.shape = (self.in_features, tuple(self.widths), self.bias is None, len(adapted))
 
@@ -82,7 +83,7 @@ class Projection:
         y = torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
         if self.mask is None:
             return y
-        h = torch.mm(x, self.a).masked_fill_(self.mask.foreign_of[self.copies], 0.0)
+        h = torch.mm(x, self.a).masked_fill_(self.mask.foreign_of[self._adapted], 0.0)
         return y.addmm_(h, self.b, alpha=self.mask.scale)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ class Projection:
             residual.add_(self.bias)
         if self.mask is None:
             return residual
-        h = torch.mm(x, self.a).masked_fill_(self.mask.foreign_of[self.copies], 0.0)
+        h = torch.mm(x, self.a).masked_fill_(self.mask.foreign_of[self._adapted], 0.0)
         return residual.addmm_(h, self.b, alpha=self.mask.scale)
 
 
