@@ -199,16 +199,22 @@ def is_plain(tree: nn.Module) -> bool:
     config: Any = tree.config
     if type(tree).__name__ not in PLAIN or not type(tree).__module__.startswith("transformers.models."):
         return False
-    rotary = getattr(tree.model, "rotary_emb", None)
-    if getattr(rotary, "rope_type", None) not in STATIC_ROTARY or getattr(config, "pretraining_tp", 1) != 1:
+    if getattr(config, "pretraining_tp", 1) != 1:
         return False
-    for module in tree.modules():
-        if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
-            return False
-    layer: Any = tree.model.layers[0]  # type: ignore[index, union-attr]
-    return {name for name, _ in layer.named_children()} == {
-        "self_attn",
-        "mlp",
-        "input_layernorm",
-        "post_attention_layernorm",
-    } and all(hasattr(layer.mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
+    if any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in tree.modules()):
+        return False
+    model: Any = tree.model
+    if getattr(model.rotary_emb, "rope_type", None) not in STATIC_ROTARY:
+        return False
+    return all(_is_plain_layer(layer, 2 * model.rotary_emb.inv_freq.numel()) for layer in model.layers)
+
+
+def _is_plain_layer(layer: Any, rotated: int) -> bool:
+    parts = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+    if {name for name, _ in layer.named_children()} != parts or layer.self_attn.head_dim != rotated:
+        return False
+    own, mlp = layer.self_attn, layer.mlp
+    if not all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+        return False
+    fused = ((own.q_proj, own.k_proj, own.v_proj), (mlp.gate_proj, mlp.up_proj))
+    return all(len({linear.bias is None for linear in linears}) == 1 for linears in fused)
