@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,6 +68,9 @@ from stretto.training.trainer import LocalTrainer
 from stretto.types import Sampling, Weights
 
 ENGINE = 0  # the one instance of this runtime
+# Engine and trainer both make thousands of short calls a second that give up the interpreter lock and want it back at once.
+# A thread that waits for the lock gets it only after this long; with the usual 5 ms each starves the other.
+SWITCH_S = 1e-4
 
 
 def default_run_folder(recipe: Path) -> Path:
@@ -104,6 +108,8 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, observer: Obser
         raise RunError(f"`{folder}` exists already; choose another `--out`, or `--resume` to continue the run in it")
     with contextlib.ExitStack() as stack:
         stack.callback(observer.close)
+        stack.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(SWITCH_S)
         torch.set_num_threads(1)  # for the warm start, whose operations are too small to share
         transformers_logging.disable_progress_bar()
         observer.message(f"run folder: {folder}")
