@@ -68,7 +68,7 @@ from stretto.training.trainer import LocalTrainer
 from stretto.types import Sampling, Weights
 
 ENGINE = 0  # the one instance of this runtime
-# Engine and trainer both make thousands of short calls a second that give up the interpreter lock and want it back at once.
+# Engine and trainer make thousands of short calls a second that give up the interpreter lock and want it back at once.
 # A thread that waits for the lock gets it only after this long; with the usual 5 ms each starves the other.
 SWITCH_S = 1e-4
 
