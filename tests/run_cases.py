@@ -33,6 +33,11 @@ def troubled(prompt, completion, answer):
         time.sleep(30)
     return letters(prompt, completion, answer)
 
+def short_ones_fail(prompt, completion, answer):
+    if len(completion) < 30:
+        raise ValueError("too short")
+    return letters(prompt, completion, answer)
+
 def constant(prompt, completion, answer):
     return 1.0
 '''

@@ -20,7 +20,15 @@ from stretto.engines.fake import FakeEngine
 from stretto.engines.protocol import Engine
 from stretto.environments.data import PromptStream, Row
 from stretto.environments.protocol import Policy
-from stretto.errors import EngineError, JournalError, RewardError, StalledError, TrainerError
+from stretto.errors import (
+    EngineError,
+    JournalError,
+    RewardError,
+    StalledError,
+    StrettoError,
+    TrainerError,
+    TransitionError,
+)
 from stretto.evaluation import EvaluationResult, Evaluator
 from stretto.loop import Flight, Loop, Settings
 from stretto.observe.metrics import JsonLines, Tally, Totals
@@ -95,6 +103,7 @@ class Bench:
     trainer: FakeTrainer = field(default_factory=FakeTrainer)
     environment: InProcess = field(default_factory=InProcess)
     stall_s: float = 20.0
+    reward_s: float = 0.0
     snapshot: Mapping[str, Any] | None = None
     flights: Mapping[int, Flight] = field(default_factory=dict)
     weights: Mapping[int, Weights] | None = None
@@ -137,7 +146,7 @@ class Bench:
                 journal=journal,
                 tally=self.tally,
                 observer=self.watcher,
-                settings=Settings(seed=0, sampling=sampling, stall_s=self.stall_s),
+                settings=Settings(seed=0, sampling=sampling, stall_s=self.stall_s, reward_s=self.reward_s),
                 weights=weights or {},
                 flights=self.flights,
             )
@@ -339,6 +348,58 @@ def test_a_long_trajectory_is_no_stall(tmp_path: Path) -> None:
     slow = FakeEngine(rows=12, step_s=0.03, median_tokens=30.0, sigma=0.0)  # about a second, and no event in between
     bench = Bench(tmp_path, plan(updates=1), engines=[slow], stall_s=0.3)
     assert bench.run()
+
+
+def test_a_long_update_and_a_slow_reward_are_no_stall(tmp_path: Path) -> None:
+    class Slow(InProcess):
+        async def episode(self, prompt: Prompt, policy: Policy) -> float:
+            reward = await super().episode(prompt, policy)
+            await asyncio.sleep(0.5)
+            return reward
+
+    bench = Bench(
+        tmp_path,
+        plan("synchronous", updates=1),
+        trainer=FakeTrainer(update_s=0.5),
+        environment=Slow(),
+        stall_s=0.15,
+        reward_s=2.0,
+    )
+    assert bench.run()
+
+
+def test_a_reward_that_does_not_keep_its_own_deadline_is_a_stall(tmp_path: Path) -> None:
+    class Hangs(InProcess):
+        async def episode(self, prompt: Prompt, policy: Policy) -> float:
+            await super().episode(prompt, policy)
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    bench = Bench(tmp_path, plan(), environment=Hangs(), stall_s=0.1, reward_s=0.2)
+    with pytest.raises(StalledError, match="nothing happened for 0.1 s"):
+        bench.run()
+
+
+def test_auto_staleness_measures_the_tail_of_generation_and_not_the_wait_for_the_trainer(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, plan(staleness=4, auto=True, updates=5), trainer=FakeTrainer(update_s=0.15))
+    assert bench.run()
+    assert bench.loop.brain.staleness == 2, "a tail far shorter than an update"
+
+
+@pytest.mark.parametrize(
+    "error", [StrettoError("the pool of reward workers failed"), JournalError("no"), TransitionError("no")]
+)
+def test_a_failure_of_the_pool_or_of_our_own_is_no_data_and_ends_the_run(error: StrettoError, tmp_path: Path) -> None:
+    def score(prompt: Prompt, completion: Completion, attempt: int) -> float:
+        if completion.id == 5:
+            raise error
+        return 1.0
+
+    bench = Bench(tmp_path, plan(), environment=InProcess(score))
+    with pytest.raises(type(error), match=str(error)):
+        bench.run()
+    assert bench.tasks_left == []
+    assert broken(tmp_path) == []
 
 
 # -- what is data ------------------------------------------------------------------------------------------------------

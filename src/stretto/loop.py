@@ -17,12 +17,15 @@ threads, rewards have processes, the journal has a writer.
 | the trainer              | unfinished groups, named by the batch rule  | their flights     | named by `brain.waits` |
 | a batch before it trains | its members durable in the journal          | journal's writer  | the journal's own      |
 | a version's first token  | its checksum durable in the journal         | journal's writer  | the journal's own      |
-| an update                | the checkpoint before it, while it is saved | trainer's thread  | the loop's `stall_s`   |
+| an update                | the checkpoint before it, while it is saved | trainer's thread  | none: it takes its time|
 | a flight                 | its tokens                                  | engine            | the loop's `stall_s`   |
-| a flight                 | its reward                                  | reward pool       | `task.reward_seconds`  |
+| a flight, an evaluation  | its reward                                  | reward pool       | `task.reward_seconds`  |
 
-A failure of a request, a reward or an environment is data and goes to the core. A failure of the trainer, the journal
-or of this file is stored once, wakes the loop, and ends the run with that error; one `finally` leaves no task behind.
+No stall is a running update, an engine that makes tokens, or a reward within its own deadline, however long they take.
+
+A failure of a request, a reward or an environment is data and goes to the core. A failure of the trainer, the journal,
+the reward pool itself or of this file is stored once, wakes the loop, and ends the run with that error; one `finally`
+leaves no task behind.
 """
 
 from __future__ import annotations
@@ -47,6 +50,8 @@ from stretto.environments.single_turn import Decode
 from stretto.errors import (
     AbortedError,
     EngineError,
+    RequestError,
+    RewardError,
     StalledError,
     StrettoError,
     SuspendedError,
@@ -82,6 +87,15 @@ class Flight:
     failed: bool = False  # its last request failed: the next one is a retry
 
 
+@dataclass(slots=True)
+class _Span:
+    """A group from its admission to the end of its last member, for the tail of generation."""
+
+    started: float
+    left: int  # members without an end
+    scored: bool = False  # whether one of them got a reward
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What the loop needs to know besides its parts."""
@@ -89,6 +103,7 @@ class Settings:
     seed: int
     sampling: Sampling
     stall_s: float
+    reward_s: float = 0.0  # beyond `stall_s`, for a reward that has a deadline of its own
     checkpoint_s: float = math.inf  # between checkpoints, which are made when a version is published
 
 
@@ -140,7 +155,7 @@ class Loop:
         self._failure: BaseException | None = None
         self._finish: core.Finish | None = None
         self._stop_asked = False
-        self._group_started: dict[int, float] = {}
+        self._spans: dict[int, _Span] = {}  # by group; of those that began in this session
         self._group_seconds: deque[float] = deque(maxlen=TAIL_GROUPS)
         self._update_seconds: deque[float] = deque(maxlen=8)
         self._trainer_free_at = self._checkpointed_at = 0.0
@@ -186,20 +201,31 @@ class Loop:
             self.post(core.StopRequested())
 
     async def _next_event(self) -> None:
-        """Wait for an event; engines that make tokens are no stall, however long a trajectory takes."""
+        """Wait for an event; what is under way and moves, or has a deadline of its own, is no stall."""
+        since = time.monotonic()
         while not self._events and self._failure is None:
             self._wake.clear()
             tokens = self._tokens_made()
             try:
                 await asyncio.wait_for(self._wake.wait(), self._settings.stall_s)
             except TimeoutError:
-                if self._tokens_made() > tokens:
+                if self._tokens_made() > tokens or self.brain.training is not None:
+                    since = time.monotonic()
+                    continue
+                if self._scores and time.monotonic() - since < self._settings.stall_s + self._settings.reward_s:
                     continue
                 reasons = "; ".join(f"{wait.owner}: {wait.reason}" for wait in self.brain.waits())
                 raise StalledError(
                     f"nothing happened for {self._settings.stall_s:g} s (`runtime.stall_seconds`). {reasons}. "
                     + " ".join(f"Instance {i}: {e.report()}." for i, e in self._engines.items())
                 ) from None
+
+    @property
+    def _scores(self) -> bool:
+        """Whether a reward is being computed, for all that is known here."""
+        return self.brain.evaluating is not None or any(
+            flight.completion is not None and flight.reward is None for flight in self.flights.values()
+        )
 
     def _tokens_made(self) -> int:
         return sum(load.tokens + load.prefilled for load in self._reports())
@@ -258,7 +284,7 @@ class Loop:
             at=now,
         )
         self._open_window(now)
-        self._group_started[command.group] = now
+        self._spans[command.group] = _Span(now, len(command.trajectories))
         for id, seed in zip(command.trajectories, seeds, strict=True):
             flight = self.flights[id] = Flight(id, command.group, command.version, seed, prompt)
             self._launch(flight, command.version, command.instance)
@@ -275,7 +301,6 @@ class Loop:
             self.post(core.Generated(flight.id, len(flight.completion.tokens)))
             self._score(flight)
             return
-        self._group_started.setdefault(flight.group, time.time())
         self._journal.moved(flight.id, "running", at=time.time(), instance=command.instance, retry=flight.failed)
         flight.failed = False
         self._launch(flight, command.version, command.instance)
@@ -297,6 +322,7 @@ class Loop:
         flight = self.flights.pop(command.trajectory)
         self._tally.failed(flight.completion)
         self._journal.failed(flight.id, command.reason, at=time.time())
+        self._member_ended(flight.group, scored=False)
         log.warning("trajectory %d failed for good: %s", flight.id, command.reason)
         self._failed_in_a_row += 1
         plan = self.brain.plan
@@ -308,12 +334,14 @@ class Loop:
             )
 
     def _drop(self, command: core.Drop) -> None:
+        self._spans.pop(command.group, None)
         flights = [self.flights.pop(id) for id in command.trajectories if id in self.flights]
         task = self._spawn(self._discard(flights), f"drop {command.group}")
         self._discards.add(task)
         task.add_done_callback(self._discards.discard)
 
     def _train(self, command: core.Train) -> None:
+        self._open_window(time.time())  # a resumed run may begin with an update
         self._spawn(self._update(command), f"update {command.update}")
 
     def _load(self, command: core.Load) -> None:
@@ -382,6 +410,9 @@ class Loop:
             self._instance_failed(instance, error)
             return
         except Exception as error:
+            ours = isinstance(error, StrettoError) and not isinstance(error, RewardError | RequestError)
+            if ours or isinstance(error, AssertionError):
+                raise  # not of this trajectory: of the journal, of the reward pool itself, of this file
             if flight.id not in self.flights:
                 return
             reason = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
@@ -394,6 +425,7 @@ class Loop:
             return  # dropped while it was scored
         flight.reward = reward
         self._failed_in_a_row = 0
+        self._member_ended(flight.group, scored=True)
         self._journal.scored(flight.id, reward, at=time.time())
         self.post(core.Scored(flight.id))
 
@@ -488,7 +520,6 @@ class Loop:
         self.weights[weights.version] = weights
         for flight in flights:
             del self.flights[flight.id]
-            self._measure_group(flight.group, started)
         self._update_seconds.append(ended - started)
         line = self._tally.trained(samples, report, started=started, ended=ended, idle_s=idle_s, waited_for=waited_for)
         self._journal.update_done(command.update, line, at=ended)
@@ -501,10 +532,17 @@ class Loop:
             tail = seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))]
             self.post(core.Measured(tail, sum(self._update_seconds) / len(self._update_seconds)))
 
-    def _measure_group(self, group: int, now: float) -> None:
-        started = self._group_started.pop(group, None)
-        if started is not None:
-            self._group_seconds.append(now - started)
+    def _member_ended(self, group: int, *, scored: bool) -> None:
+        """A trajectory has its reward or failed for good; the last one ends its group's time."""
+        span = self._spans.get(group)
+        if span is None:
+            return  # it began before the run was resumed: how long it took is not known
+        span.left -= 1
+        span.scored |= scored
+        if span.left == 0:
+            del self._spans[group]
+            if span.scored:  # a group without a survivor is replaced, and no batch ever waits for it
+                self._group_seconds.append(time.time() - span.started)
 
     # -- what is going on ----------------------------------------------------------------------------------------------
 

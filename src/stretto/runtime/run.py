@@ -34,6 +34,7 @@ from transformers.utils import logging as transformers_logging
 
 from stretto.config import CountdownChainSection, ReasoningGymSection, Recipe
 from stretto.core.brain import Brain
+from stretto.core.ledger import State
 from stretto.engines.native.engine import NativeEngine
 from stretto.engines.protocol import Engine
 from stretto.engines.threaded import ThreadedEngine
@@ -316,7 +317,8 @@ async def _run(
         journal.version_published(0, weights[0].checksum, at=time.time())
     else:
         brain, totals = Brain.restore(plan, checkpoint.snapshot), Totals.from_json(checkpoint.totals)
-        under_way = list(brain.ledger.trajectories)
+        # What failed before the checkpoint stays failed, though the rest of its group is still under way.
+        under_way = [id for id, each in brain.ledger.trajectories.items() if each.state is not State.FAILED]
         journal.rewind(updates=brain.newest, groups=brain.next_group, under_way=under_way, at=time.time())
         await journal.durable()
         metrics.rewind(brain.newest)

@@ -173,8 +173,10 @@ class NativeEngine:
         request, made = suspended.request, len(suspended.tokens)
         if made >= request.sampling.max_tokens:
             raise RequestError(f"request {request.id} has all of its {made} tokens already")
-        resident = self._checksums[request.version]
-        if made and suspended.checksum != resident:
+        resident, versions = self._checksums[request.version], suspended.token_versions
+        # Where other weights made its last token, the checksum is theirs, and it goes on under this version.
+        own = bool(made) and (versions is None or int(versions[-1]) == request.version)
+        if own and suspended.checksum != resident:
             raise RequestError(
                 f"request {request.id} was made by weights `{suspended.checksum}`,"
                 f" version {request.version} is `{resident}` here"
@@ -186,7 +188,6 @@ class NativeEngine:
                 raise RequestError(f"request {request.id} has KV of {tuple(suspended.kv.shape)}, expected {shape}")
         trajectory.tokens = np.asarray(suspended.tokens, dtype=np.int32)
         trajectory.logprobs = np.asarray(suspended.logprobs, dtype=np.float32)
-        versions = suspended.token_versions
         trajectory.past_versions = None if versions is None else np.asarray(versions, dtype=np.int32)
         trajectory.kv = suspended.kv
         trajectory.started_at, trajectory.prefilled = suspended.started_at, suspended.prefilled
