@@ -42,8 +42,8 @@ RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
 
 
 def run(paradigm: str, seed: int, steps: int, threads: tuple[int, int] | None, folder: Path) -> dict[str, Any]:
-    """One `stretto train`; its summary."""
-    recipe = load_recipe(RECIPE, [f"seed={seed}", f"training.steps={steps}"], compare_as=paradigm)
+    """One `stretto train`; its summary. No evaluation in between: it would be part of the wall time."""
+    recipe = load_recipe(RECIPE, [f"seed={seed}", f"training.steps={steps}", "evaluation.every=0"], compare_as=paradigm)
     path = folder.with_suffix(".toml")
     path.write_text(recipe.source_toml())
     command = [sys.executable, "-m", "stretto.cli", "train", str(path), "--out", str(folder)]

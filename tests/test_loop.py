@@ -376,7 +376,7 @@ def test_a_reward_that_does_not_keep_its_own_deadline_is_a_stall(tmp_path: Path)
             raise AssertionError
 
     bench = Bench(tmp_path, plan(), environment=Hangs(), stall_s=0.1, reward_s=0.2)
-    with pytest.raises(StalledError, match="nothing happened for 0.1 s"):
+    with pytest.raises(StalledError, match=r"nothing happened for 0\.1 s"):
         bench.run()
 
 

@@ -430,9 +430,7 @@ def test_partial_goes_on_with_suspended_trajectories_under_the_weights_of_the_up
     assert_verifies(tmp_path / "run")
 
 
-def test_what_failed_before_a_stop_stays_failed(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_failed_before_a_stop_stays_failed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["rollout.max_tokens=60", "rollout.in_flight=6", "rollout.retries=0", "evaluation.prompts=0"]
     step = NativeEngine.step
 

@@ -221,50 +221,60 @@ class Recipe(Section):
         return self.rollout.slots or self.plan.slots
 
     def dumps(self) -> str:
-        """The recipe as TOML, every default spelled out."""
-        return tomli_w.dumps(_without_none(self.model_dump(mode="json")))
+        """The recipe as TOML, every default spelled out but those that cannot act; parses again to the same run."""
+        values = _without_none(self.model_dump(mode="json"))
+        for section, name in _without_effect(self):
+            values[section].pop(name, None)
+        return tomli_w.dumps(values)
 
     def source_toml(self) -> str:
         """The recipe as TOML with only what was set by hand, which parses again to the same recipe."""
         return tomli_w.dumps(_without_none(self.model_dump(mode="json", exclude_unset=True)))
 
 
-def _ineffective(recipe: Recipe) -> Iterable[str]:
-    """Keys that were set by hand and cannot act in this combination."""
+def _without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
+    """Keys that cannot act in this combination, each with the reason, whether they are set or not."""
     rollout, paradigm = recipe.rollout, recipe.paradigm
-    if "staleness" in rollout.model_fields_set and paradigm.staleness is not None:
-        yield (
+    found: dict[tuple[str, str], str] = {}
+    if paradigm.staleness is not None:
+        found["rollout", "staleness"] = (
             f"`rollout.staleness = {rollout.staleness!r}` has no effect: `{paradigm.name}` always has "
             f'{paradigm.staleness}; leave it out, or choose `paradigm = "multi-version"`'
         )
-    if "in_flight" in rollout.model_fields_set and paradigm.one_batch:
-        yield (
+    if paradigm.one_batch:
+        found["rollout", "in_flight"] = (
             f"`rollout.in_flight = {rollout.in_flight}` has no effect: `{paradigm.name}` always has one batch in "
             "flight; leave it out"
         )
-    if rollout.staleness_cap is not None and rollout.staleness != "auto":
-        yield '`rollout.staleness_cap` has no effect: it bounds `staleness = "auto"`; set that, or leave the cap out'
-    if recipe.model.warm_start is not None and recipe.model.path != "tiny":
-        yield f'`model.warm_start` has no effect on `model.path = {recipe.model.path!r}`: only "tiny" is warm-started'
-    if recipe.training.final_fraction is not None and recipe.training.schedule == "constant":
-        yield '`training.final_fraction` has no effect with `schedule = "constant"`; choose "linear" or "cosine"'
-    for name in sorted({"every", "temperature", "max_tokens"} & recipe.evaluation.model_fields_set):
-        if recipe.evaluation.prompts == 0:
-            yield f"`evaluation.{name}` has no effect with `evaluation.prompts = 0`"
-    if recipe.evaluation.every >= recipe.training.steps and recipe.evaluation.prompts:
-        yield (
-            f"`evaluation.every = {recipe.evaluation.every}` has no effect in a run of "
-            f"`training.steps = {recipe.training.steps}`: the last version is always evaluated; use a smaller one or 0"
+    if rollout.staleness != "auto":
+        found["rollout", "staleness_cap"] = (
+            '`rollout.staleness_cap` has no effect: it bounds `staleness = "auto"`; set that, or leave the cap out'
         )
-    clips = sorted({"clip_low", "clip_high"} & recipe.algorithm.model_fields_set)
-    always_on_policy = paradigm.staleness == 0 or (paradigm.staleness is None and rollout.staleness == 0)
-    if clips and always_on_policy:
-        yield (
-            f"`algorithm.{clips[0]}` has no effect: with one step an update and no staleness every ratio is 1, so "
-            "nothing is ever clipped; leave it out, or allow staleness"
+    if recipe.model.path != "tiny":
+        found["model", "warm_start"] = (
+            f'`model.warm_start` has no effect on `model.path = {recipe.model.path!r}`: only "tiny" is warm-started'
         )
-    if recipe.rollout.group == 1 and "normalize_std" in recipe.algorithm.model_fields_set:
-        yield "`algorithm.normalize_std` has no effect with `rollout.group = 1`"
+    if recipe.training.schedule == "constant":
+        found["training", "final_fraction"] = (
+            '`training.final_fraction` has no effect with `schedule = "constant"`; choose "linear" or "cosine"'
+        )
+    if recipe.evaluation.prompts == 0:
+        for name in ("every", "temperature", "max_tokens"):
+            found["evaluation", name] = f"`evaluation.{name}` has no effect with `evaluation.prompts = 0`"
+    if paradigm.staleness == 0 or (paradigm.staleness is None and rollout.staleness == 0):
+        for name in ("clip_low", "clip_high"):
+            found["algorithm", name] = (
+                f"`algorithm.{name}` has no effect: with one step an update and no staleness every ratio is 1, so "
+                "nothing is ever clipped; leave it out, or allow staleness"
+            )
+    return found
+
+
+def _ineffective(recipe: Recipe) -> Iterable[str]:
+    """What to say of keys that were set by hand and cannot act."""
+    for (section, name), reason in _without_effect(recipe).items():
+        if name in getattr(recipe, section).model_fields_set:
+            yield reason
 
 
 def _impossible(recipe: Recipe) -> Iterable[str]:
@@ -287,6 +297,28 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
             f"`rollout.slots = {rollout.slots}` is too few: `{plan.paradigm.name}` with staleness {plan.staleness}"
             f"{' and evaluation in between' if plan.evaluate_every else ''} holds up to {plan.slots} versions at once; "
             f"use at least {plan.slots}, or a smaller `rollout.staleness`"
+        )
+    if rollout.slots is not None and rollout.slots > plan.slots:
+        yield (
+            f"`rollout.slots = {rollout.slots}` has no effect above {plan.slots}, the most versions that this run "
+            f"holds at once; leave it out, or use {plan.slots}"
+        )
+    most = plan.in_flight * plan.group_size
+    if plan.rows > most:
+        yield (
+            f"`rollout.rows = {plan.rows}` has no effect above {most}, the trajectories of the {plan.in_flight} groups "
+            f"in flight; use at most {most}, or raise `rollout.in_flight`"
+        )
+    longest = max(rollout.max_tokens, recipe.evaluation.max_tokens or 0)
+    if rollout.kv_tokens is not None and rollout.kv_tokens < longest + 16:
+        yield (
+            f"`rollout.kv_tokens = {rollout.kv_tokens}` does not hold one completion of `max_tokens = {longest}` and "
+            f"a prompt; use at least {longest + 16}, or leave it out"
+        )
+    if recipe.training.warmup_steps >= recipe.training.steps:
+        yield (
+            f"`training.warmup_steps = {recipe.training.warmup_steps}` is never over in a run of `training.steps = "
+            f"{recipe.training.steps}`; use fewer"
         )
 
 
@@ -319,7 +351,7 @@ def parse_recipe(raw: Mapping[str, Any], source: str = "recipe") -> Recipe:
         raise RecipeError(f"{source}:\n{_indented(str(error))}") from None
     except ValidationError as error:
         lines = [_explain(dict(problem), raw) for problem in error.errors(include_url=False)]
-        raise RecipeError(f"{source}:\n{_indented(chr(10).join(lines))}") from None
+        raise RecipeError(f"{source}:\n{_indented(chr(10).join(_joined(lines)))}") from None
 
 
 def paradigm_overrides(raw: Mapping[str, Any], paradigm: str) -> dict[str, Any]:
@@ -328,11 +360,16 @@ def paradigm_overrides(raw: Mapping[str, Any], paradigm: str) -> dict[str, Any]:
     result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in raw.items()}
     rollout = result.setdefault("rollout", {})
     rollout["paradigm"] = paradigm
+    rollout.pop("slots", None)  # each paradigm needs its own number
     if row.staleness is not None:
-        for key in ("staleness", "staleness_cap", "slots"):
+        for key in ("staleness", "staleness_cap"):
             rollout.pop(key, None)
     if row.one_batch:
         rollout.pop("in_flight", None)
+        defaults = RolloutSection()
+        most = rollout.get("prompts", defaults.prompts) * rollout.get("group", defaults.group)
+        if rollout.get("rows", 0) > most:  # more than one batch has
+            rollout.pop("rows")
     if row.staleness == 0 and isinstance(result.get("algorithm"), dict):
         for key in ("clip_low", "clip_high"):
             result["algorithm"].pop(key, None)
@@ -375,9 +412,19 @@ def _indented(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
 
 
+def _joined(lines: Iterable[str]) -> list[str]:
+    """Pydantic has a problem for every kind of value that an option takes; these make one line."""
+    by_option: dict[str, list[str]] = {}
+    for line in lines:
+        option, separator, expected = line.partition(": input should be ")
+        by_option.setdefault(option + separator, []).append(expected)
+    return [option + " or ".join(expected) for option, expected in by_option.items()]
+
+
 def _explain(problem: Mapping[str, Any], raw: Mapping[str, Any]) -> str:
     """One problem of pydantic's as a sentence that names the option, what it got, and what to do."""
-    tags = {"countdown-chain", "reasoning-gym", "file", "grpo"}  # pydantic names the variant of a union too
+    # Pydantic names the variant of a union too.
+    tags = {"countdown-chain", "reasoning-gym", "file", "grpo", "constrained-int"}
     location = [str(part) for part in problem["loc"] if part not in tags and "[" not in str(part)]
     name = ".".join(location)
     kind, got = problem["type"], problem.get("input")
