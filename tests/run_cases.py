@@ -38,6 +38,11 @@ def short_ones_fail(prompt, completion, answer):
         raise ValueError("too short")
     return letters(prompt, completion, answer)
 
+def held_out_fail(prompt, completion, answer):
+    if answer < 0:
+        raise ValueError("no idea")
+    return letters(prompt, completion, answer)
+
 def constant(prompt, completion, answer):
     return 1.0
 '''

@@ -83,6 +83,11 @@ def test_there_must_be_a_run_to_resume(recipe: Path, tmp_path: Path, capsys: pyt
     assert "nothing to resume" in capsys.readouterr().err
 
 
+def test_resume_needs_the_folder_of_the_run(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(recipe), "--resume"]) == 2
+    assert "`--resume` needs `--out RUN`" in capsys.readouterr().err
+
+
 def test_verify_and_show_of_something_else_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(tmp_path)]) == 2
     assert "no run folder" in capsys.readouterr().err

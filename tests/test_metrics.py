@@ -81,6 +81,7 @@ def test_the_window_runs_from_the_first_admission_to_the_end_of_the_last_update(
     assert summary["row_idle_share"] == pytest.approx(1 - 16 / (10 * 4)), "the unused share of `rows`"
     assert summary["staleness"] == {"mean": 0.25, "max": 1, "histogram": {"0": 3, "1": 1}}
     assert summary["mismatch_kl"] == pytest.approx(0.5 / 10)
+    assert summary["mismatch_tokens"] == 10
     assert summary["length_ratio"] == 1.0
     assert [line["cycle_seconds"] for line in sink.records] == [6.0, 4.0]
     assert [line["tokens_per_second"] for line in sink.records] == [10 / 6, 5.0]
@@ -157,6 +158,8 @@ def test_an_evaluation_says_which_version_it_measured_and_when_by_the_runs_own_c
     assert [record["kind"] for record in sink.records] == ["evaluation"] * 3
     after = EvaluationResult(6, "after", 0.75, 3, 1, 3.0, at=130.0, seconds=1.0)
     assert describe_evaluation(after) == "evaluation of version 6: 0.750 on 3 prompts, 1 failed"
+    nothing = EvaluationResult(6, "after", None, 0, 4, 3.0, at=130.0, seconds=1.0)
+    assert describe_evaluation(nothing) == "evaluation of version 6: no score on 0 prompts, 4 failed"
 
 
 def test_a_run_without_updates_has_a_summary_too() -> None:
@@ -165,6 +168,7 @@ def test_a_run_without_updates_has_a_summary_too() -> None:
     summary = subject.summary()
     assert summary["tokens_per_second"] == 0.0
     assert summary["eval_before"] is None
+    assert (summary["mismatch_kl"], summary["mismatch_tokens"]) == (None, 0), "nothing was measured, which is not 0"
     json.dumps(summary, allow_nan=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -16,6 +17,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import stretto.runtime.run as module
@@ -24,8 +26,10 @@ from stretto.cli import main
 from stretto.config import load_recipe
 from stretto.engines.native.engine import NativeEngine
 from stretto.errors import JournalError, RecipeError, RunError, TrainerError
+from stretto.evaluation import Evaluator
 from stretto.models import checksum, second_tree
 from stretto.observe.progress import Silent
+from stretto.observe.summary import summary_table
 from stretto.runtime.run import _Parts
 from stretto.store.reader import JournalReader
 from stretto.tiny import WarmStart, tiny_model
@@ -151,6 +155,67 @@ def test_evaluations_say_which_version_they_measured(model: Path, tmp_path: Path
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["version"] for line in lines if line["kind"] == "evaluation"] == [0, 2, 4]
     assert [line["update"] for line in lines if line["kind"] == "update"] == [0, 1, 2, 3]
+
+
+def test_too_few_rows_to_hold_any_out_is_refused_before_anything_is_made(model: Path, tmp_path: Path) -> None:
+    write_task(tmp_path, num_rows=4)
+    with pytest.raises(
+        RecipeError, match=r"`evaluation.prompts = 2`.*`task.evaluation_path`.*`evaluation.prompts = 0`"
+    ):
+        run(recipe(model, tmp_path, "evaluation.every=1"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_fewer_held_out_rows_than_asked_is_said(model: Path, tmp_path: Path) -> None:
+    class Heard(Silent):
+        def __init__(self) -> None:
+            self.said: list[str] = []
+
+        def message(self, text: str) -> None:
+            self.said.append(text)
+
+    heard = Heard()
+    run(recipe(model, tmp_path, "evaluation.prompts=20", "training.steps=1"), tmp_path / "run", observer=heard)
+    assert any("4 prompts are held out" in text and "`evaluation.prompts = 20`" in text for text in heard.said)
+
+
+@pytest.mark.parametrize("option", ["rollout.max_tokens", "evaluation.max_tokens"])
+def test_completions_that_leave_no_room_for_a_prompt_are_refused_by_name(
+    model: Path, tmp_path: Path, option: str
+) -> None:
+    with pytest.raises(RecipeError, match=rf"`{option} = 1000000` leaves no room for a prompt"):
+        run(recipe(model, tmp_path, f"{option}=1000000"), tmp_path / "run")
+
+
+def test_a_run_that_ends_in_its_last_evaluation_is_complete(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Evaluator.evaluate
+
+    async def interrupted(self: Evaluator, engine: Any, version: int, moment: Any) -> Any:
+        if moment == "after":
+            raise KeyboardInterrupt
+        return await original(self, engine, version, moment)
+
+    monkeypatch.setattr(Evaluator, "evaluate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe(model, tmp_path), tmp_path / "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["steps"], summary["stopped"], summary["eval_after"]) == (3, False, None)
+    assert policy(tmp_path / "run")
+    Console(file=io.StringIO()).print(summary_table(summary))
+    with JournalReader(tmp_path / "run") as reader:
+        assert [session.outcome for session in reader.sessions()] == ["finished"]
+    assert_verifies(tmp_path / "run")
+
+
+def test_an_evaluation_in_which_nothing_could_be_scored_has_no_score(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "9+9=", "answer": -1}\n')
+    made = recipe(model, tmp_path, "training.steps=1", 'task.evaluation_path="held_out.jsonl"', reward="held_out_fail")
+    summary = run(made, tmp_path / "run")
+    assert (summary["eval_before"], summary["eval_after"]) == (None, None)
+    assert summary["evaluations"][0]["num_failed"] == 1
+    assert main(["show", str(tmp_path / "run")]) == 0
 
 
 # -- what comes out ----------------------------------------------------------------------------------------------------

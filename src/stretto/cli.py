@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from stretto import __version__
-from stretto.errors import StrettoError
+from stretto.errors import RunError, StrettoError
 
 EXAMPLES = """examples:
   stretto check recipes/quickstart.toml
@@ -91,6 +91,8 @@ def _train(options: argparse.Namespace) -> int:
     from stretto.config import load_recipe
     from stretto.runtime.run import default_run_folder, train_from_command_line
 
+    if options.resume and options.out is None:
+        raise RunError("`--resume` needs `--out RUN`: the folder of the run to continue")
     recipe = load_recipe(options.recipe, options.overrides)
     folder = options.out or default_run_folder(options.recipe)
     return train_from_command_line(recipe, folder, resume=options.resume)

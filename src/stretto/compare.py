@@ -85,10 +85,11 @@ def _add_time_to_target(rows: list[dict[str, Any]], target: float | None) -> Non
     """Wall seconds of training until an evaluation first reached the target; absent where none did."""
     finals = [row["eval_after"] for row in rows if row["eval_after"] is not None]
     if target is None and finals:
-        before = min(row["eval_before"] for row in rows)
+        before = min((row["eval_before"] for row in rows if row["eval_before"] is not None), default=0.0)
         target = before + 0.9 * (max(finals) - before)
     for row in rows:
-        reached = [e["elapsed_s"] for e in row["evaluations"] if target is not None and e["score"] >= target]
+        scored = [e for e in row["evaluations"] if e["score"] is not None]
+        reached = [e["elapsed_s"] for e in scored if target is not None and e["score"] >= target]
         row["target"] = target
         row["seconds_to_target"] = min(reached, default=None)
 
@@ -112,7 +113,8 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(header, justify="left" if index == 0 else "right")
     for row in rows:
         reached = row["seconds_to_target"]
-        accuracy = "-" if row["eval_after"] is None else f"{row['eval_before']:.2f} -> {row['eval_after']:.2f}"
+        ends = [row["eval_before"], row["eval_after"]]
+        accuracy = "-" if ends == [None, None] else " -> ".join("-" if e is None else f"{e:.2f}" for e in ends)
         table.add_row(
             row["paradigm"],
             str(row["staleness_bound"]),

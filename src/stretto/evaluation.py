@@ -27,7 +27,7 @@ class EvaluationResult:
 
     version: int
     moment: Moment
-    score: float  # mean reward; accuracy where rewards are 0 or 1
+    score: float | None  # mean reward, accuracy where rewards are 0 or 1; None where nothing could be scored
     num_scored: int
     num_failed: int
     mean_tokens: float
@@ -75,7 +75,7 @@ class Evaluator:
         result = EvaluationResult(
             version=version,
             moment=moment,
-            score=sum(rewards) / len(rewards) if rewards else 0.0,
+            score=sum(rewards) / len(rewards) if rewards else None,
             num_scored=len(rewards),
             num_failed=len(results) - len(rewards),
             mean_tokens=sum(lengths) / len(lengths) if lengths else 0.0,

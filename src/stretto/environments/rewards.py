@@ -105,6 +105,11 @@ class RewardPool:
         self._failure: StrettoError | None = None  # of the pool itself, not of a reward
         self.replaced = 0  # workers that were killed or died
 
+    @property
+    def longest_s(self) -> float:
+        """After so long at most an item ends, its worker's replacement included: then another one is begun."""
+        return self._deadline_s + max(1.0, self._deadline_s) + START_S
+
     async def start(self) -> None:
         """Start the workers; a `spec` that cannot be imported or called is a `RecipeError`."""
         loop = asyncio.get_running_loop()

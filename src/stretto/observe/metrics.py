@@ -229,6 +229,7 @@ class Tally:
             },
             "trainer_idle_share": 1.0 - _ratio(totals.trainer_busy_s, totals.wall_s) if totals.wall_s else 0.0,
             "rollout_idle_share": 1.0 - _ratio(totals.rollout_busy_s, totals.rollout_s) if totals.wall_s else 0.0,
+            # Admission is by whole groups, so that a few rows more than the target may run.
             "row_idle_share": max(0.0, 1.0 - _ratio(totals.row_s, totals.wall_s * self._rows)),
             "trained_trajectories": totals.trained,
             "dropped_trajectories": totals.dropped,
@@ -239,7 +240,8 @@ class Tally:
             "mixed_version_share": _ratio(totals.mixed, totals.trained),
             "groups_without_signal": totals.groups_without_signal,
             "length_ratio": _ratio(mean_trained, mean_sampled),
-            "mismatch_kl": _ratio(totals.mismatch_kl_sum, totals.mismatch_tokens),
+            "mismatch_kl": totals.mismatch_kl_sum / totals.mismatch_tokens if totals.mismatch_tokens else None,
+            "mismatch_tokens": totals.mismatch_tokens,
         }
 
 

@@ -72,7 +72,11 @@ def describe_update(line: Mapping[str, Any], steps: int) -> str:
 def describe_evaluation(result: EvaluationResult) -> str:
     """One evaluation as one line, with the version that it measured."""
     failed = f", {result.num_failed} failed" if result.num_failed else ""
-    return f"evaluation of version {result.version}: {result.score:.3f} on {result.num_scored} prompts{failed}"
+    return f"evaluation of version {result.version}: {_score(result)} on {result.num_scored} prompts{failed}"
+
+
+def _score(result: EvaluationResult) -> str:
+    return "no score" if result.score is None else f"{result.score:.3f}"
 
 
 class Plain:
@@ -150,7 +154,7 @@ class Terminal:
             table.add_row("speed", f"{line['tokens_per_second']:,.0f} tokens/s")
             table.add_row("age of data", f"{line['staleness_mean']:.2f} updates, at most {line['staleness_max']}")
         if self._evaluation is not None:
-            table.add_row("evaluation", f"{self._evaluation.score:.3f} (version {self._evaluation.version})")
+            table.add_row("evaluation", f"{_score(self._evaluation)} (version {self._evaluation.version})")
         if status is not None:
             live = "  ".join(f"v{version}: {count}" for version, count in sorted(status.versions.items()))
             running = sum(load.running for load in status.loads)

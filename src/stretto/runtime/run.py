@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
@@ -55,6 +54,7 @@ from stretto.loop import Flight, Loop, Settings
 from stretto.models import load_model, load_tokenizer
 from stretto.observe.metrics import JsonLines, Tally, Totals
 from stretto.observe.progress import Observer, make_observer
+from stretto.observe.summary import summary_table
 from stretto.runtime.memory import context_length, engine_rows, kv_tokens
 from stretto.runtime.roles import TrainerRole
 from stretto.store.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
@@ -116,6 +116,11 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, observer: Obser
         observer.message(f"run folder: {folder}")
         model_path = _model_path(recipe, observer)
         parts = _Parts.build(recipe, model_path)
+        if parts.held_out is not None and parts.held_out.num_rows < recipe.evaluation.prompts:
+            observer.message(
+                f"{parts.held_out.num_rows} prompts are held out for evaluation, fewer than `evaluation.prompts = "
+                f"{recipe.evaluation.prompts}`: {parts.task.name} has no more to spare"
+            )
         return asyncio.run(_train(recipe, folder, parts, checkpoint, observer))
 
 
@@ -141,18 +146,18 @@ class _Parts:
         task = load_task(task_options(recipe), num_evaluation=recipe.evaluation.prompts)
         model = load_model(model_path, getattr(torch, recipe.model.dtype), torch.device("cpu"))
         config: Any = model.config
-        limit = context_length(config) - recipe.rollout.max_tokens
-        if limit < 1:
-            raise RecipeError(
-                f"`rollout.max_tokens = {recipe.rollout.max_tokens}` leaves no room for a prompt: the context of "
-                f"`{model_path}` is {context_length(config)} tokens"
-            )
-        prompts = PromptStream(task.train, tokenizer, seed=recipe.seed, max_prompt_tokens=limit, name=task.name)
+        limits = _prompt_limits(recipe, model_path, context_length(config))
+        prompts = PromptStream(task.train, tokenizer, seed=recipe.seed, max_prompt_tokens=limits[0], name=task.name)
         held_out = None
-        if recipe.evaluation.prompts and task.evaluation:
+        if recipe.evaluation.prompts:
+            if not task.evaluation:
+                raise RecipeError(
+                    f"`evaluation.prompts = {recipe.evaluation.prompts}`, but {task.name} has too few rows to hold any "
+                    "out; name a file of them in `task.evaluation_path`, or set `evaluation.prompts = 0`"
+                )
             name = f"the held-out rows of {task.name}"
             held_out = PromptStream(
-                task.evaluation, tokenizer, seed=recipe.seed, max_prompt_tokens=limit, shuffle=False, name=name
+                task.evaluation, tokenizer, seed=recipe.seed, max_prompt_tokens=limits[1], shuffle=False, name=name
             )
 
         @lru_cache(maxsize=8)  # the journal and the environment ask for the same text, one right after the other
@@ -193,6 +198,18 @@ class _Parts:
             base=model_path,
         )
         return cls(task, prompts, held_out, decode, core, trainer, sampling, threads)
+
+
+def _prompt_limits(recipe: Recipe, model_path: str, context: int) -> tuple[int, int]:
+    """The longest prompts that the context leaves room for, in rollout and in evaluation."""
+    evaluation = recipe.evaluation.max_tokens or recipe.rollout.max_tokens
+    asked = {"rollout.max_tokens": recipe.rollout.max_tokens, "evaluation.max_tokens": evaluation}
+    for name, tokens in asked.items():
+        if tokens >= context:
+            raise RecipeError(
+                f"`{name} = {tokens}` leaves no room for a prompt: the context of `{model_path}` is {context} tokens"
+            )
+    return context - recipe.rollout.max_tokens, context - evaluation
 
 
 def task_options(recipe: Recipe) -> TaskOptions:
@@ -343,30 +360,44 @@ async def _run(
         journal=journal,
         tally=tally,
         observer=observer,
-        settings=Settings(recipe.seed, parts.sampling, recipe.runtime.stall_seconds, recipe.runtime.checkpoint_seconds),
+        settings=Settings(
+            seed=recipe.seed,
+            sampling=parts.sampling,
+            stall_s=recipe.runtime.stall_seconds,
+            reward_s=rewards.longest_s,
+            checkpoint_s=recipe.runtime.checkpoint_seconds,
+        ),
         weights=weights,
         flights=flights,
         checkpointing=checkpointing,
     )
     with _stops_on_interrupt(loop):
         done = await loop.run()
-    if done:
-        await role.call(lambda: _export(parts.trainer, folder / "policy"))
-        if evaluator is not None:
-            await _evaluate_alone(evaluator, engine, loop.weights[plan.updates], "after", tally, observer)
-    else:
+    if not done:
         await role.call(checkpointing(loop))
-    counters = loop.brain.counters
+        return await _conclude(folder, tally, brain, journal, stopped=True)
+    await role.call(lambda: _export(parts.trainer, folder / "policy"))
+    # Complete from here on: what becomes of the last evaluation changes nothing of what was trained.
+    summary = await _conclude(folder, tally, brain, journal, stopped=False)
+    if evaluator is not None:
+        await _evaluate_alone(evaluator, engine, loop.weights[plan.updates], "after", tally, observer)
+        summary = await _conclude(folder, tally, brain, journal, stopped=False)
+    return summary
+
+
+async def _conclude(folder: Path, tally: Tally, brain: Brain, journal: Journal, *, stopped: bool) -> dict[str, Any]:
+    """Write `summary.json` and the end of the session. May be done again when there is more to say."""
+    counters = brain.counters
     summary = {
         **tally.summary(),
         "generation_retries": counters.generation_retries,
         "scoring_retries": counters.scoring_retries,
         "replaced_groups": counters.replaced_groups,
         "evaluations_skipped": counters.evaluations_skipped,
-        "stopped": not done,
+        "stopped": stopped,
     }
     _write_json(folder / "summary.json", summary)
-    journal.finished(stopped=not done, at=time.time())
+    journal.finished(stopped=stopped, at=time.time())
     await journal.durable()
     return summary
 
@@ -525,27 +556,3 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
         scratch.replace(path)
     except OSError as error:
         raise RunError(f"`{path}` cannot be written: {error}") from error
-
-
-def summary_table(summary: Mapping[str, Any]) -> Table:
-    """What a run came to, for people."""
-    table = Table(title="what the run came to", show_header=False)
-    table.add_column(justify="left")
-    table.add_column(justify="right")
-    if summary["eval_before"] is not None:
-        before = f"{summary['eval_before']:.3f} (version {summary['eval_before_version']})"
-        after = f"{summary['eval_after']:.3f} (version {summary['eval_after_version']})"
-        table.add_row("held-out score before", before)
-        table.add_row("held-out score after", after)
-    table.add_row("updates", f"{summary['steps']}")
-    table.add_row("wall time", f"{summary['wall_seconds']:.1f} s")
-    table.add_row("speed", f"{summary['tokens_per_second']:,.0f} tokens/s")
-    staleness = summary["staleness"]
-    table.add_row("age of the data", f"{staleness['mean']:.2f} updates on average, {staleness['max']} at most")
-    table.add_row("trainer idle", f"{summary['trainer_idle_share']:.0%}")
-    table.add_row("rollout idle", f"{summary['rollout_idle_share']:.0%}, {summary['row_idle_share']:.0%} of the rows")
-    table.add_row("dropped / failed", f"{summary['dropped_trajectories']} / {summary['failed_trajectories']}")
-    table.add_row("mixed versions", f"{summary['mixed_version_trajectories']}")
-    table.add_row("trained length over sampled", f"{summary['length_ratio']:.3f}")
-    table.add_row("engine against trainer (KL)", f"{summary['mismatch_kl']:.1e}")
-    return table

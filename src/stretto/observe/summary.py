@@ -1,0 +1,34 @@
+"""The closing table of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """What a run came to, for people."""
+    table = Table(title="what the run came to", show_header=False)
+    table.add_column(justify="left")
+    table.add_column(justify="right")
+    if summary["eval_before"] is not None:
+        table.add_row(
+            "held-out score before", f"{summary['eval_before']:.3f} (version {summary['eval_before_version']})"
+        )
+    if summary["eval_after"] is not None:
+        table.add_row("held-out score after", f"{summary['eval_after']:.3f} (version {summary['eval_after_version']})")
+    table.add_row("updates", f"{summary['steps']}")
+    table.add_row("wall time", f"{summary['wall_seconds']:.1f} s")
+    table.add_row("speed", f"{summary['tokens_per_second']:,.0f} tokens/s")
+    staleness = summary["staleness"]
+    table.add_row("age of the data", f"{staleness['mean']:.2f} updates on average, {staleness['max']} at most")
+    table.add_row("trainer idle", f"{summary['trainer_idle_share']:.0%}")
+    table.add_row("rollout idle", f"{summary['rollout_idle_share']:.0%}, {summary['row_idle_share']:.0%} of the rows")
+    table.add_row("dropped / failed", f"{summary['dropped_trajectories']} / {summary['failed_trajectories']}")
+    table.add_row("mixed versions", f"{summary['mixed_version_trajectories']}")
+    table.add_row("trained length over sampled", f"{summary['length_ratio']:.3f}")
+    mismatch = summary["mismatch_kl"]
+    table.add_row("engine against trainer (KL)", "not measured" if mismatch is None else f"{mismatch:.1e}")
+    return table
