@@ -174,3 +174,11 @@ def test_of_two_checkpoints_of_one_update_the_later_counts(tmp_path: Path) -> No
     save(tmp_path, 4).rename(tmp_path / "000004.previous")
     (tmp_path / "kept").rename(folder)
     assert load_checkpoint(tmp_path).folder == folder
+
+
+def test_a_previous_one_that_a_crash_left_behind_does_not_stand_in_the_way(tmp_path: Path) -> None:
+    save(tmp_path, 4).rename(tmp_path / "kept")
+    save(tmp_path, 4)
+    (tmp_path / "kept").rename(tmp_path / "000004.previous")
+    save(tmp_path, 4)
+    assert [path.name for path in tmp_path.iterdir()] == ["000004"]

@@ -129,8 +129,8 @@ class Load:
     tokens: int = 0  # sampled since the start
     prefilled: int = 0  # tokens prefilled since the start
     preemptions: int = 0
-    busy_s: float = 0.0  # time with at least one running row
-    row_s: float = 0.0  # integral of running rows over time
+    busy_s: float = 0.0  # time with at least one running row of rollout (priority 0)
+    row_s: float = 0.0  # integral of the running rows of rollout over time
 
 
 @dataclass(frozen=True, slots=True)

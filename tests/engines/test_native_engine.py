@@ -14,6 +14,8 @@ from engine_cases import RANK, SCALE, SHAPE, adapter, build, drive, full, native
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Qwen2Config,
@@ -23,6 +25,7 @@ from transformers import (
 from stretto.engines.threaded import Failed
 from stretto.errors import ModelError, RequestError
 from stretto.models import checksum
+from stretto.training.lora import adapted_modules
 from stretto.types import Completion, Request, Sampling
 
 
@@ -310,6 +313,22 @@ def test_models_that_cannot_be_served_exactly_are_refused_by_name() -> None:
     assert native(MistralForCausalLM(MistralConfig(**shape, sliding_window=None)), "full").exact
 
 
+def test_rotary_angles_that_depend_on_the_batch_are_refused_by_name() -> None:
+    rotary = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=rotary))
+    with pytest.raises(ModelError, match=r"`llama` with `rope_type = 'dynamic'`"):
+        native(model, "full")
+
+
+def test_rows_of_evaluation_are_no_work_of_rollout(model: Any) -> None:
+    engine = native(model)
+    drive(engine, [request_of(0, priority=1), request_of(1, priority=1)])
+    assert engine.report().steps > 0
+    assert (engine.report().busy_s, engine.report().row_s) == (0.0, 0.0)
+    drive(engine, [request_of(2), request_of(3, priority=1)])
+    assert 0.0 < engine.report().row_s <= engine.report().busy_s
+
+
 def test_logits_that_the_cache_does_not_reproduce_are_refused() -> None:
     model = build("llama")
     forward = model.model.layers[0].self_attn.forward
@@ -360,6 +379,14 @@ def test_lora_targets_limit_what_is_adapted(model: Any) -> None:
     tokens = drive(engine, [request])[0]
     expected = logprobs_of(with_adapter(model, weights), request, tokens.tokens.tolist())
     torch.testing.assert_close(torch.from_numpy(tokens.logprobs), expected, rtol=0, atol=1e-4)
+
+
+def test_engine_and_trainer_read_lora_targets_alike(model: Any) -> None:
+    targets = ("self_attn.q_proj",)
+    engine = native(model, versions=(), lora_targets=targets)
+    assert engine._slots._linears.keys() == adapted_modules(model, targets).keys()  # type: ignore[union-attr]
+    with pytest.raises(ModelError, match=r"`lora.targets` has 'q_prj'"):
+        native(model, versions=(), lora_targets=("q_proj", "q_prj"))
 
 
 def test_outputs_grow_beyond_what_was_reserved(model: Any) -> None:

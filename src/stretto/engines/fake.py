@@ -176,7 +176,7 @@ class FakeCore:
         ended: list[Completion | Failed] = []
         self._steps += 1
         self._tokens += len(self._running)
-        num_rows = len(self._running)
+        num_rows = sum(work.request.priority == 0 for work in self._running.values())
         for work in list(self._running.values()):
             work.made += 1
             if self._failures.get(work.request.id, 0) > 0:
@@ -186,7 +186,7 @@ class FakeCore:
             elif work.made >= work.total:
                 ended.append(self._completion(work))
                 del self._running[work.request.id]
-        self._busy_s += time.perf_counter() - began
+        self._busy_s += time.perf_counter() - began if num_rows else 0.0
         self._row_s += (time.perf_counter() - began) * num_rows
         return ended
 

@@ -22,6 +22,8 @@ class Footprint:
 
     base: int
     versions: int  # adapters or weight slots of the engine
+    store: int  # the weight store: a copy of every live version, and of the one that is published
+    trained: int  # what the trainer steps, where it is not the base itself: adapters, or float32 masters
     optimizer: int
     gradients: int
     kv: int
@@ -29,7 +31,7 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        return self.base + self.versions + self.optimizer + self.gradients + self.kv
+        return self.base + self.versions + self.store + self.trained + self.optimizer + self.gradients + self.kv
 
 
 def context_length(config: Any) -> int:
@@ -37,11 +39,11 @@ def context_length(config: Any) -> int:
     return int(getattr(config, "max_position_embeddings", 1 << 20))
 
 
-def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of keys and values of one token over all layers."""
+def kv_bytes_per_token(config: Any) -> int:
+    """Bytes of keys and values of one token over all layers: on the CPU float32, whatever the type of the weights."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * size * dtype.itemsize)
+    return int(2 * config.num_hidden_layers * heads * size * torch.float32.itemsize)
 
 
 def engine_rows(recipe: Recipe) -> int:
@@ -54,8 +56,8 @@ def kv_tokens(recipe: Recipe, config: Any, longest_prompt: int) -> int:
     """Tokens of context that the engine holds: the recipe's, or what every row needs under a cap of memory."""
     if recipe.rollout.kv_tokens is not None:
         return recipe.rollout.kv_tokens
-    one = longest_prompt + recipe.rollout.max_tokens + 32
-    cap = KV_BYTES_BY_DEFAULT // kv_bytes_per_token(config, getattr(torch, recipe.model.dtype))
+    one = longest_prompt + max(recipe.rollout.max_tokens, recipe.evaluation.max_tokens or 0) + 32
+    cap = KV_BYTES_BY_DEFAULT // kv_bytes_per_token(config)
     return max(one, min(engine_rows(recipe) * one, cap))
 
 
@@ -65,21 +67,21 @@ def footprint(recipe: Recipe, config: Any, longest_prompt: int) -> Footprint:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     base = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-    if recipe.model.lora is None:
-        trained = base
-        versions = recipe.num_slots * base
-    else:
-        lora = recipe.model.lora
+    lora = recipe.model.lora
+    if lora is not None:
         inject_lora(model, lora.rank, 2.0 * lora.rank, lora.targets)
-        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) * 4
-        versions = recipe.num_slots * trained
+    count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    version, stepped = count * dtype.itemsize, count * torch.float32.itemsize
+    is_base = lora is None and dtype == torch.float32  # then the optimizer steps the base itself
     tokens = kv_tokens(recipe, config, longest_prompt)
     return Footprint(
         base=base,
-        versions=versions,
-        optimizer=2 * trained,
-        gradients=trained,
-        kv=tokens * kv_bytes_per_token(config, dtype),
+        versions=recipe.num_slots * version,
+        store=(recipe.num_slots + 1) * version,
+        trained=0 if is_base else stepped,
+        optimizer=2 * stepped,
+        gradients=stepped,
+        kv=tokens * kv_bytes_per_token(config),
         kv_tokens=tokens,
     )
 
@@ -98,8 +100,9 @@ def describe_memory(recipe: Recipe) -> str:
     lines = [
         f"# {plan.paradigm.name}: K = {bound}, {plan.in_flight} groups in flight, {plan.rows} rows, "
         f"{recipe.num_slots} version slots, {plan.updates} updates of {plan.batch} x {plan.group_size} trajectories",
-        f"# memory: base {_gib(need.base)}, versions {_gib(need.versions)}, optimizer {_gib(need.optimizer)}, "
-        f"gradients {_gib(need.gradients)}, KV {_gib(need.kv)} for {need.kv_tokens:,} tokens; "
+        f"# memory: base {_gib(need.base)}, versions {_gib(need.versions)}, weight store {_gib(need.store)}, "
+        f"trained {_gib(need.trained)}, optimizer {_gib(need.optimizer)}, gradients {_gib(need.gradients)}, "
+        f"KV {_gib(need.kv)} for {need.kv_tokens:,} tokens; "
         f"together {_gib(need.total)} and activations",
     ]
     return "\n".join(lines)

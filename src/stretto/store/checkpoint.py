@@ -86,7 +86,10 @@ def save_checkpoint(
         for path in sorted(scratch.rglob("*"), reverse=True):  # files before the folders that name them
             _sync(path)
         if final.exists():  # stopped twice at one update: there is a complete one at every moment
-            final.rename(root / f"{final.name}{PREVIOUS}")
+            previous = root / f"{final.name}{PREVIOUS}"
+            if (final / "state.json").exists() and previous.exists():  # a crash left it behind
+                shutil.rmtree(previous)
+            final.rename(previous)
         scratch.rename(final)
         _sync(root)
     except (OSError, SafetensorError) as error:

@@ -83,6 +83,7 @@ class NativeEngine:
         self._checksums: dict[int, str] = {}  # version -> of what is resident
         self._here: dict[int, Trajectory] = {}
         self._counts = [0] * slots  # trajectories here, by slot
+        self._behind = 0  # those of them with a priority after rollout's: evaluation
         self._arrivals = self._steps = self._tokens = 0
         self._busy_s = self._row_s = 0.0
         self._observed: list[Tensor] | None = None
@@ -147,6 +148,7 @@ class NativeEngine:
         self._arrivals += 1
         self._here[request.id] = trajectory
         self._counts[trajectory.slot] += 1
+        self._behind += request.priority > 0
         self._schedule.submit(trajectory)
 
     def _check(self, request: Request) -> None:
@@ -206,6 +208,7 @@ class NativeEngine:
         taken = [self._here.pop(i) for i in dict.fromkeys(ids) if i in self._here]
         for trajectory in taken:
             self._counts[trajectory.slot] -= 1
+            self._behind -= trajectory.request.priority > 0
             self._schedule.withdraw(trajectory, kv=kv)
         return taken
 
@@ -223,7 +226,7 @@ class NativeEngine:
         schedule.admit()
         schedule.provide()
         chunks = schedule.chunks()
-        self._running = len(rows) + schedule.num_waiting
+        self._running = self._rollout_rows()
         logits = self._forward(chunks)
         for prefix in schedule.ready():
             assert prefix.logits is not None
@@ -234,8 +237,13 @@ class NativeEngine:
             finished = self._draw(logits[0] if len(logits) == 1 else torch.cat(logits))
         self._steps += 1
         self._account()
-        self._running = len(rows) + schedule.num_waiting
+        self._running = self._rollout_rows()
         return finished
+
+    def _rollout_rows(self) -> int:
+        """Running rows that are not evaluation's."""
+        num_rows = len(self._rows) + self._schedule.num_waiting
+        return num_rows - sum(t.request.priority > 0 for t in self._schedule.running()) if self._behind else num_rows
 
     def _draw(self, logits: Tensor) -> list[Completion | Failed]:
         rows = self._rows
@@ -266,6 +274,7 @@ class NativeEngine:
         for trajectory in gone:
             self._schedule.release(trajectory)
             self._counts[trajectory.slot] -= 1
+            self._behind -= trajectory.request.priority > 0
             del self._here[trajectory.request.id]
         return done
 

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stretto.training.lora import adapted_modules
+
 FUSED = 3  # layers that are computed as one product, at most
 
 
@@ -89,18 +91,10 @@ class SlottedLinear(nn.Module):
 def slot_linears(
     tree: nn.Module, targets: tuple[str, ...] | None, slots: int, rank: int, mask: SlotMask
 ) -> dict[str, SlottedLinear]:
-    """Replace linear layers of `tree` in place; returns them by name.
-
-    A target names a module in full or by its last part; without targets, every linear layer but the output head.
-    """
-    head = getattr(tree, "get_output_embeddings", lambda: None)()
+    """Replace the linear layers that the trainer adapts, in place; returns them by name. None: all but the head."""
     found: dict[str, SlottedLinear] = {}
-    for name, module in list(tree.named_modules()):
-        if not isinstance(module, nn.Linear):
-            continue
-        wanted = module is not head if targets is None else name in targets or name.rpartition(".")[2] in targets
-        if wanted:
-            parent, _, last = name.rpartition(".")
-            found[name] = SlottedLinear(module, slots, rank, mask)
-            setattr(tree.get_submodule(parent), last, found[name])
+    for name, module in adapted_modules(tree, targets or ()).items():
+        parent, _, last = name.rpartition(".")
+        found[name] = SlottedLinear(module, slots, rank, mask)
+        setattr(tree.get_submodule(parent), last, found[name])
     return found

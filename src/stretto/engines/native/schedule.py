@@ -63,8 +63,12 @@ class Schedule:
 
     def everyone(self) -> Iterator[Trajectory]:
         """All trajectories here, in no particular order."""
-        yield from self.rows.trajectories
         yield from self.queue
+        yield from self.running()
+
+    def running(self) -> Iterator[Trajectory]:
+        """Those that have a row, or one reserved while their prefix is made."""
+        yield from self.rows.trajectories
         for prefix in self._active:
             yield from prefix.waiting
 

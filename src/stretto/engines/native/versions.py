@@ -53,8 +53,6 @@ class LoraSlots:
         tree = second_tree(model, share=True)
         self._mask = SlotMask(count, rank, next(model.parameters()).device)
         self._linears = slot_linears(tree, targets, count, rank, self._mask)
-        if not self._linears:
-            raise ModelError(f"`lora_targets = {list(targets or ())}` names no linear layer of the model")
         self._rank = rank
         self._scales: dict[int, float] = {}
         self.trees: Sequence[nn.Module] = (tree,)
