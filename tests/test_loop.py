@@ -39,7 +39,7 @@ from stretto.store.reader import JournalReader
 from stretto.store.schema import RunFacts
 from stretto.store.verify import Finding, exit_code, verify
 from stretto.training.fake import FakeTrainer
-from stretto.types import Completion, Prompt, Request, Sampling, Weights
+from stretto.types import Batch, Completion, Prompt, Request, Sampling, UpdateReport, Weights
 
 
 class Characters:
@@ -452,6 +452,7 @@ def test_a_group_without_any_survivor_is_replaced_by_the_next_prompt(tmp_path: P
     trained = {sample.group for batch in bench.trainer.batches for sample in batch.samples}
     assert trained == {0, 1, 3, 4, 5, 6}
     assert bench.loop.brain.counters.replaced_groups == 1
+    assert not bench.loop._spans, "no group is remembered beyond its end"
     assert bench.tally.totals.failed == 4
     assert broken(tmp_path) == []
 
@@ -556,3 +557,30 @@ def test_a_trajectory_that_ends_while_the_run_stops_is_neither_lost_nor_generate
     assert second.run()
     assert broken(tmp_path) == []
     assert not {flight.id for flight in late} & {request.id for request in engine.requests}
+
+
+def test_the_clock_of_a_resumed_run_starts_with_whatever_it_does_first(tmp_path: Path) -> None:
+    class Killed(FakeTrainer):
+        def update(self, batch: Batch) -> UpdateReport:
+            self.snapshot, self.flights = first.loop.brain.snapshot(), dict(first.loop.flights)
+            raise ValueError("as if it were killed here")
+
+    first = Bench(tmp_path, plan("synchronous", updates=1), trainer=Killed())
+    with pytest.raises(TrainerError):
+        first.run()
+
+    def go_back(bench: Bench) -> None:
+        bench.journal.rewind(updates=0, groups=3, under_way=range(12), at=time.time())
+
+    second = Bench(
+        tmp_path,
+        plan("synchronous", updates=1),
+        trainer=FakeTrainer(update_s=0.05),
+        snapshot=first.trainer.snapshot,
+        flights=first.trainer.flights,
+        weights=first.loop.weights,
+        prepare=go_back,
+    )
+    assert second.run()
+    assert second.tally.totals.wall_s >= 0.05
+    assert broken(tmp_path) == []
