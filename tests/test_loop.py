@@ -30,7 +30,8 @@ from stretto.errors import (
     TransitionError,
 )
 from stretto.evaluation import EvaluationResult, Evaluator
-from stretto.loop import Flight, Loop, Settings
+from stretto.flights import Flight
+from stretto.loop import Loop, Settings
 from stretto.observe.metrics import JsonLines, Tally, Totals
 from stretto.observe.progress import Silent
 from stretto.runtime.roles import TrainerRole
@@ -452,7 +453,7 @@ def test_a_group_without_any_survivor_is_replaced_by_the_next_prompt(tmp_path: P
     trained = {sample.group for batch in bench.trainer.batches for sample in batch.samples}
     assert trained == {0, 1, 3, 4, 5, 6}
     assert bench.loop.brain.counters.replaced_groups == 1
-    assert not bench.loop._spans, "no group is remembered beyond its end"
+    assert bench.loop._tail.num_open == 0, "no group is remembered beyond its end"
     assert bench.tally.totals.failed == 4
     assert broken(tmp_path) == []
 

@@ -25,7 +25,7 @@ No stall is a running update, an engine that makes tokens, or a reward within it
 
 A failure of a request, a reward or an environment is data and goes to the core. A failure of the trainer, the journal,
 the reward pool itself or of this file is stored once, wakes the loop, and ends the run with that error; one `finally`
-leaves no task behind.
+leaves no task behind. How a trajectory flies is in `flights.py`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,9 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from stretto.core import messages as core
 from stretto.core.brain import Brain
@@ -47,53 +45,21 @@ from stretto.engines.protocol import Engine
 from stretto.environments.data import PromptStream
 from stretto.environments.protocol import Environment
 from stretto.environments.single_turn import Decode
-from stretto.errors import (
-    AbortedError,
-    EngineError,
-    RequestError,
-    RewardError,
-    StalledError,
-    StrettoError,
-    SuspendedError,
-)
+from stretto.errors import EngineError, StalledError
 from stretto.evaluation import Evaluator
+from stretto.flights import Flight, Flights
 from stretto.observe.metrics import Tally
 from stretto.observe.progress import Observer, Status
+from stretto.observe.tail import Tail
 from stretto.runtime.roles import TrainerRole
 from stretto.seeds import trajectory_seed
 from stretto.store.journal import Journal
-from stretto.types import Batch, Completion, Load, Prompt, Request, Sample, Sampling, Suspended, Weights
+from stretto.types import Batch, Sample, Sampling, Weights
 
 log = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 0.5
 HOPELESS = 64  # trajectories at least that fail in a row before a run gives up
-TAIL_GROUPS = 256  # groups over which the tail of generation is measured, for `staleness = "auto"`
-
-
-@dataclass(slots=True)
-class Flight:
-    """A trajectory from its admission to its end."""
-
-    id: int
-    group: int
-    version: int
-    seed: int
-    prompt: Prompt
-    completion: Completion | None = None  # filled by the engine
-    reward: float | None = None  # filled by the environment
-    suspended: Suspended | None = None  # filled when it left an engine before its end
-    instance: int | None = None  # where it runs
-    failed: bool = False  # its last request failed: the next one is a retry
-
-
-@dataclass(slots=True)
-class _Span:
-    """A group from its admission to the end of its last member, for the tail of generation."""
-
-    started: float
-    left: int  # members without an end
-    scored: bool = False  # whether one of them got a reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +99,9 @@ class Loop:
         checkpointing: Checkpointing | None = None,
     ) -> None:
         self.brain = brain
-        self.flights: dict[int, Flight] = dict(flights)
         self.weights: dict[int, Weights] = dict(weights)  # the weight store: a version lives here while anyone needs it
-        self._instances = dict(engines)  # all that ever were: what a lost one did still counts
-        self._engines = dict(engines)  # those that live
         self._trainer = trainer
-        self._environment = environment
         self._prompts = prompts
-        self._decode = decode
         self._evaluator = evaluator
         self._journal = journal
         self._tally = tally
@@ -155,18 +116,31 @@ class Loop:
         self._failure: BaseException | None = None
         self._finish: core.Finish | None = None
         self._stop_asked = False
-        self._spans: dict[int, _Span] = {}  # by group; of those that began in this session
-        self._group_seconds: deque[float] = deque(maxlen=TAIL_GROUPS)
-        self._update_seconds: deque[float] = deque(maxlen=8)
+        self._tail = Tail()
+        self._flights = Flights(
+            flights,
+            engines=engines,
+            environment=environment,
+            decode=decode,
+            sampling=settings.sampling,
+            journal=journal,
+            tally=tally,
+            tail=self._tail,
+            post=self.post,
+        )
         self._trainer_free_at = self._checkpointed_at = 0.0
         self._trainer_wait = ""
-        self._failed_in_a_row = 0  # trajectories, for good
+
+    @property
+    def flights(self) -> dict[int, Flight]:
+        """The trajectories that are under way."""
+        return self._flights.under_way
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     async def run(self) -> bool:
         """Run to the last update, or to the update boundary after `stop`. True if every update was done."""
-        for instance, engine in self._engines.items():
+        for instance, engine in self._flights.engines.items():
             self.post(core.Joined(instance, engine.capacity.slots))
         self._spawn(self._report_status(), "status")
         self._trainer_free_at = self._checkpointed_at = time.time()
@@ -181,11 +155,11 @@ class Loop:
                     raise self._failure
             await asyncio.gather(*self._discards)
             if self._finish.stopped:
-                await self._suspend_flights()
+                await self._flights.suspend_all()
             return not self._finish.stopped
         finally:
             stopped = self._finish is not None and self._finish.stopped
-            self._tally.close_window(self._reports(), time.time(), stopped=stopped)
+            self._tally.close_window(self._flights.reports(), time.time(), stopped=stopped)
             await self._end_tasks()
 
     def post(self, event: core.Event) -> None:
@@ -212,23 +186,17 @@ class Loop:
                 if self._tokens_made() > tokens or self.brain.training is not None:
                     since = time.monotonic()
                     continue
-                if self._scores and time.monotonic() - since < self._settings.stall_s + self._settings.reward_s:
+                scores = self._flights.scores or self.brain.evaluating is not None
+                if scores and time.monotonic() - since < self._settings.stall_s + self._settings.reward_s:
                     continue
                 reasons = "; ".join(f"{wait.owner}: {wait.reason}" for wait in self.brain.waits())
                 raise StalledError(
                     f"nothing happened for {self._settings.stall_s:g} s (`runtime.stall_seconds`). {reasons}. "
-                    + " ".join(f"Instance {i}: {e.report()}." for i, e in self._engines.items())
+                    + " ".join(f"Instance {i}: {e.report()}." for i, e in self._flights.engines.items())
                 ) from None
 
-    @property
-    def _scores(self) -> bool:
-        """Whether a reward is being computed, for all that is known here."""
-        return self.brain.evaluating is not None or any(
-            flight.completion is not None and flight.reward is None for flight in self.flights.values()
-        )
-
     def _tokens_made(self) -> int:
-        return sum(load.tokens + load.prefilled for load in self._reports())
+        return sum(load.tokens + load.prefilled for load in self._flights.reports())
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
@@ -240,13 +208,13 @@ class Loop:
         """Have an instance do something. One that is lost does nothing: the core hears of that by itself."""
 
         async def carry_out() -> None:
-            engine = self._engines.get(instance)
+            engine = self._flights.engines.get(instance)
             if engine is None:
                 return
             try:
                 await work(engine)
             except EngineError as error:
-                self._instance_failed(instance, error)
+                self._flights.instance_failed(instance, error)
 
         self._spawn(carry_out(), f"{name} on instance {instance}")
 
@@ -284,14 +252,14 @@ class Loop:
             at=now,
         )
         self._open_window(now)
-        self._spans[command.group] = _Span(now, len(command.trajectories))
+        self._tail.admitted(command.group, len(command.trajectories))
         for id, seed in zip(command.trajectories, seeds, strict=True):
             flight = self.flights[id] = Flight(id, command.group, command.version, seed, prompt)
             self._launch(flight, command.version, command.instance)
 
     def _open_window(self, now: float) -> None:
         if not self._tally.is_open:
-            self._tally.open_window(self._reports(), now)
+            self._tally.open_window(self._flights.reports(), now)
 
     def _resume(self, command: core.Resume) -> None:
         flight = self.flights[command.trajectory]
@@ -307,7 +275,7 @@ class Loop:
 
     def _launch(self, flight: Flight, version: int, instance: int) -> None:
         flight.instance = instance
-        self._spawn(self._fly(flight, version, instance), f"trajectory {flight.id}")
+        self._spawn(self._flights.fly(flight, version, instance), f"trajectory {flight.id}")
 
     def _rescore(self, command: core.Rescore) -> None:
         self._score(self.flights[command.trajectory])
@@ -316,27 +284,27 @@ class Loop:
         if flight.reward is not None:
             self.post(core.Scored(flight.id))  # scored as the run ended, and recorded
         else:
-            self._spawn(self._fly(flight, flight.version, None), f"score {flight.id}")
+            self._spawn(self._flights.fly(flight, flight.version, None), f"score {flight.id}")
 
     def _fail(self, command: core.Fail) -> None:
         flight = self.flights.pop(command.trajectory)
         self._tally.failed(flight.completion)
         self._journal.failed(flight.id, command.reason, at=time.time())
-        self._member_ended(flight.group, scored=False)
+        self._tail.member_ended(flight.group, scored=False)
         log.warning("trajectory %d failed for good: %s", flight.id, command.reason)
-        self._failed_in_a_row += 1
+        self._flights.failed_in_a_row += 1
         plan = self.brain.plan
-        if self._failed_in_a_row >= max(HOPELESS, 4 * plan.batch * plan.group_size):
+        if self._flights.failed_in_a_row >= max(HOPELESS, 4 * plan.batch * plan.group_size):
             # Groups that fail are replaced, so a reward that can only fail would draw prompts for ever.
             raise StalledError(
-                f"the last {self._failed_in_a_row} trajectories all failed, and none got a reward in between; the last "
-                f"of them: {command.reason}"
+                f"the last {self._flights.failed_in_a_row} trajectories all failed, and none got a reward in "
+                f"between; the last of them: {command.reason}"
             )
 
     def _drop(self, command: core.Drop) -> None:
-        self._spans.pop(command.group, None)
+        self._tail.dropped(command.group)
         flights = [self.flights.pop(id) for id in command.trajectories if id in self.flights]
-        task = self._spawn(self._discard(flights), f"drop {command.group}")
+        task = self._spawn(self._flights.discard(flights), f"drop {command.group}")
         self._discards.add(task)
         task.add_done_callback(self._discards.discard)
 
@@ -398,107 +366,6 @@ class Loop:
     def _end(self, command: core.Finish) -> None:
         self._finish = command
 
-    # -- flights -------------------------------------------------------------------------------------------------------
-
-    async def _fly(self, flight: Flight, version: int, instance: int | None) -> None:
-        """Carry one trajectory from where it is to its reward; whatever goes wrong with it alone is an event."""
-        try:
-            reward = await self._environment.episode(flight.prompt, _FlightPolicy(self, flight, version, instance))
-        except (SuspendedError, AbortedError):
-            return  # whoever took it out of the engine holds it
-        except EngineError as error:
-            self._instance_failed(instance, error)
-            return
-        except Exception as error:
-            ours = isinstance(error, StrettoError) and not isinstance(error, RewardError | RequestError)
-            if ours or isinstance(error, AssertionError):
-                raise  # not of this trajectory: of the journal, of the reward pool itself, of this file
-            if flight.id not in self.flights:
-                return
-            reason = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
-            generating = flight.failed = flight.completion is None
-            self._journal.note("failure", f"trajectory {flight.id}: {reason}", at=time.time())
-            kind = core.GenerationFailed if generating else core.ScoringFailed
-            self.post(kind(flight.id, reason))
-            return
-        if flight.id not in self.flights:
-            return  # dropped while it was scored
-        flight.reward = reward
-        self._failed_in_a_row = 0
-        self._member_ended(flight.group, scored=True)
-        self._journal.scored(flight.id, reward, at=time.time())
-        self.post(core.Scored(flight.id))
-
-    async def _generate(self, flight: Flight, version: int, instance: int | None, tokens: Sequence[int]) -> Completion:
-        engine = None if instance is None else self._engines.get(instance)
-        if engine is None or flight.id not in self.flights:
-            # The core hears of a lost instance, or told us to drop it: either way nobody waits for this one.
-            raise AbortedError(f"trajectory {flight.id} has nowhere to run")
-        if flight.suspended is not None:
-            suspended, flight.suspended = flight.suspended, None
-            completion = await engine.resume(_under(suspended, version))
-        else:
-            completion = await engine.generate(
-                Request(flight.id, version, tuple(tokens), flight.seed, self._settings.sampling, group=flight.group)
-            )
-        text = self._decode(completion.tokens.tolist())
-        if completion.version != flight.version and completion.token_versions is None:
-            # Begun anew where the paradigm continues under newer weights: all of its tokens are of another version.
-            versions = np.full(len(completion.tokens), completion.version, dtype=np.int32)
-            completion = replace(completion, token_versions=versions)
-        flight.completion, flight.instance = completion, None
-        if flight.id not in self.flights:
-            raise AbortedError(f"trajectory {flight.id} was dropped as it ended")
-        self._journal.generated(flight.id, completion, text, at=time.time())
-        self.post(core.Generated(flight.id, len(completion.tokens)))
-        return completion
-
-    def _instance_failed(self, instance: int | None, error: EngineError) -> None:
-        if instance is None or instance not in self._engines:
-            return  # known already
-        del self._engines[instance]
-        if not self._engines:
-            raise error
-        log.error("instance %d is lost: %s", instance, error)
-        self._journal.note("instance lost", f"{instance}: {error}", at=time.time())
-        self.post(core.Lost(instance))
-
-    async def _discard(self, flights: Sequence[Flight]) -> None:
-        """Throw trajectories away, and record how far each had come."""
-        by_instance: dict[int, list[int]] = {}
-        for flight in flights:
-            if flight.instance is not None:
-                by_instance.setdefault(flight.instance, []).append(flight.id)
-        reached: dict[int, int] = {}
-        for instance, ids in by_instance.items():
-            for suspended in await self._suspend(instance, ids):
-                reached[suspended.request.id] = len(suspended.tokens)
-        for flight in flights:
-            completion = flight.completion
-            num_tokens = reached.get(flight.id, 0) if completion is None else len(completion.tokens)
-            self._tally.dropped(num_tokens)
-            self._journal.dropped(flight.id, "past its age limit", at=time.time(), num_tokens=num_tokens)
-
-    async def _suspend_flights(self) -> None:
-        """Take what is running out of the engines, so that a resumed run goes on with it."""
-        for instance in list(self._engines):
-            ids = [flight.id for flight in self.flights.values() if flight.instance == instance]
-            for suspended in await self._suspend(instance, ids):
-                flight = self.flights[suspended.request.id]
-                flight.suspended, flight.instance = suspended, None
-                self._journal.moved(flight.id, "suspended", at=time.time(), reason="the run was stopped")
-
-    async def _suspend(self, instance: int, ids: Sequence[int]) -> list[Suspended]:
-        """Take trajectories out of an instance; a lost one has none."""
-        engine = self._engines.get(instance)
-        if engine is None:
-            return []
-        try:
-            return await engine.suspend(ids, kv=False)
-        except EngineError as error:
-            self._instance_failed(instance, error)
-            return []
-
     # -- updates -------------------------------------------------------------------------------------------------------
 
     async def _update(self, command: core.Train) -> None:
@@ -520,34 +387,17 @@ class Loop:
         self.weights[weights.version] = weights
         for flight in flights:
             del self.flights[flight.id]
-        self._update_seconds.append(ended - started)
+        self._tail.updated(ended - started)
         line = self._tally.trained(samples, report, started=started, ended=ended, idle_s=idle_s, waited_for=waited_for)
         self._journal.update_done(command.update, line, at=ended)
         self._observer.updated(line)
         self._trainer_free_at = ended
-        self._tally.mark(self._reports(), ended)
+        self._tally.mark(self._flights.reports(), ended)
         self.post(core.Updated(command.update))
-        if self._group_seconds:
-            seconds = sorted(self._group_seconds)
-            tail = seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))]
-            self.post(core.Measured(tail, sum(self._update_seconds) / len(self._update_seconds)))
-
-    def _member_ended(self, group: int, *, scored: bool) -> None:
-        """A trajectory has its reward or failed for good; the last one ends its group's time."""
-        span = self._spans.get(group)
-        if span is None:
-            return  # it began before the run was resumed: how long it took is not known
-        span.left -= 1
-        span.scored |= scored
-        if span.left == 0:
-            del self._spans[group]
-            if span.scored:  # a group without a survivor is replaced, and no batch ever waits for it
-                self._group_seconds.append(time.time() - span.started)
+        if (measured := self._tail.measure()) is not None:
+            self.post(core.Measured(*measured))
 
     # -- what is going on ----------------------------------------------------------------------------------------------
-
-    def _reports(self) -> list[Load]:
-        return [engine.report() for engine in self._instances.values()]
 
     async def _report_status(self) -> None:
         while True:
@@ -559,38 +409,11 @@ class Loop:
                     newest=self.brain.newest,
                     staleness=self.brain.staleness,
                     versions=self.brain.versions,
-                    loads=self._reports(),
+                    loads=self._flights.reports(),
                     waits=[f"{wait.owner}: {wait.reason}" for wait in waits],
                 )
             )
             await asyncio.sleep(STATUS_EVERY_S)
-
-
-def _under(suspended: Suspended, version: int) -> Suspended:
-    """The same trajectory going on under `version`: its own, or where the paradigm continues it, the newest."""
-    if suspended.request.version == version:
-        return suspended
-    versions = suspended.token_versions
-    if versions is None:
-        versions = np.full(len(suspended.tokens), suspended.request.version, dtype=np.int32)
-    return replace(suspended, request=replace(suspended.request, version=version), token_versions=versions, kv=None)
-
-
-class _FlightPolicy:
-    """What an episode asks for tokens. Generates once: an episode that is run again gets the same completion back."""
-
-    __slots__ = ("_flight", "_instance", "_loop", "_version")
-
-    def __init__(self, loop: Loop, flight: Flight, version: int, instance: int | None) -> None:
-        self._loop = loop
-        self._flight = flight
-        self._version = version
-        self._instance = instance
-
-    async def generate(self, tokens: Sequence[int]) -> Completion:
-        if self._flight.completion is None:
-            return await self._loop._generate(self._flight, self._version, self._instance, tokens)
-        return self._flight.completion
 
 
 _HANDLERS: dict[type[Any], Callable[[Loop, Any], None]] = {

@@ -50,7 +50,8 @@ from stretto.environments.tasks import (
 )
 from stretto.errors import RecipeError, RunError, VersionNotResidentError
 from stretto.evaluation import Evaluator, Moment
-from stretto.loop import Flight, Loop, Settings
+from stretto.flights import Flight
+from stretto.loop import Loop, Settings
 from stretto.models import load_model, load_tokenizer
 from stretto.observe.metrics import JsonLines, Tally, Totals
 from stretto.observe.progress import Observer, make_observer
