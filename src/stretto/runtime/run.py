@@ -14,21 +14,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import sys
 import time
-import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from stretto.config import CountdownChainSection, ReasoningGymSection, Recipe
@@ -56,12 +53,19 @@ from stretto.models import load_model, load_tokenizer
 from stretto.observe.metrics import JsonLines, Tally, Totals
 from stretto.observe.progress import Observer, make_observer
 from stretto.observe.summary import summary_table
+from stretto.runtime.folder import (
+    export_policy,
+    find_checkpoint,
+    flights_again,
+    make_folder,
+    take_checkpoint,
+    write_json,
+)
 from stretto.runtime.memory import context_length, engine_rows, kv_tokens
 from stretto.runtime.roles import TrainerRole
-from stretto.store.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from stretto.store.checkpoint import Checkpoint
 from stretto.store.journal import Journal
-from stretto.store.reader import JournalReader
-from stretto.store.schema import UNDER_WAY, RunFacts
+from stretto.store.schema import RunFacts
 from stretto.tiny import WarmStart, tiny_model
 from stretto.training.lora import LoraOptions
 from stretto.training.losses import GrpoOptions
@@ -105,7 +109,7 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, observer: Obser
     """Run a recipe to its end, or to where Ctrl-C stops it. Returns what `summary.json` holds."""
     checkpoint = None
     if resume:
-        checkpoint = _find_checkpoint(recipe, folder)
+        checkpoint = find_checkpoint(recipe, folder)
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunError(f"`{folder}` exists already; choose another `--out`, or `--resume` to continue the run in it")
     with contextlib.ExitStack() as stack:
@@ -306,7 +310,7 @@ async def _train(
     try:
         await rewards.start()
         if checkpoint is None:
-            _make_folder(recipe, folder)
+            make_folder(recipe, folder)
         with Journal.open(folder / "journal.sqlite", resume=checkpoint is not None) as journal:
             return await _run(recipe, folder, parts, journal, checkpoint, observer, rewards, engine, role)
     finally:
@@ -340,7 +344,7 @@ async def _run(
         journal.rewind(updates=brain.newest, groups=brain.next_group, under_way=under_way, at=time.time())
         await journal.durable()
         metrics.rewind(brain.newest)
-        flights, weights = _flights_again(parts, journal, checkpoint), dict(checkpoint.weights)
+        flights, weights = flights_again(parts.prompts, journal, checkpoint), dict(checkpoint.weights)
         await role.call(lambda: parts.trainer.load(checkpoint.folder / "trainer"))
     tally = Tally(rows=plan.rows, sink=metrics, totals=totals)
     evaluator = _evaluator(recipe, parts, environment, journal)
@@ -348,7 +352,7 @@ async def _run(
         await _evaluate_alone(evaluator, engine, weights[0], "before", tally, observer)
 
     def checkpointing(loop: Loop) -> Callable[[], None]:
-        return _checkpoint(folder, loop, tally.carried([engine.report()], time.time()), parts.trainer, journal)
+        return take_checkpoint(folder, loop, tally.carried([engine.report()], time.time()), parts.trainer, journal)
 
     loop = Loop(
         brain,
@@ -377,7 +381,7 @@ async def _run(
     if not done:
         await role.call(checkpointing(loop))
         return await _conclude(folder, tally, brain, journal, stopped=True)
-    await role.call(lambda: _export(parts.trainer, folder / "policy"))
+    await role.call(lambda: export_policy(parts.trainer, folder / "policy"))
     # Complete from here on: what becomes of the last evaluation changes nothing of what was trained.
     summary = await _conclude(folder, tally, brain, journal, stopped=False)
     if evaluator is not None:
@@ -397,7 +401,7 @@ async def _conclude(folder: Path, tally: Tally, brain: Brain, journal: Journal, 
         "evaluations_skipped": counters.evaluations_skipped,
         "stopped": stopped,
     }
-    _write_json(folder / "summary.json", summary)
+    write_json(folder / "summary.json", summary)
     journal.finished(stopped=stopped, at=time.time())
     await journal.durable()
     return summary
@@ -432,6 +436,19 @@ def _evaluator(recipe: Recipe, parts: _Parts, environment: SingleTurn, journal: 
     )
 
 
+def _facts(recipe: Recipe) -> RunFacts:
+    plan = recipe.plan
+    return RunFacts(
+        paradigm=plan.paradigm.name,
+        staleness=plan.staleness,
+        auto=plan.auto,
+        batch=plan.batch,
+        group=plan.group_size,
+        updates=plan.updates,
+        seed=recipe.seed,
+    )
+
+
 @contextlib.contextmanager
 def _stops_on_interrupt(loop: Loop) -> Iterator[None]:
     """The first Ctrl-C stops at an update boundary; the second ends the process as usual."""
@@ -452,108 +469,3 @@ def _stops_on_interrupt(loop: Loop) -> Iterator[None]:
     finally:
         running.remove_signal_handler(signal.SIGINT)
         running.remove_signal_handler(signal.SIGTERM)
-
-
-# -- what is on disk ---------------------------------------------------------------------------------------------------
-
-
-def _find_checkpoint(recipe: Recipe, folder: Path) -> Checkpoint:
-    """What a resumed run begins with. Only reads, so that a refusal changes nothing."""
-    if not (folder / "config.toml").exists():
-        raise RunError(f"`{folder}` holds no run, so there is nothing to resume; leave `--resume` out to start one")
-    _refuse_another_recipe(recipe, folder)
-    with JournalReader(folder) as reader:
-        if any(session.outcome == "finished" for session in reader.sessions()):
-            raise RunError(f"the run in `{folder}` is finished, so there is nothing to resume; see `stretto show`")
-    return load_checkpoint(folder / "checkpoints")
-
-
-def _make_folder(recipe: Recipe, folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(recipe.dumps(), encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"run folder `{folder}` cannot be made: {error}") from error
-
-
-def _refuse_another_recipe(recipe: Recipe, folder: Path) -> None:
-    """A run goes on as it began; only how it is run (its threads and deadlines) may change."""
-    before = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-    now = tomllib.loads(recipe.dumps())
-    for section in sorted((before.keys() | now.keys()) - {"runtime"}):
-        if before.get(section) != now.get(section):
-            name = f"[{section}]" if isinstance(now.get(section), dict) else section
-            raise RunError(
-                f"`{name}` differs from the recipe that `{folder}` was started with "
-                f"(`{folder / 'config.toml'}`); resume with that one, or start a new run"
-            )
-
-
-def _facts(recipe: Recipe) -> RunFacts:
-    plan = recipe.plan
-    return RunFacts(
-        paradigm=plan.paradigm.name,
-        staleness=plan.staleness,
-        auto=plan.auto,
-        batch=plan.batch,
-        group=plan.group_size,
-        updates=plan.updates,
-        seed=recipe.seed,
-    )
-
-
-def _checkpoint(
-    folder: Path, loop: Loop, totals: Totals, trainer: LocalTrainer, journal: Journal
-) -> Callable[[], None]:
-    """Take what the run is now; what is returned writes it, once the journal has all that it speaks of."""
-    brain = loop.brain
-    updates, snapshot, needed = brain.newest, brain.snapshot(), brain.needed_versions
-    weights = {version: weights for version, weights in loop.weights.items() if version in needed}
-    suspended = [flight.suspended for flight in loop.flights.values() if flight.suspended is not None]
-
-    def write() -> None:
-        journal.flush()
-        save_checkpoint(
-            folder / "checkpoints",
-            updates=updates,
-            snapshot=snapshot,
-            totals=asdict(totals),
-            weights=weights,
-            suspended=suspended,
-            save_trainer=trainer.save,
-        )
-
-    return write
-
-
-def _flights_again(parts: _Parts, journal: Journal, checkpoint: Checkpoint) -> dict[int, Flight]:
-    """The trajectories that were under way: tokens so far from the checkpoint, finished ones from the journal."""
-    flights: dict[int, Flight] = {}
-    with JournalReader(journal.path) as reader:
-        for group in reader.outstanding():
-            prompt = parts.prompts.prompt(group.group)
-            for record in group.trajectories:
-                if record.state not in UNDER_WAY:
-                    continue
-                flight = Flight(record.trajectory, group.group, group.version, record.seed, prompt)
-                if record.state in ("scoring", "scored"):
-                    flight.completion, flight.reward = reader.load_completion(record.trajectory)
-                flight.suspended = checkpoint.suspended.get(record.trajectory)
-                flights[record.trajectory] = flight
-    return flights
-
-
-def _export(trainer: LocalTrainer, folder: Path) -> None:
-    try:
-        trainer.export(folder)
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"the trained policy cannot be written to `{folder}`: {error}") from error
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    scratch = path.with_suffix(".partial")
-    try:
-        scratch.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-        scratch.replace(path)
-    except OSError as error:
-        raise RunError(f"`{path}` cannot be written: {error}") from error
