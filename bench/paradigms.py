@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import platform
 import statistics
 import subprocess
@@ -31,7 +30,7 @@ from stretto.config import Recipe, load_recipe
 from stretto.engines.native.engine import NativeEngine
 from stretto.models import load_model
 from stretto.runtime.memory import kv_tokens
-from stretto.runtime.run import trainer_options
+from stretto.runtime.run import available_cores, trainer_options
 from stretto.store.reader import JournalReader
 from stretto.tiny import tiny_model
 from stretto.training.lora import LoraOptions
@@ -138,7 +137,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    cores = os.cpu_count() or 1
+    cores = available_cores()
     settings = [(1, 1), (1, cores), (cores, cores)]
     rows = []
     with tempfile.TemporaryDirectory() as scratch:

@@ -259,12 +259,17 @@ def trainer_options(recipe: Recipe) -> TrainerOptions:
     )
 
 
+def available_cores() -> int:
+    """Cores that this process may use, which can be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def role_threads(recipe: Recipe) -> tuple[int, int]:
     """Torch threads of engine and trainer: all cores each where they take turns, else half each.
 
     OpenMP's pools spin, so two roles that run at once must not ask for more threads than there are cores.
     """
-    cores = os.cpu_count() or 1
+    cores = available_cores()
     share = cores if recipe.plan.staleness == 0 else max(1, cores // 2)
     return recipe.runtime.engine_threads or share, recipe.runtime.trainer_threads or share
 
