@@ -125,7 +125,7 @@ class PromptStream:
         if length > self._max_prompt_tokens:
             raise RecipeError(
                 f"row {number + 1} of {self._name}: its prompt has {length} tokens, more than the "
-                f"{self._max_prompt_tokens} that the context leaves beside `rollout.max_tokens`; "
+                f"{self._max_prompt_tokens} that the context leaves beside `max_tokens`; "
                 "lower that, or shorten or remove the row"
             )
 
