@@ -121,16 +121,18 @@ def group_admitted(
         "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (group, epoch, prompt.index, version, deadline, staleness, storable(prompt.text), tokens, row, at),
     )
-    for member, (trajectory, seed) in enumerate(zip(trajectories, seeds, strict=True)):
-        db.execute(
-            "INSERT INTO trajectories (trajectory, group_id, member, version, seed, state, instance) "
-            "VALUES (?, ?, ?, ?, ?, 'running', ?)",
-            (trajectory, group, member, version, seed, instance),
-        )
-        db.execute(
-            "INSERT INTO transitions (trajectory, from_state, to_state, at, reason) VALUES (?, NULL, 'running', ?, '')",
-            (trajectory, at),
-        )
+    db.executemany(
+        "INSERT INTO trajectories (trajectory, group_id, member, version, seed, state, instance) "
+        "VALUES (?, ?, ?, ?, ?, 'running', ?)",
+        [
+            (trajectory, group, member, version, seed, instance)
+            for member, (trajectory, seed) in enumerate(zip(trajectories, seeds, strict=True))
+        ],
+    )
+    db.executemany(
+        "INSERT INTO transitions (trajectory, from_state, to_state, at, reason) VALUES (?, NULL, 'running', ?, '')",
+        [(trajectory, at) for trajectory in trajectories],
+    )
 
 
 def _change_state(db: sqlite3.Connection, trajectory: int, to_state: State, at: float, reason: str = "") -> None:
@@ -145,6 +147,22 @@ def _change_state(db: sqlite3.Connection, trajectory: int, to_state: State, at: 
         was = "was never admitted" if found is None else f"has already ended as `{found[0]}`"
         raise JournalError(f"trajectory {trajectory} {was} and cannot become `{to_state}`")
     db.execute("UPDATE trajectories SET state = ? WHERE trajectory = ?", (to_state, trajectory))
+
+
+def _change_members(db: sqlite3.Connection, update: int, to_state: State, at: float, only: str = "") -> int:
+    """`_change_state` for the whole batch of an update, in its order and in two statements; how many it changed."""
+    added = db.execute(
+        "INSERT INTO transitions (trajectory, from_state, to_state, at, reason) SELECT t.trajectory, t.state, ?, ?, '' "
+        "FROM members m JOIN trajectories t USING (trajectory) "
+        f"WHERE m.update_id = ? AND m.use = 0 AND t.{_NOT_ENDED} {only} ORDER BY m.position",
+        (to_state, at, update),
+    )
+    db.execute(
+        f"UPDATE trajectories AS t SET state = ? WHERE t.{_NOT_ENDED} {only} AND t.trajectory IN "
+        "(SELECT trajectory FROM members WHERE update_id = ? AND use = 0)",
+        (to_state, update),
+    )
+    return added.rowcount
 
 
 def moved(
@@ -206,9 +224,13 @@ def batch_taken(
     db: sqlite3.Connection, update: int, trajectories: Sequence[int], uses: Sequence[int], at: float
 ) -> None:
     db.execute("INSERT INTO updates (update_id, taken_at) VALUES (?, ?)", (update, at))
-    for position, (trajectory, use) in enumerate(zip(trajectories, uses, strict=True)):
-        db.execute("INSERT INTO members VALUES (?, ?, ?, ?)", (update, position, trajectory, use))
-        if use == 0:
+    db.executemany(
+        "INSERT INTO members VALUES (?, ?, ?, ?)",
+        [(update, position, *member) for position, member in enumerate(zip(trajectories, uses, strict=True))],
+    )
+    first_uses = [trajectory for trajectory, use in zip(trajectories, uses, strict=True) if use == 0]
+    if _change_members(db, update, "training", at) != len(first_uses):
+        for trajectory in first_uses:  # says which one cannot
             _change_state(db, trajectory, "training", at)
 
 
@@ -218,14 +240,12 @@ def update_done(db: sqlite3.Connection, update: int, metrics: dict[str, Any], at
     )
     if done.rowcount != 1:
         raise JournalError(f"update {update} is done and its batch was never recorded")
-    rows = db.execute(
-        "SELECT m.trajectory FROM members m JOIN trajectories t USING (trajectory) "
-        "WHERE m.update_id = ? AND m.use = 0 AND t.state = 'training' ORDER BY m.position",
-        (update,),
-    ).fetchall()
-    for (trajectory,) in rows:
-        _change_state(db, trajectory, "trained", at)
-        db.execute("UPDATE trajectories SET ended_at = ? WHERE trajectory = ?", (at, trajectory))
+    _change_members(db, update, "trained", at, only="AND t.state = 'training'")
+    db.execute(
+        "UPDATE trajectories SET ended_at = ? WHERE state = 'trained' AND ended_at IS NULL AND trajectory IN "
+        "(SELECT trajectory FROM members WHERE update_id = ? AND use = 0)",
+        (at, update),
+    )
 
 
 def evaluation(
