@@ -29,7 +29,7 @@ def compare_from_command_line(
     """Run `compare`, print its table, write `compare.json`; returns the exit status."""
     folder = folder or Path("runs") / f"compare-{recipe.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     rows = compare(recipe, overrides, paradigms=paradigms or PARADIGM_NAMES, folder=folder, target=target)
-    console = Console(width=max(Console().width, 150))  # fourteen columns do not fit into less
+    console = Console(width=max(Console().width, 170))  # fourteen columns do not fit into less
     console.print(comparison_table(rows))
     console.print(f"written to {folder / 'compare.json'}", highlight=False, markup=False)
     return 0
