@@ -123,7 +123,14 @@ class Bench:
         sampling = Sampling(max_tokens=64)
         plan = self.plan
         facts = RunFacts(
-            plan.paradigm.name, plan.staleness, plan.auto, plan.batch, plan.group_size, plan.updates, seed=0
+            plan.paradigm.name,
+            plan.staleness,
+            plan.auto,
+            plan.batch,
+            plan.group_size,
+            plan.updates,
+            seed=0,
+            data_rows=prompts.num_rows,
         )
         weights = self.weights
         try:

@@ -246,6 +246,7 @@ class Loop:
             staleness=command.deadline - command.version,
             prompt=prompt,
             epoch=self._prompts.epoch(command.group),
+            row_number=self._prompts.row_number(command.group),
             trajectories=command.trajectories,
             seeds=seeds,
             instance=command.instance,

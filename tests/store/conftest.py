@@ -12,7 +12,7 @@ import pytest
 from stretto.store.journal import JOURNAL_NAME, Journal, RunFacts
 from stretto.types import Completion, Prompt
 
-FACTS = RunFacts(paradigm="multi-version", staleness=2, auto=False, batch=2, group=3, updates=4, seed=7)
+FACTS = RunFacts(paradigm="multi-version", staleness=2, auto=False, batch=2, group=3, updates=4, seed=7, data_rows=8)
 
 
 class Recorder:
@@ -47,7 +47,8 @@ class Recorder:
             deadline=version + self.facts.staleness,
             staleness=self.facts.staleness,
             prompt=Prompt(group, f"{group} + {group} =", (1, 2, group), {"answer": 2 * group}),
-            epoch=0,
+            epoch=group // self.facts.data_rows,
+            row_number=(3 * group + 1) % self.facts.data_rows,
             trajectories=self.ids(group),
             seeds=[1000 + id for id in self.ids(group)],
             instance=0,

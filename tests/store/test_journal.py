@@ -20,7 +20,7 @@ from stretto.errors import JournalError, RunError
 from stretto.store.journal import JOURNAL_NAME, Journal, JournalReader, RunFacts
 from stretto.types import Completion, Prompt
 
-FACTS = RunFacts(paradigm="multi-version", staleness=2, auto=False, batch=2, group=3, updates=4, seed=7)
+FACTS = RunFacts(paradigm="multi-version", staleness=2, auto=False, batch=2, group=3, updates=4, seed=7, data_rows=8)
 
 
 def test_what_was_recorded_is_read_back(recorder, tmp_path):
@@ -413,7 +413,7 @@ WRITING = """
 import sys
 from stretto.store.journal import Journal, RunFacts
 journal = Journal.open(sys.argv[1], interval_s=0.01)
-journal.begin(RunFacts("multi-version", 2, False, 2, 3, 4, 7), at=1.0)
+journal.begin(RunFacts("multi-version", 2, False, 2, 3, 4, 7, 8), at=1.0)
 for i in range(300):
     journal.note("durable", str(i), at=float(i))
 journal.flush()

@@ -13,7 +13,7 @@ from stretto.errors import JournalError, RunError
 from stretto.store.journal import JOURNAL_NAME, RunFacts
 from stretto.store.verify import LEGAL_MOVES, Finding, exit_code, format_findings, verify
 
-FACTS = RunFacts(paradigm="multi-version", staleness=2, auto=False, batch=2, group=3, updates=4, seed=7)
+FACTS = RunFacts(paradigm="multi-version", staleness=2, auto=False, batch=2, group=3, updates=4, seed=7, data_rows=8)
 
 
 def damage(folder: Path, *statements: str) -> list[Finding]:
@@ -66,7 +66,7 @@ DAMAGES = {
     "2 a trajectory deleted": (["DELETE FROM trajectories WHERE trajectory = 12"], "12"),
     "2 a prompt skipped": (
         [
-            "UPDATE groups SET group_id = 8, prompt_index = 8 WHERE group_id = 7",
+            "UPDATE groups SET group_id = 8, prompt_index = 8, epoch = 1 WHERE group_id = 7",
             "UPDATE trajectories SET trajectory = trajectory + 3, group_id = 8 WHERE group_id = 7",
             "UPDATE completions SET trajectory = trajectory + 3 WHERE trajectory >= 21",
             "UPDATE transitions SET trajectory = trajectory + 3 WHERE trajectory >= 21",
@@ -75,6 +75,12 @@ DAMAGES = {
         "group 7",
     ),
     "2 a prompt twice": (["UPDATE groups SET prompt_index = 3 WHERE group_id = 4"], "4"),
+    "2 a row drawn twice in an epoch": (
+        ["UPDATE groups SET row_number = (SELECT row_number FROM groups WHERE group_id = 3) WHERE group_id = 4"],
+        "groups 3 and 4 are both drawn from row",
+    ),
+    "2 a row that the data set does not have": (["UPDATE groups SET row_number = 8 WHERE group_id = 4"], "row 8 of 8"),
+    "2 an epoch begun too early": (["UPDATE groups SET epoch = 1 WHERE group_id = 4"], "group 4 is of epoch 1"),
     "2 no reward": (["UPDATE trajectories SET reward = NULL WHERE trajectory = 12"], "12"),
     "2 an endless reward": (["UPDATE trajectories SET reward = 9e999 WHERE trajectory = 12"], "12"),
     "2 a reward that is no number": (["UPDATE trajectories SET reward = 'good' WHERE trajectory = 12"], "12"),
@@ -116,7 +122,7 @@ DAMAGES = {
     "2 a batch of another size": (["UPDATE run SET value = '3' WHERE key = 'batch'"], "not 3"),
     "2 a group of another size": (
         [
-            "INSERT INTO groups SELECT 8, epoch, 8, version, deadline, staleness, '', x'', '{}', 1 "
+            "INSERT INTO groups SELECT 8, 1, 8, row_number, version, deadline, staleness, '', x'', '{}', 1 "
             "FROM groups WHERE group_id = 7"
         ],
         "group 8",

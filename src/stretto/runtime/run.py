@@ -337,7 +337,7 @@ async def _run(
 ) -> dict[str, Any]:
     plan, metrics = recipe.plan, JsonLines(folder / "metrics.jsonl")
     environment = SingleTurn(rewards, parts.decode)
-    journal.begin(_facts(recipe), at=time.time())
+    journal.begin(_facts(recipe, parts.prompts.num_rows), at=time.time())
     if checkpoint is None:
         brain, totals, flights = Brain(plan), Totals(), dict[int, Flight]()
         weights: dict[int, Weights] = {0: await role.call(lambda: parts.trainer.weights(0))}
@@ -441,7 +441,7 @@ def _evaluator(recipe: Recipe, parts: _Parts, environment: SingleTurn, journal: 
     )
 
 
-def _facts(recipe: Recipe) -> RunFacts:
+def _facts(recipe: Recipe, data_rows: int) -> RunFacts:
     plan = recipe.plan
     return RunFacts(
         paradigm=plan.paradigm.name,
@@ -451,6 +451,7 @@ def _facts(recipe: Recipe) -> RunFacts:
         group=plan.group_size,
         updates=plan.updates,
         seed=recipe.seed,
+        data_rows=data_rows,
     )
 
 

@@ -110,6 +110,7 @@ def group_admitted(
     staleness: int,
     prompt: Prompt,
     epoch: int,
+    row_number: int,
     trajectories: Sequence[int],
     seeds: Sequence[int],
     at: float,
@@ -118,8 +119,8 @@ def group_admitted(
     tokens = blob(prompt.tokens, "<i4")
     row = json.dumps(dict(prompt.row), default=str)  # for people: a resumed run draws its prompts from the task
     db.execute(
-        "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (group, epoch, prompt.index, version, deadline, staleness, storable(prompt.text), tokens, row, at),
+        "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (group, epoch, prompt.index, row_number, version, deadline, staleness, storable(prompt.text), tokens, row, at),
     )
     db.executemany(
         "INSERT INTO trajectories (trajectory, group_id, member, version, seed, state, instance) "

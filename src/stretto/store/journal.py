@@ -105,8 +105,8 @@ class Journal:
     # -- the run ----------------------------------------------------------------------------------------------------
 
     def begin(self, facts: RunFacts, at: float) -> None:
-        """Start a session. A resumed run keeps its paradigm, batch, group and seed; the rest may be changed."""
-        for name in ("paradigm", "batch", "group", "seed"):
+        """Start a session. A resumed run keeps its paradigm, batch, group, seed and data; the rest may be changed."""
+        for name in ("paradigm", "batch", "group", "seed", "data_rows"):
             if self._stored is not None and getattr(self._stored, name) != getattr(facts, name):
                 raise RunError(
                     f"`{name} = {getattr(facts, name)!r}` cannot resume `{self.path}`, which was recorded with "
@@ -143,12 +143,16 @@ class Journal:
         staleness: int,
         prompt: Prompt,
         epoch: int,
+        row_number: int,
         trajectories: Sequence[int],
         seeds: Sequence[int],
         at: float,
         instance: int | None = None,
     ) -> None:
-        """A group starts: its trajectories, in the order of members and with a seed each, are `running`."""
+        """A group starts: its trajectories, in the order of members and with a seed each, are `running`.
+
+        `row_number` is the row of the data set, from 0, that the prompt was drawn from.
+        """
         self._writer.record(
             changes.group_admitted,
             group,
@@ -157,6 +161,7 @@ class Journal:
             staleness,
             prompt,
             epoch,
+            row_number,
             trajectories,
             seeds,
             at,

@@ -3,7 +3,8 @@
     run            one row a fact of the run: paradigm, staleness, batch, group, updates, seed ... (value is JSON)
     sessions       one row each time a process took the run up; `outcome` is NULL while it runs, and if it was killed
     versions       every version of the policy with the checksum of its weights
-    groups         one row an admitted prompt: version, deadline (`version + staleness`), and the prompt itself
+    groups         one row an admitted prompt: version, deadline (`version + staleness`), the prompt itself, its place
+                   in the stream of prompts (`prompt_index`), and the row of the data set that it was drawn from
     trajectories   one small row each, changed as it moves through its states
     completions    what a trajectory generated, with the version and checksum that the engine stamped on it; written
                    once, apart from `trajectories` so that a change of state never rewrites the blobs
@@ -33,7 +34,7 @@ from typing import Literal
 from stretto.errors import JournalError, RunError
 
 JOURNAL_NAME = "journal.sqlite"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 State = Literal["running", "suspended", "scoring", "scored", "training", "trained", "failed", "filtered", "dropped"]
 ENDS: tuple[State, ...] = ("trained", "failed", "filtered", "dropped")
@@ -47,9 +48,9 @@ CREATE TABLE sessions (session INTEGER PRIMARY KEY, started_at REAL NOT NULL, en
 CREATE TABLE versions (
     version INTEGER PRIMARY KEY, checksum TEXT NOT NULL, published_at REAL NOT NULL, loaded_at REAL);
 CREATE TABLE groups (
-    group_id INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, prompt_index INTEGER NOT NULL, version INTEGER NOT NULL,
-    deadline INTEGER NOT NULL, staleness INTEGER NOT NULL, prompt_text TEXT NOT NULL, prompt_tokens BLOB NOT NULL,
-    row TEXT NOT NULL, admitted_at REAL NOT NULL);
+    group_id INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, prompt_index INTEGER NOT NULL, row_number INTEGER NOT NULL,
+    version INTEGER NOT NULL, deadline INTEGER NOT NULL, staleness INTEGER NOT NULL, prompt_text TEXT NOT NULL,
+    prompt_tokens BLOB NOT NULL, row TEXT NOT NULL, admitted_at REAL NOT NULL);
 CREATE TABLE trajectories (
     trajectory INTEGER PRIMARY KEY, group_id INTEGER NOT NULL, member INTEGER NOT NULL, version INTEGER NOT NULL,
     seed INTEGER NOT NULL, state TEXT NOT NULL, retries INTEGER NOT NULL DEFAULT 0, instance INTEGER, reward REAL,
@@ -93,6 +94,7 @@ class RunFacts:
     group: int  # G, trajectories per group
     updates: int  # N
     seed: int
+    data_rows: int  # in the data set, which is one epoch
     filters: bool = False  # the recipe asked for groups without signal to be replaced
 
     @property

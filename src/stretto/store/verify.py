@@ -102,9 +102,26 @@ CHECKS: tuple[tuple[str, str], ...] = (
     ),
     (
         "2",
-        """SELECT 'groups ' || MIN(group_id) || ' and ' || MAX(group_id) || ' have the same prompt, ' || prompt_index ||
-            ' of epoch ' || epoch
-        FROM groups GROUP BY epoch, prompt_index HAVING COUNT(*) > 1""",
+        """SELECT 'group ' || group_id || ' has prompt ' || prompt_index || ' of the stream, not its own'
+        FROM groups WHERE prompt_index <> group_id""",
+    ),
+    # With the three below, and no group skipped, an epoch that is over has drawn every row exactly once.
+    (
+        "2",
+        """SELECT 'groups ' || MIN(group_id) || ' and ' || MAX(group_id) || ' are both drawn from row ' || row_number ||
+            ' in epoch ' || epoch
+        FROM groups GROUP BY epoch, row_number HAVING COUNT(*) > 1""",
+    ),
+    (
+        "2",
+        """SELECT 'group ' || group_id || ' is drawn from row ' || row_number || ' of ' || :data_rows
+        FROM groups WHERE row_number NOT BETWEEN 0 AND :data_rows - 1""",
+    ),
+    (
+        "2",
+        """SELECT 'group ' || group_id || ' is of epoch ' || epoch || ', and prompt ' || prompt_index || ' of ' ||
+            :data_rows || ' rows is of epoch ' || (prompt_index / :data_rows)
+        FROM groups WHERE epoch <> prompt_index / :data_rows""",
     ),
     (
         "2",
@@ -301,7 +318,7 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 def _read_run(db: sqlite3.Connection, path: Path) -> _Run:
     facts = {key: json.loads(value) for key, value in db.execute("SELECT key, value FROM run")}
-    names = ("paradigm", "staleness", "batch", "group", "updates", "filters")
+    names = ("paradigm", "staleness", "batch", "group", "updates", "data_rows", "filters")
     missing = [name for name in names if name not in facts]
     if missing:
         raise JournalError(f"journal `{path}` does not say what run it is of: no `{missing[0]}`")
