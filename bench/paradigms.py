@@ -40,9 +40,14 @@ from stretto.types import Batch, Request, Sample, Sampling
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
 
 
-def run(paradigm: str, seed: int, steps: int, threads: tuple[int, int] | None, folder: Path) -> dict[str, Any]:
+def run(
+    paradigm: str, seed: int, steps: int, threads: tuple[int, int] | None, folder: Path, staleness: int | None = None
+) -> dict[str, Any]:
     """One `stretto train`; its summary. No evaluation in between: it would be part of the wall time."""
-    recipe = load_recipe(RECIPE, [f"seed={seed}", f"training.steps={steps}", "evaluation.every=0"], compare_as=paradigm)
+    settings = [f"seed={seed}", f"training.steps={steps}", "evaluation.every=0"]
+    if staleness is not None:
+        settings.append(f"rollout.staleness={staleness}")
+    recipe = load_recipe(RECIPE, settings, compare_as=paradigm)
     path = folder.with_suffix(".toml")
     path.write_text(recipe.source_toml())
     command = [sys.executable, "-m", "stretto.cli", "train", str(path), "--out", str(folder)]
@@ -129,17 +134,88 @@ def ideal(recipe: Recipe, folder: Path, repeats: int) -> dict[str, Any]:
     return {"generation_tokens_per_second": generation, "training_tokens_per_second": training}
 
 
+def measure(seed: int, options: argparse.Namespace, best: tuple[int, int], root: Path) -> dict[str, Any]:
+    """Both paradigms and their parts with one seed, and multi-version with the other staleness bounds."""
+    synchronous = run("synchronous", seed, options.steps, best, root / f"sync{seed}")
+    multi = run("multi-version", seed, options.steps, None, root / f"multi{seed}")
+    alone = ideal(load_recipe(RECIPE), root / f"multi{seed}", options.repeats)
+    limit = min(max(alone["generation_tokens_per_second"]), max(alone["training_tokens_per_second"]))
+    row = {
+        "seed": seed,
+        "ratio": multi["tokens_per_second"] / synchronous["tokens_per_second"],
+        "share_of_ideal": multi["tokens_per_second"] / limit,
+        "accuracy_difference": multi["eval_after"] - synchronous["eval_after"],
+        "synchronous": synchronous,
+        "multi-version": multi,
+        **alone,
+    }
+    print(
+        f"seed {seed}: {synchronous['tokens_per_second']:,.0f} -> {multi['tokens_per_second']:,.0f} tok/s, "
+        f"{row['ratio']:.2f} x; {row['share_of_ideal']:.0%} of {limit:,.0f} (generation "
+        f"{max(alone['generation_tokens_per_second']):,.0f}, training "
+        f"{max(alone['training_tokens_per_second']):,.0f}); accuracy "
+        f"{synchronous['eval_after']:.3f} -> {multi['eval_after']:.3f}",
+        flush=True,
+    )
+    row["other_staleness"] = {}
+    for bound in options.staleness:
+        other = run("multi-version", seed, options.steps, None, root / f"multi{seed}k{bound}", bound)
+        share = other["tokens_per_second"] / limit
+        row["other_staleness"][bound] = {"share_of_ideal": share, **other}
+        print(
+            f"seed {seed}, K = {bound}: {other['tokens_per_second']:,.0f} tok/s, {share:.0%} of {limit:,.0f}, mean age "
+            f"{other['staleness']['mean']:.2f}, accuracy {other['eval_after']:.3f}",
+            flush=True,
+        )
+    return row
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def result_of(rows: Sequence[dict[str, Any]], tuning: dict[str, float], best: tuple[int, int]) -> dict[str, Any]:
+    """What is known after the seeds so far."""
+    differences = [row["accuracy_difference"] for row in rows]
+    error = statistics.stdev(differences) / math.sqrt(len(rows)) if len(rows) > 1 else None
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": "python " + " ".join(["bench/paradigms.py", *sys.argv[1:]]),
+        "hardware": f"{available_cores()} cores, {processor()}, no accelerator used",
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "ratio": spread([row["ratio"] for row in rows]),
+        "share_of_ideal": spread([row["share_of_ideal"] for row in rows]),
+        "accuracy_difference": {"mean": statistics.mean(differences), "standard_error": error},
+        "synchronous_threads": {"tried_tokens_per_second": tuning, "best": best},
+        "rows": rows,
+    }
+
+
+def processor() -> str:
+    """The processor's name, where the system tells it."""
+    names = Path("/proc/cpuinfo")
+    if names.exists():
+        for line in names.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3, help="of the measurements alone")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--staleness", type=int, nargs="*", default=[], help="other bounds K to run multi-version with")
+    parser.add_argument("--out", type=Path, help="written after every seed")
     options = parser.parse_args()
-    seeds = [int(seed) for seed in options.seeds.split(",")]
     cores = available_cores()
     settings = [(1, 1), (1, cores), (cores, cores)]
-    rows = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         tuning = {
@@ -147,56 +223,16 @@ def main() -> None:
         }
         best = max(settings, key=lambda s: tuning[str(s)])
         print(f"synchronous by (engine, trainer) threads: { {k: round(v) for k, v in tuning.items()} }; best {best}")
-        recipe = load_recipe(RECIPE)
-        for seed in seeds:
-            synchronous = run("synchronous", seed, options.steps, best, root / f"sync{seed}")
-            multi = run("multi-version", seed, options.steps, None, root / f"multi{seed}")
-            alone = ideal(recipe, root / f"multi{seed}", options.repeats)
-            limit = min(max(alone["generation_tokens_per_second"]), max(alone["training_tokens_per_second"]))
-            row = {
-                "seed": seed,
-                "ratio": multi["tokens_per_second"] / synchronous["tokens_per_second"],
-                "share_of_ideal": multi["tokens_per_second"] / limit,
-                "accuracy_difference": multi["eval_after"] - synchronous["eval_after"],
-                "synchronous": synchronous,
-                "multi-version": multi,
-                **alone,
-            }
-            rows.append(row)
-            print(
-                f"seed {seed}: {synchronous['tokens_per_second']:,.0f} -> {multi['tokens_per_second']:,.0f} tok/s, "
-                f"{row['ratio']:.2f} x; {row['share_of_ideal']:.0%} of {limit:,.0f} (generation "
-                f"{max(alone['generation_tokens_per_second']):,.0f}, training "
-                f"{max(alone['training_tokens_per_second']):,.0f}); accuracy "
-                f"{synchronous['eval_after']:.3f} -> {multi['eval_after']:.3f}",
-                flush=True,
-            )
-    ratios = [row["ratio"] for row in rows]
-    shares = [row["share_of_ideal"] for row in rows]
-    differences = [row["accuracy_difference"] for row in rows]
-    error = statistics.stdev(differences) / math.sqrt(len(rows)) if len(rows) > 1 else float("nan")
-    result = {
-        "date": time.strftime("%Y-%m-%d"),
-        "command": "python " + " ".join(["bench/paradigms.py", *sys.argv[1:]]),
-        "hardware": f"{cores} cores, {platform.processor() or platform.machine()}, no accelerator",
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
-        "share_of_ideal": {"median": statistics.median(shares), "min": min(shares), "max": max(shares)},
-        "accuracy_difference": {"mean": statistics.mean(differences), "standard_error": error},
-        "synchronous_threads": {"tried_tokens_per_second": tuning, "best": best},
-        "rows": rows,
-    }
+        for seed in (int(seed) for seed in options.seeds.split(",")):
+            rows.append(measure(seed, options, best, root))
+            result = result_of(rows, tuning, best)
+            if options.out:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(json.dumps(result, indent=2) + "\n")
     print(
         f"multi-version over synchronous: {result['ratio']}\nshare of ideal: {result['share_of_ideal']}\n"
         f"accuracy difference: {result['accuracy_difference']}"
     )
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
