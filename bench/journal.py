@@ -27,7 +27,7 @@ BATCH = 64
 async def record(folder: Path, num_groups: int, num_tokens: int) -> None:
     journal = Journal.open(folder / JOURNAL_NAME, capacity=10 * GROUP * num_groups)
     updates = num_groups // BATCH
-    journal.begin(RunFacts("multi-version", 0, False, BATCH, GROUP, updates, 0, num_groups), at=time.time())
+    journal.begin(RunFacts("multi-version", 0, False, BATCH, GROUP, updates, 0, num_groups, 0), at=time.time())
     prompt_tokens = tuple(range(128))
     tokens = np.arange(num_tokens, dtype=np.int32)
     logprobs = np.full(num_tokens, -1.0, np.float32)

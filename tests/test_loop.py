@@ -131,6 +131,7 @@ class Bench:
             plan.updates,
             seed=0,
             data_rows=prompts.num_rows,
+            retries=plan.retries,
         )
         weights = self.weights
         try:
@@ -485,7 +486,7 @@ def test_a_request_that_fails_is_tried_again_on_the_same_version_with_the_same_s
     assert bench.tally.totals.failed == 1, "trajectory 9, after three tries"
     assert broken(tmp_path) == []
     with JournalReader(tmp_path) as reader:
-        assert (reader.trajectory(6).state, reader.trajectory(6).retries) == ("trained", 2)
+        assert (reader.trajectory(6).state, reader.trajectory(6).failures) == ("trained", 2)
         assert reader.trajectory(9).state == "failed"
         assert "told to fail" in (reader.trajectory(9).error or "")
 
@@ -578,7 +579,7 @@ def test_the_clock_of_a_resumed_run_starts_with_whatever_it_does_first(tmp_path:
         first.run()
 
     def go_back(bench: Bench) -> None:
-        bench.journal.rewind(updates=0, groups=3, under_way=range(12), at=time.time())
+        bench.journal.rewind(updates=0, groups=3, under_way=dict.fromkeys(range(12), (0, 0)), at=time.time())
 
     second = Bench(
         tmp_path,

@@ -38,7 +38,6 @@ class Flight:
     reward: float | None = None  # filled by the environment
     suspended: Suspended | None = None  # filled when it left an engine before its end
     instance: int | None = None  # where it runs
-    failed: bool = False  # its last request failed: the next one is a retry
 
 
 class Flights:
@@ -94,9 +93,7 @@ class Flights:
             if flight.id not in self.under_way:
                 return
             reason = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
-            generating = flight.failed = flight.completion is None
-            self._journal.note("failure", f"trajectory {flight.id}: {reason}", at=time.time())
-            kind = core.GenerationFailed if generating else core.ScoringFailed
+            kind = core.GenerationFailed if flight.completion is None else core.ScoringFailed
             self._post(kind(flight.id, reason))
             return
         if flight.id not in self.under_way:

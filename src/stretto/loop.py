@@ -54,6 +54,7 @@ from stretto.observe.tail import Tail
 from stretto.runtime.roles import TrainerRole
 from stretto.seeds import trajectory_seed
 from stretto.store.journal import Journal
+from stretto.store.schema import Attempt
 from stretto.types import Batch, Sample, Sampling, Weights
 
 log = logging.getLogger(__name__)
@@ -148,7 +149,9 @@ class Loop:
             while self._finish is None:
                 await self._next_event()
                 while self._events and self._failure is None and self._finish is None:
-                    for command in self.brain.handle(self._events.popleft()):
+                    event = self._events.popleft()
+                    self._record_failure(event)
+                    for command in self.brain.handle(event):
                         self._execute(command)
                 await self._journal.room()
                 if self._failure is not None:
@@ -166,6 +169,12 @@ class Loop:
         """Something happened. From the loop's thread only."""
         self._events.append(event)
         self._wake.set()
+
+    def _record_failure(self, event: core.Event) -> None:
+        """Record a failed attempt as the core counts it, so that a checkpoint and the journal agree."""
+        if isinstance(event, core.GenerationFailed | core.ScoringFailed) and event.trajectory in self.flights:
+            kind: Attempt = "generation" if isinstance(event, core.GenerationFailed) else "scoring"
+            self._journal.attempt_failed(event.trajectory, kind, event.reason, at=time.time())
 
     def stop(self) -> None:
         """End at the next update boundary. Safe to call twice."""
@@ -270,8 +279,7 @@ class Loop:
             self.post(core.Generated(flight.id, len(flight.completion.tokens)))
             self._score(flight)
             return
-        self._journal.moved(flight.id, "running", at=time.time(), instance=command.instance, retry=flight.failed)
-        flight.failed = False
+        self._journal.moved(flight.id, "running", at=time.time(), instance=command.instance)
         self._launch(flight, command.version, command.instance)
 
     def _launch(self, flight: Flight, version: int, instance: int) -> None:

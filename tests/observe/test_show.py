@@ -29,7 +29,7 @@ def render(what: RenderableType) -> str:
 def run_folder(tmp_path: Path):
     """Two updates of one group of two; the second one is still training, and a group is running."""
     journal = Journal.open(tmp_path / JOURNAL_NAME)
-    journal.begin(RunFacts("multi-version", 1, False, 1, 2, 3, 0, 9), at=1.0)
+    journal.begin(RunFacts("multi-version", 1, False, 1, 2, 3, 0, 9, 0), at=1.0)
     journal.version_published(0, "sum0", at=1.0)
     journal.evaluation(0, "before", at=2.0, reward=0.125, num=16, seconds=1.5)
     for group in range(3):
@@ -97,7 +97,7 @@ def test_only_as_many_samples_as_asked_for_are_shown(run_folder):
 
 def test_a_very_long_completion_is_cut_in_the_middle(tmp_path):
     with Journal.open(tmp_path / JOURNAL_NAME) as journal:
-        journal.begin(RunFacts("synchronous", 0, False, 1, 1, 1, 0, 9), at=1.0)
+        journal.begin(RunFacts("synchronous", 0, False, 1, 1, 1, 0, 9, 0), at=1.0)
         prompt = Prompt(0, "count", (1,), {})
         journal.group_admitted(
             0,
@@ -133,7 +133,7 @@ def test_what_is_not_there_is_said_by_name(run_folder, tmp_path):
 
 def test_a_run_without_updates_has_an_overview(tmp_path):
     with Journal.open(tmp_path / JOURNAL_NAME) as journal:
-        journal.begin(RunFacts("drop", 4, True, 1, 1, 3, 0, 9), at=1.0)
+        journal.begin(RunFacts("drop", 4, True, 1, 1, 3, 0, 9, 0), at=1.0)
     text = render(show(tmp_path))
     assert "drop, gives up law 2, staleness auto, at most 4" in text
     assert "0 started" in text

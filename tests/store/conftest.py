@@ -12,7 +12,9 @@ import pytest
 from stretto.store.journal import JOURNAL_NAME, Journal, RunFacts
 from stretto.types import Completion, Prompt
 
-FACTS = RunFacts(paradigm="multi-version", staleness=2, auto=False, batch=2, group=3, updates=4, seed=7, data_rows=8)
+FACTS = RunFacts(
+    paradigm="multi-version", staleness=2, auto=False, batch=2, group=3, updates=4, seed=7, data_rows=8, retries=1
+)
 
 
 class Recorder:

@@ -20,7 +20,9 @@ from stretto.errors import JournalError, RunError
 from stretto.store.journal import JOURNAL_NAME, Journal, JournalReader, RunFacts
 from stretto.types import Completion, Prompt
 
-FACTS = RunFacts(paradigm="multi-version", staleness=2, auto=False, batch=2, group=3, updates=4, seed=7, data_rows=8)
+FACTS = RunFacts(
+    paradigm="multi-version", staleness=2, auto=False, batch=2, group=3, updates=4, seed=7, data_rows=8, retries=1
+)
 
 
 def test_what_was_recorded_is_read_back(recorder, tmp_path):
@@ -28,7 +30,8 @@ def test_what_was_recorded_is_read_back(recorder, tmp_path):
     run.publish(0)
     run.admit(0)
     run.journal.moved(1, "running", at=2.0, reason="instance 0 was lost", instance=4)
-    run.journal.moved(2, "running", at=2.0, reason="out of memory", retry=True)
+    run.journal.attempt_failed(2, "generation", "out of memory", at=2.0)
+    run.journal.moved(2, "running", at=2.0)
     run.generate(0, token_versions=[0, 0, 1, 1])
     run.journal.scored(0, 0.75, at=3.0)
     run.journal.flush()
@@ -44,7 +47,8 @@ def test_what_was_recorded_is_read_back(recorder, tmp_path):
         assert reader.counts() == {"running": 2, "scored": 1}
         assert reader.ids("scored", "scoring") == [0]
         assert reader.trajectory(1).instance == 4
-        assert reader.trajectory(2).retries == 1
+        assert reader.trajectory(2).failures == 1
+        assert reader.failures() == [(2, "generation", "out of memory")]
         assert reader.facts() == FACTS
         assert reader.versions() == {0: "sum0"}
         assert reader.num_groups() == 1
@@ -374,11 +378,13 @@ def test_rewinding_keeps_tokens_and_rewards_of_the_groups_that_the_checkpoint_kn
     for group in (2, 3):  # outstanding when the checkpoint is made
         run.admit(group)
     run.generate(6)
-    under_way = run.ids(2) + run.ids(3)
+    under_way = dict.fromkeys(run.ids(2) + run.ids(3), (0, 0)) | {11: (1, 0)}
+    run.journal.attempt_failed(11, "generation", "once", at=5.0)
     run.journal.scored(6, 1.0, at=5.0)  # from here on after the checkpoint
     for id in (7, 8, 9, 10):
         run.generate(id)
         run.journal.scored(id, 0.5, at=5.0)
+    run.journal.attempt_failed(11, "generation", "twice", at=5.0)
     run.journal.failed(11, "out of tries", at=5.0)
     run.journal.batch_taken(1, [6, 7, 8, 9, 10], at=6.0)
     run.done(1)
@@ -396,6 +402,7 @@ def test_rewinding_keeps_tokens_and_rewards_of_the_groups_that_the_checkpoint_kn
         assert reader.num_groups() == 4
         assert reader.versions() == {0: "sum0", 1: "sum1"}
         assert reader.evaluations() == []
+        assert [reason for _, _, reason in reader.failures()] == ["once"], "what the checkpoint knows"
     run.journal.rewind(updates=1, groups=4, under_way=under_way, at=8.0)  # a second time changes nothing
     run.generate(11)
     run.journal.scored(11, 0.0, at=9.0)
@@ -413,7 +420,7 @@ WRITING = """
 import sys
 from stretto.store.journal import Journal, RunFacts
 journal = Journal.open(sys.argv[1], interval_s=0.01)
-journal.begin(RunFacts("multi-version", 2, False, 2, 3, 4, 7, 8), at=1.0)
+journal.begin(RunFacts("multi-version", 2, False, 2, 3, 4, 7, 8, 1), at=1.0)
 for i in range(300):
     journal.note("durable", str(i), at=float(i))
 journal.flush()

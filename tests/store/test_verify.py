@@ -13,7 +13,9 @@ from stretto.errors import JournalError, RunError
 from stretto.store.journal import JOURNAL_NAME, RunFacts
 from stretto.store.verify import LEGAL_MOVES, Finding, exit_code, format_findings, verify
 
-FACTS = RunFacts(paradigm="multi-version", staleness=2, auto=False, batch=2, group=3, updates=4, seed=7, data_rows=8)
+FACTS = RunFacts(
+    paradigm="multi-version", staleness=2, auto=False, batch=2, group=3, updates=4, seed=7, data_rows=8, retries=1
+)
 
 
 def damage(folder: Path, *statements: str) -> list[Finding]:
@@ -44,6 +46,8 @@ def test_a_finished_run_keeps_every_law(finished_run):
 BLOB_OF_TWOS = np.array([2, 2, 2, 2], dtype="<i4").tobytes().hex()
 NAN_LOGPROBS = np.array([-1, np.nan, -1, -1], dtype="<f4").tobytes().hex()
 POSITIVE_LOGPROBS = np.array([-1, 0.5, -1, -1], dtype="<f4").tobytes().hex()
+
+FAILED_TRY = "INSERT INTO failures (trajectory, kind, at, reason) VALUES (12, 'generation', 1, 'out of memory')"
 
 DAMAGES = {
     # law 1: trajectory 12 has four tokens and the version 1 of its group 4; group 6 has version 3
@@ -81,6 +85,14 @@ DAMAGES = {
     ),
     "2 a row that the data set does not have": (["UPDATE groups SET row_number = 8 WHERE group_id = 4"], "row 8 of 8"),
     "2 an epoch begun too early": (["UPDATE groups SET epoch = 1 WHERE group_id = 4"], "group 4 is of epoch 1"),
+    "2 more tries than the recipe allows": (
+        [FAILED_TRY] * 3,
+        "trajectory 12 failed 3 times in generation, the recipe allows 2",
+    ),
+    "2 trained after its last try failed": (
+        [FAILED_TRY] * 2,
+        "trajectory 12 is trained after its last try in generation failed",
+    ),
     "2 no reward": (["UPDATE trajectories SET reward = NULL WHERE trajectory = 12"], "12"),
     "2 an endless reward": (["UPDATE trajectories SET reward = 9e999 WHERE trajectory = 12"], "12"),
     "2 a reward that is no number": (["UPDATE trajectories SET reward = 'good' WHERE trajectory = 12"], "12"),
@@ -226,10 +238,14 @@ def test_a_group_trains_with_the_rest_of_its_members_when_some_failed(recorder, 
     run.admit(1)
     run.finish(0)
     run.generate(3)
-    run.journal.moved(4, "running", at=run.now(), reason="out of memory", retry=True)
+    run.journal.attempt_failed(4, "generation", "out of memory", at=run.now())
+    run.journal.moved(4, "running", at=run.now())
+    run.journal.attempt_failed(4, "generation", "out of memory", at=run.now())
     run.journal.failed(4, "out of memory", at=run.now())
     run.journal.scored(3, 1.0, at=run.now())
     run.generate(5)
+    run.journal.attempt_failed(5, "scoring", "the reward hung", at=run.now())
+    run.journal.attempt_failed(5, "scoring", "the reward hung", at=run.now())
     run.journal.failed(5, "the reward hung", at=run.now())
     run.journal.batch_taken(0, [0, 1, 2, 3], at=run.now())
     run.done(0)
@@ -238,6 +254,9 @@ def test_a_group_trains_with_the_rest_of_its_members_when_some_failed(recorder, 
     findings = verify(tmp_path)
     assert broken(findings) == set(), format_findings(findings)
     assert "4 trained, 2 failed" in format_findings(findings)
+    findings = damage(tmp_path, "UPDATE failures SET kind = 'scoring' WHERE id = 2")
+    assert broken(findings) == {"2"}
+    assert "trajectory 4 is failed before its 1 retries were used" in format_findings(findings)
 
 
 def test_part_of_a_group_cannot_train_without_the_rest(recorder, tmp_path):
@@ -366,7 +385,7 @@ def test_a_run_that_went_back_to_a_checkpoint_keeps_every_law_and_says_so(record
     run.update(0)
     run.admit(2)
     run.admit(3)
-    under_way = run.ids(2) + run.ids(3)
+    under_way = dict.fromkeys(run.ids(2) + run.ids(3), (0, 0))
     run.finish(2)
     run.finish(3)
     run.take(1)

@@ -44,10 +44,12 @@ def _overview(reader: JournalReader) -> RenderableType:
             table.add_row(record.kind, str(record.version), reward, str(record.num), f"{record.seconds:.1f}")
         parts.append(table)
     parts.append(_ends(reader.counts()))
-    if notes := reader.notes():
+    notes = [(kind, text) for _, kind, text in reader.notes()]
+    notes += [(f"{kind} failed", f"trajectory {trajectory}: {why}") for trajectory, kind, why in reader.failures()]
+    if notes:
         table = _table("note", "times", "the last one")
-        for kind in sorted({kind for _, kind, _ in notes}):
-            texts = [text for _, one, text in notes if one == kind]
+        for kind in sorted({kind for kind, _ in notes}):
+            texts = [text for one, text in notes if one == kind]
             table.add_row(Text(_clean(kind)), str(len(texts)), Text(_clean(texts[-1])))
         parts.append(table)
     return Group(*parts)

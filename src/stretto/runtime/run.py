@@ -345,7 +345,11 @@ async def _run(
     else:
         brain, totals = Brain.restore(plan, checkpoint.snapshot), Totals.from_json(checkpoint.totals)
         # What failed before the checkpoint stays failed, though the rest of its group is still under way.
-        under_way = [id for id, each in brain.ledger.trajectories.items() if each.state is not State.FAILED]
+        under_way = {
+            id: (each.generation_failures, each.scoring_failures)
+            for id, each in brain.ledger.trajectories.items()
+            if each.state is not State.FAILED
+        }
         journal.rewind(updates=brain.newest, groups=brain.next_group, under_way=under_way, at=time.time())
         await journal.durable()
         metrics.rewind(brain.newest)
@@ -452,6 +456,7 @@ def _facts(recipe: Recipe, data_rows: int) -> RunFacts:
         updates=plan.updates,
         seed=recipe.seed,
         data_rows=data_rows,
+        retries=plan.retries,
     )
 
 

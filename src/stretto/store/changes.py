@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from stretto import __version__
 from stretto.errors import JournalError
-from stretto.store.schema import ENDS, EvaluationKind, RunFacts, State
+from stretto.store.schema import ENDS, Attempt, EvaluationKind, RunFacts, State
 from stretto.types import Completion, Prompt
 
 _NOT_ENDED = f"state NOT IN {ENDS!r}"
@@ -45,10 +45,11 @@ def finished(db: sqlite3.Connection, stopped: bool, at: float) -> None:
     )
 
 
-def rewind(db: sqlite3.Connection, updates: int, groups: int, under_way: tuple[int, ...], at: float) -> None:
+def rewind(db: sqlite3.Connection, updates: int, groups: int, under_way: dict[int, tuple[int, int]], at: float) -> None:
     erased = "(SELECT trajectory FROM trajectories WHERE group_id >= ?)"
     db.execute(f"DELETE FROM completions WHERE trajectory IN {erased}", (groups,))
     db.execute(f"DELETE FROM transitions WHERE trajectory IN {erased}", (groups,))
+    db.execute(f"DELETE FROM failures WHERE trajectory IN {erased}", (groups,))
     num_trajectories = db.execute("DELETE FROM trajectories WHERE group_id >= ?", (groups,)).rowcount
     num_groups = db.execute("DELETE FROM groups WHERE group_id >= ?", (groups,)).rowcount
     db.execute("DELETE FROM members WHERE update_id >= ?", (updates,))
@@ -64,7 +65,14 @@ def rewind(db: sqlite3.Connection, updates: int, groups: int, under_way: tuple[i
         )
         db.execute("UPDATE trajectories SET reward = NULL, scored_at = NULL WHERE trajectory = ?", (trajectory,))
     num_reopened = 0
-    for trajectory in under_way:
+    for trajectory, known in under_way.items():
+        for kind, count in zip(("generation", "scoring"), known, strict=True):
+            # The attempts that the checkpoint does not know are made again.
+            db.execute(
+                "DELETE FROM failures WHERE trajectory = ?1 AND kind = ?2 AND id NOT IN (SELECT id FROM failures "
+                "WHERE trajectory = ?1 AND kind = ?2 ORDER BY id LIMIT ?3)",
+                (trajectory, kind, count),
+            )
         num_reopened += db.execute(
             f"DELETE FROM transitions WHERE trajectory = ? AND to_state IN {('training', *ENDS)!r}", (trajectory,)
         ).rowcount
@@ -173,12 +181,15 @@ def moved(
     at: float,
     reason: str,
     instance: int | None,
-    retry: bool,
 ) -> None:
     _change_state(db, trajectory, to_state, at, reason)
+    db.execute("UPDATE trajectories SET instance = COALESCE(?, instance) WHERE trajectory = ?", (instance, trajectory))
+
+
+def attempt_failed(db: sqlite3.Connection, trajectory: int, kind: Attempt, reason: str, at: float) -> None:
     db.execute(
-        "UPDATE trajectories SET instance = COALESCE(?, instance), retries = retries + ? WHERE trajectory = ?",
-        (instance, int(retry), trajectory),
+        "INSERT INTO failures (trajectory, kind, at, reason) VALUES (?, ?, ?, ?)",
+        (trajectory, kind, at, storable(reason)),
     )
 
 

@@ -18,7 +18,7 @@ import math
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,7 +26,16 @@ from typing import Any
 from stretto.errors import JournalError, RunError
 from stretto.store import changes
 from stretto.store.reader import JournalReader as JournalReader
-from stretto.store.schema import JOURNAL_NAME, SCHEMA, SCHEMA_VERSION, EvaluationKind, RunFacts, State, check_schema
+from stretto.store.schema import (
+    JOURNAL_NAME,
+    SCHEMA,
+    SCHEMA_VERSION,
+    Attempt,
+    EvaluationKind,
+    RunFacts,
+    State,
+    check_schema,
+)
 from stretto.store.writer import Writer
 from stretto.types import Completion, Prompt
 
@@ -118,13 +127,14 @@ class Journal:
         """End the session: all updates are done, or (`stopped`) the run was asked to stop."""
         self._writer.record(changes.finished, stopped, at)
 
-    def rewind(self, updates: int, groups: int, under_way: Iterable[int], at: float) -> None:
+    def rewind(self, updates: int, groups: int, under_way: Mapping[int, tuple[int, int]], at: float) -> None:
         """Go back to a checkpoint made after `updates` updates, when `groups` groups had been admitted.
 
-        `under_way` are the trajectories that had not ended at that time. What was recorded of them since is kept, but
-        for their end: each has the state that its tokens and reward give it. Nothing happens if nothing came after.
+        `under_way` are the trajectories that had not ended at that time, each with the failed attempts to generate and
+        to score it until then. What was recorded of them since is kept, but for their end and for later failures:
+        each has the state that its tokens and reward give it. Nothing happens if nothing came after.
         """
-        self._writer.record(changes.rewind, updates, groups, tuple(under_way), at)
+        self._writer.record(changes.rewind, updates, groups, dict(under_way), at)
 
     def version_published(self, version: int, checksum: str, at: float) -> None:
         """Version `version` exists, with these weights."""
@@ -177,10 +187,13 @@ class Journal:
         at: float,
         reason: str = "",
         instance: int | None = None,
-        retry: bool = False,
     ) -> None:
-        """A trajectory changed its state or its instance, or (`retry`) is tried again after a failure."""
-        self._writer.record(changes.moved, trajectory, to_state, at, reason, instance, retry)
+        """A trajectory changed its state or its instance."""
+        self._writer.record(changes.moved, trajectory, to_state, at, reason, instance)
+
+    def attempt_failed(self, trajectory: int, kind: Attempt, reason: str, at: float) -> None:
+        """An attempt to generate or to score a trajectory failed. What follows is another, or `failed`."""
+        self._writer.record(changes.attempt_failed, trajectory, kind, reason, at)
 
     def generated(self, trajectory: int, completion: Completion, text: str, at: float) -> None:
         """A trajectory has its last token and is `scoring`. The completion's arrays must not change afterwards."""
@@ -229,7 +242,7 @@ class Journal:
         self._writer.record(changes.evaluation, version, kind, at, reward, num, seconds)
 
     def note(self, kind: str, text: str, at: float) -> None:
-        """Something a person will want to read: a wait, a move, a retry."""
+        """Something a person will want to read: a wait, a move."""
         self._writer.record(changes.note, kind, text, at)
 
 

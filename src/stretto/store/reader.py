@@ -32,7 +32,7 @@ class TrajectoryRecord:
     version: int
     seed: int
     state: str
-    retries: int
+    failures: int  # attempts to generate or to score it
     instance: int | None
     reward: float | None
     error: str | None
@@ -205,7 +205,8 @@ class JournalReader:
         return groups
 
     def _trajectories(self, where: str, *args: Any) -> list[TrajectoryRecord]:
-        columns = "trajectory, group_id, member, version, seed, state, retries, instance, reward, error"
+        failures = "(SELECT COUNT(*) FROM failures WHERE failures.trajectory = trajectories.trajectory)"
+        columns = f"trajectory, group_id, member, version, seed, state, {failures}, instance, reward, error"
         return [TrajectoryRecord(*row) for row in self._rows(f"SELECT {columns} FROM trajectories {where}", *args)]
 
     def load_completion(self, trajectory: int) -> tuple[Completion, float | None]:
@@ -274,6 +275,11 @@ class JournalReader:
     def notes(self) -> list[tuple[float, str, str]]:
         """(at, kind, text) of every note, in order."""
         return [(at, kind, text) for at, kind, text in self._rows("SELECT at, kind, text FROM notes ORDER BY id")]
+
+    def failures(self) -> list[tuple[int, str, str]]:
+        """(trajectory, kind, reason) of every attempt that failed, in order."""
+        rows = self._rows("SELECT trajectory, kind, reason FROM failures ORDER BY id")
+        return [(trajectory, kind, reason) for trajectory, kind, reason in rows]
 
 
 def _completion(trajectory: int, row: tuple[Any, ...]) -> Completion:

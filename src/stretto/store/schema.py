@@ -9,13 +9,14 @@
     completions    what a trajectory generated, with the version and checksum that the engine stamped on it; written
                    once, apart from `trajectories` so that a change of state never rewrites the blobs
     transitions    every change of state; `seq` is the order in which they were recorded, whatever the clocks say
+    failures       every attempt that failed: to generate a trajectory, or to score it
     updates        one row a batch taken; `finished_at` is NULL until the trainer is done with it
     members        the trajectories of each batch in order; `use` 0 is the training that law 2 speaks of, later uses are
                    those of a replay buffer. (trajectory, use) is unique: the file refuses to train one twice
     evaluations    before, during, after, skipped
     rewinds        one row each time that a killed run went back to its last checkpoint, with what was erased by that:
                    the updates after the checkpoint, whose weights are gone, and the groups admitted after it
-    notes          waits, moves and retries in words, for people
+    notes          waits and moves in words, for people
 
 States: `running` (admitted; on an instance or queued there), `suspended` (between instances, or its run was stopped),
 `scoring` (has its last token), `scored`, `training` (in a batch that was taken), and the ends `trained`, `failed`,
@@ -40,6 +41,8 @@ State = Literal["running", "suspended", "scoring", "scored", "training", "traine
 ENDS: tuple[State, ...] = ("trained", "failed", "filtered", "dropped")
 UNDER_WAY: tuple[State, ...] = ("running", "suspended", "scoring", "scored", "training")
 
+Attempt = Literal["generation", "scoring"]
+
 EvaluationKind = Literal["before", "during", "after", "skipped"]
 
 SCHEMA = """
@@ -53,8 +56,8 @@ CREATE TABLE groups (
     prompt_tokens BLOB NOT NULL, row TEXT NOT NULL, admitted_at REAL NOT NULL);
 CREATE TABLE trajectories (
     trajectory INTEGER PRIMARY KEY, group_id INTEGER NOT NULL, member INTEGER NOT NULL, version INTEGER NOT NULL,
-    seed INTEGER NOT NULL, state TEXT NOT NULL, retries INTEGER NOT NULL DEFAULT 0, instance INTEGER, reward REAL,
-    scored_at REAL, ended_at REAL, error TEXT, dropped_tokens INTEGER);
+    seed INTEGER NOT NULL, state TEXT NOT NULL, instance INTEGER, reward REAL, scored_at REAL,
+    ended_at REAL, error TEXT, dropped_tokens INTEGER);
 CREATE INDEX trajectories_by_group ON trajectories (group_id, member);
 CREATE INDEX trajectories_by_state ON trajectories (state);
 CREATE TABLE completions (
@@ -65,6 +68,9 @@ CREATE TABLE transitions (
     seq INTEGER PRIMARY KEY, trajectory INTEGER NOT NULL, from_state TEXT, to_state TEXT NOT NULL, at REAL NOT NULL,
     reason TEXT NOT NULL);
 CREATE INDEX transitions_by_trajectory ON transitions (trajectory);
+CREATE TABLE failures (
+    id INTEGER PRIMARY KEY, trajectory INTEGER NOT NULL, kind TEXT NOT NULL, at REAL NOT NULL, reason TEXT NOT NULL);
+CREATE INDEX failures_by_trajectory ON failures (trajectory, kind);
 CREATE TABLE updates (
     update_id INTEGER PRIMARY KEY, taken_at REAL NOT NULL, finished_at REAL, metrics TEXT NOT NULL DEFAULT '{}');
 CREATE TABLE members (
@@ -95,6 +101,7 @@ class RunFacts:
     updates: int  # N
     seed: int
     data_rows: int  # in the data set, which is one epoch
+    retries: int  # tries after the first, to generate a trajectory and again to score it
     filters: bool = False  # the recipe asked for groups without signal to be replaced
 
     @property

@@ -144,7 +144,8 @@ CHECKS: tuple[tuple[str, str], ...] = (
         "2",
         """SELECT 'trajectory ' || trajectory || ' is recorded in ' || what || ' and was never admitted' FROM (
             SELECT trajectory, 'transitions' AS what FROM transitions
-            UNION SELECT trajectory, 'completions' FROM completions UNION SELECT trajectory, 'a batch' FROM members)
+            UNION SELECT trajectory, 'completions' FROM completions UNION SELECT trajectory, 'a batch' FROM members
+            UNION SELECT trajectory, 'failures' FROM failures)
         WHERE trajectory NOT IN (SELECT trajectory FROM trajectories)""",
     ),
     (
@@ -206,6 +207,25 @@ CHECKS: tuple[tuple[str, str], ...] = (
         "2",
         """SELECT 'the run is finished with ' || done || ' of ' || :updates || ' updates'
         FROM (SELECT COUNT(finished_at) AS done FROM updates) WHERE :finished AND done <> :updates""",
+    ),
+    (
+        "2",
+        """SELECT 'trajectory ' || trajectory || ' failed ' || COUNT(*) || ' times in ' || kind ||
+            ', the recipe allows ' || (:retries + 1)
+        FROM failures GROUP BY trajectory, kind HAVING COUNT(*) > :retries + 1""",
+    ),
+    (
+        "2",
+        """SELECT 'trajectory ' || trajectory || ' is ' || state || ' after its last try in ' || kind || ' failed'
+        FROM trajectories JOIN (SELECT trajectory, kind FROM failures GROUP BY trajectory, kind
+            HAVING COUNT(*) > :retries) USING (trajectory)
+        WHERE state IN ('scored', 'training', 'trained')""",
+    ),
+    (
+        "2",
+        """SELECT 'trajectory ' || trajectory || ' is failed before its ' || :retries || ' retries were used'
+        FROM trajectories WHERE state = 'failed' AND trajectory NOT IN (
+            SELECT trajectory FROM failures GROUP BY trajectory, kind HAVING COUNT(*) > :retries)""",
     ),
     (
         "2",
@@ -318,7 +338,7 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 def _read_run(db: sqlite3.Connection, path: Path) -> _Run:
     facts = {key: json.loads(value) for key, value in db.execute("SELECT key, value FROM run")}
-    names = ("paradigm", "staleness", "batch", "group", "updates", "data_rows", "filters")
+    names = ("paradigm", "staleness", "batch", "group", "updates", "data_rows", "retries", "filters")
     missing = [name for name in names if name not in facts]
     if missing:
         raise JournalError(f"journal `{path}` does not say what run it is of: no `{missing[0]}`")
