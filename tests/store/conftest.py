@@ -40,6 +40,7 @@ class Recorder:
 
     def publish(self, version: int) -> None:
         self.journal.version_published(version, f"sum{version}", at=self.now())
+        self.journal.version_loaded(version, f"sum{version}", at=self.now())
 
     def admit(self, group: int) -> None:
         version = self.version_of(group)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from stretto.errors import JournalError, RunError
+from stretto.store.checks import LEGAL_MOVES
 from stretto.store.journal import JOURNAL_NAME, RunFacts
-from stretto.store.verify import LEGAL_MOVES, Finding, exit_code, format_findings, verify
+from stretto.store.verify import Finding, exit_code, format_findings, verify
 
 FACTS = RunFacts(
     paradigm="multi-version", staleness=2, auto=False, batch=2, group=3, updates=4, seed=7, data_rows=8, retries=1
@@ -65,7 +66,31 @@ DAMAGES = {
     "1 lengths that disagree": (["UPDATE completions SET num_tokens = 7 WHERE trajectory = 12"], "12"),
     "1 log-probabilities cut short": (["UPDATE completions SET logprobs = x'0000' WHERE trajectory = 12"], "12"),
     "1 one seed twice": (["UPDATE trajectories SET seed = 1000 WHERE trajectory = 5"], "5"),
+    "1 started before its version was loaded": (
+        ["UPDATE versions SET loaded_after = 9999 WHERE version = 3"],
+        "trajectory 18 started before an engine held its version 3",
+    ),
+    "1 started under a version that was never loaded": (
+        ["UPDATE versions SET loaded_after = NULL WHERE version = 3"],
+        "trajectory 18 started before an engine held its version 3",
+    ),
+    "1 published before it was trained": (
+        ["UPDATE versions SET published_after = 3 WHERE version = 2"],
+        "version 2 was published before update 1 had trained it",
+    ),
+    "1 a version that no update made": (
+        ["INSERT INTO versions VALUES (5, 'sum5', 99, 9999, NULL, NULL)"],
+        "version 5 was published before update 4",
+    ),
+    "1 the last update's version was never published": (
+        ["DELETE FROM versions WHERE version = 4"],
+        "update 3 is finished and version 4 was never published",
+    ),
     # law 2
+    "2 a batch out of order": (
+        ["UPDATE members SET position = 99 WHERE update_id = 2 AND position = 0"],
+        "in the batch of update 2 trajectory 15",
+    ),
     "2 a member deleted": (["DELETE FROM members WHERE trajectory = 12"], "12"),
     "2 a trajectory deleted": (["DELETE FROM trajectories WHERE trajectory = 12"], "12"),
     "2 a prompt skipped": (
@@ -144,6 +169,7 @@ DAMAGES = {
         [
             "UPDATE updates SET update_id = 4 WHERE update_id = 3",
             "UPDATE members SET update_id = 4 WHERE update_id = 3",
+            "INSERT INTO versions VALUES (5, 'sum5', 99, 9999, NULL, NULL)",
         ],
         "update 3 is missing",
     ),
@@ -157,6 +183,7 @@ DAMAGES = {
             "UPDATE groups SET version = 0, deadline = 2 WHERE group_id = 6",
             "UPDATE trajectories SET version = 0 WHERE group_id = 6",
             "UPDATE completions SET version = 0, checksum = 'sum0' WHERE trajectory BETWEEN 18 AND 20",
+            "UPDATE members SET position = position + 10 WHERE trajectory > 20",
         ],
         "18",
     ),
@@ -165,6 +192,7 @@ DAMAGES = {
             "UPDATE groups SET version = 4, deadline = 6 WHERE group_id = 6",
             "UPDATE trajectories SET version = 4 WHERE group_id = 6",
             "UPDATE completions SET version = 4, checksum = 'sum4' WHERE trajectory BETWEEN 18 AND 20",
+            "UPDATE versions SET loaded_after = 0 WHERE version = 4",
         ],
         "18",
     ),
@@ -173,8 +201,8 @@ DAMAGES = {
     "3 a deadline before its update": (["UPDATE groups SET deadline = 1, staleness = -1 WHERE group_id = 4"], "4"),
     # exactly once
     "once a trajectory twice in a batch": (
-        ["DROP INDEX members_train_once", "INSERT INTO members VALUES (2, 99, 12, 0)"],
-        "12",
+        ["DROP INDEX members_train_once", "INSERT INTO members VALUES (2, 99, 14, 0)"],
+        "14",
     ),
 }
 
@@ -307,11 +335,9 @@ def test_a_batch_in_training_is_no_break(recorder, tmp_path):
 def test_a_group_that_missed_its_deadline_is_seen_before_it_is_trained(recorder, tmp_path):
     run = recorder(replace(FACTS, staleness=0))
     run.publish(0)
-    for group in (0, 1, 2):
-        run.admit(group)
-        run.finish(group)
-    run.take(0)
-    run.done(0)
+    run.update(0)
+    run.admit(2)
+    run.finish(2)
     run.journal.flush()
     assert broken(verify(tmp_path)) == set()
     late = damage(tmp_path, "UPDATE groups SET version = 0, deadline = 0 WHERE group_id = 2")
@@ -319,23 +345,23 @@ def test_a_group_that_missed_its_deadline_is_seen_before_it_is_trained(recorder,
 
 
 def test_partial_counts_mixed_trajectories_and_exits_0(recorder, tmp_path):
-    run = recorder(replace(FACTS, paradigm="partial", updates=1))
+    run = recorder(replace(FACTS, paradigm="partial", updates=2))
     run.publish(0)
-    run.publish(1)
-    run.admit(0)
-    run.admit(1)
-    for id in range(6):
-        run.generate(id, token_versions=[0, 0, 0] + [1] * (1 + id % 3) if id < 2 else None)
+    run.admit(2)  # under version 0, as are the first two
+    run.update(0)
+    run.admit(3)
+    for id in (*run.ids(2), *run.ids(3)):
+        run.generate(id, token_versions=[0, 0, 0] + [1] * (1 + id % 3) if id in (6, 7) else None)
         run.journal.scored(id, 1.0, at=run.now())
-    run.take(0)
-    run.done(0)
+    run.take(1)
+    run.done(1)
     run.journal.finished(stopped=False, at=run.now())
     run.journal.close()
     findings = verify(tmp_path)
     assert exit_code(findings) == 0, format_findings(findings)
     assert "broken by paradigm: 2" in format_findings(findings).splitlines()[0]
     backwards = np.array([1, 1, 0, 0], dtype="<i4").tobytes().hex()
-    findings = damage(tmp_path, f"UPDATE completions SET token_versions = x'{backwards}' WHERE trajectory = 0")
+    findings = damage(tmp_path, f"UPDATE completions SET token_versions = x'{backwards}' WHERE trajectory = 6")
     assert broken(findings) == {"1"}, "versions that go backwards are nobody's paradigm"
     findings = damage(tmp_path, "UPDATE run SET value = '\"multi-version\"' WHERE key = 'paradigm'")
     assert broken(findings) == {"1"}

@@ -20,6 +20,7 @@ from stretto.store.schema import ENDS, Attempt, EvaluationKind, RunFacts, State
 from stretto.types import Completion, Prompt
 
 _NOT_ENDED = f"state NOT IN {ENDS!r}"
+_LAST = "COALESCE((SELECT MAX(seq) FROM transitions), 0)"
 
 
 def blob(values: Sequence[int] | NDArray[Any], kind: str) -> bytes:
@@ -93,13 +94,17 @@ def rewind(db: sqlite3.Connection, updates: int, groups: int, under_way: dict[in
 
 def version_published(db: sqlite3.Connection, version: int, checksum: str, at: float) -> None:
     db.execute(
-        "INSERT OR IGNORE INTO versions (version, checksum, published_at) VALUES (?, ?, ?)", (version, checksum, at)
+        f"INSERT OR IGNORE INTO versions (version, checksum, published_at, published_after) VALUES (?, ?, ?, {_LAST})",
+        (version, checksum, at),
     )
     _expect_checksum(db, version, checksum, "published")
 
 
 def version_loaded(db: sqlite3.Connection, version: int, checksum: str, at: float) -> None:
-    db.execute("UPDATE versions SET loaded_at = COALESCE(loaded_at, ?) WHERE version = ?", (at, version))
+    db.execute(
+        f"UPDATE versions SET loaded_at = ?, loaded_after = {_LAST} WHERE version = ? AND loaded_at IS NULL",
+        (at, version),
+    )
     _expect_checksum(db, version, checksum, "loaded")
 
 

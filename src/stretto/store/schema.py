@@ -2,13 +2,15 @@
 
     run            one row a fact of the run: paradigm, staleness, batch, group, updates, seed ... (value is JSON)
     sessions       one row each time a process took the run up; `outcome` is NULL while it runs, and if it was killed
-    versions       every version of the policy with the checksum of its weights
+    versions       every version of the policy with the checksum of its weights; `published_after` and `loaded_after`
+                   are the last transition recorded before it was published, and before an engine first held it
     groups         one row an admitted prompt: version, deadline (`version + staleness`), the prompt itself, its place
                    in the stream of prompts (`prompt_index`), and the row of the data set that it was drawn from
     trajectories   one small row each, changed as it moves through its states
     completions    what a trajectory generated, with the version and checksum that the engine stamped on it; written
                    once, apart from `trajectories` so that a change of state never rewrites the blobs
-    transitions    every change of state; `seq` is the order in which they were recorded, whatever the clocks say
+    transitions    every change of state; `seq` is the order in which they were recorded, whatever the clocks say,
+                   and is never given twice
     failures       every attempt that failed: to generate a trajectory, or to score it
     updates        one row a batch taken; `finished_at` is NULL until the trainer is done with it
     members        the trajectories of each batch in order; `use` 0 is the training that law 2 speaks of, later uses are
@@ -49,7 +51,8 @@ SCHEMA = """
 CREATE TABLE run (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE sessions (session INTEGER PRIMARY KEY, started_at REAL NOT NULL, ended_at REAL, outcome TEXT);
 CREATE TABLE versions (
-    version INTEGER PRIMARY KEY, checksum TEXT NOT NULL, published_at REAL NOT NULL, loaded_at REAL);
+    version INTEGER PRIMARY KEY, checksum TEXT NOT NULL, published_at REAL NOT NULL,
+    published_after INTEGER NOT NULL, loaded_at REAL, loaded_after INTEGER);
 CREATE TABLE groups (
     group_id INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, prompt_index INTEGER NOT NULL, row_number INTEGER NOT NULL,
     version INTEGER NOT NULL, deadline INTEGER NOT NULL, staleness INTEGER NOT NULL, prompt_text TEXT NOT NULL,
@@ -65,8 +68,8 @@ CREATE TABLE completions (
     finish TEXT NOT NULL, started_at REAL NOT NULL, finished_at REAL NOT NULL, prefilled INTEGER NOT NULL,
     text TEXT NOT NULL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL, token_versions BLOB);
 CREATE TABLE transitions (
-    seq INTEGER PRIMARY KEY, trajectory INTEGER NOT NULL, from_state TEXT, to_state TEXT NOT NULL, at REAL NOT NULL,
-    reason TEXT NOT NULL);
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, trajectory INTEGER NOT NULL, from_state TEXT, to_state TEXT NOT NULL,
+    at REAL NOT NULL, reason TEXT NOT NULL);
 CREATE INDEX transitions_by_trajectory ON transitions (trajectory);
 CREATE TABLE failures (
     id INTEGER PRIMARY KEY, trajectory INTEGER NOT NULL, kind TEXT NOT NULL, at REAL NOT NULL, reason TEXT NOT NULL);
