@@ -1,0 +1,199 @@
+"""Attention of chunks of prompts over the paged cache: the chunks of several sequences packed, causal.
+
+A program takes a block of one chunk's tokens with all heads of one kv head: `BLOCK_M` (token, head) pairs against tiles
+of keys and values, flash style. So the cache is read once for a whole group of heads, and short chunks still fill the
+tensor cores. Which chunk a block belongs to is found on the device from `offsets`; the grid depends on shapes alone.
+
+Bound by arithmetic from some hundred tokens a chunk on: 4 * size * heads operations a visible (token, position) pair.
+A short chunk after a very long context is bound by its few programs, because the context is not split.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from stretto.engines.native.cache import PAGE
+from stretto.engines.native.kernels.attention import (
+    LOG2_E,
+    check_operands,
+    context_slots,
+    dense_attention,
+    kernel,
+    power_of_two,
+    tile_tokens,
+)
+
+if TYPE_CHECKING:
+    tl: Any
+else:
+    try:
+        import triton.language as tl
+    except ModuleNotFoundError:
+        tl = None
+
+EXTEND_PAIRS = 128  # (token, head) pairs a program; fewer for short chunks and for wide vectors
+EXTEND_STAGES = 3
+
+
+def paged_extend(
+    q: Tensor,  # [tokens, heads, size]
+    keys: Tensor,  # [slots, kv heads, size]
+    values: Tensor,
+    table: Tensor,  # [chunks, pages] int32
+    starts: Tensor,  # [chunks]: position of each chunk's first token
+    offsets: Tensor,  # [chunks + 1]: where each chunk begins among the tokens, and their number
+    longest_chunk: int,
+    scale: float,
+    out: Tensor,  # [tokens, heads, size]
+) -> Tensor:
+    """Attention of each token at position p over the positions 0 .. p of its own sequence, into `out`.
+
+    Keys and values of the tokens themselves are in the cache already. `longest_chunk` bounds the chunks' lengths; it
+    chooses the shape of the blocks and not the result. Table entries beyond a sequence's last token are not read.
+    """
+    tokens, heads, size = q.shape
+    chunks, kv_heads = table.shape[0], keys.shape[1]
+    check_operands(q, keys, values, out)
+    if not tokens:
+        return out
+    group, block_size = heads // kv_heads, power_of_two(size)
+    pairs = min(EXTEND_PAIRS, EXTEND_PAIRS * 256 // max(block_size * q.element_size(), 256))
+    pairs = max(16, power_of_two(group), min(pairs, power_of_two(longest_chunk * group)))
+    # A chunk that begins at token t has its first block at t // block + (chunks before it), which leaves enough room.
+    blocks = tokens // (pairs // group) + chunks
+    _extend_kernel[(blocks * kv_heads,)](
+        q,
+        keys,
+        values,
+        table,
+        starts,
+        offsets,
+        out,
+        scale * LOG2_E,
+        chunks,
+        blocks,
+        *q.stride()[:2],
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        table.stride(0),
+        *out.stride()[:2],
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        SIZE=size,
+        BLOCK_M=pairs,
+        BLOCK_N=min(tile_tokens(block_size, keys.element_size()), 64),
+        BLOCK_SIZE=block_size,
+        BLOCK_CHUNKS=power_of_two(chunks),
+        PAGE_SIZE=PAGE,
+        num_warps=8 if pairs >= 128 else 4,
+        num_stages=EXTEND_STAGES,
+    )
+    return out
+
+
+def paged_extend_reference(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    starts: Tensor,
+    offsets: Tensor,
+    longest_chunk: int,
+    scale: float,
+    out: Tensor,
+) -> Tensor:
+    """What `paged_extend` computes, chunk by chunk in float32."""
+    bounds = offsets.tolist()
+    for chunk, start in enumerate(starts.tolist()):
+        begin, end = bounds[chunk], bounds[chunk + 1]
+        slots = context_slots(table[chunk], start + end - begin)
+        result = dense_attention(q[begin:end], keys[slots], values[slots], scale)
+        out[begin:end] = result.to(out.dtype)
+    return out
+
+
+@kernel("chunks", "blocks")
+def _extend_kernel(  # type: ignore[no-untyped-def]
+    q,
+    keys,
+    values,
+    table,
+    starts,
+    offsets,
+    out,
+    scale,  # to base 2
+    chunks,
+    blocks,
+    q_token,
+    q_head,
+    key_slot,
+    key_head,
+    value_slot,
+    value_head,
+    table_row,
+    out_token,
+    out_head,
+    KV_HEADS: tl.constexpr,  # noqa: N803
+    GROUP: tl.constexpr,  # noqa: N803
+    SIZE: tl.constexpr,  # noqa: N803
+    BLOCK_M: tl.constexpr,  # noqa: N803
+    BLOCK_N: tl.constexpr,  # noqa: N803
+    BLOCK_SIZE: tl.constexpr,  # noqa: N803
+    BLOCK_CHUNKS: tl.constexpr,  # noqa: N803
+    PAGE_SIZE: tl.constexpr,  # noqa: N803
+):
+    """One program a block of tokens and kv head. The last blocks of a chunk have the longest way, and start first."""
+    BLOCK_TOKENS: tl.constexpr = BLOCK_M // GROUP  # noqa: N806
+    block = blocks - 1 - tl.program_id(0) // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
+    number = tl.arange(0, BLOCK_CHUNKS)
+    begins = tl.load(offsets + number, mask=number < chunks, other=0).to(tl.int32)
+    firsts = begins // BLOCK_TOKENS + number
+    chunk = tl.sum(((firsts <= block) & (number < chunks)).to(tl.int32), 0) - 1
+    begin = tl.load(offsets + chunk).to(tl.int32)
+    length = tl.load(offsets + chunk + 1).to(tl.int32) - begin
+    ahead = (block - begin // BLOCK_TOKENS - chunk) * BLOCK_TOKENS  # the chunk's tokens before this block
+    if ahead >= length:
+        return
+    origin = tl.load(starts + chunk).to(tl.int32) + ahead
+    end = origin + tl.minimum(BLOCK_TOKENS, length - ahead)
+
+    pair = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_SIZE)
+    tile = tl.arange(0, BLOCK_N)
+    token = ahead + pair // GROUP
+    head = kv_head * GROUP + pair % GROUP
+    position = origin + pair // GROUP
+    real = ((pair < BLOCK_TOKENS * GROUP) & (token < length))[:, None] & (column < SIZE)[None, :]
+    line = (begin + token).to(tl.int64)
+    query = tl.load(q + line[:, None] * q_token + head[:, None] * q_head + column[None, :], mask=real, other=0.0)
+    pages = table + chunk.to(tl.int64) * table_row
+    key_base = keys + kv_head * key_head + column[None, :]
+    value_base = values + kv_head * value_head + column[None, :]
+
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    sums = tl.zeros((BLOCK_M, BLOCK_SIZE), tl.float32)
+    for at in range(0, end, BLOCK_N):
+        other = at + tile
+        entry = at // PAGE_SIZE + tl.arange(0, BLOCK_N // PAGE_SIZE)
+        page = tl.load(pages + entry, mask=entry * PAGE_SIZE < end, other=0).to(tl.int64)
+        slot = tl.reshape(page[:, None] * PAGE_SIZE + tl.arange(0, PAGE_SIZE)[None, :], (BLOCK_N,))
+        # Beyond the block's last token nothing is read: a weight of zero times NaN is NaN.
+        present = (other < end)[:, None] & (column < SIZE)[None, :]
+        key = tl.load(key_base + slot[:, None] * key_slot, mask=present, other=0.0)
+        value = tl.load(value_base + slot[:, None] * value_slot, mask=present, other=0.0)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        # Every pair sees position 0, so that its peak is finite from the first tile on.
+        visible = (other[None, :] <= position[:, None]) & (other < end)[None, :]
+        scores = tl.where(visible, scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        fade = tl.exp2(peak - higher)
+        total = total * fade + tl.sum(weights, 1)
+        sums = tl.dot(weights.to(value.dtype), value, sums * fade[:, None], input_precision="ieee")
+        peak = higher
+    place = out + line[:, None] * out_token + head[:, None] * out_head + column[None, :]
+    tl.store(place, (sums / total[:, None]).to(out.dtype.element_ty), mask=real)

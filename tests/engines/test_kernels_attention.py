@@ -1,0 +1,237 @@
+"""Paged attention: the kernels against their twins in plain torch, under the interpreter or on a device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stretto.engines.native.cache import PAGE
+from stretto.engines.native.kernels import attention, extend
+from stretto.engines.native.kernels.attention import DecodePlan, choose_chunk, items_bound
+
+pytest.importorskip("triton")
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])  # the interpreter's bfloat16 is wrong
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture(autouse=True)
+def loops_over_device_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Interpreted kernels may loop up to a loaded number, which numpy 2.4 does not convert as the interpreter does."""
+    from triton.runtime import interpreter
+
+    if not isinstance(attention._plan_kernel, interpreter.InterpretedFunction):
+        if not CUDA:
+            pytest.skip("kernels run on the CPU with TRITON_INTERPRET=1 alone")
+        yield
+        return
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    yield
+
+
+class Cached:
+    """Sequences of random keys and values on scattered pages. Whatever no context covers is NaN."""
+
+    def __init__(self, contexts: list[int], kv_heads: int, size: int, dtype: torch.dtype, seed: int = 0) -> None:
+        pages = [-(-context // PAGE) for context in contexts]
+        generator = torch.Generator().manual_seed(seed)
+        scattered = (torch.randperm(sum(pages), generator=generator) + 1).split(pages)
+        storage = torch.full((2, (sum(pages) + 1) * PAGE, kv_heads, size), math.nan)
+        self.table = torch.full((len(contexts), max(pages) + 2), 1 << 28, dtype=torch.int32)
+        for row, (own, context) in enumerate(zip(scattered, contexts, strict=True)):
+            self.table[row, : pages[row]] = own
+            drawn = torch.randn(2, context, kv_heads, size, generator=torch.Generator().manual_seed(seed + context))
+            storage[:, attention.context_slots(self.table[row], context)] = drawn
+        self.keys, self.values = storage.to(DEVICE, dtype)
+        self.table = self.table.to(DEVICE)
+        self.contexts = torch.tensor(contexts, device=DEVICE)
+
+
+def queries(tokens: int, heads: int, size: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    """[tokens, heads, size], laid out heads first as a projection leaves them."""
+    drawn = torch.randn(heads, tokens, size, generator=torch.Generator().manual_seed(seed))
+    return drawn.to(DEVICE, dtype).transpose(0, 1)
+
+
+def decode(cached: Cached, q: Tensor, chunk: int, max_items: int | None = None) -> Tensor:
+    """The kernels' output; `max_items` is exactly enough if not given."""
+    rows, heads, size = q.shape
+    if max_items is None:
+        max_items = int(sum(-(-context // chunk) for context in cached.contexts.tolist()))
+    plan = DecodePlan.allocate(rows, max(max_items, rows + 1), heads, size, DEVICE)
+    attention.plan_items(plan, cached.contexts, chunk, max_items)
+    out = torch.full_like(q, math.nan)
+    return attention.paged_decode(
+        q, cached.keys, cached.values, cached.table, cached.contexts, plan, chunk, max_items, 0.3, out
+    )
+
+
+def expected(cached: Cached, q: Tensor) -> Tensor:
+    plan = DecodePlan.allocate(0, 0, 0, 0, DEVICE)
+    return attention.paged_decode_reference(
+        q, cached.keys, cached.values, cached.table, cached.contexts, plan, 64, 0, 0.3, torch.empty_like(q)
+    )
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "contexts", "chunk"),
+    [
+        (4, 2, 32, [1, 64, 65, 200, 16], 64),
+        (1, 1, 64, [129, 300], 128),
+        (7, 1, 96, [70, 3], 64),
+        (16, 8, 128, [130], 64),
+        (6, 2, 48, [257, 31, 512], 256),
+        (16, 1, 256, [20, 90], 64),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_decoding_in_chunks_equals_dense_attention(
+    heads: int, kv_heads: int, size: int, contexts: list[int], chunk: int, dtype: torch.dtype
+) -> None:
+    cached, q = Cached(contexts, kv_heads, size, dtype), queries(len(contexts), heads, size, dtype)
+    torch.testing.assert_close(decode(cached, q, chunk), expected(cached, q), atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_one_item_need_no_plan_whatever_their_context(dtype: torch.dtype) -> None:
+    contexts = [1, 130, 17, 64]
+    cached, q = Cached(contexts, 2, 64, dtype), queries(4, 4, 64, dtype)
+    found = decode(cached, q, 64, max_items=len(contexts))
+    torch.testing.assert_close(found, expected(cached, q), atol=TOLERANCE[dtype], rtol=0)
+
+
+def test_a_row_does_not_depend_on_its_neighbours_or_on_the_bound() -> None:
+    q = queries(3, 4, 32, torch.float32)
+    first = decode(Cached([150, 20, 64], 2, 32, torch.float32), q, 64)
+    other = decode(Cached([150, 70, 1], 2, 32, torch.float32, seed=0), q, 64, max_items=12)
+    alone = decode(Cached([150], 2, 32, torch.float32), q[:1], 64)
+    assert torch.equal(first[0], other[0])
+    assert torch.equal(first[0], alone[0])
+
+
+def test_a_row_within_its_chunk_has_the_same_bits_under_every_chunk() -> None:
+    cached, q = Cached([60, 150], 1, 32, torch.float32), queries(2, 2, 32, torch.float32)
+    whole = decode(cached, q, 2048, max_items=2)
+    assert torch.equal(decode(cached, q, 64)[0], whole[0])
+    assert torch.equal(decode(cached, q, 256, max_items=3), whole)
+
+
+def test_output_goes_where_its_strides_say_and_contexts_may_be_short_integers() -> None:
+    cached, q = Cached([5, 80], 2, 32, torch.float32), queries(2, 4, 32, torch.float32)
+    cached.contexts = cached.contexts.int()
+    plan, room = DecodePlan.allocate(2, 5, 4, 32, DEVICE), torch.zeros(2, 6, 64, device=DEVICE)
+    attention.plan_items(plan, cached.contexts, 64, 5)
+    out = room[:, 1:5, 16:48]
+    attention.paged_decode(q, cached.keys, cached.values, cached.table, cached.contexts, plan, 64, 5, 0.3, out)
+    torch.testing.assert_close(out, expected(cached, q), atol=2e-5, rtol=0)
+    assert room.count_nonzero() == out.numel()
+
+
+def test_a_bound_that_is_too_small_gives_nan_and_not_a_part_of_the_context() -> None:
+    cached, q = Cached([64, 200, 30], 1, 32, torch.float32), queries(3, 1, 32, torch.float32)
+    found = decode(cached, q, 64, max_items=4)
+    assert not found[0].isnan().any()
+    assert found[1:].isnan().all()
+
+
+def test_many_items_of_one_row_are_merged() -> None:
+    cached, q = Cached([64 * 35 + 7], 1, 32, torch.float32), queries(1, 2, 32, torch.float32)
+    torch.testing.assert_close(decode(cached, q, 64), expected(cached, q), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_the_plan_lists_every_chunk_once_and_in_order(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "PLAN_ROWS", 4)  # several blocks of rows
+    contexts = torch.randint(1, 5000, (rows,), generator=torch.Generator().manual_seed(rows)).to(DEVICE)
+    bound = items_bound(rows, int(contexts.sum()), 64)
+    made, wanted = (DecodePlan.allocate(rows, bound, 1, 32, DEVICE) for _ in range(2))
+    attention.plan_items(made, contexts, 64, bound)
+    attention.plan_items_reference(wanted, contexts, 64, bound)
+    assert torch.equal(made.first_item, wanted.first_item)
+    assert torch.equal(made.item_row, wanted.item_row)
+    assert torch.equal(made.item_chunk, wanted.item_chunk)
+    assert int(made.first_item[-1]) == sum(math.ceil(context / 64) for context in contexts.tolist())
+
+
+@given(
+    contexts=st.lists(st.integers(1, 40_000), min_size=1, max_size=600),
+    filling=st.integers(0, 64),
+    kv_heads=st.sampled_from([1, 2, 4, 8, 16, 32]),
+)
+def test_the_chosen_bound_holds_all_items(contexts: list[int], filling: int, kv_heads: int) -> None:
+    rows = len(contexts) + filling
+    chunk, max_items = choose_chunk(rows, sum(contexts), max(contexts), kv_heads)
+    assert chunk in attention.CHUNKS
+    assert sum(math.ceil(context / chunk) for context in contexts) + filling <= max_items
+    if max_items == rows:
+        assert max(contexts) <= attention.CHUNKS[-1]
+
+
+@given(rows=st.integers(1, 1024), kv_heads=st.sampled_from([1, 2, 8]))
+def test_few_graphs_cover_all_lengths(rows: int, kv_heads: int) -> None:
+    pairs = {
+        choose_chunk(rows, rows * mean, longest, kv_heads)
+        for mean in range(1, 32_000, 250)
+        for longest in (mean, min(4 * mean, 32_768), 32_768)
+    }
+    assert len(pairs) <= 24
+
+
+def test_few_long_rows_are_cut_small_enough_to_fill_the_device() -> None:
+    chunk, _ = choose_chunk(rows=1, total_tokens=32_000, longest=32_000, kv_heads=8)
+    assert 32_000 // chunk * 8 >= 4 * 132
+    assert choose_chunk(rows=256, total_tokens=256 * 400, longest=500, kv_heads=8)[1] == 256
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "starts", "lengths"),
+    [
+        (4, 2, 32, [0, 5, 37], [7, 1, 70]),
+        (7, 1, 96, [0, 100, 16], [3, 33, 16]),
+        (2, 2, 64, [3], [150]),
+        (16, 8, 128, [0, 0], [17, 2]),
+        (8, 1, 256, [30], [9]),
+        (3, 1, 48, [0, 1, 2, 3, 4], [1, 1, 40, 1, 1]),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_extending_packed_chunks_equals_dense_attention(
+    heads: int, kv_heads: int, size: int, starts: list[int], lengths: list[int], dtype: torch.dtype
+) -> None:
+    cached = Cached([start + length for start, length in zip(starts, lengths, strict=True)], kv_heads, size, dtype)
+    q = queries(sum(lengths), heads, size, dtype)
+    offsets = torch.tensor([0, *lengths], device=DEVICE).cumsum(0)
+    operands = (q, cached.keys, cached.values, cached.table, torch.tensor(starts, device=DEVICE), offsets)
+    made, wanted = torch.full_like(q, math.nan), torch.empty_like(q)
+    extend.paged_extend(*operands, max(lengths), 0.3, made)
+    extend.paged_extend_reference(*operands, max(lengths), 0.3, wanted)
+    torch.testing.assert_close(made, wanted, atol=TOLERANCE[dtype], rtol=0)
+
+
+def test_a_chunk_does_not_see_later_tokens_or_other_chunks() -> None:
+    q = queries(60, 2, 32, torch.float32)
+    results = []
+    for contexts, count in (([40, 20], 60), ([40, 33], 60), ([40], 40)):
+        cached = Cached(contexts, 1, 32, torch.float32)
+        offsets = torch.tensor([0, 40, count][: len(contexts) + 1], device=DEVICE)
+        starts = torch.zeros(len(contexts), dtype=torch.int64, device=DEVICE)
+        out = torch.empty_like(q[:count])
+        extend.paged_extend(q[:count], cached.keys, cached.values, cached.table, starts, offsets, 40, 0.3, out)
+        results.append(out)
+    assert torch.equal(results[0][:40], results[1][:40])
+    assert torch.equal(results[0][:40], results[2])
