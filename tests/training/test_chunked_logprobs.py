@@ -94,3 +94,72 @@ def test_the_logits_of_all_tokens_are_never_held_at_once():
         logprobs, _ = token_logprobs(hidden, weight, index, index, entropy=True, chunk_tokens=8)
         logprobs.sum().backward()
     assert largest == 8
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 2, 5, 100])
+@pytest.mark.parametrize(
+    ("temperature", "softcap", "multiplier"), [(1.0, None, 1.0), (0.7, None, 0.5), (1.3, 2.0, 0.5)]
+)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_directions_made_ahead_give_the_gradient_of_logits_made_again(
+    chunk_tokens, temperature, softcap, multiplier, with_bias
+):
+    hidden, weight, bias, predicts, targets = case()
+    weight, bias = weight.detach(), bias.detach() if with_bias else None
+    settings = {"temperature": temperature, "softcap": softcap, "multiplier": multiplier, "bias": bias, "entropy": True}
+    results = []
+    for directions in (True, False):
+        got, entropies = token_logprobs(
+            hidden,
+            weight,
+            predicts,
+            targets,
+            entropy=True,
+            chunk_tokens=chunk_tokens,
+            directions=directions,
+            **settings,
+        )
+        upstream = torch.linspace(-1, 2, len(got), dtype=got.dtype)
+        results.append((got, entropies, torch.autograd.grad(got, hidden, upstream)[0]))
+    for one, other in zip(*results, strict=True):
+        assert torch.allclose(one, other, atol=1e-13)
+
+
+def test_gradcheck_of_directions():
+    hidden, weight, bias, predicts, targets = case()
+    settings = {"temperature": 0.8, "softcap": 3.0, "multiplier": 0.7, "chunk_tokens": 2, "directions": True}
+
+    def work(hidden):
+        return token_logprobs(hidden, weight.detach(), predicts, targets, bias=bias.detach(), **settings)[0]
+
+    assert torch.autograd.gradcheck(work, (hidden,))
+
+
+def test_no_directions_are_made_where_the_head_is_trained_or_nothing_is():
+    hidden, weight, _, predicts, targets = case()
+    trained, _ = token_logprobs(hidden, weight, predicts, targets, directions=True)
+    trained.sum().backward()
+    assert weight.grad.abs().sum() > 0
+    with torch.no_grad():
+        plain, _ = token_logprobs(hidden, weight, predicts, targets, directions=True)
+    assert torch.allclose(plain, trained, atol=1e-13)
+    assert not plain.requires_grad
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("trained", [False, True])
+def test_on_cuda_values_and_gradients_are_those_of_the_processor(trained):
+    torch.manual_seed(0)
+    rows, width, vocabulary = 300, 64, 5003
+    settings = {"temperature": 0.8, "softcap": 3.0, "multiplier": 0.7, "entropy": True, "chunk_tokens": 128}
+    inputs = torch.randn(rows, width), torch.randn(vocabulary, width) / 8
+    index, targets = torch.arange(0, rows, 2), torch.randint(0, vocabulary, (150,))
+    results = []
+    for device in ("cpu", "cuda"):
+        hidden = inputs[0].to(device).requires_grad_()
+        weight = inputs[1].to(device).requires_grad_(trained)
+        got, entropies = token_logprobs(hidden, weight, index.to(device), targets.to(device), **settings)
+        got.square().mean().backward()
+        results.append([got, entropies, hidden.grad, *([weight.grad] if trained else [])])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(other.cpu(), one, atol=1e-3, rtol=1e-2)

@@ -1,7 +1,16 @@
 """Log-probabilities of given tokens without ever holding the logits of all of them.
 
 With a vocabulary of 150,000 the logits of one long sequence outweigh the model. They are made a chunk of tokens at a
-time, reduced to two numbers a token, and made again in the backward pass.
+time and reduced to two numbers a token. For the gradient there are two ways:
+
+- *Made again* in the backward pass: three products with the head for a gradient of the hidden states alone, four with
+  that of the head's weight.
+- *Directions*: `d logprob / d hidden = slope * (target - chances) @ W` is one vector a token, whatever gradient comes
+  in later. Where nothing of the head is trained it is made along with the log-probability while the chunk is there, and
+  the backward pass only scales it: two products, and `[C, d]` more to keep. What comes in differs from token to token,
+  so the gradient of the weight cannot be made ahead.
+
+On CUDA the directions are used wherever they can be. A processor keeps to the first way: its sums keep their bits.
 """
 
 from __future__ import annotations
@@ -12,7 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}  # logits held at once; a processor wants them in its cache
+from stretto.training.logit_kernels import LogitScale, deltas_from, reduce_logits
+
+# Logits held at once. A processor wants them in its cache; a GPU wants products with enough rows (883 of Qwen3's
+# vocabulary) and, where the head is trained, few sums over its float32 gradient.
+CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}
+CHUNK_ELEMENTS_TRAINED_HEAD = {"cpu": 1 << 22, "cuda": 1 << 29}
 
 
 def token_logprobs(
@@ -27,37 +41,35 @@ def token_logprobs(
     multiplier: float = 1.0,  # of the logits, before the cap
     entropy: bool = False,
     chunk_tokens: int | None = None,
+    directions: bool | None = None,  # None: by the device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-probability of each target under `softmax(logits / temperature)` [C], and the entropy there [C].
 
     Both are float32, or float64 for float64 inputs. The entropy carries no gradient, and is zero where not asked for.
     The result does not depend on `chunk_tokens`, except for rounding.
     """
+    trained = torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad))
     if chunk_tokens is None:
-        chunk_tokens = max(1, CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS["cuda"]) // weight.shape[0])
-    return _TokenLogprobs.apply(  # type: ignore[no-any-return, no-untyped-call]
-        hidden, weight, bias, predicts, targets, temperature, softcap, multiplier, entropy, chunk_tokens
-    )
+        elements = CHUNK_ELEMENTS_TRAINED_HEAD if trained else CHUNK_ELEMENTS
+        chunk_tokens = max(1, elements.get(hidden.device.type, elements["cuda"]) // weight.shape[0])
+    scale = LogitScale(temperature, softcap, multiplier)
+    if directions is None:
+        directions = hidden.is_cuda
+    if directions and not trained:
+        with_gradient = torch.is_grad_enabled() and hidden.requires_grad
+        logprobs, entropies = _DirectedLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, bias, predicts, targets, scale, chunk_tokens, with_gradient
+        )
+    else:
+        logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, bias, predicts, targets, scale, entropy, chunk_tokens
+        )
+    return logprobs, entropies if entropy else torch.zeros_like(entropies)
 
 
-def _scaled_logits(
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    temperature: float,
-    softcap: float | None,
-    multiplier: float,
-) -> torch.Tensor:
-    logits = F.linear(rows, weight, bias)
-    if logits.dtype != torch.float64:
-        logits = logits.float()
-    if softcap is not None:
-        return logits.mul_(multiplier / softcap).tanh_().mul_(softcap / temperature)
-    scale = multiplier / temperature
-    return logits if scale == 1.0 else logits.mul_(scale)
+class _DirectedLogprobs(torch.autograd.Function):
+    """With a frozen head: forward keeps each token's direction, backward scales it."""
 
-
-class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -66,20 +78,59 @@ class _TokenLogprobs(torch.autograd.Function):
         bias: torch.Tensor | None,
         predicts: torch.Tensor,
         targets: torch.Tensor,
-        temperature: float,
-        softcap: float | None,
-        multiplier: float,
+        scale: LogitScale,
+        chunk_tokens: int,
+        with_gradient: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs, entropies = torch.empty(2, len(targets), dtype=dtype, device=hidden.device).unbind()
+        directions = hidden.new_empty((len(targets) if with_gradient else 0, hidden.shape[1]))
+        for start in range(0, len(targets), chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            logits = F.linear(hidden.index_select(0, predicts[chunk]), weight, bias)
+            logprobs[chunk], _, entropies[chunk] = reduce_logits(logits, targets[chunk], scale, delta=with_gradient)
+            if with_gradient:
+                torch.mm(logits, weight, out=directions[chunk])
+        ctx.save_for_backward(directions, predicts)
+        ctx.num_tokens = hidden.shape[0]
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        directions, predicts = ctx.saved_tensors
+        grad_hidden = directions.new_zeros((ctx.num_tokens, directions.shape[1]))
+        scaled = (directions * grads[0][:, None]).to(directions.dtype)
+        return (grad_hidden.index_copy_(0, predicts, scaled), *([None] * 7))
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Logits are made again in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        predicts: torch.Tensor,
+        targets: torch.Tensor,
+        scale: LogitScale,
         entropy: bool,
         chunk_tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = torch.empty(len(targets), dtype=dtype, device=hidden.device)
         normalizers = torch.empty_like(logprobs)
         entropies = torch.zeros_like(logprobs)
         for start in range(0, len(targets), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            rows = hidden.index_select(0, predicts[chunk])
-            logits = _scaled_logits(rows, weight, bias, temperature, softcap, multiplier)
+            logits = F.linear(hidden.index_select(0, predicts[chunk]), weight, bias)
+            if logits.is_cuda:
+                logprobs[chunk], normalizers[chunk], entropies[chunk] = reduce_logits(logits, targets[chunk], scale)
+                continue
+            logits = scale.apply_(logits.to(dtype))
             normalizer = logits.logsumexp(-1)
             normalizers[chunk] = normalizer
             logprobs[chunk] = logits.gather(1, targets[chunk, None])[:, 0] - normalizer
@@ -87,7 +138,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 chances = (logits - normalizer[:, None]).exp_()
                 entropies[chunk] = normalizer - torch.linalg.vecdot(chances, logits)
         ctx.save_for_backward(hidden, weight, bias, predicts, targets, normalizers)
-        ctx.settings = (temperature, softcap, multiplier, chunk_tokens)
+        ctx.scale, ctx.chunk_tokens = scale, chunk_tokens
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
@@ -95,37 +146,34 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, predicts, targets, normalizers = ctx.saved_tensors
-        temperature, softcap, multiplier, chunk_tokens = ctx.settings
         dtype = normalizers.dtype
-        grad = grads[0]
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
-        # Summed over chunks in float32, whatever the type of the weights.
-        grad_weight = torch.zeros_like(weight, dtype=dtype) if need_weight else None
+        # Summed over chunks in float32, whatever the type of the weights; a single chunk is its own sum.
+        grad_weight: torch.Tensor | None = None
         grad_bias = torch.zeros_like(bias, dtype=dtype) if need_bias else None
-        for start in range(0, len(targets), chunk_tokens):
-            chunk = slice(start, start + chunk_tokens)
+        for start in range(0, len(targets), ctx.chunk_tokens):
+            chunk = slice(start, start + ctx.chunk_tokens)
             index = predicts[chunk]
             rows = hidden.index_select(0, index)
-            logits = _scaled_logits(rows, weight, bias, temperature, softcap, multiplier)
-            slope = None if softcap is None else (logits * (temperature / softcap)).square_().neg_().add_(1)
-            # d logprob / d logits = (target - chances) / temperature
-            delta = logits.sub_(normalizers[chunk, None]).exp_().neg_()
-            delta.scatter_add_(1, targets[chunk, None], torch.ones_like(delta[:, :1]))
-            delta.mul_((grad[chunk] * (multiplier / temperature))[:, None])
-            if slope is not None:
-                delta.mul_(slope)
+            logits = F.linear(rows, weight, bias)
+            if not logits.is_cuda:
+                logits = logits.to(dtype)
+            delta = deltas_from(logits, targets[chunk], normalizers[chunk], grads[0][chunk], ctx.scale)
             if grad_bias is not None:
                 # The bias stands before the multiplier, as the weight does.
-                grad_bias += delta.sum(0)
+                grad_bias += delta.sum(0, dtype=dtype)
             delta = delta.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden.index_copy_(0, index, delta @ weight)
-            if grad_weight is not None:
-                grad_weight += delta.t() @ rows
+            if need_weight:
+                part = delta.t() @ rows
+                grad_weight = part if grad_weight is None else grad_weight.to(dtype).add_(part)
+        if need_weight and grad_weight is None:
+            grad_weight = torch.zeros_like(weight)
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *([None] * 7),
+            *([None] * 5),
         )
