@@ -18,6 +18,7 @@ from stretto.core.paradigms import PARADIGMS
 from stretto.core.plan import Plan, resolve_plan
 from stretto.engines.fake import FakeEngine
 from stretto.engines.protocol import Engine
+from stretto.environments import data
 from stretto.environments.data import PromptStream, Row
 from stretto.environments.protocol import Policy
 from stretto.errors import (
@@ -109,6 +110,7 @@ class Bench:
     flights: Mapping[int, Flight] = field(default_factory=dict)
     weights: Mapping[int, Weights] | None = None
     watcher: Watcher = field(default_factory=Watcher)
+    rows: Sequence[Row] = tuple(Row(text=f"{n}+{n}=", columns={"answer": 2 * n}) for n in range(64))
     prepare: Callable[[Bench], None] = lambda bench: None
 
     def run(self) -> bool:
@@ -118,8 +120,7 @@ class Bench:
         role = TrainerRole(self.trainer, 1)
         journal = Journal.open(self.folder / "journal.sqlite", resume=self.snapshot is not None, interval_s=0.01)
         self.journal = journal
-        rows = [Row(text=f"{number}+{number}=", columns={"answer": 2 * number}) for number in range(64)]
-        prompts = PromptStream(rows, Characters(), seed=0, max_prompt_tokens=64)
+        prompts = PromptStream(self.rows, Characters(), seed=0, max_prompt_tokens=64)
         sampling = Sampling(max_tokens=64)
         plan = self.plan
         facts = RunFacts(
@@ -474,6 +475,30 @@ def test_a_reward_that_can_only_fail_ends_the_run_instead_of_drawing_prompts_for
     with pytest.raises(StalledError, match=r"the last 64 trajectories all failed.*`task.reward` is broken"):
         bench.run()
     assert bench.tasks_left == []
+
+
+def test_a_prompt_that_is_too_long_and_was_not_checked_fails_is_counted_and_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "CHECK_S", 0.0)  # only the first are checked
+
+    class Generated(Sequence[Row]):
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, index: Any) -> Row:
+            return Row(text="x" * (100 if index == self.long else 4))
+
+        long = PromptStream([Row(text="x")] * 64, Characters(), seed=0, max_prompt_tokens=64).row_number(17)
+
+    bench = Bench(tmp_path, plan(), engines=[FakeEngine(max_context=128)], rows=Generated())
+    assert bench.run()
+    assert broken(tmp_path) == []
+    assert bench.tally.totals.failed == 4
+    assert bench.loop.brain.counters.replaced_groups == 1
+    with JournalReader(tmp_path) as reader:
+        assert {trajectory // 4 for trajectory, _, _ in reader.failures()} == {17}
+        assert all("may grow to 164 tokens" in reason for _, _, reason in reader.failures())
 
 
 def test_a_request_that_fails_is_tried_again_on_the_same_version_with_the_same_seed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import time
 
 import pyarrow
 import pyarrow.parquet
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.environments import data
 from stretto.environments.data import PromptStream, Row, load_rows, split_held_out
 from stretto.errors import RecipeError
 from stretto.tiny import tiny_tokenizer
@@ -86,18 +88,32 @@ def test_a_prompt_that_is_too_long_is_refused_at_the_start():
         stream(rows, limit=20, name="`f.jsonl`")
 
 
-def test_a_prompt_of_a_generated_set_is_checked_when_it_comes():
-    class Generated:
-        def __len__(self):
-            return 100_000
+class Generated:
+    """Rows made when they are asked for; from `first_long` on they are too long."""
 
-        def __getitem__(self, index):
-            return Row(text="x" * (30 if index >= 50_000 else 3))
+    def __init__(self, num_rows, first_long, row_s=0.0):
+        self.num_rows, self.first_long, self.row_s = num_rows, first_long, row_s
 
-    it = stream(Generated(), limit=20, shuffle=False)
-    assert it.prompt(49_999).text == "xxx"
-    with pytest.raises(RecipeError, match=r"row 50001 of .* has 30 tokens"):
-        it.prompt(50_000)
+    def __len__(self):
+        return self.num_rows
+
+    def __getitem__(self, index):
+        time.sleep(self.row_s)
+        return Row(text="x" * (30 if index >= self.first_long else 3))
+
+
+def test_every_prompt_of_a_generated_set_is_checked_at_the_start():
+    with pytest.raises(RecipeError, match=r"row 701 of .* has 30 tokens"):
+        stream(Generated(800, 700), limit=20, shuffle=False)
+    it = stream(Generated(800, 800), limit=20)
+    assert it.num_checked == it.num_rows == 800
+
+
+def test_a_set_that_is_slow_to_make_is_checked_for_a_while_in_the_order_of_the_draw(monkeypatch):
+    monkeypatch.setattr(data, "CHECK_S", 0.2)
+    it = stream(Generated(2_000, 1_900, row_s=0.001), limit=20, shuffle=False)
+    assert 16 <= it.num_checked < 1_000
+    assert len(it.prompt(1_950).tokens) == 30, "what comes later is refused by the engine, as data"
 
 
 @pytest.mark.parametrize(("rows", "pattern"), [([], "has no rows"), ([Row(text="")], "row 1 .* its prompt is empty")])

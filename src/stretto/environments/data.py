@@ -7,6 +7,8 @@ on nothing that happened before, so a resumed run goes on exactly where it was, 
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,10 +21,9 @@ from numpy.typing import NDArray
 from stretto.errors import RecipeError
 from stretto.types import Prompt
 
-CHECKED_ROWS = (
-    20_000  # a set in memory of up to so many rows is tokenized at the start, to find prompts that are too long
-)
-FIRST_ROWS = 16  # of larger and of generated sets only so many are
+CHECKED_ROWS = 20_000  # a set in memory of up to so many rows is tokenized whole at the start
+CHECK_S = 3.0  # larger and generated sets are tokenized for so long: some take milliseconds to make a row
+CHECKED_AT_ONCE = 16
 CACHED_PROMPTS = 1024
 
 Message = Mapping[str, str]  # role, content
@@ -38,7 +39,11 @@ class Row:
 
 
 class PromptStream:
-    """An endless, shuffled stream of prompts with random access."""
+    """An endless, shuffled stream of prompts with random access.
+
+    A prompt that is empty or too long is an error at the start. One that was not among those checked then is handed
+    out as it is: the engine refuses it, and its trajectories fail and are counted.
+    """
 
     def __init__(
         self,
@@ -62,7 +67,7 @@ class PromptStream:
         self._permutation = lru_cache(maxsize=2)(self._permute)
         self._tokenized = lru_cache(maxsize=CACHED_PROMPTS)(self._tokenize)
         in_memory = isinstance(rows, list | tuple) and len(rows) <= CHECKED_ROWS
-        self._check(range(len(rows) if in_memory else min(FIRST_ROWS, len(rows))))
+        self.num_checked = self._check_all(math.inf if in_memory else CHECK_S)  # rows, in the order of the draw
 
     @property
     def num_rows(self) -> int:
@@ -91,7 +96,6 @@ class PromptStream:
         row = self._rows[number]
         text, bare = self._render(number, row)
         tokens = tuple(self._tokenizer.encode(text, add_special_tokens=bare))
-        self._check_length(number, len(tokens))
         return text, tokens, row.columns
 
     def _render(self, number: int, row: Row) -> tuple[str, bool]:
@@ -109,6 +113,16 @@ class PromptStream:
                 "template; give a `prompt` instead, or use a model that was tuned to chat"
             )
         return row.text, True
+
+    def _check_all(self, most_s: float) -> int:
+        """Check rows in the order of the draw for about `most_s` seconds; how many were checked."""
+        ends = time.monotonic() + most_s
+        done = 0
+        while done < len(self._rows) and (done == 0 or time.monotonic() < ends):
+            some = range(done, min(done + CHECKED_AT_ONCE, len(self._rows)))
+            self._check([self.row_number(index) for index in some])
+            done = some.stop
+        return done
 
     def _check(self, numbers: Iterable[int]) -> None:
         rendered = [(number, *self._render(number, self._rows[number])) for number in numbers]

@@ -27,6 +27,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table.add_row("trainer idle", f"{summary['trainer_idle_share']:.0%}")
     table.add_row("rollout idle", f"{summary['rollout_idle_share']:.0%}, {summary['row_idle_share']:.0%} of the rows")
     table.add_row("dropped / failed", f"{summary['dropped_trajectories']} / {summary['failed_trajectories']}")
+    if summary["replaced_groups"]:
+        table.add_row("groups that failed and were replaced", f"{summary['replaced_groups']}")
     table.add_row("mixed versions", f"{summary['mixed_version_trajectories']}")
     table.add_row("trained length over sampled", f"{summary['length_ratio']:.3f}")
     mismatch = summary["mismatch_kl"]

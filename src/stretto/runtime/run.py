@@ -126,6 +126,12 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, observer: Obser
                 f"{parts.held_out.num_rows} prompts are held out for evaluation, fewer than `evaluation.prompts = "
                 f"{recipe.evaluation.prompts}`: {parts.task.name} has no more to spare"
             )
+        checked, num_rows = parts.prompts.num_checked, parts.prompts.num_rows
+        if checked < num_rows:
+            observer.message(
+                f"{checked:,} of {num_rows:,} prompts of {parts.task.name} were checked for their length; "
+                "a later one that is too long fails, is counted, and the next takes its place"
+            )
         return asyncio.run(_train(recipe, folder, parts, checkpoint, observer))
 
 
