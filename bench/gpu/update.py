@@ -1,0 +1,181 @@
+"""Update: whole RL updates, LoRA rank 16, under every paradigm, through the real loop.
+
+    python -m bench.gpu.update --tail published --groups 32,16 --out RESULTS --resume
+    python -m bench.gpu.update --tail short --groups 64 --out RESULTS --resume
+    python -m bench.gpu.update --tail stop-tokens --groups 64 --paradigms synchronous,multi-version --out RESULTS
+
+Every paradigm is given the same prompts and the same lengths, trajectory by trajectory; each runs in a process of its
+own, warmed up before the first admission. `tokens_per_s` is over the whole run, filling and draining included;
+`steady_tokens_per_s` leaves out the last K updates, for which nothing is admitted any more. With `--tail stop-tokens`
+lengths are not forced: 380 tokens of the vocabulary end a completion, as beside TRL (`trl_update`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bench.gpu.cells import Cell, add_options, from_options, integers, run_children, words
+from bench.gpu.lengths import TAILS
+from bench.gpu.runs import Work, run_once
+from bench.gpu.shapes import SHAPES
+
+from stretto.core.paradigms import PARADIGMS
+from stretto.core.plan import resolve_plan
+from stretto.store.verify import exit_code, format_findings, verify
+
+GROUP = 8
+NUM_STOP_TOKENS = 380  # of 151,936: a completion ends after 400 tokens on average
+STOP_MAX_TOKENS = 4_096
+PAGE = 16
+
+
+def stop_tokens(size: str, count: int = NUM_STOP_TOKENS) -> tuple[int, ...]:
+    """The tokens that end a completion, the same for every side."""
+    drawn = np.random.default_rng(380).choice(SHAPES[size].vocab_size, count, replace=False)
+    return tuple(sorted(drawn.tolist()))
+
+
+def cell_of(paradigm: str, groups: int, options: argparse.Namespace) -> Cell:
+    own = PARADIGMS[paradigm].staleness
+    return Cell(
+        "update",
+        "native",
+        {
+            "size": options.size,
+            "tail": options.tail,
+            "groups": groups,
+            "paradigm": paradigm,
+            "staleness": options.staleness if own is None else own,
+            "updates": options.updates,
+            "prompt": options.prompt,
+        },
+    )
+
+
+def work_of(cell: Cell, options: argparse.Namespace) -> Work:
+    """The work of a cell: rows for one batch, and groups in flight by the paradigm or by `--in-flight`."""
+    paradigm, groups = str(cell.parameters["paradigm"]), int(cell.parameters["groups"])
+    one_batch = PARADIGMS[paradigm].one_batch
+    plan = resolve_plan(
+        paradigm,
+        batch=groups,
+        group_size=GROUP,
+        updates=options.updates,
+        staleness=None if PARADIGMS[paradigm].staleness is not None else options.staleness,
+        in_flight=None if one_batch else int(options.in_flight * groups),
+        retries=0,
+    )
+    forced = options.tail != "stop-tokens"
+    tail = TAILS[options.tail] if forced else None
+    kv_tokens = options.kv_tokens
+    if not kv_tokens and tail is not None:
+        # Rows of a batch are rarely long together; what does not fit after all is preempted and counted.
+        made, left = tail.underway(4_096, seed=9)
+        mean = float(max(made.mean(), (made + left).mean() / 2))
+        kv_tokens = int(1.6 * plan.rows * (options.prompt + mean + PAGE)) + options.prompt + tail.cap
+    return Work(
+        size=options.size,
+        plan=plan,
+        prompt=options.prompt,
+        lengths=tail,
+        max_tokens=tail.cap if tail is not None else STOP_MAX_TOKENS,
+        stop_tokens=() if forced else stop_tokens(options.size, options.stop_tokens),
+        kv_tokens=kv_tokens,
+        prefill_tokens=options.prefill_tokens,
+        micro_tokens=options.micro_tokens,
+    )
+
+
+def measure(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
+    work = work_of(cell, options)
+    with tempfile.TemporaryDirectory() as scratch:
+        made = run_once(work, options.device, Path(scratch))
+        findings = verify(Path(scratch))
+    if exit_code(findings):
+        raise RuntimeError(f"the run does not verify:\n{format_findings(findings)}")
+    return {**results(made, work), "verify": format_findings(findings).splitlines()}
+
+
+def results(made: dict[str, Any], work: Work) -> dict[str, Any]:
+    """Rates and the split of an update's time, from what was recorded at the end of every update."""
+    summary, marks = made["summary"], made["marks"]
+    updates, wall = len(marks), summary["wall_seconds"]
+    last = max(1, updates - work.plan.staleness)  # updates while groups are still admitted
+    steady_s = marks[last - 1]["at"] - made["started"]
+    training = sum(mark["update_seconds"] for mark in marks)
+    return {
+        "tokens_per_s": summary["tokens_per_second"],
+        "seconds_per_update": wall / updates,
+        "steady_tokens_per_s": sum(mark["tokens"] for mark in marks[:last]) / steady_s,
+        "steady_generated_per_s": (marks[last - 1]["generated"] - made["generated_before"]) / steady_s,
+        "tokens": summary["tokens"],
+        "wall_s": wall,
+        "training_s_per_update": training / updates,
+        "trainer_idle_share": summary["trainer_idle_share"],
+        "row_idle_share": summary["row_idle_share"],
+        "rollout_idle_share": summary["rollout_idle_share"],
+        "staleness_mean": summary["staleness"]["mean"],
+        "dropped_share": summary["dropped_share"],
+        "mixed_version_share": summary["mixed_version_share"],
+        "length_ratio": summary["length_ratio"],
+        "mismatch_kl": summary["mismatch_kl"],
+        "truncated": summary["truncated_trajectories"],
+        "rows": work.plan.rows,
+        "in_flight": work.plan.in_flight,
+        "kv_tokens": work.kv_tokens,
+        "ready_s": made["ready_s"],
+        "engine": made["engine"],
+        "marks": marks,
+    }
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--size", default="1.7B")
+    parser.add_argument("--tail", choices=[*TAILS, "stop-tokens"], default="published")
+    parser.add_argument("--groups", type=integers, default=[32], help="groups of 8 an update")
+    parser.add_argument("--paradigms", type=words, default=list(PARADIGMS))
+    parser.add_argument("--staleness", type=int, default=4, help="K of the paradigms that leave it open")
+    parser.add_argument("--in-flight", type=float, default=2.0, help="groups outstanding, in batches")
+    parser.add_argument("--updates", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--kv-tokens", type=int, default=0, help="default: what the tail needs on average, and more")
+    parser.add_argument("--prefill-tokens", type=int, default=8_192)
+    parser.add_argument("--micro-tokens", type=int, default=16_384)
+    parser.add_argument("--stop-tokens", type=int, default=NUM_STOP_TOKENS, help="of `--tail stop-tokens`")
+    options = parser.parse_args(arguments)
+    if options.tiny:
+        options.size, options.groups, options.updates, options.prompt = "tiny", [2], 3, 8
+        options.staleness, options.prefill_tokens, options.micro_tokens = 1, 64, 256
+        if options.tail != "stop-tokens":
+            options.tail = "tiny"
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parse(given)
+    cells = from_options(options)
+    every = [cell_of(paradigm, groups, options) for groups in options.groups for paradigm in options.paradigms]
+    if len(every) == 1:
+        cells.measure(every[0], lambda: measure(every[0], options))
+        return 0
+    return run_children(
+        [
+            [
+                *(sys.executable, "-m", "bench.gpu.update", *given, "--sitting", cells.sitting),
+                *("--groups", str(cell.parameters["groups"]), "--paradigms", str(cell.parameters["paradigm"])),
+            ]
+            for cell in cells.pending(every)
+        ]
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
