@@ -212,10 +212,10 @@ def test_every_paradigm_runs_to_its_end_and_verifies(paradigm: str, tmp_path: Pa
     assert counts.get("dropped", 0) == totals.dropped
     assert not totals.dropped or paradigm == "drop"
     assert not totals.mixed or paradigm == "partial"
-    measured = {version for _, version in evaluated}
-    assert measured | {2, 4} == {2, 4}, "the version that is in the record is one that was due"
-    assert [result.version for result in bench.watcher.evaluations] == [version for _, version in evaluated]
-    assert len(evaluated) + bench.loop.brain.counters.evaluations_skipped == 2
+    assert sorted(version for _, version in evaluated) == [2, 4], "each that was due is recorded, skipped or not"
+    measured = [version for kind, version in evaluated if kind == "during"]
+    assert [result.version for result in bench.watcher.evaluations] == measured
+    assert len(evaluated) - len(measured) == bench.loop.brain.counters.evaluations_skipped
 
 
 def test_with_several_versions_live_the_data_is_late_and_never_too_late(tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_an_instance_may_die_at_any_command(kind: type[FakeEngine], tmp_path: Pa
     assert broken(tmp_path) == []
     with JournalReader(tmp_path) as reader:
         assert reader.counts() == {"trained": 72}
-        assert [kind for _, kind, _ in reader.notes()] == ["instance lost"]
+        assert [kind for _, kind, _ in reader.notes() if kind != "evaluation skipped"] == ["instance lost"]
 
 
 def test_a_stall_says_who_waits_for_what(tmp_path: Path) -> None:

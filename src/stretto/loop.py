@@ -372,6 +372,12 @@ class Loop:
 
         self._spawn_on(command.instance, evaluate, f"evaluate version {command.version}")
 
+    def _skip_evaluation(self, command: core.SkipEvaluation) -> None:
+        now = time.time()
+        self._journal.evaluation(command.version, "skipped", now)
+        self._journal.note("evaluation skipped", f"version {command.version}: {command.reason}", at=now)
+        log.info("evaluation of version %d skipped: %s", command.version, command.reason)
+
     def _end(self, command: core.Finish) -> None:
         self._finish = command
 
@@ -438,5 +444,6 @@ _HANDLERS: dict[type[Any], Callable[[Loop, Any], None]] = {
     core.Publish: Loop._publish,
     core.Retire: Loop._retire,
     core.Evaluate: Loop._evaluate,
+    core.SkipEvaluation: Loop._skip_evaluation,
     core.Finish: Loop._end,
 }

@@ -256,6 +256,7 @@ def test_evaluations_hold_their_version_run_one_at_a_time_and_skips_are_counted(
     run.finish(2, 3)
     assert m.Retire(1) not in run.update()  # version 1 is being evaluated
     assert run.given(m.Evaluate) == []
+    assert run.given(m.SkipEvaluation) == [m.SkipEvaluation(2, "that of version 1 still runs")]
     assert run.brain.counters.evaluations_skipped == 1
     assert run.send(m.Evaluated(1)) == [m.Unload(0, 1), m.Retire(1)]
     assert run.brain.counters.evaluations == 1

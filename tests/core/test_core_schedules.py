@@ -78,6 +78,7 @@ class World:
         self.updated = 0  # updates done
         self.retired: set[int] = set()
         self.evaluating: tuple[int, int] | None = None
+        self.skipped: set[int] = set()
         self.evaluated: set[int] = set()
         self.finished: bool | None = None
         self.stopping = False
@@ -384,6 +385,11 @@ class World:
         self.evaluated.add(command.version)
         self.evaluating = (command.instance, command.version)
 
+    def do_skipevaluation(self, command: m.SkipEvaluation) -> None:
+        assert command.version % self.plan.evaluate_every == 0
+        assert command.version not in self.skipped, "it is skipped once"
+        self.skipped.add(command.version)
+
     def do_finish(self, command: m.Finish) -> None:
         self.finished = command.stopped
 
@@ -436,6 +442,7 @@ class World:
         if self.plan.evaluate_every:
             due = len(range(0, self.plan.updates, self.plan.evaluate_every)) - 1  # the first is evaluated outside
             assert counters.evaluations + counters.evaluations_skipped == due
+            assert len(self.skipped) == counters.evaluations_skipped
 
 
 @st.composite

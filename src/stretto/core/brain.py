@@ -60,6 +60,7 @@ from stretto.core.messages import (
     Retire,
     Scored,
     ScoringFailed,
+    SkipEvaluation,
     Start,
     StopRequested,
     Swap,
@@ -90,6 +91,7 @@ class Brain:
         self.training: int | None = None  # the update that runs
         self.unpublished: int | None = None  # a version whose publish waits
         self.evaluating: Hold | None = None
+        self.evaluation_cut: int | None = None  # after a restore: the version whose evaluation ran
         self.evaluations_due: set[int] = set()  # published, to be evaluated where first loaded
         self.stranded: list[int] = []  # versions that trajectories wait for and that have no slot
         self.stopping = False
@@ -172,6 +174,9 @@ class Brain:
             raise ValueError(f"`slots` of instance {event.instance} is {event.slots}; it must be at least 1")
         self.instances[event.instance] = Instance(event.instance, event.slots)
         self._place_due = True
+        if self.evaluation_cut is not None:
+            self._skip_evaluation(self.evaluation_cut, "the run ended while it ran")
+            self.evaluation_cut = None
         if self._again and not self.stopping:
             self._again = False
             self._do_again()
@@ -182,8 +187,8 @@ class Brain:
             self.ledger.interrupt(trajectory)
             self.counters.interrupted += 1
         if self.evaluating is not None and self.evaluating[0] == event.instance:
+            self._skip_evaluation(self.evaluating[1], f"instance {event.instance} was lost")
             self.evaluating = None
-            self.counters.evaluations_skipped += 1
         self._place_due = True
 
     def _on_loaded(self, event: Loaded) -> None:
@@ -361,7 +366,7 @@ class Brain:
         self._commands.append(Retire(version))
         if version in self.evaluations_due:
             self.evaluations_due.remove(version)
-            self.counters.evaluations_skipped += 1
+            self._skip_evaluation(version, "nothing needed the version any more before it was loaded")
 
     def _admit(self) -> None:
         """Start groups while something allows it. What closes admission for longer also closes `_open`."""
@@ -406,7 +411,9 @@ class Brain:
         if self.stopping or (done and self.evaluating is None):
             self.finished = True
             if done:  # a stop during the last update does not wait for an evaluation
-                self.counters.evaluations_skipped += len(self.evaluations_due) + (self.evaluating is not None)
+                running = set() if self.evaluating is None else {self.evaluating[1]}
+                for version in sorted(self.evaluations_due | running):
+                    self._skip_evaluation(version, "the run ended")
                 self.evaluations_due.clear()
                 self.evaluating = None
             self._commands.append(Finish(stopped=not done))
@@ -428,10 +435,14 @@ class Brain:
     def _evaluate(self, version: int, instance: Instance) -> None:
         self.evaluations_due.remove(version)
         if self.evaluating is not None:
-            self.counters.evaluations_skipped += 1
+            self._skip_evaluation(version, f"that of version {self.evaluating[1]} still runs")
             return
         self.evaluating = (instance.id, version)
         self._commands.append(Evaluate(version, instance.id))
+
+    def _skip_evaluation(self, version: int, reason: str) -> None:
+        self.counters.evaluations_skipped += 1
+        self._commands.append(SkipEvaluation(version, reason))
 
     def _do_again(self) -> None:
         for trajectory in self.ledger.trajectories.values():

@@ -204,10 +204,33 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True)
+class SkipEvaluation:
+    """The evaluation of `version`, which was due or had begun, does not happen."""
+
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """Nothing is left to do: all updates are done (`stopped` false) or the run was asked to stop."""
 
     stopped: bool
 
 
-Command = Load | Swap | Unload | Start | Resume | Rescore | Fail | Drop | Train | Publish | Retire | Evaluate | Finish
+Command = (
+    Load
+    | Swap
+    | Unload
+    | Start
+    | Resume
+    | Rescore
+    | Fail
+    | Drop
+    | Train
+    | Publish
+    | Retire
+    | Evaluate
+    | SkipEvaluation
+    | Finish
+)

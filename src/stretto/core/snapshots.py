@@ -29,7 +29,7 @@ def record(brain: Brain) -> dict[str, Any]:
         "live": sorted(brain.window.live),
         "staleness": brain.staleness,
         "unpublished": brain.unpublished,
-        "evaluating": None if brain.evaluating is None else brain.evaluating[1],
+        "evaluating": brain.evaluation_cut if brain.evaluating is None else brain.evaluating[1],
         "evaluations_due": sorted(brain.evaluations_due),
         "counters": asdict(ledger.counters),
         "outstanding": [_record_group(group) for group in ledger.groups.values()],
@@ -61,8 +61,7 @@ def restore(brain: Brain, snapshot: Mapping[str, Any]) -> None:
     brain.unpublished = snapshot["unpublished"]
     brain.evaluations_due = set(snapshot["evaluations_due"])
     ledger.counters = Counters(**snapshot["counters"])
-    if snapshot["evaluating"] is not None:
-        ledger.counters.evaluations_skipped += 1
+    brain.evaluation_cut = snapshot["evaluating"]
     for each in snapshot["outstanding"]:
         ledger.enter_again(_restore_group(each), taken=False)
     for each in snapshot["training"]:
