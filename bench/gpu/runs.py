@@ -199,13 +199,13 @@ async def run(work: Work, engine: NativeEngine, trainer: LocalTrainer, folder: P
     """One run to its last update; its summary and what the engine had done when each update ended."""
     plan, lengths = work.plan, work.drawn()
     threaded = ThreadedEngine(lambda: engine, name="engine")
-    role = TrainerRole(trainer, torch.get_num_threads())
+    role = TrainerRole(trainer, torch.get_num_threads(), deadline_s=600.0)
     marks = Marks(threaded)
     at_start = threaded.report()
     try:
         with Journal.open(folder / "journal.sqlite", resume=False) as journal:
             journal.begin(_facts(plan, work.seed), at=time.time())
-            weights = {0: await role.call(lambda: trainer.weights(0))}
+            weights = {0: trainer.weights(0)}
             journal.version_published(0, weights[0].checksum, at=time.time())
             tally = Tally(rows=plan.rows, sink=JsonLines(folder / "metrics.jsonl"))
             sampling = Sampling(work.max_tokens, stop_tokens=work.stop_tokens)
