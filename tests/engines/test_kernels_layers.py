@@ -138,6 +138,29 @@ def test_heads_are_adapted_normalized_rotated_and_cached(shape: Any, device: str
 
 
 @everywhere
+@pytest.mark.parametrize("tile", [32, 64])
+def test_larger_tiles_compute_the_same(tile: int, device: str, dtype: torch.dtype, monkeypatch: Any) -> None:
+    monkeypatch.setattr(layers, "TOKEN_TILES", ((10**6, tile),))
+    monkeypatch.setattr(layers, "ADD_NORM_ROWS", 0)
+    like: Any = {"device": device, "dtype": dtype}
+    inputs = head_inputs(67, 1, 1, 16, 3, 4, True, like)
+    for ours, theirs in zip(
+        split(layers.split_heads, inputs, like), split(layers.plain_split_heads, inputs, like), strict=True
+    ):
+        close(ours, theirs)
+    x, b, slots = random(67, 32 + 2 * 12, **like), factor(3, 4, 16, **like), inputs["slots"]
+    outs = [torch.empty(67, 16, **like) for _ in range(2)]
+    layers.gate(x, 16, "silu", slots, (b, b), 4, SCALE, outs[0])
+    layers.plain_gate(x, 16, "silu", slots, (b, b), 4, SCALE, outs[1])
+    close(*outs)
+    streams = [x[:, :28].clone() for _ in range(2)]
+    layers.add_norm(streams[0], 16, b[0], EPSILON, slots, b, 4, SCALE, outs[0])
+    layers.plain_add_norm(streams[1], 16, b[0], EPSILON, slots, b, 4, SCALE, outs[1])
+    close(*outs)
+    close(*streams)
+
+
+@everywhere
 def test_a_layer_without_adapters_among_fused_ones_is_left_alone(device: str, dtype: torch.dtype) -> None:
     like = {"device": device, "dtype": dtype}
     inputs = head_inputs(3, 2, 1, 16, 2, 4, True, like)
@@ -163,12 +186,19 @@ def test_the_twin_rotates_and_normalizes_as_transformers_does() -> None:
     close(k[inputs["write_slots"]], expected[1][0].transpose(0, 1))
 
 
-GATE = [(1, 7, 0, 1), (3, 130, 2, 4), (18, 33, 3, 3), (2, 256, 1, 128), (5, 64, 2, 16)]  # tokens, width, slots, rank
+GATE = [  # tokens, width, slots, rank, activation
+    (1, 7, 0, 1, "silu"),
+    (2, 40, 0, 1, "gelu"),
+    (3, 130, 2, 4, "silu"),
+    (18, 33, 3, 3, "gelu_tanh"),
+    (2, 256, 1, 128, "silu"),
+    (5, 64, 2, 16, "gelu"),
+    (4, 24, 2, 1, "gelu_tanh"),
+]
 
 
 @everywhere
-@pytest.mark.parametrize(("tokens", "width", "num_slots", "rank"), GATE)
-@pytest.mark.parametrize("activation", layers.ACTIVATIONS)
+@pytest.mark.parametrize(("tokens", "width", "num_slots", "rank", "activation"), GATE)
 def test_gate_and_up_are_adapted_and_multiplied(
     tokens: int, width: int, num_slots: int, rank: int, activation: str, device: str, dtype: torch.dtype
 ) -> None:

@@ -52,7 +52,7 @@ class _Missing:
 
 def jit(**options: Any) -> Callable[[Callable[..., None]], Any]:
     """`triton.jit`, in a way that a module of kernels can be imported without Triton."""
-    return (lambda function: _Missing()) if triton is None else triton.jit(**options)  # type: ignore[no-any-return]
+    return (lambda function: _Missing()) if triton is None else triton.jit(**options)
 
 
 @jit()
@@ -374,7 +374,7 @@ def _plain_adapted(y: Tensor, h: Tensor, slots: Tensor, b: Tensor | None, rank: 
     if b is None:
         return y
     own = h.float().gather(1, slots[:, None] * rank + torch.arange(rank, device=h.device))
-    factors = b.float().unflatten(0, (-1, rank)).index_select(0, slots)
+    factors = b.float().reshape(-1, rank, b.shape[1]).index_select(0, slots)
     return (y.float() + scale * torch.bmm(own.unsqueeze(1), factors).squeeze(1)).to(y.dtype)
 
 
@@ -425,7 +425,7 @@ def plain_split_heads(
     factors = bs or (None, None, None)
     hs = h.chunk(3, 1)
     q, k, v = (
-        _plain_adapted(y, own, slots, b, rank, scale).unflatten(1, (-1, size))
+        _plain_adapted(y, own, slots, b, rank, scale).reshape(qkv.shape[0], -1, size)
         for y, own, b in zip(parts, hs, factors, strict=True)
     )
     cos, sin = cos_sin.index_select(0, positions).float().unsqueeze(1).chunk(2, -1)
