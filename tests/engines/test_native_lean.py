@@ -36,10 +36,10 @@ def model_of(name: str) -> Any:
 def test_it_computes_what_the_modules_of_transformers_compute(name: str, kind: str) -> None:
     model = model_of(name)
     engine = native(model, kind, versions=(0, 1))
-    assert engine._forward.lean
+    assert engine._work.forward.lean
     assert engine.exact
     lean = drive(engine, requests_of(8))
-    engine._forward.prepare(lean=False, max_tokens=64, max_context=256)
+    engine._work.forward.prepare(lean=False, max_tokens=64, max_context=256)
     stock = drive(engine, requests_of(8))
     for number, completion in lean.items():
         assert np.array_equal(completion.tokens, stock[number].tokens)
@@ -73,7 +73,7 @@ def test_where_it_does_not_agree_with_the_model_the_modules_run(caplog: Any) -> 
     model.model.norm = CenteredNorm(model.model.norm)
     with caplog.at_level(logging.WARNING):
         engine = native(model, "full")
-    assert not engine._forward.lean
+    assert not engine._work.forward.lean
     assert "lean forward" in caplog.text
     prompt = prompt_of(20)
     done = drive(engine, [Request(0, 0, prompt, 0, Sampling(8, temperature=0.0))])[0]
@@ -92,7 +92,7 @@ def test_engines_over_one_base_read_the_same_memory() -> None:
     assert [id(p) for p in model.parameters()] == objects
     assert all(torch.equal(p, value) for p, value in zip(model.parameters(), values, strict=True))
     for engine in (first, second):
-        for projection in engine._forward._decoders[0].projections:
+        for projection in engine._work.forward._decoders[0].projections:
             assert projection.weight.data_ptr() in places
 
 

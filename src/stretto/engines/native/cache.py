@@ -31,7 +31,6 @@ class KVCache:
         self.num_pages = pages
         self._free = list(range(pages, 0, -1))
         self._references = [0] * (pages + 1)
-        self._offsets = torch.arange(PAGE, dtype=torch.int32, device=device)
 
     @property
     def num_free(self) -> int:
@@ -61,10 +60,10 @@ class KVCache:
     def references(self, page: int) -> int:
         return self._references[page]
 
-    def slots(self, pages: Sequence[int], tokens: int) -> Tensor:
+    def slots(self, pages: Sequence[int], tokens: int, device: torch.device | None = None) -> Tensor:
         """The slots [tokens] of the first `tokens` tokens of a list of pages, int32."""
-        table = torch.tensor(pages, dtype=torch.int32, device=self.storage.device)
-        return (table[:, None] * PAGE + self._offsets).view(-1)[:tokens]
+        table = torch.tensor(pages, dtype=torch.int32, device=device or self.storage.device)
+        return (table[:, None] * PAGE + torch.arange(PAGE, dtype=torch.int32, device=table.device)).view(-1)[:tokens]
 
     def read(self, pages: Sequence[int], tokens: int) -> Tensor:
         """A copy in host memory, [layers, 2, tokens, kv heads, head size]."""
@@ -75,8 +74,15 @@ class KVCache:
         slots = self.slots(pages, kv.shape[2])
         self.storage.index_copy_(2, slots.long(), kv.to(self.storage.device, self.storage.dtype))
 
-    def copy_page(self, source: int, target: int) -> None:
-        """Give a sample its own copy of the page that its prompt ends in."""
-        self.storage[:, :, target * PAGE : (target + 1) * PAGE] = self.storage[
-            :, :, source * PAGE : (source + 1) * PAGE
-        ]
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy pages (source, target): samples get their own copy of the page that their prompt ends in."""
+        if not pairs:
+            return
+        pages = self.storage.view(self.layers, 2, -1, PAGE, self.kv_heads, self.head_size)
+        if len(pairs) == 1:
+            pages[:, :, pairs[0][1]] = pages[:, :, pairs[0][0]]
+            return
+        source, target = torch.tensor(pairs).t()
+        if pages.device.type == "cuda":
+            source, target = (side.pin_memory().to(pages.device, non_blocking=True) for side in (source, target))
+        pages.index_copy_(2, target, pages.index_select(2, source))

@@ -13,19 +13,26 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from numpy.typing import NDArray
+from torch import nn
 
 from stretto.engines.native import probe
+from stretto.engines.native.attention import Attention
 from stretto.engines.native.cache import PAGE, KVCache, num_pages
+from stretto.engines.native.device_rows import DeviceRows
 from stretto.engines.native.forward import Forward
+from stretto.engines.native.immediate import ImmediateSteps
+from stretto.engines.native.kernels.choice import kernels_for
+from stretto.engines.native.late import LateSteps
+from stretto.engines.native.lean import is_plain
 from stretto.engines.native.rows import Rows
 from stretto.engines.native.schedule import Schedule
-from stretto.engines.native.trajectory import Trajectory
+from stretto.engines.native.trajectory import Ended, Trajectory
 from stretto.engines.native.versions import make_slots
 from stretto.engines.threaded import Failed
 from stretto.errors import ChecksumError, ModelError, RequestError, VersionNotResidentError
 from stretto.models import checksum
-from stretto.types import Capacity, Completion, FinishReason, Load, Request, Sampling, Suspended, Weights
+from stretto.types import Capacity, Completion, Load, Request, Sampling, Suspended, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +60,7 @@ class NativeEngine:
         lora_targets: Sequence[str] | None = None,
         prefill_tokens: int = 512,
         decode: Callable[[Sequence[int]], str] | None = None,
+        late: bool | None = None,
     ) -> None:
         for name, value in (("slots", slots), ("rows", rows), ("kv_tokens", kv_tokens), ("max_context", max_context)):
             if value < 1:
@@ -65,31 +73,60 @@ class NativeEngine:
         targets = None if lora_targets is None else tuple(lora_targets)
         self._slots = make_slots(model, kind, slots, lora_rank, targets)
         attention, layers, heads, kv_heads, head_size = probe.discover(self._slots.trees)
-        per_token = True
-        for tree in self._slots.trees:
-            probe.fuse_norms(tree)
-            per_token &= probe.batch_experts(tree, rows + prefill_tokens)
-        # The sampled product over the cache wants float32 on the CPU; a wider cache loses nothing.
-        cache_dtype = torch.float32 if device.type == "cpu" else dtype
+        late = device.type == "cuda" if late is None else late
+        late = late and all(is_plain(tree) for tree in self._slots.trees)
+        # The sampled product over the cache wants float32; a wider cache loses nothing.
+        cache_dtype = dtype if late else torch.float32
         # One page more than the budget: a prompt's last page stands twice while its first sample gets a copy.
         self._cache = KVCache(layers, kv_heads, head_size, num_pages(kv_tokens) + 1, cache_dtype, device)
         attention.cache = self._cache
-        self._rows = Rows(rows, device)
-        self._forward = Forward(self._slots, attention, self._cache, self._rows, heads)
+        self._rows: Rows | DeviceRows = DeviceRows(rows, max_context, device) if late else Rows(rows, device)
         self._schedule = Schedule(self._cache, self._rows, prefill_tokens)
         self._decode = decode
+        self._finished: list[Completion | Failed] = []
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         self._versions: dict[int, int] = {}  # version -> slot
         self._checksums: dict[int, str] = {}  # version -> of what is resident
         self._here: dict[int, Trajectory] = {}
         self._counts = [0] * slots  # trajectories here, by slot
         self._behind = 0  # those of them with a priority after rollout's: evaluation
-        self._arrivals = self._steps = self._tokens = 0
+        self._arrivals = self._steps = 0
         self._busy_s = self._row_s = 0.0
-        self._observed: list[Tensor] | None = None
         self._running, self._mark = 0, time.perf_counter()
-        self._compare(model)
-        self.exact = self._forward.exact and per_token and dtype == torch.float32 and device.type == "cpu"
+        self._work: ImmediateSteps | LateSteps
+        if isinstance(self._rows, DeviceRows):
+            self.exact = False
+            self._work = self._late_steps(self._rows, heads)
+            self._compare(model)
+        else:
+            self.exact = self._immediate_steps(model, self._rows, attention, heads)
+
+    def _late_steps(self, rows: DeviceRows, heads: int) -> LateSteps:
+        kernels, longest = kernels_for(rows.device), self.capacity.max_context
+        return LateSteps(self._slots, self._cache, rows, self._schedule, heads, kernels, longest, self._ends_in_string)
+
+    def _immediate_steps(self, model: nn.Module, rows: Rows, attention: Attention, heads: int) -> bool:
+        """Find the way to compute that agrees with the model; whether a row comes out the same beside any others.
+
+        Where the lean forward does not agree, the modules of transformers run; where they do not either, it raises.
+        """
+        per_token, max_tokens = True, self.capacity.rows + self._schedule.prefill_tokens
+        for tree in self._slots.trees:
+            probe.fuse_norms(tree)
+            per_token &= probe.batch_experts(tree, max_tokens)
+        forward = Forward(self._slots, attention, self._cache, rows, heads)
+        self._work = ImmediateSteps(forward, rows, self._schedule, self._ends_in_string)
+        for lean in (True, False):
+            forward.prepare(lean=lean, max_tokens=max_tokens, max_context=self.capacity.max_context)
+            try:
+                self._compare(model)
+                break
+            except ModelError as error:
+                if not forward.lean:
+                    raise
+                logger.warning("the modules of transformers run instead of the lean forward: %s", error)
+        weight = next(model.parameters())
+        return forward.exact and per_token and weight.dtype == torch.float32 and weight.device.type == "cpu"
 
     # -- versions ------------------------------------------------------------------------------------------------------
 
@@ -108,6 +145,7 @@ class NativeEngine:
     @torch.inference_mode()
     def swap(self, old: int, weights: Weights) -> None:
         """Overwrite a version; its trajectories go on under the new one, from caches made again."""
+        self._flush()
         slot = self._slot(old)
         if weights.version in self._versions and weights.version != old:
             raise RequestError(f"version {weights.version} is resident already")
@@ -123,6 +161,7 @@ class NativeEngine:
     @torch.inference_mode()
     def unload(self, version: int) -> None:
         """Free a version's slot; an error while it has trajectories."""
+        self._flush()
         slot = self._slot(version)
         if self._counts[slot]:
             left = sorted(t.request.id for t in self._here.values() if t.slot == slot)
@@ -205,6 +244,7 @@ class NativeEngine:
         return [trajectory.request.id for trajectory in self._take(ids, kv=False)]
 
     def _take(self, ids: Sequence[int], *, kv: bool) -> list[Trajectory]:
+        self._flush()
         taken = [self._here.pop(i) for i in dict.fromkeys(ids) if i in self._here]
         for trajectory in taken:
             self._counts[trajectory.slot] -= 1
@@ -216,72 +256,50 @@ class NativeEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._here)
+        return bool(self._here or self._finished)
 
     @torch.inference_mode()
     def step(self) -> list[Completion | Failed]:
         """One token for every running row; returns what has finished."""
         self._account()
-        schedule, rows = self._schedule, self._rows
-        schedule.admit()
-        schedule.provide()
-        chunks = schedule.chunks()
+        self._schedule.admit()
         self._running = self._rollout_rows()
-        logits = self._forward(chunks)
-        for prefix in schedule.ready():
-            assert prefix.logits is not None
-            logits.append(prefix.logits.expand(len(prefix.waiting), -1))
-            schedule.fork(prefix)
-        finished: list[Completion | Failed] = []
-        if len(rows):
-            finished = self._draw(logits[0] if len(logits) == 1 else torch.cat(logits))
+        ended = self._work.run()
+        finished, self._finished = self._finished, []
+        finished += self._close(ended)
         self._steps += 1
         self._account()
         self._running = self._rollout_rows()
         return finished
+
+    def _flush(self) -> None:
+        """Learn all that was drawn; what has ended by it is told by the next step."""
+        self._finished += self._close(self._work.flush())
 
     def _rollout_rows(self) -> int:
         """Running rows that are not evaluation's."""
         num_rows = len(self._rows) + self._schedule.num_waiting
         return num_rows - sum(t.request.priority > 0 for t in self._schedule.running()) if self._behind else num_rows
 
-    def _draw(self, logits: Tensor) -> list[Completion | Failed]:
-        rows = self._rows
-        if self._observed is not None:
-            self._observed.append(logits.clone())
-        self._tokens += len(rows)
-        ended, stopped, broken = rows.sample(logits)
-        if not rows.any_strings and not ended.any():
-            return []
-        finish: dict[int, FinishReason] = {r: "stop" if stopped[r] else "length" for r in np.nonzero(ended)[0].tolist()}
-        for row in np.nonzero(rows.strings[: len(rows)])[0].tolist():
-            if self._ends_in_string(row):
-                finish[row] = "stop"
-        if not finish:
-            return []
-        now, gone = time.time(), [rows.trajectories[row] for row in finish]
+    def _close(self, ended: Sequence[Ended]) -> list[Completion | Failed]:
+        now = time.time()
         done: list[Completion | Failed] = []
-        for trajectory in gone:
-            row = trajectory.row
-            if broken[row]:
-                what = f"the logits of request {trajectory.request.id} under version {trajectory.request.version}"
-                done.append(Failed(trajectory.request.id, RequestError(f"{what} are not finite")))
-                continue
-            tokens, logprobs = rows.output(row)
-            resident = self._checksums[trajectory.request.version]
-            done.append(trajectory.completion(tokens, logprobs, finish[row], resident, now))
-        rows.remove(list(finish))
-        for trajectory in gone:
-            self._schedule.release(trajectory)
+        for trajectory, finish, broken in ended:
+            request = trajectory.request
+            if broken:
+                what = f"the logits of request {request.id} under version {request.version}"
+                done.append(Failed(request.id, RequestError(f"{what} are not finite")))
+            else:
+                resident = self._checksums[request.version]
+                done.append(trajectory.completion(trajectory.tokens, trajectory.logprobs, finish, resident, now))
             self._counts[trajectory.slot] -= 1
-            self._behind -= trajectory.request.priority > 0
-            del self._here[trajectory.request.id]
+            self._behind -= request.priority > 0
+            del self._here[request.id]
         return done
 
-    def _ends_in_string(self, row: int) -> bool:
-        strings = self._rows.trajectories[row].sampling.stop_strings
+    def _ends_in_string(self, trajectory: Trajectory, tokens: NDArray[np.int32]) -> bool:
+        strings = trajectory.sampling.stop_strings
         assert self._decode is not None
-        tokens, _ = self._rows.output(row)
         text = self._decode(tokens[-(max(map(len, strings)) + TAIL) :].tolist())
         return any(string in text for string in strings)
 
@@ -297,20 +315,17 @@ class NativeEngine:
     def report(self) -> Load:
         """What it is doing and has done."""
         self._account()
-        rows, n = self._rows, len(self._rows)
-        made = rows.context[:n] - rows.prompt[:n]
-        longest: dict[int, int] = {}
-        for version, slot in self._versions.items():
-            own = made[rows.slot[:n] == slot]
-            longest[version] = int(own.max()) if len(own) else 0
+        of_slot = [0] * self.capacity.slots
+        for slot, made in self._rows.made_of_slots():
+            of_slot[slot] = max(of_slot[slot], made)
         return Load(
-            running=n + self._schedule.num_waiting,
+            running=len(self._rows) + self._schedule.num_waiting,
             queued=len(self._schedule.queue),
             kv_tokens=(self._cache.num_pages - self._cache.num_free) * PAGE,
             versions={version: self._counts[slot] for version, slot in self._versions.items()},
-            longest=longest,
+            longest={version: of_slot[slot] for version, slot in self._versions.items()},
             steps=self._steps,
-            tokens=self._tokens,
+            tokens=self._work.tokens,
             prefilled=self._schedule.prefilled,
             preemptions=self._schedule.preemptions,
             busy_s=self._busy_s,
@@ -324,29 +339,15 @@ class NativeEngine:
     # -- the check at construction -------------------------------------------------------------------------------------
 
     def _compare(self, model: nn.Module) -> None:
-        """Generate a little under the base weights, and compare with the model's own forward.
-
-        Where the lean forward does not agree, the modules of transformers run; where they do not either, it raises.
-        """
-        max_tokens = self.capacity.rows + self._schedule.prefill_tokens
+        """Generate a little under the base weights, and raise `ModelError` where the model's own forward differs."""
         training = model.training
         model.eval()
         try:
-            for lean in (True, False):
-                self._forward.prepare(lean=lean, max_tokens=max_tokens, max_context=self.capacity.max_context)
-                try:
-                    for length in (PROBE_SHORT, PROBE_LONG):
-                        self._compare_one(
-                            model, min(length, self.capacity.max_context - 4, self.capacity.kv_tokens - 4)
-                        )
-                    break
-                except ModelError as error:
-                    if not self._forward.lean:
-                        raise
-                    logger.warning("the modules of transformers run instead of the lean forward: %s", error)
+            for length in (PROBE_SHORT, PROBE_LONG):
+                self._compare_one(model, min(length, self.capacity.max_context - 4, self.capacity.kv_tokens - 4))
         finally:
             model.train(training)
-        self._arrivals = self._steps = self._tokens = 0
+        self._arrivals = self._steps = self._work.tokens = 0
         self._busy_s = self._row_s = 0.0
         self._schedule.prefilled = self._schedule.preemptions = 0
 
@@ -355,14 +356,14 @@ class NativeEngine:
             return
         generator = torch.Generator().manual_seed(length)
         prompt = tuple(torch.randint(0, self._vocabulary, (length,), generator=generator).tolist())
-        self._versions, self._checksums, self._observed = {-1: 0}, {-1: ""}, []
+        self._versions, self._checksums, self._work.observed = {-1: 0}, {-1: ""}, []
         self.add(Request(-1, -1, prompt, 0, Sampling(4, temperature=0.0)))
         tokens: list[int] = []
         while self.has_work:
             for done in self.step():
                 tokens = [] if isinstance(done, Failed) else done.tokens.tolist()
-        ours = torch.cat(self._observed).float()
-        self._versions, self._checksums, self._observed = {}, {}, None
+        ours = torch.cat(self._work.observed).float()[: len(tokens)]
+        self._versions, self._checksums, self._work.observed = {}, {}, None
         inputs = torch.tensor([[*prompt, *tokens[:-1]]], device=self._rows.device)
         with torch.inference_mode():
             theirs = model(input_ids=inputs, use_cache=False).logits[0, length - 1 :].float()

@@ -162,12 +162,7 @@ class LeanDecoder:
         self._embedding = tree.model.embed_tokens.weight
         self.layers = [LeanLayer(layer, attention, heads, kv_heads, size) for layer in tree.model.layers]
         self._norm, self.head = norm_of(tree.model.norm, self._embedding), Projection(tree.lm_head, head=True)
-        positions = torch.arange(max_context, device=self._embedding.device)[None]
-        with torch.no_grad():
-            cos, sin = tree.model.rotary_emb(self._embedding, positions)
-        sign = torch.ones(size, dtype=sin.dtype, device=sin.device)
-        sign[: size // 2] = -1.0  # the second half turns into the first with a minus
-        self._rotary = torch.cat((cos[0], sin[0] * sign), dim=-1)  # [positions, 2 * size]
+        self._rotary = rotary_table(tree, max_context, signed=True)
 
     @property
     def projections(self) -> list[Projection]:
@@ -182,6 +177,19 @@ class LeanDecoder:
         if keep is not None:
             hidden = hidden.index_select(0, keep)
         return self.head(self._norm(hidden))
+
+
+def rotary_table(tree: Any, positions: int, *, signed: bool) -> Tensor:
+    """Cosines and sines of the rotary embedding, [positions, 2 * size].
+
+    `signed`: the sines of the first half carry the minus that turning the second half into the first needs.
+    """
+    weight = tree.model.embed_tokens.weight
+    with torch.no_grad():
+        cos, sin = tree.model.rotary_emb(weight, torch.arange(positions, device=weight.device)[None])
+    if signed:
+        sin[..., : sin.shape[-1] // 2].neg_()
+    return torch.cat((cos[0], sin[0]), dim=-1)
 
 
 def epsilon_of(module: Any) -> float:

@@ -5,7 +5,7 @@ A step changes all rows with a handful of tensor operations. A row that finishes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ class Rows:
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.capacity, self.device = capacity, device
+        self.token_device = device  # of prompts and page lists
         self.trajectories: list[Trajectory] = []
         self.ints = torch.zeros(5, capacity, dtype=torch.int64, device=device)
         self.floats = torch.zeros(3, capacity, dtype=torch.float32, device=device)
@@ -170,6 +171,11 @@ class Rows:
             return tokens.numpy(), logprobs.numpy()
         packed = torch.stack((tokens.int(), logprobs.view(torch.int32))).cpu().numpy()
         return packed[0], packed[1].view(np.float32)
+
+    def made_of_slots(self) -> Iterator[tuple[int, int]]:
+        """The slot of each row, and the tokens that it has made."""
+        n = len(self.trajectories)
+        return zip(self.slot[:n].tolist(), (self.context[:n] - self.prompt[:n]).tolist(), strict=True)
 
     def output(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Copies of a row's tokens and log-probabilities so far."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from stretto.engines.native.attention import Chunk
 from stretto.engines.native.cache import PAGE, KVCache, num_pages
+from stretto.engines.native.device_rows import DeviceRows
 from stretto.engines.native.rows import Rows
 from stretto.engines.native.trajectory import Prefix, Trajectory
 
@@ -22,7 +23,7 @@ from stretto.engines.native.trajectory import Prefix, Trajectory
 class Schedule:
     """Moves trajectories between the queue, the prefixes and the rows; owns what each of them holds."""
 
-    def __init__(self, cache: KVCache, rows: Rows, prefill_tokens: int) -> None:
+    def __init__(self, cache: KVCache, rows: Rows | DeviceRows, prefill_tokens: int) -> None:
         self.cache, self.rows, self.prefill_tokens = cache, rows, prefill_tokens
         self.queue: list[Trajectory] = []  # the next one last
         self._prefixes: dict[object, Prefix] = {}
@@ -44,7 +45,7 @@ class Schedule:
         key = (request.group, request.version, request.prompt) if shared else trajectory.arrival
         prefix = self._prefixes.get(key)
         if prefix is None:
-            tokens = torch.tensor([*request.prompt, *trajectory.tokens.tolist()], device=self.rows.device)
+            tokens = torch.tensor([*request.prompt, *trajectory.tokens.tolist()], device=self.rows.token_device)
             prefix = self._prefixes[key] = Prefix(key, tokens, trajectory.slot)
         prefix.queued += 1
         trajectory.prefix = prefix
@@ -151,7 +152,7 @@ class Schedule:
         length = len(prefix.tokens)
         if not prefix.pages:
             prefix.pages = self.cache.take(num_pages(length))
-            prefix.cache_slots = self.cache.slots(prefix.pages, length)
+            prefix.cache_slots = self.cache.slots(prefix.pages, length, self.rows.token_device)
         if length % PAGE:
             trajectory.pages = self.cache.take(1)  # for its own copy of the page that the prefix ends in
         if prefix not in self._active:
@@ -241,22 +242,28 @@ class Schedule:
         """Prefixes whose logits are there, with trajectories that wait for their first draw."""
         return [prefix for prefix in self._active if prefix.logits is not None and prefix.waiting]
 
-    def fork(self, prefix: Prefix) -> None:
-        """Turn those who wait for a finished prefix into rows: full pages shared, the last one copied."""
-        forked, prefix.waiting = prefix.waiting, []
-        full = len(prefix.tokens) // PAGE
-        for trajectory in forked:
-            self.cache.share(prefix.pages[:full])
-            if trajectory.pages:
-                self.cache.copy_page(prefix.pages[full], trajectory.pages[0])
-            trajectory.pages = [*prefix.pages[:full], *trajectory.pages]
-            trajectory.prefix = None
-            if trajectory.request.group >= 0 and not len(trajectory.tokens):
-                trajectory.origin = prefix
-                prefix.children += 1
-        self.rows.append(forked)
-        self._active.remove(prefix)
-        self._leave(prefix)
+    def fork(self, prefixes: Sequence[Prefix]) -> None:
+        """Turn those who wait for finished prefixes into rows: full pages shared, the last one copied."""
+        copies: list[tuple[int, int]] = []
+        started: list[Trajectory] = []
+        for prefix in prefixes:
+            forked, prefix.waiting = prefix.waiting, []
+            full = len(prefix.tokens) // PAGE
+            for trajectory in forked:
+                self.cache.share(prefix.pages[:full])
+                if trajectory.pages:
+                    copies.append((prefix.pages[full], trajectory.pages[0]))
+                trajectory.pages = [*prefix.pages[:full], *trajectory.pages]
+                trajectory.prefix = None
+                if trajectory.request.group >= 0 and not len(trajectory.tokens):
+                    trajectory.origin = prefix
+                    prefix.children += 1
+            started += forked
+        self.cache.copy_pages(copies)
+        self.rows.append(started)
+        for prefix in prefixes:
+            self._active.remove(prefix)
+            self._leave(prefix)
 
     # -- a change of weights under running work ------------------------------------------------------------------------
 

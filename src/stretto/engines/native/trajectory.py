@@ -108,3 +108,7 @@ class Prefix:
     @property
     def order(self) -> tuple[int, int]:
         return min(t.order for t in self.waiting)
+
+
+Ended = tuple[Trajectory, FinishReason, bool]
+"""A trajectory whose row has ended, why, and whether it had no distribution to draw from."""

@@ -1,0 +1,329 @@
+"""Steps of an engine on a device: captured as graphs, drawn on the device, the host one launch behind.
+
+A step launches: what is to be prefilled, the first draw of trajectories whose prompt is done, one decode of all rows;
+then it takes in the results of the step *before*. So the device has the next launch queued while the host looks at
+stop tokens, and a row that has ended is decoded once more than it needed, into its own pages; that token is never seen.
+
+| waits                  | for                          | until                                      |
+|------------------------|------------------------------|--------------------------------------------|
+| the host, in `step`    | the results of the last step | its copy has arrived: one step at most     |
+| the host, in `flush`   | everything launched          | a row must leave whole: suspend, preempt   |
+| the device             | the host                     | only where a step is shorter than a launch |
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stretto.engines.native.attention import Chunk
+from stretto.engines.native.cache import PAGE, KVCache
+from stretto.engines.native.device_rows import (
+    CONTEXT,
+    LIVE,
+    MADE,
+    MIN_P,
+    SEED,
+    SLOT,
+    TEMPERATURE,
+    TOKEN,
+    TOP_K,
+    TOP_P,
+    DeviceRows,
+    Pending,
+    to_device,
+)
+from stretto.engines.native.fused import FusedDecoder
+from stretto.engines.native.kernels.attention import CHUNKS, DecodePlan, choose_chunk
+from stretto.engines.native.kernels.choice import Kernels
+from stretto.engines.native.kernels.draw import draw_workspace
+from stretto.engines.native.sampling import sample, uniforms
+from stretto.engines.native.schedule import Schedule
+from stretto.engines.native.trajectory import Ended, Prefix, Trajectory
+from stretto.engines.native.versions import Slots
+
+logger = logging.getLogger(__name__)
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+MAX_GRAPHS = 96  # captured steps that are kept; each holds some megabytes
+
+
+class LateSteps:
+    """Launches steps over `rows` and takes their results in. One thread calls everything, on one stream."""
+
+    def __init__(
+        self,
+        slots: Slots,
+        cache: KVCache,
+        rows: DeviceRows,
+        schedule: Schedule,
+        heads: int,
+        kernels: Kernels,
+        max_context: int,
+        ends_in_string: Callable[[Trajectory, NDArray[np.int32]], bool],
+    ) -> None:
+        self._slots, self._cache, self._rows, self._schedule = slots, cache, rows, schedule
+        self._kernels, self._ends_in_string = kernels, ends_in_string
+        device = rows.device
+        self._decoders = [FusedDecoder(tree, cache, heads, kernels, max_context) for tree in slots.trees]
+        self._graphed = device.type == "cuda"
+        self._multiprocessors = 132
+        if self._graphed:
+            self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._pool: Any = torch.cuda.graph_pool_handle() if self._graphed else None
+        self._graphs: OrderedDict[tuple[Any, ...], torch.cuda.CUDAGraph] = OrderedDict()
+        size = rows.capacity + 1
+        self._sizes = sorted({s for s in SIZES if s < rows.capacity} | {rows.capacity})
+        items = size + max(2048, 4 * cache.num_pages * PAGE // CHUNKS[-1])
+        self._plan = DecodePlan.allocate(size, items, heads, cache.head_size, device)
+        self._drawn = torch.zeros(2, size, dtype=torch.int32, device=device)  # tokens, bits of log-probabilities
+        self._workspace = draw_workspace(size, int(self._decoders[0].vocabulary), device)
+        self._index = [torch.full((size,), rows.capacity, dtype=torch.int64, device=device) for _ in slots.trees]
+        self._pending: list[Pending] = []
+        self.tokens = 0
+        self._ended: list[Ended] = []
+        self.observed: list[Tensor] | None = None  # logits, for the check at construction
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def run(self) -> list[Ended]:
+        """Launch one token for every running row; what is found to have ended."""
+        schedule, rows = self._schedule, self._rows
+        before = len(self._pending)
+        chunks = schedule.chunks()
+        if chunks:
+            self._prefill(chunks)
+        self._first_draws(schedule.ready())
+        if len(rows.lacking()) > self._cache.num_free:
+            before = self._collect(0)  # a row leaves with all that it has made
+        schedule.provide()
+        if not schedule.queue and not schedule.num_waiting and not rows.dense() and self._shrinks():
+            before = self._collect(0)
+            rows.compact()
+        if len(rows):
+            self._decode()
+        launched = len(self._pending) - before
+        self._collect(launched)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def flush(self) -> list[Ended]:
+        """Take in everything launched; what has ended."""
+        self._collect(0)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _shrinks(self) -> bool:
+        rows = self._rows
+        return self._size_of(len(rows)) < self._size_of(int(rows.numbers()[-1]) + 1)
+
+    def _collect(self, keep: int) -> int:
+        """Take in the results of all launches but the last `keep`; how many are left."""
+        rows = self._rows
+        while len(self._pending) > keep:
+            pending = self._pending.pop(0)
+            self.tokens += len(pending.rows)
+            for row, finish, broken in list(rows.record(pending)):
+                trajectory = rows.at(row)
+                if finish is None:
+                    if not self._ends_in_string(trajectory, rows.output(row)[0]):
+                        continue
+                    finish = "stop"
+                trajectory.tokens, trajectory.logprobs = rows.output(row)
+                rows.remove([row])
+                self._schedule.release(trajectory)
+                self._ended.append((trajectory, finish, broken))
+        return len(self._pending)
+
+    def _size_of(self, rows: int) -> int:
+        return next(size for size in self._sizes if size >= rows)
+
+    # -- prefill -------------------------------------------------------------------------------------------------------
+
+    def _prefill(self, chunks: Sequence[tuple[Prefix, Chunk]]) -> None:
+        for tree in range(len(self._decoders)):
+            own = [c for c in chunks if self._slots.mixed or c[1].weights_slot == tree]
+            if own:
+                self._prefill_tree(tree, own)
+
+    def _prefill_tree(self, tree: int, chunks: Sequence[tuple[Prefix, Chunk]]) -> None:
+        """One forward over the chunks; the logits of prefixes that are done go to them."""
+        device, lengths = self._rows.device, [c.end - c.start for _, c in chunks]
+        packed = torch.empty(4, sum(lengths), dtype=torch.int64)
+        at, kept = 0, []
+        for (prefix, chunk), length in zip(chunks, lengths, strict=True):
+            own = packed[:, at : at + length]
+            own[0], own[1] = chunk.tokens, torch.arange(chunk.start, chunk.end)
+            own[2], own[3] = chunk.slots[chunk.start :], chunk.weights_slot
+            at += length
+            if chunk.last:
+                kept.append((prefix, at - 1))
+        widest = max(len(prefix.pages) for prefix, _ in chunks)
+        table = np.zeros((len(chunks), widest), dtype=np.int32)
+        for i, (prefix, _) in enumerate(chunks):
+            table[i, : len(prefix.pages)] = prefix.pages
+        where = np.array([[c.start for _, c in chunks] + [0], np.cumsum([0, *lengths])], dtype=np.int32)
+        tokens, positions, writes, slots = to_device(packed, device)
+        pages, places = to_device(table, device), to_device(where, device)
+        keep = to_device(np.array([end for _, end in kept] or [0], dtype=np.int64), device)
+        decoder, cache, longest = self._decoders[tree], self._cache, max(lengths)
+        starts, offsets = places[0, :-1], places[1]
+
+        def attend(layer: int, q: Tensor, out: Tensor) -> None:
+            keys, values = cache.of_layer[layer]
+            self._kernels.paged_extend(q, keys, values, pages, starts, offsets, longest, decoder.scaling, out)
+
+        logits = decoder(tokens, positions, writes, slots, attend, keep)
+        for i, (prefix, _) in enumerate(kept):
+            prefix.logits = logits[i]
+
+    def _first_draws(self, prefixes: Sequence[Prefix]) -> None:
+        """Turn those who wait for finished prefixes into rows, and draw the next token of each."""
+        if not prefixes:
+            return
+        starting: list[Trajectory] = []
+        place: list[int] = []
+        logits = []
+        for i, prefix in enumerate(prefixes):
+            assert prefix.logits is not None
+            logits.append(prefix.logits)
+            place += [i] * len(prefix.waiting)
+            starting += prefix.waiting
+        self._schedule.fork(prefixes)
+        rows, device = self._rows, self._rows.device
+        rows.upload()
+        numbers = np.array([t.row for t in starting], dtype=np.int64)
+        index = to_device(numbers, device)
+        chosen = torch.stack(logits).index_select(0, to_device(np.array(place, dtype=np.int64), device))
+        if self.observed is not None:
+            self.observed.append(chosen.clone())
+        ints, floats = rows.ints.index_select(1, index), rows.floats.index_select(1, index)
+        drawn = torch.empty(2, len(starting), dtype=torch.int32, device=device)
+        self._draw(chosen, ints, floats, drawn, truncates=bool(rows.truncates[numbers].any()))
+        rows.ints.index_copy_(1, index, ints)
+        self._expect(numbers, drawn, np.arange(len(starting)))
+
+    # -- decode --------------------------------------------------------------------------------------------------------
+
+    def _decode(self) -> None:
+        """Launch one token for every row, in one batch or one a tree."""
+        rows = self._rows
+        rows.upload()
+        numbers = rows.numbers()
+        if self._slots.mixed:
+            self._launch(0, numbers, None)
+        else:
+            for slot in np.unique(rows.slot[numbers]).tolist():
+                own = numbers[rows.slot[numbers] == slot]
+                index = np.full(self._size_of(len(own)), rows.capacity, dtype=np.int64)
+                index[: len(own)] = own
+                self._index[slot][: len(index)] = to_device(index, rows.device)
+                self._launch(slot, own, self._index[slot][: len(index)])
+        self._expect(numbers, self._drawn, numbers)
+
+    def _launch(self, tree: int, numbers: NDArray[np.int64], index: Tensor | None) -> None:
+        rows = self._rows
+        size = self._size_of(int(numbers[-1]) + 1 if index is None else len(numbers))
+        contexts = rows.context[numbers]
+        chunk, items = choose_chunk(
+            size, int(contexts.sum()), int(contexts.max()), self._cache.kv_heads, self._multiprocessors
+        )
+        truncates = bool(rows.truncates[numbers].any())
+        key = (tree, size, chunk, items, truncates, self._decoders[tree].scale)
+        if not self._graphed or self.observed is not None:
+            logits = self._body(tree, size, chunk, items, truncates, index)
+            if self.observed is not None:
+                place = numbers if index is None else np.arange(len(numbers))
+                self.observed.append(logits.index_select(0, to_device(place, rows.device)))
+            return
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._capture(key, index)
+        self._graphs.move_to_end(key)
+        graph.replay()
+
+    def _capture(self, key: tuple[Any, ...], index: Tensor | None) -> torch.cuda.CUDAGraph:
+        """Capture the step `key`. It is run once before, so that kernels are compiled and libraries set up."""
+        tree, size, chunk, items, truncates, _ = key
+        rows = self._rows
+        kept = rows.ints.clone()
+        self._body(tree, size, chunk, items, truncates, index)
+        rows.ints.copy_(kept)
+        while len(self._graphs) >= MAX_GRAPHS:
+            self._graphs.popitem(last=False)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.current_stream().synchronize()
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+        ):
+            self._body(tree, size, chunk, items, truncates, index)
+        self._graphs[key] = graph
+        logger.debug("captured a step of %d rows, chunks of %d tokens, %d items", size, chunk, items)
+        return graph
+
+    def _body(self, tree: int, size: int, chunk: int, items: int, truncates: bool, index: Tensor | None) -> Tensor:
+        """One decode of rows 0 .. size-1, or of those of `index`; their state on the device moves on by one token."""
+        rows, cache, kernels, decoder = self._rows, self._cache, self._kernels, self._decoders[tree]
+        if index is None:
+            ints, floats, table, drawn = (
+                rows.ints[:, :size],
+                rows.floats[:, :size],
+                rows.table[:size],
+                self._drawn[:, :size],
+            )
+        else:
+            ints, floats = rows.ints.index_select(1, index), rows.floats.index_select(1, index)
+            table, drawn = rows.table.index_select(0, index), self._drawn.index_select(1, index)
+        contexts = ints[CONTEXT]
+        positions = contexts - 1
+        page = table.gather(1, (positions // PAGE)[:, None])[:, 0]
+        writes = page * PAGE + positions % PAGE
+        kernels.plan_items(self._plan, contexts, chunk, items)
+
+        def attend(layer: int, q: Tensor, out: Tensor) -> None:
+            keys, values = cache.of_layer[layer]
+            kernels.paged_decode(q, keys, values, table, contexts, self._plan, chunk, items, decoder.scaling, out)
+
+        logits = decoder(ints[TOKEN], positions, writes, ints[SLOT], attend, None)
+        self._draw(logits, ints, floats, drawn, truncates=truncates)
+        if index is not None:
+            rows.ints.index_copy_(1, index, ints)
+            self._drawn.index_copy_(1, index, drawn)
+        return logits
+
+    def _draw(self, logits: Tensor, ints: Tensor, floats: Tensor, drawn: Tensor, *, truncates: bool) -> None:
+        """Draw a token a row into `drawn` [2, rows], and move the rows' state `ints` on."""
+        count = logits.shape[0]
+        tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
+        logprobs = torch.empty(count, dtype=torch.float32, device=logits.device)
+        if truncates:
+            uniform = uniforms(ints[SEED], ints[MADE])
+            truncation = (ints[TOP_K], floats[TOP_P], floats[MIN_P])
+            tokens, logprobs = sample(logits, uniform, floats[TEMPERATURE], truncation, any_greedy=True)
+        else:
+            self._kernels.draw(logits, floats[TEMPERATURE], ints[SEED], ints[MADE], tokens, logprobs, self._workspace)
+        drawn[0].copy_(tokens)
+        drawn[1].copy_(logprobs.view(torch.int32))
+        ints[TOKEN].copy_(tokens)
+        ints[CONTEXT].add_(ints[LIVE])
+        ints[MADE].add_(ints[LIVE])
+
+    def _expect(self, numbers: NDArray[np.int64], drawn: Tensor, places: NDArray[np.int64]) -> None:
+        """Start the copy of a launch's results to the host."""
+        serials = self._rows.launched(numbers)
+        arrived = None
+        if drawn.device.type == "cuda":
+            outputs = torch.empty(drawn.shape, dtype=torch.int32, pin_memory=True)
+            outputs.copy_(drawn, non_blocking=True)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+        else:
+            outputs = drawn.clone()
+        self._pending.append(Pending(numbers, serials, outputs, places, arrived))

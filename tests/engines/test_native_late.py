@@ -1,0 +1,200 @@
+"""Steps with the host one launch behind, against steps whose tokens are known at once.
+
+On a processor the kernels are their plain twins and nothing is captured, so what is tested here is the bookkeeping; on
+a GPU the same tests run over Triton's kernels and captured graphs, in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import build, drive, native, prompt_of, weights_of
+
+from stretto.engines.native.device_rows import DeviceRows
+from stretto.engines.threaded import Failed
+from stretto.types import Request, Sampling, Weights
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+def moved(weights: Weights, device: str) -> Weights:
+    tensors = {name: tensor.to(device) for name, tensor in weights.tensors.items()}
+    return Weights(weights.version, weights.kind, tensors, weights.checksum, weights.scale)
+
+
+def late(device: str, architecture: str = "qwen3", kind: str = "lora", versions: Any = (0,), **options: Any) -> Any:
+    model = build(architecture)
+    engine = native(model.to(device), kind, (), late=True, **options)
+    assert isinstance(engine._rows, DeviceRows)
+    source = build(architecture)
+    for version in versions:
+        engine.load(moved(weights_of(kind, source, version), device))
+    return engine
+
+
+def known(architecture: str = "qwen3", kind: str = "lora", versions: Any = (0,), **options: Any) -> Any:
+    return native(build(architecture), kind, versions, late=False, **options)
+
+
+def requests(count: int = 12, versions: tuple[int, ...] = (0,), **how: Any) -> list[Request]:
+    return [
+        Request(
+            i,
+            versions[i % len(versions)],
+            prompt_of(5 + 7 * (i // 4), i // 4),
+            900 + i,
+            Sampling(3 + 5 * i % 37, **how),
+            group=i // 4 * len(versions) + i % len(versions),
+        )
+        for i in range(count)
+    ]
+
+
+def agree(ours: dict[int, Any], theirs: dict[int, Any]) -> None:
+    assert ours.keys() == theirs.keys()
+    for number, expected in theirs.items():
+        assert ours[number].tokens.tolist() == expected.tokens.tolist()
+        assert np.allclose(ours[number].logprobs, expected.logprobs, atol=1e-4)
+        assert (ours[number].finish, ours[number].checksum) == (expected.finish, expected.checksum)
+        assert ours[number].prefilled == expected.prefilled
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_several_versions_generate_the_same_tokens(device, architecture, kind):
+    work = requests(versions=(0, 1, 2))
+    ours = drive(late(device, architecture, kind, (0, 1, 2)), work)
+    agree(ours, drive(known(architecture, kind, (0, 1, 2)), work))
+
+
+def test_more_requests_than_rows_go_through(device):
+    work = requests(30)
+    agree(drive(late(device, rows=5), work), drive(known(rows=5), work))
+
+
+def test_a_stop_token_ends_a_row_and_nothing_after_it_is_returned(device):
+    work = requests(12, stop_tokens=(3, 7, 11))
+    theirs = drive(known(), work)
+    assert sum(c.finish == "stop" for c in theirs.values()) > 3
+    agree(drive(late(device), work), theirs)
+
+
+def test_a_stop_string_ends_a_row(device):
+    def decode(tokens: Any) -> str:
+        return "".join(chr(65 + token) for token in tokens)
+
+    work = requests(12, stop_strings=("C", "GH"))
+    theirs = drive(known(decode=decode), work)
+    assert sum(c.finish == "stop" for c in theirs.values()) > 3
+    agree(drive(late(device, decode=decode), work), theirs)
+
+
+@pytest.mark.parametrize(
+    "how", [{"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.7, "min_p": 0.1}]
+)
+def test_all_ways_of_drawing_agree(device, how):
+    work = requests(8, **how)
+    agree(drive(late(device), work), drive(known(), work))
+
+
+def test_pages_run_out_and_nothing_is_lost(device):
+    work = requests(16)
+    ours, theirs = late(device, kv_tokens=160), known(kv_tokens=160)
+    agree_but_prefill = drive(ours, work), drive(theirs, work)
+    for number, expected in agree_but_prefill[1].items():
+        assert agree_but_prefill[0][number].tokens.tolist() == expected.tokens.tolist()
+    assert ours.report().preemptions > 0
+    assert ours.report().kv_tokens == 0
+
+
+@pytest.mark.parametrize("kv", [True, False])
+@pytest.mark.parametrize("steps", [1, 2, 9])
+def test_a_suspended_trajectory_goes_on_elsewhere_as_if_nothing_had_happened(device, kv, steps):
+    work = requests(6)
+    expected = drive(known(), work)
+    first, second = late(device), late(device)
+    done: dict[int, Any] = {}
+    for one in work:
+        first.add(one)
+    for _ in range(steps):
+        done.update({c.id: c for c in first.step()})
+    out = first.suspend([1, 3, 5], kv=kv)
+    done.update(drive(first))
+    done.update(drive(second, out))
+    assert done.keys() == expected.keys()
+    for number, completion in expected.items():
+        assert done[number].tokens.tolist() == completion.tokens.tolist()
+        assert np.allclose(done[number].logprobs, completion.logprobs, atol=1e-4)
+
+
+def test_what_ended_unseen_is_told_after_a_suspension_of_others(device):
+    engine = late(device)
+    for one in requests(2):
+        engine.add(one)
+    done: dict[int, Any] = {}
+    while 0 not in done:
+        taken = engine.suspend([], kv=False)
+        assert taken == []
+        assert engine.has_work
+        done.update({c.id: c for c in engine.step()})
+
+
+def test_a_version_can_be_swapped_under_running_work(device):
+    engine = late(device)
+    for number in range(4):
+        engine.add(Request(number, 0, prompt_of(9, number), number, Sampling(20)))
+    for _ in range(6):
+        assert engine.step() == []
+    engine.swap(0, moved(weights_of("lora", build("qwen3"), 5), device))
+    done = drive(engine)
+    for completion in done.values():
+        assert completion.token_versions is not None
+        assert set(completion.token_versions.tolist()) == {0, 5}
+        assert len(completion.tokens) == len(completion.token_versions) == 20
+
+
+def test_an_aborted_row_leaves_no_trace(device):
+    engine = late(device)
+    work = requests(8)
+    for one in work:
+        engine.add(one)
+    for _ in range(3):
+        engine.step()
+    assert sorted(engine.abort([4, 6, 99])) == [4, 6]
+    done = drive(engine)
+    assert not {4, 6} & done.keys()
+    assert engine.report().kv_tokens == 0
+    again = drive(engine, [work[4], work[6]])
+    expected = drive(known(), [work[4], work[6]])
+    assert all(again[i].tokens.tolist() == expected[i].tokens.tolist() for i in (4, 6))
+
+
+def test_logits_that_are_no_numbers_fail_the_request_alone(device):
+    engine = late(device, versions=(0, 1))
+    for linear in engine._slots._linears.values():
+        linear.resident(1)[1].fill_(float("nan"))
+    done = drive(engine, requests(8, versions=(0, 1)))
+    expected = drive(known(versions=(0, 1)), requests(8, versions=(0, 1)))
+    for number, one in done.items():
+        assert isinstance(one, Failed) == (number % 2 == 1)
+        if number % 2 == 0:
+            assert one.tokens.tolist() == expected[number].tokens.tolist()
+
+
+def test_a_draining_batch_moves_into_smaller_ones(device):
+    engine = late(device, rows=16)
+    work = [Request(i, 0, prompt_of(9, i), i, Sampling(60 if i == 15 else 4 + i)) for i in range(16)]
+    sizes = []
+    for one in work:
+        engine.add(one)
+    while engine.has_work:
+        engine.step()
+        if len(engine._rows):
+            sizes.append(engine._work._size_of(int(engine._rows.numbers()[-1]) + 1))
+    assert sizes[3] == 16
+    assert sizes[-1] == 1
+    agree(drive(late(device, rows=16), work), drive(known(rows=16), work))
