@@ -14,7 +14,8 @@ from torch import Tensor
 
 from stretto.engines.native.cache import PAGE
 from stretto.engines.native.kernels import attention, extend
-from stretto.engines.native.kernels.attention import DecodePlan, choose_chunk, items_bound
+from stretto.engines.native.kernels import plan as plans
+from stretto.engines.native.kernels.attention import DecodePlan, Sharing, choose_chunk, items_bound
 
 pytest.importorskip("triton")
 
@@ -29,7 +30,7 @@ def loops_over_device_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Interpreted kernels may loop up to a loaded number, which numpy 2.4 does not convert as the interpreter does."""
     from triton.runtime import interpreter
 
-    if not isinstance(attention._plan_kernel, interpreter.InterpretedFunction):
+    if not isinstance(plans._plan_kernel, interpreter.InterpretedFunction):
         if not CUDA:
             pytest.skip("kernels run on the CPU with TRITON_INTERPRET=1 alone")
         yield
@@ -61,6 +62,15 @@ class Cached:
         self.table = self.table.to(DEVICE)
         self.contexts = torch.tensor(contexts, device=DEVICE)
 
+    def share(self, groups: dict[int, list[int]], pages: list[int], width: int) -> Sharing:
+        """Give the rows of each leader's list its first pages."""
+        peers = torch.full((len(pages), width), -1, dtype=torch.int32)
+        for leader, rows in groups.items():
+            peers[leader, : len(rows)] = torch.tensor(rows)
+            for row in rows:
+                self.table[row, : pages[row]] = self.table[leader, : pages[row]]
+        return Sharing(torch.tensor(pages, dtype=torch.int32, device=DEVICE), peers.to(DEVICE))
+
 
 def queries(tokens: int, heads: int, size: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
     """[tokens, heads, size], laid out heads first as a projection leaves them."""
@@ -68,16 +78,18 @@ def queries(tokens: int, heads: int, size: int, dtype: torch.dtype, seed: int = 
     return drawn.to(DEVICE, dtype).transpose(0, 1)
 
 
-def decode(cached: Cached, q: Tensor, chunk: int, max_items: int | None = None) -> Tensor:
+def decode(
+    cached: Cached, q: Tensor, chunk: int, max_items: int | None = None, sharing: Sharing | None = None
+) -> Tensor:
     """The kernels' output; `max_items` is exactly enough if not given."""
     rows, heads, size = q.shape
     if max_items is None:
         max_items = int(sum(-(-context // chunk) for context in cached.contexts.tolist()))
     plan = DecodePlan.allocate(rows, max(max_items, rows + 1), heads, size, DEVICE)
-    attention.plan_items(plan, cached.contexts, chunk, max_items)
+    attention.plan_items(plan, cached.contexts, chunk, max_items, sharing)
     out = torch.full_like(q, math.nan)
     return attention.paged_decode(
-        q, cached.keys, cached.values, cached.table, cached.contexts, plan, chunk, max_items, 0.3, out
+        q, cached.keys, cached.values, cached.table, cached.contexts, plan, chunk, max_items, 0.3, out, sharing
     )
 
 
@@ -94,7 +106,7 @@ def expected(cached: Cached, q: Tensor) -> Tensor:
         (4, 2, 32, [1, 64, 65, 200, 16], 64),
         (1, 1, 64, [129, 300], 128),
         (7, 1, 96, [70, 3], 64),
-        (16, 8, 128, [130], 64),
+        (4, 2, 128, [130], 64),
         (6, 2, 48, [257, 31, 512], 256),
         (16, 1, 256, [20, 90], 64),
     ],
@@ -154,17 +166,61 @@ def test_many_items_of_one_row_are_merged() -> None:
     torch.testing.assert_close(decode(cached, q, 64), expected(cached, q), atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 32), (7, 1, 48)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pages_that_rows_share_are_read_by_their_leader_for_all(
+    heads: int, kv_heads: int, size: int, dtype: torch.dtype
+) -> None:
+    contexts = [100, 90, 30, 49, 200, 85, 1]
+    cached, q = Cached(contexts, kv_heads, size, dtype), queries(len(contexts), heads, size, dtype)
+    # One list over two chunks and out of order, one with room left, rows that share nothing between them.
+    sharing = cached.share({0: [0, 5, 1], 3: [3, 4]}, [5, 5, 0, 3, 3, 5, 0], width=3)
+    found = decode(cached, q, 64, max_items=18, sharing=sharing)
+    torch.testing.assert_close(found, expected(cached, q), atol=TOLERANCE[dtype], rtol=0)
+
+
+def test_only_the_leader_reads_the_shared_pages() -> None:
+    contexts = [40, 37]
+    cached, q = Cached(contexts, 1, 32, torch.float32), queries(2, 2, 32, torch.float32)
+    sharing = cached.share({0: [0, 1]}, [2, 2], width=2)
+    wanted = expected(cached, q)
+    cached.table[1, :2] = 1 << 28  # would be out of bounds
+    torch.testing.assert_close(decode(cached, q, 64, 4, sharing), wanted, atol=2e-5, rtol=0)
+
+
+def test_a_row_that_shares_does_not_depend_on_who_its_peers_are() -> None:
+    cached, q = Cached([40, 37, 90], 1, 32, torch.float32), queries(3, 2, 32, torch.float32)
+    all_three = decode(cached, q, 64, 8, cached.share({0: [0, 1, 2]}, [2, 2, 2], width=4))
+    two = decode(cached, q, 64, 8, cached.share({0: [0, 2]}, [2, 0, 2], width=4))
+    assert torch.equal(all_three[[0, 2]], two[[0, 2]])
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 6000)), min_size=1, max_size=64),
+    chunk=st.sampled_from(attention.CHUNKS),
+)
+def test_twice_the_rows_bound_the_items_of_rows_that_share(rows: list[tuple[int, int]], chunk: int) -> None:
+    pages = torch.tensor([pages for pages, _ in rows])
+    contexts = torch.tensor([pages * PAGE + rest for pages, rest in rows])
+    bound = items_bound(2 * len(rows), int(contexts.sum()), chunk)
+    plan = DecodePlan.allocate(len(rows), bound, 1, 1, "cpu")
+    attention.plan_items_reference(plan, contexts, chunk, bound, Sharing(pages, pages[:, None]))
+    assert int(plan.first_item[len(rows)]) <= bound
+
+
 @pytest.mark.parametrize("rows", [1, 3, 9])
 def test_the_plan_lists_every_chunk_once_and_in_order(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "PLAN_ROWS", 4)  # several blocks of rows
+    monkeypatch.setattr(plans, "PLAN_ROWS", 4)  # several blocks of rows
     contexts = torch.randint(1, 5000, (rows,), generator=torch.Generator().manual_seed(rows)).to(DEVICE)
-    bound = items_bound(rows, int(contexts.sum()), 64)
+    bound = items_bound(2 * rows, int(contexts.sum()), 64)
     made, wanted = (DecodePlan.allocate(rows, bound, 1, 32, DEVICE) for _ in range(2))
-    attention.plan_items(made, contexts, 64, bound)
-    attention.plan_items_reference(wanted, contexts, 64, bound)
-    assert torch.equal(made.first_item, wanted.first_item)
-    assert torch.equal(made.item_row, wanted.item_row)
-    assert torch.equal(made.item_chunk, wanted.item_chunk)
+    shared = ((contexts - 1) // PAGE // 2).int()
+    for sharing in (Sharing(shared, shared[:, None]), None):
+        attention.plan_items(made, contexts, 64, bound, sharing)
+        attention.plan_items_reference(wanted, contexts, 64, bound, sharing)
+        assert torch.equal(made.first_item, wanted.first_item)
+        assert torch.equal(made.item_row, wanted.item_row)
+        assert torch.equal(made.item_chunk, wanted.item_chunk)
     assert int(made.first_item[-1]) == sum(math.ceil(context / 64) for context in contexts.tolist())
 
 
@@ -204,7 +260,7 @@ def test_few_long_rows_are_cut_small_enough_to_fill_the_device() -> None:
         (4, 2, 32, [0, 5, 37], [7, 1, 70]),
         (7, 1, 96, [0, 100, 16], [3, 33, 16]),
         (2, 2, 64, [3], [150]),
-        (16, 8, 128, [0, 0], [17, 2]),
+        (4, 2, 128, [0, 0], [17, 2]),
         (8, 1, 256, [30], [9]),
         (3, 1, 48, [0, 1, 2, 3, 4], [1, 1, 40, 1, 1]),
     ],

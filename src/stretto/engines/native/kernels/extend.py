@@ -8,6 +8,8 @@ Bound by arithmetic from some hundred tokens a chunk on: 4 * size * heads operat
 A short chunk after a very long context is bound by its few programs, because the context is not split.
 """
 
+# ruff: noqa: N803, N806 - what a kernel is compiled for is in capitals
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -20,10 +22,9 @@ from stretto.engines.native.kernels.attention import (
     check_operands,
     context_slots,
     dense_attention,
-    kernel,
-    power_of_two,
     tile_tokens,
 )
+from stretto.engines.native.kernels.plan import kernel, power_of_two
 
 if TYPE_CHECKING:
     tl: Any
@@ -135,17 +136,17 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     table_row,
     out_token,
     out_head,
-    KV_HEADS: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
-    BLOCK_M: tl.constexpr,  # noqa: N803
-    BLOCK_N: tl.constexpr,  # noqa: N803
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    BLOCK_CHUNKS: tl.constexpr,  # noqa: N803
-    PAGE_SIZE: tl.constexpr,  # noqa: N803
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
 ):
     """One program a block of tokens and kv head. The last blocks of a chunk have the longest way, and start first."""
-    BLOCK_TOKENS: tl.constexpr = BLOCK_M // GROUP  # noqa: N806
+    BLOCK_TOKENS: tl.constexpr = BLOCK_M // GROUP
     block = blocks - 1 - tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
     number = tl.arange(0, BLOCK_CHUNKS)
