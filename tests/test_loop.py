@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -106,6 +107,7 @@ class Bench:
     environment: InProcess = field(default_factory=InProcess)
     stall_s: float = 20.0
     reward_s: float = 0.0
+    update_s: float = 20.0
     snapshot: Mapping[str, Any] | None = None
     flights: Mapping[int, Flight] = field(default_factory=dict)
     weights: Mapping[int, Weights] | None = None
@@ -117,7 +119,7 @@ class Bench:
         return asyncio.run(self._run())
 
     async def _run(self) -> bool:
-        role = TrainerRole(self.trainer, 1)
+        role = TrainerRole(self.trainer, 1, deadline_s=self.update_s)
         journal = Journal.open(self.folder / "journal.sqlite", resume=self.snapshot is not None, interval_s=0.01)
         self.journal = journal
         prompts = PromptStream(self.rows, Characters(), seed=0, max_prompt_tokens=64)
@@ -338,6 +340,28 @@ def test_an_instance_may_die_at_any_command(kind: type[FakeEngine], tmp_path: Pa
     with JournalReader(tmp_path) as reader:
         assert reader.counts() == {"trained": 72}
         assert [kind for _, kind, _ in reader.notes() if kind != "evaluation skipped"] == ["instance lost"]
+
+
+def test_a_trainer_that_hangs_ends_the_run_by_name(tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    class Hangs(FakeTrainer):
+        def update(self, batch: Batch) -> UpdateReport:
+            if batch.update == 2:
+                ended.wait()
+            return super().update(batch)
+
+    bench = Bench(tmp_path, plan(), trainer=Hangs(), update_s=0.3)
+    try:
+        with pytest.raises(
+            StalledError,
+            match=r"update 2 has not ended after 0.3 s \(`runtime.update_seconds`\).* is at update 2, in `wait`",
+        ):
+            bench.run()
+    finally:
+        ended.set()
+    assert bench.tasks_left == []
+    assert broken(tmp_path) == []
 
 
 def test_a_stall_says_who_waits_for_what(tmp_path: Path) -> None:

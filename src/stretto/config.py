@@ -170,6 +170,7 @@ class RuntimeSection(Section):
         600.0, gt=0, description="Between checkpoints, at the next update; a run that is stopped always leaves one"
     )
     stall_seconds: float = Field(900.0, gt=0, description="A run in which nothing happens for so long is an error")
+    update_seconds: float = Field(3_600.0, gt=0, description="An update or a checkpoint that takes longer is an error")
 
 
 class Recipe(Section):

@@ -17,11 +17,13 @@ threads, rewards have processes, the journal has a writer.
 | the trainer              | unfinished groups, named by the batch rule  | their flights     | named by `brain.waits` |
 | a batch before it trains | its members durable in the journal          | journal's writer  | the journal's own      |
 | a version's first token  | its checksum durable in the journal         | journal's writer  | the journal's own      |
-| an update                | the checkpoint before it, while it is saved | trainer's thread  | none: it takes its time|
+| the loop                 | an update, or a checkpoint that is saved    | trainer's thread  | `update_s`, by name    |
+| an update                | the checkpoint before it, while it is saved | trainer's thread  | the update's own       |
 | a flight                 | its tokens                                  | engine            | the loop's `stall_s`   |
 | a flight, an evaluation  | its reward                                  | reward pool       | `task.reward_seconds`  |
 
-No stall is a running update, an engine that makes tokens, or a reward within its own deadline, however long they take.
+No stall is an engine that makes tokens, or an update or a reward within its own deadline, however long they take.
+`update_s` is `runtime.update_seconds`, kept in `runtime/roles.py`.
 
 A failure of a request, a reward or an environment is data and goes to the core. A failure of the trainer, the journal,
 the reward pool itself or of this file is stored once, wakes the loop, and ends the run with that error; one `finally`
@@ -355,7 +357,7 @@ class Loop:
 
     async def _save(self, checkpointing: Checkpointing) -> None:
         # Nothing is awaited before the trainer's thread has it, so it is written before another update begins.
-        await self._trainer.call(checkpointing(self))
+        await self._trainer.call(checkpointing(self), f"the checkpoint of version {self.brain.newest}")
 
     def _retire(self, command: core.Retire) -> None:
         self.weights.pop(command.version, None)

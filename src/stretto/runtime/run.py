@@ -317,7 +317,7 @@ async def _train(
     """Start what runs beside the loop, run, and end all of it whatever happens."""
     rewards = RewardPool(parts.task.reward, workers=recipe.task.reward_workers, deadline_s=recipe.task.reward_seconds)
     engine = ThreadedEngine(lambda: parts.core, threads=parts.threads[0], name="engine")
-    role = TrainerRole(parts.trainer, parts.threads[1])
+    role = TrainerRole(parts.trainer, parts.threads[1], deadline_s=recipe.runtime.update_seconds)
     try:
         await rewards.start()
         if checkpoint is None:
@@ -346,7 +346,7 @@ async def _run(
     journal.begin(_facts(recipe, parts.prompts.num_rows), at=time.time())
     if checkpoint is None:
         brain, totals, flights = Brain(plan), Totals(), dict[int, Flight]()
-        weights: dict[int, Weights] = {0: await role.call(lambda: parts.trainer.weights(0))}
+        weights: dict[int, Weights] = {0: await role.call(lambda: parts.trainer.weights(0), "taking the first weights")}
         journal.version_published(0, weights[0].checksum, at=time.time())
     else:
         brain, totals = Brain.restore(plan, checkpoint.snapshot), Totals.from_json(checkpoint.totals)
@@ -360,7 +360,7 @@ async def _run(
         await journal.durable()
         metrics.rewind(brain.newest)
         flights, weights = flights_again(parts.prompts, journal, checkpoint), dict(checkpoint.weights)
-        await role.call(lambda: parts.trainer.load(checkpoint.folder / "trainer"))
+        await role.call(lambda: parts.trainer.load(checkpoint.folder / "trainer"), "loading the checkpoint")
     tally = Tally(rows=plan.rows, sink=metrics, totals=totals)
     evaluator = _evaluator(recipe, parts, environment, journal)
     if evaluator is not None and checkpoint is None:
@@ -394,9 +394,9 @@ async def _run(
     with _stops_on_interrupt(loop):
         done = await loop.run()
     if not done:
-        await role.call(checkpointing(loop))
+        await role.call(checkpointing(loop), "the last checkpoint")
         return await _conclude(folder, tally, brain, journal, stopped=True)
-    await role.call(lambda: export_policy(parts.trainer, folder / "policy"))
+    await role.call(lambda: export_policy(parts.trainer, folder / "policy"), "exporting the policy")
     # Complete from here on: what becomes of the last evaluation changes nothing of what was trained.
     summary = await _conclude(folder, tally, brain, journal, stopped=False)
     if evaluator is not None:
