@@ -91,7 +91,7 @@ class NativeSide:
         """
         engine, requests = self.engine, list(self.requests(asks))
         self._synchronize()
-        before, made = engine.report(), 0
+        before, captured, made = engine.report(), num_captured(engine), 0
         to_prefill = before.prefilled + _prompt_tokens(asks)
         full: list[tuple[float, int]] = []  # (time, steps) when all rows decode, and when the first ends
         began = time.perf_counter()
@@ -109,6 +109,7 @@ class NativeSide:
             "steps": after.steps - before.steps,
             "prefilled": after.prefilled - before.prefilled,
             "preemptions": after.preemptions - before.preemptions,
+            "captured": num_captured(engine) - captured,
         }
         at_once = len(asks) <= engine.capacity.rows
         if at_once and len(full) == 2 and full[1][1] > full[0][1]:
@@ -132,7 +133,7 @@ class NativeSide:
         load = engine.report()
         if load.running != len(asks) or load.preemptions > before.preemptions:
             raise RuntimeError(f"{load.running} of {len(asks)} rows run, {load.preemptions} were preempted")
-        began = time.perf_counter()
+        captured, began = num_captured(engine), time.perf_counter()
         for _ in range(steps):
             _none(engine.step())
         self._synchronize()
@@ -141,7 +142,8 @@ class NativeSide:
         tokens = (load.tokens - before.tokens) + made / 2  # decoded so far, in the middle of what was timed
         engine.abort([request.id for request in requests])
         context = sum(len(ask.prompt) for ask in asks) + tokens
-        return Outcome(seconds, made, {"context_mean": context / len(asks), "step_ms": 1e3 * seconds / steps})
+        details = {"context_mean": context / len(asks), "step_ms": 1e3 * seconds / steps}
+        return Outcome(seconds, made, {**details, "captured": num_captured(engine) - captured})
 
     def steps_ahead(self, asks: Sequence[Ask]) -> int:
         """Steps that prefilling prompts of one length takes, in which the first rows run ahead of the last."""
@@ -158,7 +160,7 @@ class NativeSide:
         for request in self.requests(first):
             engine.add(request)
         waiting = len(first) - engine.capacity.rows
-        began, before, ended = 0.0, engine.report(), 0
+        began, before, captured, ended = 0.0, engine.report(), 0, 0
         while ended < warm + counted:
             while waiting < 1:
                 group = next(following)
@@ -169,7 +171,7 @@ class NativeSide:
             ended, waiting = ended + done, waiting - done
             if not began and ended >= warm:
                 self._synchronize()
-                began, before = time.perf_counter(), engine.report()
+                captured, began, before = num_captured(engine), time.perf_counter(), engine.report()
         self._synchronize()
         seconds, after = time.perf_counter() - began, engine.report()
         row_share = (after.row_s - before.row_s) / (seconds * engine.capacity.rows)
@@ -177,11 +179,17 @@ class NativeSide:
             "steps": after.steps - before.steps,
             "prefilled": after.prefilled - before.prefilled,
             "preemptions": after.preemptions - before.preemptions,
+            "captured": num_captured(engine) - captured,
             "rows_taken_share": row_share,
             "kv_tokens": after.kv_tokens,
         }
         engine.abort(list(range(self._next_id)))
         return Outcome(seconds, after.tokens - before.tokens, details)
+
+
+def num_captured(engine: NativeEngine) -> int:
+    """Steps that are captured as graphs. It should not grow in what is timed; an engine without graphs has none."""
+    return len(getattr(getattr(engine, "_work", None), "_graphs", ()))
 
 
 def lengths(done: Sequence[Any]) -> list[int]:

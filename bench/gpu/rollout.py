@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bench.gpu import generation
 from bench.gpu.cells import Cell, Cells
+from bench.gpu.decode import results_of
 from bench.gpu.floor import Rates
 from bench.gpu.lengths import TAILS, Tail
 from bench.gpu.native_side import NativeSide
@@ -75,12 +75,9 @@ def _drain(side: Side, cell: Cell, options: argparse.Namespace) -> dict[str, Any
         fresh = prompts(count, prompt, size, seed=100 + repeat)
         outcomes.append(side.generate([Ask(fresh[a.group], a.tokens, a.version, a.group) for a in work]))
     return {
-        "tokens_per_s": statistics.median(outcome.tokens / outcome.seconds for outcome in outcomes),
-        "seconds": [outcome.seconds for outcome in outcomes],
-        "tokens": outcomes[-1].tokens,
+        **results_of(outcomes),
         "longest": max(ask.tokens for ask in work),
         "rows": len(work),
-        **outcomes[-1].details,
     }
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from bench.gpu.lengths import Tail as Lengths
+from bench.gpu.native_side import num_captured
 from bench.gpu.shapes import RANK, SHAPES, make_model
 
 from stretto.core.brain import Brain
@@ -190,7 +191,7 @@ def warm_up(engine: NativeEngine, trainer: LocalTrainer, work: Work) -> None:
         engine.step()
     engine.unload(0)
     state = trainer.state()
-    lengths = sorted(work.drawn()[:rows], reverse=True) or [work.max_tokens // 2] * rows
+    lengths = sorted(work.drawn()[:rows], reverse=True) or [min(work.max_tokens, 512)] * rows
     trainer.update(synthetic_batch(0, lengths[:: max(1, len(lengths) // 32)], work.prompt, work.size))
     trainer.restore(state)
 
@@ -238,6 +239,7 @@ async def run(work: Work, engine: NativeEngine, trainer: LocalTrainer, folder: P
         "prefilled": after.prefilled - at_start.prefilled,
         "preemptions": after.preemptions - at_start.preemptions,
         "steps": after.steps - at_start.steps,
+        "captured": num_captured(engine),  # graphs of steps, those of the warm-up included
     }
     return {
         "started": started,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import types
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from bench.gpu import costs, generation, report, runs, update
 from bench.gpu.cells import Cell, Cells, read_cells
 from bench.gpu.floor import Rates, measure_rates, traffic
 from bench.gpu.lengths import TAILS, Tail
+from bench.gpu.native_side import NativeSide
 from bench.gpu.shapes import SHAPES, adapter, make_model, skeleton, write_adapter_folder, write_config_folder
 from bench.gpu.sides import Ask
 
@@ -44,6 +46,15 @@ def test_folders_for_vllm_hold_a_configuration_and_an_adapter_of_every_linear_la
     assert made["r"] == 16
     assert len(made["target_modules"]) == 7
     assert (folder / "adapter_model.safetensors").exists()
+
+
+def test_an_engine_is_gone_with_its_cache_when_the_next_is_made() -> None:
+    side = NativeSide("tiny", lora=True, device="cpu", prefill_tokens=64)
+    side.prepare(2, 64, 32)
+    cache = weakref.ref(side.engine._cache)
+    side.prepare(2, 64, 32)
+    assert cache() is None
+    assert side.engine._cache is not None
 
 
 def test_adapters_of_different_versions_differ() -> None:
