@@ -6,10 +6,11 @@ This is the synchronous core; `ThreadedEngine` runs it in a thread and gives it 
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Concatenate, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -35,9 +36,22 @@ from stretto.models import checksum
 from stretto.types import Capacity, Completion, Load, Request, Sampling, Suspended, Weights
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 PROBE_SHORT, PROBE_LONG = 40, 80  # prompt tokens of the check at construction, on both sides of `SHORT`
 TAIL = 8  # tokens decoded beyond the length of the longest stop string
+
+
+def _on_device(method: Callable[Concatenate[NativeEngine, P], R]) -> Callable[Concatenate[NativeEngine, P], R]:
+    """Run without gradients and, on a GPU, on the engine's own stream."""
+
+    @functools.wraps(method)
+    def wrapped(self: NativeEngine, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            return method(self, *args, **kwargs)
+
+    return wrapped
 
 
 class NativeEngine:
@@ -70,6 +84,10 @@ class NativeEngine:
         probe.refuse_by_config(model)
         self.capacity = Capacity(slots, rows, kv_tokens, max_context)
         device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
+        # Its steps are short and many: they go first where the trainer's long kernels run beside them.
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         targets = None if lora_targets is None else tuple(lora_targets)
         self._slots = make_slots(model, kind, slots, lora_rank, targets)
         attention, layers, heads, kv_heads, head_size = probe.discover(self._slots.trees)
@@ -93,6 +111,8 @@ class NativeEngine:
         self._arrivals = self._steps = 0
         self._busy_s = self._row_s = 0.0
         self._running, self._mark = 0, time.perf_counter()
+        if self._stream is not None:
+            torch.cuda.synchronize(device)  # everything made so far is there for the engine's stream
         self._work: ImmediateSteps | LateSteps
         if isinstance(self._rows, DeviceRows):
             self.exact = False
@@ -130,7 +150,7 @@ class NativeEngine:
 
     # -- versions ------------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @_on_device
     def load(self, weights: Weights) -> None:
         """Put a version into a free slot; raises `ChecksumError` and holds nothing where it did not arrive whole."""
         if weights.version in self._versions:
@@ -142,7 +162,7 @@ class NativeEngine:
         self._versions[weights.version] = free[0]
         self._checksums[weights.version] = weights.checksum
 
-    @torch.inference_mode()
+    @_on_device
     def swap(self, old: int, weights: Weights) -> None:
         """Overwrite a version; its trajectories go on under the new one, from caches made again."""
         self._flush()
@@ -158,7 +178,7 @@ class NativeEngine:
         self._checksums[weights.version] = weights.checksum
         self._schedule.change_version(slot, weights.version)
 
-    @torch.inference_mode()
+    @_on_device
     def unload(self, version: int) -> None:
         """Free a version's slot; an error while it has trajectories."""
         self._flush()
@@ -176,7 +196,7 @@ class NativeEngine:
 
     # -- trajectories --------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @_on_device
     def add(self, work: Request | Suspended) -> None:
         """Queue a request, or a trajectory that was suspended; raises `RequestError` where it can never be served."""
         request = work.request if isinstance(work, Suspended) else work
@@ -233,12 +253,12 @@ class NativeEngine:
         trajectory.kv = suspended.kv
         trajectory.started_at, trajectory.prefilled = suspended.started_at, suspended.prefilled
 
-    @torch.inference_mode()
+    @_on_device
     def suspend(self, ids: Sequence[int], *, kv: bool) -> list[Suspended]:
         """Take trajectories out. Ids that are not here are left out."""
         return [t.suspended(self._checksums[t.request.version]) for t in self._take(ids, kv=kv)]
 
-    @torch.inference_mode()
+    @_on_device
     def abort(self, ids: Sequence[int]) -> list[int]:
         """Throw trajectories away; returns those that were here."""
         return [trajectory.request.id for trajectory in self._take(ids, kv=False)]
@@ -258,7 +278,7 @@ class NativeEngine:
     def has_work(self) -> bool:
         return bool(self._here or self._finished)
 
-    @torch.inference_mode()
+    @_on_device
     def step(self) -> list[Completion | Failed]:
         """One token for every running row; returns what has finished."""
         self._account()

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from stretto.engines.native.kernels import attention, draw, extend, layers
+from stretto.engines.native.kernels import attention, extend, layers
+from stretto.engines.native.kernels.draw import draw, plain_draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ TRITON = Kernels(
     layers.add_norm,
     layers.split_heads,
     layers.gate,
-    draw.draw,
+    draw,
     attention.plan_items,
     attention.paged_decode,
     extend.paged_extend,
@@ -37,7 +38,7 @@ PLAIN = Kernels(
     layers.plain_add_norm,
     layers.plain_split_heads,
     layers.plain_gate,
-    draw.plain_draw,
+    plain_draw,
     attention.plan_items_reference,
     attention.paged_decode_reference,
     extend.paged_extend_reference,
