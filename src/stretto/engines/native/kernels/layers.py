@@ -40,7 +40,7 @@ ADD_COLUMNS = 128
 TILE_WARPS, LARGEST_TILE_WARPS = 4, 8
 # Above so many tokens `add_norm` adds the adapters by tiles first, instead of row by row.
 ADD_NORM_ROWS = 512
-NORM_UNROLL = 8  # rows of `b` whose loads are in flight at once
+NORM_CHUNK = 16  # rows of `b` that `add_norm` may load at once, a power of two
 
 
 class _Missing:
@@ -82,7 +82,7 @@ def _own_adapter(  # type: ignore[no-untyped-def]
 @jit()
 def _add_norm_kernel(  # type: ignore[no-untyped-def]
     stream, weight, slots, b, out, epsilon, scale, STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr,
-    HIDDEN: tl.constexpr, EXTRA: tl.constexpr, B_STRIDE: tl.constexpr, RANK: tl.constexpr, UNROLL: tl.constexpr,
+    HIDDEN: tl.constexpr, EXTRA: tl.constexpr, B_STRIDE: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, EXTRA_BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -93,9 +93,12 @@ def _add_norm_kernel(  # type: ignore[no-untyped-def]
     if b is not None:
         first = tl.load(slots + row) * RANK
         added = tl.zeros((BLOCK,), tl.float32)
-        for r in tl.range(0, RANK, loop_unroll_factor=UNROLL):
-            h = tl.load(start + HIDDEN + first + r).to(tl.float32)
-            added += h * tl.load(b + (first + r) * B_STRIDE + columns, mask=inside, other=0.0).to(tl.float32)
+        for start_rank in range(0, RANK, CHUNK):
+            ranks = start_rank + tl.arange(0, CHUNK)
+            h = tl.load(start + HIDDEN + first + ranks, mask=ranks < RANK, other=0.0).to(tl.float32)
+            factor = b + (first + ranks)[:, None] * B_STRIDE + columns[None, :]
+            factor = tl.load(factor, mask=(ranks < RANK)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+            added += tl.sum(h[:, None] * factor, 0)
         residual = (residual.to(tl.float32) + scale * added).to(stream.dtype.element_ty)
         tl.store(start + columns, residual, mask=inside)
     value = residual.to(tl.float32)
@@ -292,10 +295,10 @@ def add_norm(
             _power_of_two(rank, 16), tile, ADD_COLUMNS, num_warps=_warps(tile),
         )  # fmt: skip
         b = None
-    block = _power_of_two(hidden)
+    block, chunk = _power_of_two(hidden), min(NORM_CHUNK, _power_of_two(rank))
     _add_norm_kernel[(tokens,)](
         stream, weight, slots, b, out, epsilon, scale, stream.stride(0), out.stride(0), hidden, extra, _row_stride(b),
-        rank, min(NORM_UNROLL, rank), block, _power_of_two(max(extra, 1)), num_warps=min(16, max(4, block // 256)),
+        rank, chunk, block, _power_of_two(max(extra, 1)), num_warps=min(16, max(4, block // 256)),
     )  # fmt: skip
 
 
