@@ -73,8 +73,6 @@ def test_a_key_without_effect_is_an_error(sections: dict[str, Any], words: str) 
         ({"rollout": {"top_p": 0.9}}, "`rollout.top_p = 0.9` is refused"),
         ({"rollout": {"top_k": 20}}, "`rollout.top_k = 20` is refused"),
         ({"rollout": {"min_p": 0.1}}, "`rollout.min_p = 0.1` is refused"),
-        ({"rollout": {"staleness": 4, "slots": 3}}, "`rollout.slots = 3` is too few"),
-        ({"rollout": {"slots": 4}}, "`rollout.slots = 4` has no effect above 3"),
         ({"rollout": {"rows": 193}}, "`rollout.rows = 193` has no effect above 192"),
         ({"rollout": {"kv_tokens": 271}}, "`rollout.kv_tokens = 271` does not hold one completion"),
         ({"training": {"steps": 5, "warmup_steps": 5}}, "`training.warmup_steps = 5` is never over"),
@@ -146,10 +144,10 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("paradigm", PARADIGM_NAMES)
 def test_compare_drops_what_a_paradigm_fixes_itself(paradigm: str) -> None:
-    chosen = {"staleness": 2, "in_flight": 20, "slots": 3, "rows": 160}
+    chosen = {"staleness": 2, "in_flight": 20, "rows": 160}
     raw = with_(rollout=chosen, algorithm={"clip_low": 0.1})
     recipe = parse_recipe(paradigm_overrides(raw, paradigm))
     assert recipe.rollout.paradigm == paradigm
-    assert raw["rollout"] == {"staleness": 2, "in_flight": 20, "slots": 3, "rows": 160}, (
+    assert raw["rollout"] == {"staleness": 2, "in_flight": 20, "rows": 160}, (
         "the recipe itself is not changed"
     )

@@ -342,6 +342,12 @@ def test_an_instance_may_die_at_any_command(kind: type[FakeEngine], tmp_path: Pa
         assert [kind for _, kind, _ in reader.notes() if kind != "evaluation skipped"] == ["instance lost"]
 
 
+def test_engines_that_cannot_hold_every_version_are_refused(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, plan(staleness=3), engines=[FakeEngine(slots=2), FakeEngine(slots=1)])
+    with pytest.raises(EngineError, match=r"hold 3 versions at once, and `rollout.staleness` 3 needs 4"):
+        bench.run()
+
+
 def test_a_trainer_that_hangs_ends_the_run_by_name(tmp_path: Path) -> None:
     ended = threading.Event()
 
@@ -415,7 +421,8 @@ def test_a_reward_that_does_not_keep_its_own_deadline_is_a_stall(tmp_path: Path)
 
 
 def test_auto_staleness_measures_the_tail_of_generation_and_not_the_wait_for_the_trainer(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, plan(staleness=4, auto=True, updates=5), trainer=FakeTrainer(update_s=0.15))
+    auto = plan(staleness=4, auto=True, updates=5)
+    bench = Bench(tmp_path, auto, engines=[FakeEngine(slots=5)], trainer=FakeTrainer(update_s=0.15))
     assert bench.run()
     assert bench.loop.brain.staleness == 2, "a tail far shorter than an update"
 

@@ -113,7 +113,6 @@ class RolloutSection(Section):
     group: int = Field(8, ge=1, description="Trajectories per group (G)")
     rows: int | None = Field(None, ge=1, description="Target of running trajectories; default: B * G")
     in_flight: int | None = Field(None, ge=1, description="Most groups outstanding; default: 1.5 * B")
-    slots: int | None = Field(None, ge=1, description="Version slots of the engine; default: what the run needs")
     max_tokens: int = Field(256, ge=1, description="Longest completion")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature")
     top_p: float = Field(1.0, gt=0, le=1, description="Refused in training unless 1")
@@ -218,8 +217,8 @@ class Recipe(Section):
 
     @property
     def num_slots(self) -> int:
-        """Version slots of the engine."""
-        return self.rollout.slots or self.plan.slots
+        """Version slots of the engine: exactly those that the run needs, so that its K always fits."""
+        return self.plan.slots
 
     def dumps(self) -> str:
         """The recipe as TOML, every default spelled out but those that cannot act; parses again to the same run."""
@@ -293,17 +292,6 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
     except ValueError as error:
         yield str(error)
         return
-    if rollout.slots is not None and rollout.slots < plan.slots:
-        yield (
-            f"`rollout.slots = {rollout.slots}` is too few: `{plan.paradigm.name}` with staleness {plan.staleness}"
-            f"{' and evaluation in between' if plan.evaluate_every else ''} holds up to {plan.slots} versions at once; "
-            f"use at least {plan.slots}, or a smaller `rollout.staleness`"
-        )
-    if rollout.slots is not None and rollout.slots > plan.slots:
-        yield (
-            f"`rollout.slots = {rollout.slots}` has no effect above {plan.slots}, the most versions that this run "
-            f"holds at once; leave it out, or use {plan.slots}"
-        )
     most = plan.in_flight * plan.group_size
     if plan.rows > most:
         yield (
@@ -361,7 +349,6 @@ def paradigm_overrides(raw: Mapping[str, Any], paradigm: str) -> dict[str, Any]:
     result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in raw.items()}
     rollout = result.setdefault("rollout", {})
     rollout["paradigm"] = paradigm
-    rollout.pop("slots", None)  # each paradigm needs its own number
     if row.staleness is not None:
         for key in ("staleness", "staleness_cap"):
             rollout.pop(key, None)

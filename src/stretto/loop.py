@@ -143,8 +143,14 @@ class Loop:
 
     async def run(self) -> bool:
         """Run to the last update, or to the update boundary after `stop`. True if every update was done."""
-        for instance, engine in self._flights.engines.items():
-            self.post(core.Joined(instance, engine.capacity.slots))
+        slots = {instance: engine.capacity.slots for instance, engine in self._flights.engines.items()}
+        if sum(slots.values()) < self.brain.plan.slots:
+            raise EngineError(
+                f"the engines hold {sum(slots.values())} versions at once, and `rollout.staleness` "
+                f"{self.brain.plan.staleness} needs {self.brain.plan.slots}: give them more slots, or lower it"
+            )
+        for instance, count in slots.items():
+            self.post(core.Joined(instance, count))
         self._spawn(self._report_status(), "status")
         self._trainer_free_at = self._checkpointed_at = time.time()
         try:
