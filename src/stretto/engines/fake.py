@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
+from typing import TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,8 +49,23 @@ class _Running:
     prefilled: int = 0
 
 
+class FakeOptions(TypedDict, total=False):
+    """What a fake engine can be told; the defaults are `FakeCore`'s."""
+
+    slots: int
+    rows: int
+    kv_tokens: int
+    max_context: int
+    step_s: float  # how long a step takes, whatever the rows
+    median_tokens: float  # lengths are log-normal
+    sigma: float
+    vocabulary: int
+    failures: Mapping[int, int] | None  # how often the request of an id fails before it succeeds
+    die_after: int | None  # steps
+
+
 class FakeCore:
-    """The step-based core; see `FakeEngine` for its options."""
+    """The step-based core; see `FakeOptions`."""
 
     def __init__(
         self,
@@ -274,39 +290,7 @@ def _confirm(weights: Weights) -> None:
 
 
 class FakeEngine(ThreadedEngine):
-    """A `FakeCore` in a thread.
+    """A `FakeCore` in a thread, with the same options."""
 
-    `step_s` is how long a step takes, whatever the rows; lengths are log-normal with `median_tokens` and `sigma`;
-    `failures` says how often the request of an id fails before it succeeds; after `die_after` steps the engine dies.
-    """
-
-    def __init__(
-        self,
-        *,
-        slots: int = 4,
-        rows: int = 64,
-        kv_tokens: int = 1 << 20,
-        max_context: int = 1 << 16,
-        step_s: float = 0.0,
-        median_tokens: float = 8.0,
-        sigma: float = 1.0,
-        vocabulary: int = 100,
-        failures: Mapping[int, int] | None = None,
-        die_after: int | None = None,
-        name: str = "fake",
-    ) -> None:
-        super().__init__(
-            lambda: FakeCore(
-                slots=slots,
-                rows=rows,
-                kv_tokens=kv_tokens,
-                max_context=max_context,
-                step_s=step_s,
-                median_tokens=median_tokens,
-                sigma=sigma,
-                vocabulary=vocabulary,
-                failures=failures,
-                die_after=die_after,
-            ),
-            name=name,
-        )
+    def __init__(self, *, name: str = "fake", **options: Unpack[FakeOptions]) -> None:
+        super().__init__(lambda: FakeCore(**options), name=name)

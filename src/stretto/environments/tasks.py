@@ -9,8 +9,9 @@ import dataclasses
 import difflib
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -76,16 +77,12 @@ def load_task(options: TaskOptions, *, num_evaluation: int = 128) -> Task:
             return _file(options, num_evaluation)
 
 
-# -- countdown-chain ---------------------------------------------------------------------------------------------------
+class GeneratedRows(Sequence[Row]):
+    """Rows made when they are asked for; row `i` depends on what makes it and on `i` alone."""
 
-
-class CountdownRows(Sequence[Row]):
-    """Problems drawn when they are asked for, of one side of the split."""
-
-    def __init__(self, num_rows: int, seed: int, *, held_out: bool) -> None:
+    def __init__(self, num_rows: int, make: Callable[[int], Row]) -> None:
         self._num_rows = num_rows
-        self._seed = seed
-        self._held_out = held_out
+        self._make = make
 
     def __len__(self) -> int:
         return self._num_rows
@@ -99,8 +96,15 @@ class CountdownRows(Sequence[Row]):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(index)
-        problem = countdown.problem_at(index % len(self), self._seed, held_out=self._held_out)
-        return Row(text=problem.prompt, columns={"answer": problem.answer})
+        return self._make(index % len(self))
+
+
+# -- countdown-chain ---------------------------------------------------------------------------------------------------
+
+
+def _countdown_row(index: int, seed: int, *, held_out: bool) -> Row:
+    problem = countdown.problem_at(index, seed, held_out=held_out)
+    return Row(text=problem.prompt, columns={"answer": problem.answer})
 
 
 def _countdown_chain(options: CountdownChainOptions, num_evaluation: int) -> Task:
@@ -108,8 +112,8 @@ def _countdown_chain(options: CountdownChainOptions, num_evaluation: int) -> Tas
         raise RecipeError(f"`task.num_rows = {options.num_rows}` must be at least 1")
     return Task(
         name="countdown-chain",
-        train=CountdownRows(options.num_rows, options.seed, held_out=False),
-        evaluation=CountdownRows(num_evaluation, options.seed, held_out=True),
+        train=GeneratedRows(options.num_rows, partial(_countdown_row, seed=options.seed, held_out=False)),
+        evaluation=GeneratedRows(num_evaluation, partial(_countdown_row, seed=options.seed, held_out=True)),
         reward=countdown.REWARD,
     )
 
@@ -117,36 +121,16 @@ def _countdown_chain(options: CountdownChainOptions, num_evaluation: int) -> Tas
 # -- reasoning-gym -----------------------------------------------------------------------------------------------------
 
 
-class ReasoningRows(Sequence[Row]):
-    """Rows generated when they are asked for; row `i` depends on the data set, its seed and `i` alone."""
-
-    def __init__(self, dataset: Any, instruction: str, scored_by: Mapping[str, Any] | None) -> None:
-        """`scored_by`: what the scorer needs to make the data set again; None where answers are compared exactly."""
-        self._dataset = dataset
-        self._instruction = instruction
-        self._scored_by = scored_by
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        entry = self._dataset[index % len(self)]
-        question, answer = str(entry["question"]), str(entry["answer"])
-        columns: dict[str, Any] = {"answer": answer}
-        if self._scored_by is not None:
-            columns.update(self._scored_by, entry=entry)
-        parts = [part for part in (self._instruction, question) if part]
-        roles = ["system", "user"][-len(parts) :]
-        messages = tuple({"role": role, "content": part} for role, part in zip(roles, parts, strict=True))
-        return Row(text="\n\n".join(parts) + "\n", messages=messages, columns=columns)
+def _reasoning_row(index: int, dataset: Any, instruction: str, scored_by: Mapping[str, Any] | None) -> Row:
+    """`scored_by`: what the scorer needs to make the data set again; None where answers are compared exactly."""
+    entry = dataset[index]
+    columns: dict[str, Any] = {"answer": str(entry["answer"])}
+    if scored_by is not None:
+        columns.update(scored_by, entry=entry)
+    parts = [part for part in (instruction, str(entry["question"])) if part]
+    roles = ["system", "user"][-len(parts) :]
+    messages = tuple({"role": role, "content": part} for role, part in zip(roles, parts, strict=True))
+    return Row(text="\n\n".join(parts) + "\n", messages=messages, columns=columns)
 
 
 def _reasoning_gym(options: ReasoningGymOptions, num_evaluation: int) -> Task:
@@ -169,10 +153,15 @@ def _reasoning_gym(options: ReasoningGymOptions, num_evaluation: int) -> Task:
     # Item `i` of a data set is drawn from `seed + i`, so evaluation begins where the training seeds end.
     train = _reasoning_dataset(options, DATASETS, options.seed, options.size)
     evaluation = _reasoning_dataset(options, DATASETS, options.seed + options.size, max(1, num_evaluation))
+
+    def rows(dataset: Any) -> GeneratedRows:
+        make = partial(_reasoning_row, dataset=dataset, instruction=options.instruction, scored_by=scored_by)
+        return GeneratedRows(len(dataset), make)
+
     return Task(
         name=options.name,
-        train=ReasoningRows(train, options.instruction, scored_by),
-        evaluation=ReasoningRows(evaluation, options.instruction, scored_by) if num_evaluation > 0 else (),
+        train=rows(train),
+        evaluation=rows(evaluation) if num_evaluation > 0 else (),
         reward=reasoning_problems.EXACT_REWARD if scored_by is None else reasoning_problems.SCORER_REWARD,
     )
 
