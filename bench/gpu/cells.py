@@ -91,7 +91,7 @@ class Cells:
             torch.cuda.empty_cache()
             results = {"does_not_fit": str(error).splitlines()[0]}
         record = self.write(cell, results)
-        shown = ", ".join(f"{k} {_short(v)}" for k, v in results.items() if isinstance(v, int | float | str))
+        shown = ", ".join(f"{k} {_short(v)}" for k, v in results.items() if _is_short(v))
         print(f"{cell.name}: {shown} ({time.perf_counter() - started:.1f} s in all)", flush=True)
         return record
 
@@ -155,6 +155,10 @@ def _output(*command: str) -> str | None:
         return None
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else None
+
+
+def _is_short(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, str) and "\n" not in value)
 
 
 def _short(value: Parameter) -> str:

@@ -15,13 +15,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the benches are no part of the package
 
-from bench.gpu import costs, generation, report, runs, update
+from bench.gpu import costs, generation, learning, report, runs, trl_update, update
 from bench.gpu.cells import Cell, Cells, read_cells
 from bench.gpu.floor import Rates, measure_rates, traffic
 from bench.gpu.lengths import TAILS, Tail
 from bench.gpu.native_side import NativeSide
 from bench.gpu.shapes import SHAPES, adapter, make_model, skeleton, write_adapter_folder, write_config_folder
 from bench.gpu.sides import Ask
+
+from stretto.config import load_recipe
 
 torch.set_num_threads(1)
 
@@ -223,6 +225,42 @@ def test_costs_are_measured_and_the_report_computes_the_ideal_gain(tmp_path: Pat
     parameters = {"size": "tiny", "lora": 3, "tokens": 4, "batch": 8, "prompt": 32}
     Cells(tmp_path, resume=False).write(Cell("step", "native", parameters), {"step_ms": 90.0, "context_mean": 35.0})
     assert "Cost of a step and the ideal gain" in report.report(read_cells([tmp_path]))
+
+
+# -- TRL's side, as far as it goes without TRL -------------------------------------------------------------------------
+
+
+def test_the_clock_leaves_the_first_update_out() -> None:
+    clock = trl_update.Clock()
+    for update_ids in ([[1] * 5], [[1] * 7, [2] * 3], [[1] * 10]):
+        clock.began.append(clock.now())
+        assert set(clock.reward(["x"] * len(update_ids), completion_ids=update_ids)) <= {0.0, 1.0}
+        clock.ended.append(clock.now())
+    results = clock.results()
+    assert results["tokens"] == 20
+    assert results["longest"] == 10
+    clock.scored.append(clock.now())
+    with pytest.raises(RuntimeError, match="rewards were asked for 4 times in 3 updates"):
+        clock.results()
+
+
+def test_the_word_tokenizer_has_a_word_for_every_token() -> None:
+    tokenizer = trl_update.word_tokenizer("tiny", end=7)
+    assert tokenizer("w5 w255 w7")["input_ids"] == [5, 255, 7]
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, len(tokenizer)) == (7, 8, 256)
+
+
+def test_every_paradigm_of_learning_is_a_valid_recipe() -> None:
+    options = types.SimpleNamespace(
+        **{"staleness": [1, 2, 4], "seeds": [0, 1], "updates": 10, "model": "models/smollm2-135m", "set": []},
+        **{"learning_rate": 1e-4, "prompts": 32, "group": 8, "max_tokens": 128, "every": 5, "held_out": 64},
+    )
+    cells = learning.cells_of(options)  # type: ignore[arg-type]
+    assert len(cells) == 8
+    for cell in cells:
+        name = str(cell.parameters["paradigm"])
+        recipe = load_recipe(learning.RECIPE, learning.overrides(cell, options), compare_as=name)  # type: ignore[arg-type]
+        assert recipe.plan.staleness == cell.parameters["staleness"]
 
 
 # -- vLLM's side against a stand-in with its interface -----------------------------------------------------------------
