@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from stretto.engines.native.engine import NativeEngine
 from stretto.models import checksum
+from stretto.tiny import tiny_config
 from stretto.types import Request, Sampling, Weights
 
 PROMPT, VOCABULARY, RANK, SLOTS = 24, 20, 8, 4
@@ -28,20 +29,8 @@ PROMPT, VOCABULARY, RANK, SLOTS = 24, 20, 8, 4
 
 def tiny_model() -> Any:
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=256,
-        tie_word_embeddings=True,
-        initializer_range=0.08,
-        bos_token_id=None,
-        eos_token_id=VOCABULARY - 1,  # `min_new_tokens` keeps it from ending a row early
-        pad_token_id=0,
-    )
+    # `min_new_tokens` keeps the stop token from ending a row early.
+    config = tiny_config(vocab_size=VOCABULARY, eos_token_id=VOCABULARY - 1)
     return Qwen3ForCausalLM(config).eval()
 
 

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from stretto.models import second_tree
+from stretto.tiny import tiny_config
 from stretto.training.lora import inject_lora
 from stretto.training.trainer import LocalTrainer, LoraOptions, TrainerOptions
 from stretto.types import Batch, Completion, Sample
@@ -29,17 +30,7 @@ NUM_GROUPS, GROUP, PROMPT, MEAN_COMPLETION, MAX_COMPLETION = 16, 8, 8, 25, 157
 
 def tiny_model(vocabulary: int) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=256,
-        tie_word_embeddings=True,
-    )
-    return Qwen3ForCausalLM(config).eval()
+    return Qwen3ForCausalLM(tiny_config(vocab_size=vocabulary)).eval()
 
 
 def quickstart_batch(update: int, vocabulary: int, seed: int = 0) -> Batch:
