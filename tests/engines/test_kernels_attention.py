@@ -21,7 +21,8 @@ pytest.importorskip("triton")
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])  # the interpreter's bfloat16 is wrong
+# Interpreted products are slow, and wrong in bfloat16: there, one test runs in float16 and the others in float32.
+DTYPES = [torch.float32, torch.float16, torch.bfloat16] if CUDA else [torch.float32]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -107,7 +108,7 @@ def expected(cached: Cached, q: Tensor) -> Tensor:
         (1, 1, 64, [129, 300], 128),
         (7, 1, 96, [70, 3], 64),
         (4, 2, 128, [130], 64),
-        (6, 2, 48, [257, 31, 512], 256),
+        (6, 2, 48, [257, 31], 256),
         (16, 1, 256, [20, 90], 64),
     ],
 )
@@ -119,7 +120,7 @@ def test_decoding_in_chunks_equals_dense_attention(
     torch.testing.assert_close(decode(cached, q, chunk), expected(cached, q), atol=TOLERANCE[dtype], rtol=0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", sorted({*DTYPES, torch.float16}, key=str), ids=str)
 def test_rows_of_one_item_need_no_plan_whatever_their_context(dtype: torch.dtype) -> None:
     contexts = [1, 130, 17, 64]
     cached, q = Cached(contexts, 2, 64, dtype), queries(4, 4, 64, dtype)
@@ -154,6 +155,7 @@ def test_output_goes_where_its_strides_say_and_contexts_may_be_short_integers() 
     assert room.count_nonzero() == out.numel()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_a_bound_that_is_too_small_gives_nan_and_not_a_part_of_the_context() -> None:
     cached, q = Cached([64, 200, 30], 1, 32, torch.float32), queries(3, 1, 32, torch.float32)
     found = decode(cached, q, 64, max_items=4)
@@ -162,7 +164,7 @@ def test_a_bound_that_is_too_small_gives_nan_and_not_a_part_of_the_context() -> 
 
 
 def test_many_items_of_one_row_are_merged() -> None:
-    cached, q = Cached([64 * 35 + 7], 1, 32, torch.float32), queries(1, 2, 32, torch.float32)
+    cached, q = Cached([64 * 33 + 7], 1, 32, torch.float32), queries(1, 2, 32, torch.float32)
     torch.testing.assert_close(decode(cached, q, 64), expected(cached, q), atol=2e-5, rtol=0)
 
 
