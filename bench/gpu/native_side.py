@@ -19,6 +19,7 @@ from stretto.types import Request, Sampling
 
 KV_SHARE = 0.88  # of the memory that is free beside the model; the rest is for graphs and activations
 CPU_ROOM = 1 << 16  # tokens, where memory is not asked
+QUEUED = 16  # that always wait for a row, so that several may end in one step
 WARM_STEPS = 4  # before filled steps are timed, so that nothing is captured or compiled among them
 
 
@@ -154,7 +155,7 @@ class NativeSide:
     def sustained(self, first: Sequence[Ask], following: Iterator[Sequence[Ask]], warm: int, counted: int) -> Outcome:
         """Tokens and time while `counted` completions end, after `warm` of them, with every row always taken.
 
-        `following` are whole groups, which enter when fewer than a group would be left to wait for a row.
+        `following` are whole groups, which enter when fewer than `QUEUED` wait for a row.
         """
         engine = self.engine
         for request in self.requests(first):
@@ -162,7 +163,7 @@ class NativeSide:
         waiting = len(first) - engine.capacity.rows
         began, before, captured, ended = 0.0, engine.report(), 0, 0
         while ended < warm + counted:
-            while waiting < 1:
+            while waiting < QUEUED:
                 group = next(following)
                 for request in self.requests(group):
                     engine.add(request)
