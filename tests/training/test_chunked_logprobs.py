@@ -114,7 +114,6 @@ def test_directions_made_ahead_give_the_gradient_of_logits_made_again(
             weight,
             predicts,
             targets,
-            entropy=True,
             chunk_tokens=chunk_tokens,
             directions=directions,
             **settings,

@@ -18,7 +18,7 @@ def gradients(trainer, batch):
     """The gradient that an update would step along, without the step."""
     taken = {}
 
-    def take():
+    def take(*_):
         taken.update({n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None})
         raise KeyboardInterrupt
 

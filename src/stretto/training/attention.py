@@ -1,15 +1,16 @@
 """Causal attention over sequences that lie side by side without padding, for any Hugging Face causal LM.
 
-The model is called with one row of `T` tokens, so its linear layers never see padding. Only inside attention are the
-sequences put into a few buckets of equal length. Right padding needs no mask under causality: a real query never looks
-at a later key, and what the padded queries give is thrown away.
+The model is called with one row of `T` tokens, so its linear layers never see padding. Attention comes in two kinds,
+and the layout says which: flash attention over sequences of any length (`varlen.py`; CUDA in half precision), or a few
+buckets of equal length. In those, right padding needs no mask under causality: a real query never looks at a later key,
+and what the padded queries give is thrown away.
 
 The layout travels through the model's own keyword arguments, so any number of threads may run it at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,13 @@ from torch import nn
 from transformers import AttentionInterface
 
 from stretto.errors import ModelError
+from stretto.training.varlen import causal_varlen
 
 PACKED_ATTENTION = "stretto_packed"
 LAYOUT_ARGUMENT = "packed_layout"  # the keyword under which the model hands the layout to its attention
 
 BUCKET_COST = 128  # one more bucket costs about as much time as this many tokens of padding
+MIN_LIMIT = 128  # flash attention treats a longest length of 1 as decoding
 GRID_RATIO = 1.1  # bucket sizes are chosen among lengths at least this far apart, so that choosing stays cheap
 
 _IGNORED = frozenset({"position_ids", "cache_position", "use_cache", "is_causal"})
@@ -35,17 +38,21 @@ class PackedLayout:
     """Where the sequences of a micro-batch lie, and how attention pads them.
 
     `gather[i]` is the token at place `i` of the padded buckets, which lie one after the other; padding repeats token 0.
-    `scatter[t]` is the place of token `t`: `gather[scatter[t]] == t`.
+    `scatter[t]` is the place of token `t`: `gather[scatter[t]] == t`. Without buckets, attention is `causal_varlen`.
     """
 
     num_tokens: int
+    longest: int  # length of a sequence
+    ends: torch.Tensor  # [sequences + 1] int32: 0, then the end of each sequence
+    limit: torch.Tensor  # [1] int64 on the host: a bound of the lengths, from a small set
     buckets: tuple[tuple[int, int], ...]  # (sequences, padded length)
     gather: torch.Tensor  # [sum of sequences * padded length] int64
     scatter: torch.Tensor  # [T] int64
 
-    @property
-    def longest(self) -> int:
-        return max(length for _, length in self.buckets)
+    def to(self, device: torch.device | str) -> PackedLayout:
+        """The same layout, for tensors on `device`."""
+        ends, gather, scatter = (each.to(device) for each in (self.ends, self.gather, self.scatter))
+        return replace(self, ends=ends, gather=gather, scatter=scatter)
 
 
 def bucket_lengths(lengths: NDArray[np.int64], *, bucket_cost: int = BUCKET_COST) -> list[int]:
@@ -73,8 +80,28 @@ def bucket_lengths(lengths: NDArray[np.int64], *, bucket_cost: int = BUCKET_COST
     return chosen[::-1]
 
 
-def layout_of(lengths: NDArray[np.int64], device: torch.device | str = "cpu") -> PackedLayout:
-    """The layout of sequences of these lengths, side by side in this order."""
+def layout_of(lengths: NDArray[np.int64], device: torch.device | str = "cpu", *, flash: bool = False) -> PackedLayout:
+    """The layout of sequences of these lengths, side by side in this order: for flash attention, or in buckets."""
+    longest = int(lengths.max())
+    ends = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=ends[1:])
+    buckets: list[tuple[int, int]] = []
+    gather = scatter = np.empty(0, dtype=np.int64)
+    if not flash:
+        buckets, gather, scatter = _bucketed(lengths)
+    return PackedLayout(
+        num_tokens=int(ends[-1]),
+        longest=longest,
+        ends=torch.from_numpy(ends),
+        limit=torch.tensor([max(MIN_LIMIT, 1 << (longest - 1).bit_length())]),
+        buckets=tuple(buckets),
+        gather=torch.from_numpy(gather),
+        scatter=torch.from_numpy(scatter),
+    ).to(device)
+
+
+def _bucketed(lengths: NDArray[np.int64]) -> tuple[list[tuple[int, int]], NDArray[np.int64], NDArray[np.int64]]:
+    """The buckets of a layout, its `gather` and its `scatter`."""
     sizes = bucket_lengths(lengths)
     offsets = np.cumsum(lengths) - lengths
     bucket_of = np.searchsorted(sizes, lengths)
@@ -91,12 +118,7 @@ def layout_of(lengths: NDArray[np.int64], device: torch.device | str = "cpu") ->
         gather.append(index.reshape(-1))
         buckets.append((len(members), size))
         base += index.size
-    return PackedLayout(
-        num_tokens=len(scatter),
-        buckets=tuple(buckets),
-        gather=torch.from_numpy(np.concatenate(gather)).to(device, non_blocking=True),
-        scatter=torch.from_numpy(scatter).to(device, non_blocking=True),
-    )
+    return buckets, np.concatenate(gather), scatter
 
 
 class _Pad(torch.autograd.Function):
@@ -161,6 +183,10 @@ def packed_attention(
             f"`{name}` has a sliding window of {sliding_window} tokens and a sequence has {packed_layout.longest}: "
             "packed attention has no window, so keep prompt plus completion within it"
         )
+    if not packed_layout.buckets:
+        q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        return causal_varlen(q, k, v, packed_layout.ends, packed_layout.limit, scale)[0].unsqueeze(0), None
     grouped = query.shape[1] != key.shape[1]
     padded = [
         _Pad.apply(states[0].transpose(0, 1), packed_layout.gather, packed_layout.scatter)  # type: ignore[no-untyped-call]

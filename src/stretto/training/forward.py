@@ -1,26 +1,34 @@
 """The forward pass of a Hugging Face causal LM over a packed micro-batch, up to the log-probabilities of its targets.
 
-The decoder runs as it is. The head does not: its logits would be the largest tensor by far, so `token_logprobs` makes
-them in chunks from the head's weight. What an architecture does beside that (a cap, a factor) is read from its config,
-and `PackedModel` proves on a few tokens that nothing was missed.
+The decoder runs as it is, or as the leaner `PlainDecoder` where that fits. The head does not: its logits would be the
+largest tensor by far, so `token_logprobs` makes them in chunks from the head's weight. What an architecture does beside
+that (a cap, a factor) is read from its config, and `PackedModel` proves on a few tokens that nothing was missed.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from stretto.errors import ModelError
 from stretto.training.attention import LAYOUT_ARGUMENT, PACKED_ATTENTION, PackedLayout, layout_of
+from stretto.training.decoder import PlainDecoder, is_plain
 from stretto.training.logprobs import token_logprobs
 from stretto.training.packing import MicroBatch
+from stretto.training.varlen import flash_fits
+
+_log = logging.getLogger(__name__)
 
 PROBE_LENGTHS = (7, 5)
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2}  # of a log-probability; a missed cap or a leak is far above it
 HALF_TOLERANCE = 0.5
+PAD_TOKENS = 128  # micro-batches for flash attention are filled up to a multiple of this: products like round sizes
 
 
 class PackedModel:
@@ -28,6 +36,8 @@ class PackedModel:
 
     Raises `ModelError` for an architecture whose packed log-probabilities are not those of its own forward pass: one
     that mixes neighbours in a way other than attention, or ignores position ids, or treats its logits in its own way.
+
+    `flash` says, for the life of the model, which attention its micro-batches are laid out for: by device and type.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -43,12 +53,61 @@ class PackedModel:
         self.softcap = float(cap) if cap else None
         self.multiplier = float(getattr(config, "logit_scale", None) or 1.0)
         self.multiplier /= float(getattr(config, "logits_scaling", None) or 1.0)
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.flash = flash_fits(head.weight.device, head.weight.dtype, head_size)
+        self.plain: PlainDecoder | None = None
         expected = self._own_logprobs()
         causal_lm.config._attn_implementation = PACKED_ATTENTION
         self._check(expected)
 
+    @property
+    def multiple(self) -> int:
+        """What the number of tokens of a micro-batch is filled up to a multiple of."""
+        return PAD_TOKENS if self.flash else 1
+
+    def prepare(
+        self, *, compiled: bool | None, checkpointing: bool, lean: bool | None = None, backend: str = "inductor"
+    ) -> None:
+        """Choose how the decoder runs, once its adapters are in place. Called once.
+
+        `lean` is whether `PlainDecoder` takes the place of the stock modules: by default with flash attention, and
+        where `compiled` asks for it. `compiled` is by default on where the lean decoder runs on CUDA. Raises
+        `ModelError` where `compiled` was asked for and the lean decoder does not fit.
+        """
+        on_cuda = self.head.weight.is_cuda
+        lean = (self.flash or bool(compiled)) if lean is None else lean
+        fits = is_plain(self.model) and (self.flash or not on_cuda)
+        if compiled and not fits:
+            raise ModelError(
+                f"`compile = true` is for plain decoders, on CUDA in half precision, and `{type(self.model).__name__}` "
+                f"in `{self.head.weight.dtype}` is none: leave it out"
+            )
+        if lean and fits:
+            expected = self._packed_logprobs()
+            self.flash = True  # its attention has no buckets
+            compiled = on_cuda if compiled is None else compiled
+            self.plain = PlainDecoder(self.model, compiled=compiled, checkpointing=checkpointing, backend=backend)
+            worst = float((self._packed_logprobs() - expected).abs().max())
+            if not worst <= TOLERANCE.get(self.head.weight.dtype, HALF_TOLERANCE):
+                raise ModelError(
+                    f"`{type(self.model).__name__}` is not the plain decoder that it looks like: its log-probabilities "
+                    f"differ by {worst:.3g}"
+                )
+            return
+        if self.flash:
+            _log.warning("`%s` trains through its stock modules: nothing is compiled", type(self.model).__name__)
+        if checkpointing:
+            self._checkpoint_layers()
+
+    def _checkpoint_layers(self) -> None:
+        """Make what is inside a layer again in the backward pass."""
+        for layer in self.decoder.layers:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
     def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
         """The last hidden state of every token [T, d]."""
+        if self.plain is not None:
+            return self.plain(input_ids, position_ids, layout)
         output = self.decoder(
             input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, **{LAYOUT_ARGUMENT: layout}
         )
@@ -85,14 +144,15 @@ class PackedModel:
         return torch.cat(parts)
 
     @torch.no_grad()
-    def _check(self, expected: torch.Tensor) -> None:
+    def _packed_logprobs(self) -> torch.Tensor:
+        """What the packed model says about the probe."""
         probe = self._probe()
         lengths = np.array(PROBE_LENGTHS)
         ids = torch.cat(probe)
         positions = torch.cat([torch.arange(n, device=ids.device) for n in PROBE_LENGTHS])
         predicts = torch.cat([torch.arange(n - 1, device=ids.device) for n in PROBE_LENGTHS])
         predicts[PROBE_LENGTHS[0] - 1 :] += PROBE_LENGTHS[0]
-        hidden = self.hidden(ids, positions, layout_of(lengths, ids.device))
+        hidden = self.hidden(ids, positions, layout_of(lengths, ids.device, flash=self.flash))
         got, _ = token_logprobs(
             hidden,
             self.head.weight,
@@ -102,7 +162,10 @@ class PackedModel:
             softcap=self.softcap,
             multiplier=self.multiplier,
         )
-        worst = float((got - expected).abs().max())
+        return got
+
+    def _check(self, expected: torch.Tensor) -> None:
+        worst = float((self._packed_logprobs() - expected).abs().max())
         if not worst <= TOLERANCE.get(self.head.weight.dtype, HALF_TOLERANCE):
             raise ModelError(
                 f"`{type(self.model).__name__}` cannot be trained packed: side by side, sequences have "

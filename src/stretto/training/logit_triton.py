@@ -1,6 +1,6 @@
 """The Triton kernels of `logit_kernels`. Imported where they run, because Triton is not installed everywhere."""
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
+# mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, no-untyped-call, misc, untyped-decorator"
 
 from __future__ import annotations
 

@@ -116,11 +116,14 @@ def adapted_modules(model: nn.Module, targets: Sequence[str] = ()) -> dict[str, 
 def lora_tensors(model: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """A copy of the adapters in the type of the base: `<module>.lora_A` [r, in] and `<module>.lora_B` [out, r]."""
     tensors: dict[str, torch.Tensor] = {}
+    values: list[torch.Tensor] = []
     for name in names:
         module = model.get_submodule(name)
         assert isinstance(module, LoraLinear)
-        tensors[f"{name}.lora_A"] = module.lora_A.detach().to(module.weight.dtype, copy=True)
-        tensors[f"{name}.lora_B"] = module.lora_B.detach().to(module.weight.dtype, copy=True)
+        for leaf, parameter in (("lora_A", module.lora_A), ("lora_B", module.lora_B)):
+            values.append(parameter.detach())
+            tensors[f"{name}.{leaf}"] = torch.empty_like(values[-1], dtype=module.weight.dtype)
+    torch._foreach_copy_(list(tensors.values()), values)
     return tensors
 
 

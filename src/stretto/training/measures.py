@@ -52,12 +52,18 @@ class Collector:
         self._rows.append(torch.stack([log_ratios, entropies, *diagnostics.values()]))
         self._samples.append(np.repeat(np.asarray(micro.samples), micro.num_targets))
 
-    def finish(self) -> tuple[float, TokenValues]:
-        """The loss of the batch, and the values of its tokens."""
-        values = torch.cat(self._rows, dim=1).double().cpu().numpy()
+    def finish(self, norm: torch.Tensor) -> tuple[float, float, TokenValues]:
+        """The loss of the batch, the value of `norm`, and the values of its tokens: one wait for the device."""
+        rows = torch.cat(self._rows, dim=1).double()
+        numbers = torch.stack([torch.stack(self._losses).double().sum(), norm.to(rows)])
+        read = torch.cat([numbers, rows.reshape(-1)]).cpu().numpy()
+        values = read[2:].reshape(rows.shape)
         diagnostics = dict(zip(self._names, values[2:], strict=True))
-        loss = float(torch.stack(self._losses).double().sum())
-        return loss, TokenValues(np.concatenate(self._samples), values[0], values[1], diagnostics)
+        return (
+            float(read[0]),
+            float(read[1]),
+            TokenValues(np.concatenate(self._samples), values[0], values[1], diagnostics),
+        )
 
 
 def batch_measures(batch: Batch, advantages: Advantages) -> dict[str, float]:

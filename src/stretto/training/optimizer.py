@@ -31,6 +31,8 @@ class TrainerOptions:
     micro_tokens: int = 8192  # tokens through the model at once
     temperature: float = 1.0  # that the engine samples with
     seed: int = 0  # of the adapters' first values
+    compile: bool | None = None  # the decoder's layers, by `torch.compile`; None: on CUDA, where the model is plain
+    checkpointing: bool = False  # keep one hidden state a layer, and make the rest again in the backward pass
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps"):
@@ -92,20 +94,29 @@ class Optimizer:
 
     def collect(self) -> None:
         """Call after each backward pass: gradients of half-precision parameters are summed in float32."""
-        for parameter, master in self._masters:
-            if parameter.grad is not None:
-                gradient = parameter.grad.float()
-                master.grad = gradient if master.grad is None else master.grad + gradient
-                parameter.grad = None
+        pending = [(p, master, p.grad) for p, master in self._masters if p.grad is not None]
+        summed = [(master.grad, grad) for _, master, grad in pending if master.grad is not None]
+        for _, master, grad in pending:
+            if master.grad is None:
+                master.grad = grad.float()
+        if summed:
+            torch._foreach_add_([total for total, _ in summed], [grad for _, grad in summed])
+        for parameter, _, _ in pending:
+            parameter.grad = None
 
-    def step(self) -> tuple[float, float]:
+    def norm(self) -> torch.Tensor:
+        """The norm of all gradients together, on the device: nothing waits for it."""
+        gradients = [p.grad for p in self._stepped.values() if p.grad is not None]
+        return nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+
+    def step(self, norm: torch.Tensor | None = None, value: float | None = None) -> tuple[float, float]:
         """Clip, step and clear the gradients. Returns the norm before clipping and the learning rate.
 
-        Raises `TrainerError` before anything has changed when the norm is not finite.
+        `norm` is what `norm()` gave, and `value` the same number where it has been read from the device already. Raises
+        `TrainerError` before anything has changed when the norm is not finite.
         """
-        gradients = [p.grad for p in self._stepped.values() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
-        value = float(norm)
+        norm = self.norm() if norm is None else norm
+        value = float(norm) if value is None else value
         if not math.isfinite(value):
             raise TrainerError(f"the gradient's norm is {value} at update {self.step_count}: nothing was stepped")
         if self.options.max_grad_norm and value > self.options.max_grad_norm:
@@ -115,9 +126,9 @@ class Optimizer:
             group["lr"] = rate
         self._adam.step()
         self._adam.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for parameter, master in self._masters:
-                parameter.copy_(master)
+        if self._masters:
+            with torch.no_grad():
+                torch._foreach_copy_([p for p, _ in self._masters], [master for _, master in self._masters])
         self.step_count += 1
         return value, rate
 

@@ -7,7 +7,8 @@ predicts nothing. Completion token `j` is predicted at position `p - 1 + j`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,8 +71,16 @@ def micro_batch(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    flash: bool = False,
+    multiple: int = 1,
 ) -> MicroBatch:
-    """Lay the chosen samples side by side. `advantages` and `weights` are those of the whole batch, one a sample."""
+    """Lay the chosen samples side by side. `advantages` and `weights` are those of the whole batch, one a sample.
+
+    With `flash` the layout is for flash attention, and one more sequence that predicts nothing fills the inputs up to a
+    `multiple` of tokens. Everything reaches the device in two transfers that the host does not wait for.
+    """
+    if multiple > 1 and not flash:
+        raise ValueError(f"`multiple = {multiple}` needs `flash`: buckets of padding are not padded again")
     tokens: list[NDArray[np.int64]] = []
     prompts = np.empty(len(chosen), dtype=np.int64)
     completions = np.empty(len(chosen), dtype=np.int64)
@@ -93,31 +102,46 @@ def micro_batch(
     lengths = np.maximum(totals - 1, 1)
     offsets = np.cumsum(lengths) - lengths  # of each sequence among the inputs
 
-    position = ragged_arange(lengths)
     within = ragged_arange(completions)
     owner = np.repeat(np.arange(len(chosen)), completions)
     rows = np.asarray(chosen, dtype=np.int64)
     behaviour = np.concatenate([np.asarray(samples[i].completion.logprobs, dtype=np.float64) for i in chosen])
-
-    def integers(values: NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(device, non_blocking=True)
-
-    def reals(values: NDArray[np.float64]) -> torch.Tensor:
-        return torch.from_numpy(values).to(device, dtype, non_blocking=True)
-
+    inputs = whole[np.repeat(starts, lengths) + ragged_arange(lengths)]
+    filling = -len(inputs) % multiple
+    if filling:
+        inputs, lengths = np.append(inputs, np.zeros(filling, np.int64)), np.append(lengths, filling)
+    layout = layout_of(lengths, flash=flash)
+    predicts = (offsets + prompts - 1)[owner] + within
+    targets = whole[(starts + prompts)[owner] + within]
+    indices = [inputs, ragged_arange(lengths), predicts, targets, owner, layout.gather, layout.scatter, layout.ends]
+    input_ids, position_ids, on_predicts, on_targets, sequences, gather, scatter, ends = _transfer(
+        indices, torch.int64, device
+    )
+    reals = [behaviour, advantages[rows][owner], weights[rows][owner]]
+    behaviour_logprobs, token_advantages, token_shares = _transfer(reals, dtype, device)
     return MicroBatch(
         samples=tuple(chosen),
         num_targets=tuple(completions.tolist()),
-        input_ids=integers(whole[np.repeat(starts, lengths) + position]),
-        position_ids=integers(position),
-        layout=layout_of(lengths, device),
-        predicts=integers((offsets + prompts - 1)[owner] + within),
-        targets=integers(whole[(starts + prompts)[owner] + within]),
-        behaviour_logprobs=reals(behaviour),
-        advantages=reals(advantages[rows][owner]),
-        weights=reals(weights[rows][owner]),
-        sequences=integers(owner),
+        input_ids=input_ids,
+        position_ids=position_ids,
+        layout=replace(layout, gather=gather, scatter=scatter, ends=ends.int()),
+        predicts=on_predicts,
+        targets=on_targets,
+        behaviour_logprobs=behaviour_logprobs,
+        advantages=token_advantages,
+        weights=token_shares,
+        sequences=sequences,
     )
+
+
+def _transfer(
+    parts: Sequence[NDArray[Any] | torch.Tensor], dtype: torch.dtype, device: torch.device | str
+) -> tuple[torch.Tensor, ...]:
+    """Vectors as views of one tensor on the device; to a GPU they go out of pinned memory, while the host goes on."""
+    joined = torch.cat([torch.as_tensor(part).to(dtype) for part in parts])
+    if torch.device(device).type == "cuda":
+        joined = joined.pin_memory()
+    return joined.to(device, non_blocking=True).split_with_sizes([len(part) for part in parts])
 
 
 def ragged_arange(lengths: NDArray[np.int64]) -> NDArray[np.int64]:

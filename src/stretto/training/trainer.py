@@ -21,6 +21,7 @@ from torch import nn
 from stretto.errors import ModelError, TrainerError
 from stretto.models import checksum
 from stretto.training.advantages import Advantages
+from stretto.training.flops import Costs, peak_flops, utilization
 from stretto.training.forward import PackedModel
 from stretto.training.lora import LoraOptions, inject_lora, lora_tensors, write_adapter
 from stretto.training.losses import Algorithm, BatchView, GrpoOptions, token_weights
@@ -50,7 +51,7 @@ class Trainer(Protocol):
         ...
 
     def weights(self, version: int) -> Weights:
-        """A copy of the weights that it holds, with their checksum."""
+        """A copy of the weights that it holds, with their checksum. On CUDA it is made on the current stream."""
         ...
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -79,7 +80,8 @@ class LocalTrainer:
 
     `model` is a module tree of the trainer's own: its attention is set and, with `lora`, its linear layers are
     replaced. Its Parameters may be shared; with `lora` they are never changed. The same state and batch give the same
-    weights, bit for bit, for the same number of threads.
+    weights, bit for bit, for the same number of threads. On CUDA that needs `torch.use_deterministic_algorithms`: the
+    gradient of flash attention is summed in the order in which its blocks end.
     """
 
     def __init__(
@@ -109,7 +111,10 @@ class LocalTrainer:
             model.requires_grad_(True)
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.device = next(iter(trainable.values())).device
+        self.packed.prepare(compiled=self.options.compile, checkpointing=self.options.checkpointing)
         self.optimizer = Optimizer(trainable, self.options)
+        self.costs = Costs(model, trains_weights=lora is None)
+        self.peak = peak_flops(self.device, self.packed.head.weight.dtype)
 
     @property
     def version(self) -> int:
@@ -129,27 +134,31 @@ class LocalTrainer:
         try:
             with torch.inference_mode(False), torch.enable_grad():
                 self._accumulate(batch, advantages, collector)
-            loss, tokens = collector.finish()
+            norm = self.optimizer.norm()
+            loss, norm_value, tokens = collector.finish(norm)
             if not math.isfinite(loss):
                 raise TrainerError(
                     f"the loss of update {batch.update} is {loss}: a log-probability, the engine's or the trainer's, "
                     "is not finite"
                 )
-            norm, rate = self.optimizer.step()
+            _, rate = self.optimizer.step(norm, norm_value)
         except BaseException:
             self.optimizer.discard()
             raise
         kl_sum, kl_tokens = mismatch(batch, tokens)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # the update has ended when its time is taken
         seconds = time.perf_counter() - started
         metrics = {
             "loss": loss,
-            "grad_norm": norm,
+            "grad_norm": norm_value,
             "learning_rate": rate,
             **batch_measures(batch, advantages),
             **token_measures(tokens, len(batch.samples)),
             "mismatch_kl": kl_sum / max(1, kl_tokens),
             "micro_batches": float(collector.num_micro_batches),
             "seconds": seconds,
+            **utilization(self.costs.update(batch), seconds, self.peak),
         }
         return UpdateReport(batch.update, metrics, kl_sum, kl_tokens, seconds)
 
@@ -159,7 +168,10 @@ class LocalTrainer:
         weights = token_weights(np.array([len(s.completion.tokens) for s in samples]), self.algorithm.average)
         dtype = torch.float64 if self.packed.head.weight.dtype == torch.float64 else torch.float32
         for chosen in first_fit_decreasing(input_lengths(samples), self.options.micro_tokens):
-            micro = micro_batch(samples, chosen, advantages.values, weights, device=self.device, dtype=dtype)
+            micro = micro_batch(
+                samples, chosen, advantages.values, weights, device=self.device, dtype=dtype,
+                flash=self.packed.flash, multiple=self.packed.multiple,
+            )  # fmt: skip
             logprobs, entropies = self.packed.logprobs(micro, self.options.temperature)
             view = BatchView(micro.behaviour_logprobs, micro.advantages, micro.sequences, len(chosen))
             losses, diagnostics = self.algorithm.objective(logprobs, view)
@@ -174,7 +186,9 @@ class LocalTrainer:
         if self.lora is not None:
             tensors = lora_tensors(self.model, self.adapted)
             return Weights(version, "lora", tensors, checksum(tensors, self.lora.scale), self.lora.scale)
-        tensors = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        parameters = {name: p.detach() for name, p in self.model.named_parameters()}
+        tensors = {name: torch.empty_like(p) for name, p in parameters.items()}
+        torch._foreach_copy_(list(tensors.values()), list(parameters.values()))
         return Weights(version, "full", tensors, checksum(tensors))
 
     def state(self) -> dict[str, torch.Tensor]:

@@ -1,0 +1,161 @@
+"""Linear layers over one input with their adapters, as one operator: `y_i = x W_i' + scale * (x A_i') B_i'`.
+
+What `torch.compile` would make of the formula costs passes over `y`, the largest tensor of a layer: it has no product
+that adds to its output in place. Here the narrow part is written first and each wide product adds itself to it, so the
+reading of `y` hides behind the arithmetic. Layers that share an input share the product with all their `A`, and their
+gradients of the input are summed inside the products. For gate and up of Qwen3-1.7B (8,192 tokens, rank 16, bfloat16)
+the adapters add one write of `y` and one reading of `x` forward (0.06 ms beside 0.52 ms of products), two readings of
+the gradient and one write of `x`'s backward (0.11 ms).
+
+`downs` and `ups` are the float32 parameters: they receive the gradients, and nothing else of them is read. `down` and
+`ups_cast` are their values in the type of the base (`AdapterGroup` keeps them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from stretto.training.lora import LoraLinear
+
+
+@torch.library.custom_op("stretto::adapted_linear", mutates_args=())
+def adapted_linear(
+    x: torch.Tensor,  # [T, in]
+    weights: Sequence[torch.Tensor],  # each [out_i, in], frozen
+    downs: Sequence[torch.Tensor],  # A of each adapter [r, in]
+    ups: Sequence[torch.Tensor],  # B of each adapter [out_i, r]
+    down: torch.Tensor,  # [adapters * r, in]
+    ups_cast: Sequence[torch.Tensor],
+    owners: Sequence[int],  # which weight each adapter belongs to, ascending
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs side by side [T, sum of outs], and what the adapters made of the input [T, adapters * r]."""
+    narrow = torch.mm(x, down.t())
+    y = x.new_empty((x.shape[0], sum(weight.shape[0] for weight in weights)))
+    rank = down.shape[0] // len(ups_cast)
+    at = 0
+    for index, weight in enumerate(weights):
+        part = y[:, at : at + weight.shape[0]]
+        at += weight.shape[0]
+        if index in owners:
+            own = list(owners).index(index)
+            part.addmm_(narrow[:, own * rank : (own + 1) * rank], ups_cast[own].t(), beta=0, alpha=scale)
+            part.addmm_(x, weight.t())
+        else:
+            torch.mm(x, weight.t(), out=part)
+    return y, narrow
+
+
+@adapted_linear.register_fake
+def _(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    downs: Sequence[torch.Tensor],
+    ups: Sequence[torch.Tensor],
+    down: torch.Tensor,
+    ups_cast: Sequence[torch.Tensor],
+    owners: Sequence[int],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty((x.shape[0], sum(weight.shape[0] for weight in weights))), x.new_empty(
+        (x.shape[0], down.shape[0])
+    )
+
+
+@torch.library.custom_op("stretto::adapted_linear_backward", mutates_args=())
+def adapted_linear_backward(
+    grad: torch.Tensor,  # [T, sum of outs]
+    x: torch.Tensor,
+    narrow: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    down: torch.Tensor,
+    ups_cast: Sequence[torch.Tensor],
+    owners: Sequence[int],
+    scale: float,
+    with_input: bool,
+) -> list[torch.Tensor]:
+    """The gradient of the input (empty unless `with_input`), then in float32 those of every A, then of every B."""
+    rank = down.shape[0] // len(ups_cast)
+    parts = grad.split_with_sizes([weight.shape[0] for weight in weights], dim=1)
+    narrow_grad = torch.empty_like(narrow)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    up_grads = []
+    for own, index in enumerate(owners):
+        columns = slice(own * rank, (own + 1) * rank)
+        narrow_grad[:, columns].addmm_(parts[index], ups_cast[own], beta=0, alpha=scale)
+        up_grads.append(torch.mm(parts[index].t(), narrow[:, columns]).to(wide).mul_(scale))
+    down_grad = torch.mm(narrow_grad.t(), x).to(wide)
+    input_grad = x.new_empty(0)
+    if with_input:
+        input_grad = torch.mm(narrow_grad, down)
+        for part, weight in zip(parts, weights, strict=True):
+            input_grad.addmm_(part, weight)
+    return [input_grad, *(each.clone() for each in down_grad.chunk(len(owners))), *up_grads]
+
+
+@adapted_linear_backward.register_fake
+def _(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    narrow: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    down: torch.Tensor,
+    ups_cast: Sequence[torch.Tensor],
+    owners: Sequence[int],
+    scale: float,
+    with_input: bool,
+) -> list[torch.Tensor]:
+    rank = down.shape[0] // len(ups_cast)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    downs = [x.new_empty((rank, x.shape[1]), dtype=wide) for _ in ups_cast]
+    ups = [x.new_empty(up.shape, dtype=wide) for up in ups_cast]
+    return [x.new_empty(x.shape if with_input else (0,)), *downs, *ups]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    x, weights, _, _, down, ups_cast, owners, scale = inputs
+    ctx.num_weights = len(weights)
+    ctx.save_for_backward(x, output[1], down, *weights, *ups_cast)
+    ctx.owners, ctx.scale = list(owners), scale
+    ctx.with_input = ctx.needs_input_grad[0]
+
+
+def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    x, narrow, down, *rest = ctx.saved_tensors
+    weights, ups_cast = rest[: ctx.num_weights], rest[ctx.num_weights :]
+    input_grad, *grads = adapted_linear_backward(
+        grad, x, narrow, weights, down, ups_cast, ctx.owners, ctx.scale, ctx.with_input
+    )
+    half = len(ups_cast)
+    nothing = [None] * len(weights)
+    return (
+        input_grad if ctx.with_input else None, nothing, grads[:half], grads[half:], None, [None] * half, None, None
+    )  # fmt: skip
+
+
+adapted_linear.register_autograd(_backward, setup_context=_keep)
+
+
+class AdapterGroup:
+    """The adapters of linear layers over one input, with their values in the type of the base in one place."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        adapted = [(place, linear) for place, linear in enumerate(linears) if isinstance(linear, LoraLinear)]
+        ranks = {linear.lora_A.shape[0] for _, linear in adapted}
+        assert len(ranks) == 1, "the adapters of one model have one rank"
+        like = linears[0].weight
+        self.owners = [place for place, _ in adapted]
+        self.scale = adapted[0][1].scale
+        self.downs: list[torch.Tensor] = [linear.lora_A for _, linear in adapted]
+        self.ups: list[torch.Tensor] = [linear.lora_B for _, linear in adapted]
+        self.down = like.new_empty((len(adapted) * ranks.pop(), linears[0].in_features))
+        self.ups_cast = [like.new_empty(up.shape) for up in self.ups]
+
+    @property
+    def copies(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(where the values go, the parameters that they come from), for one copy of all groups together."""
+        return [*self.down.chunk(len(self.downs)), *self.ups_cast], [*self.downs, *self.ups]

@@ -1,0 +1,234 @@
+"""The decoder of plain Llama-like models as one function of tensors a layer, which can be compiled once for all layers.
+
+A stock layer is dozens of small kernels that are bound by memory (norms, rotary embedding, SwiGLU, residuals) between
+the products. Compiled, each stretch between two products is one kernel. The function takes the weights as arguments, so
+all layers share one compiled graph; its number of tokens and of sequences is free, so no batch compiles again. Layer 0
+of a model whose embedding is frozen gets a graph of its own, because nothing behind it needs a gradient.
+
+Attention (`varlen.py`) and adapted linear layers (`adapted.py`) are operators that the compiler does not look into.
+`PackedModel` compares the result with the stock modules before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from stretto.training.adapted import AdapterGroup, adapted_linear
+from stretto.training.attention import PackedLayout
+from stretto.training.lora import LoraLinear
+from stretto.training.varlen import causal_varlen
+
+PLAIN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+
+
+class Projection(NamedTuple):
+    """Linear layers over one input, as `project` takes them. The adapters' lists are empty where there are none."""
+
+    weights: list[Tensor]
+    biases: list[Tensor]
+    downs: list[Tensor]
+    ups: list[Tensor]
+    down: Tensor | None
+    ups_cast: list[Tensor]
+
+
+class LayerWeights(NamedTuple):
+    """Every tensor of a layer."""
+
+    before: Tensor  # norms
+    between: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    attention_in: Projection  # query, key, value
+    attention_out: Projection
+    mlp_in: Projection  # gate, up
+    mlp_out: Projection
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What is the same in all layers."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    epsilon: float
+    scaling: float
+    owners: tuple[tuple[int, ...], ...]  # of the adapters in each of the four projections
+    adapter_scale: float
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """As transformers rounds it: in float32 whatever the type, then to the type of the input, then the weight."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return weight * wide.to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The rotary embedding of [T, heads, head size]; `cos` and `sin` are [T, 1, head size]."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def project(x: Tensor, projection: Projection, owners: tuple[int, ...], scale: float) -> Sequence[Tensor]:
+    """The output of each linear layer [T, out]."""
+    weights = projection.weights
+    if projection.down is None:
+        biases: Sequence[Tensor | None] = projection.biases or [None] * len(weights)
+        return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    y, _ = adapted_linear(
+        x, weights, projection.downs, projection.ups, projection.down, projection.ups_cast, list(owners), scale
+    )
+    parts = y.split_with_sizes([weight.shape[0] for weight in weights], 1)
+    return [part + bias for part, bias in zip(parts, projection.biases, strict=True)] if projection.biases else parts
+
+
+def decoder_layer(
+    shape: LayerShape, hidden: Tensor, cos: Tensor, sin: Tensor, ends: Tensor, limit: Tensor, weights: LayerWeights
+) -> Tensor:
+    """`hidden` [T, width] after the layer. `ends` and `limit` are those of the layout."""
+    size = shape.head_size
+    x = rms_norm(hidden, weights.before, shape.epsilon)
+    q, k, v = project(x, weights.attention_in, shape.owners[0], shape.adapter_scale)
+    q, k, v = (part.view(len(part), -1, size) for part in (q, k, v))
+    if weights.query_norm is not None and weights.key_norm is not None:
+        q, k = rms_norm(q, weights.query_norm, shape.epsilon), rms_norm(k, weights.key_norm, shape.epsilon)
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    y, _ = causal_varlen(q, k, v, ends, limit, shape.scaling)
+    (y,) = project(y.flatten(1), weights.attention_out, shape.owners[1], shape.adapter_scale)
+    hidden = hidden + y
+    x = rms_norm(hidden, weights.between, shape.epsilon)
+    gate, up = project(x, weights.mlp_in, shape.owners[2], shape.adapter_scale)
+    (y,) = project(F.silu(gate) * up, weights.mlp_out, shape.owners[3], shape.adapter_scale)
+    return hidden + y
+
+
+class PlainDecoder:
+    """A plain decoder over the Parameters of its module tree: the same function, with fewer operations.
+
+    Made after the adapters are in place. `compiled` runs the layers through `torch.compile` wherever a gradient is
+    asked for; `checkpointing` keeps one hidden state a layer and makes the rest again in the backward pass.
+    """
+
+    def __init__(self, model: Any, *, compiled: bool, checkpointing: bool, backend: str = "inductor") -> None:
+        assert is_plain(model)
+        self._decoder = model.model
+        self._checkpointing = checkpointing
+        config = model.config.get_text_config()
+        first = self._decoder.layers[0].self_attn
+        self._groups: list[AdapterGroup] = []
+        self._layers = [self._weights_of(layer) for layer in self._decoder.layers]
+        owners = tuple(self._owners_of(group) for group in _groups_of(self._decoder.layers[0]))
+        self._shape = LayerShape(
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_size=first.head_dim,
+            epsilon=_epsilon(self._decoder.norm),
+            scaling=float(first.scaling),
+            owners=owners,
+            adapter_scale=self._groups[0].scale if self._groups else 1.0,
+        )
+        copies = [group.copies for group in self._groups]
+        self._cast = [each for into, _ in copies for each in into]
+        self._values = [each for _, values in copies for each in values]
+        self._compiled: Callable[..., Tensor] | None = None
+        if compiled:
+            # A function of its own, so that its cache of graphs is this model's alone.
+            self._compiled = torch.compile(self._layer, backend=backend, fullgraph=True)
+
+    def _layer(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, ends: Tensor, limit: Tensor, weights: LayerWeights
+    ) -> Tensor:
+        return decoder_layer(self._shape, hidden, cos, sin, ends, limit, weights)
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: PackedLayout) -> Tensor:
+        """The last hidden state of every token [T, width]."""
+        with torch.no_grad():
+            if self._cast:
+                torch._foreach_copy_(self._cast, self._values)
+            # It reads the type and the device of its first argument alone.
+            cos, sin = self._decoder.rotary_emb(self._decoder.embed_tokens.weight, position_ids[None])
+            cos, sin = cos[0, :, None], sin[0, :, None]
+        hidden = F.embedding(input_ids, self._decoder.embed_tokens.weight)
+        training = torch.is_grad_enabled()
+        layer = self._compiled if self._compiled is not None and training else self._layer
+        for weights in self._layers:
+            if layer is not self._layer:
+                for tensor in (hidden, cos, sin, layout.ends):
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            arguments = (hidden, cos, sin, layout.ends, layout.limit, weights)
+            if self._checkpointing and training:
+                hidden = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                hidden = layer(*arguments)
+        return rms_norm(hidden, self._decoder.norm.weight, self._shape.epsilon)
+
+    def _weights_of(self, layer: Any) -> LayerWeights:
+        own = layer.self_attn
+        query_norm, key_norm = getattr(own, "q_norm", None), getattr(own, "k_norm", None)
+        return LayerWeights(
+            layer.input_layernorm.weight,
+            layer.post_attention_layernorm.weight,
+            None if query_norm is None else query_norm.weight,
+            None if key_norm is None else key_norm.weight,
+            *(self._projection(linears) for linears in _groups_of(layer)),
+        )
+
+    def _projection(self, linears: Sequence[nn.Linear]) -> Projection:
+        weights: list[Tensor] = [linear.weight for linear in linears]
+        biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+        if not self._owners_of(linears):
+            return Projection(weights, biases, [], [], None, [])
+        group = AdapterGroup(linears)
+        self._groups.append(group)
+        return Projection(weights, biases, group.downs, group.ups, group.down, group.ups_cast)
+
+    @staticmethod
+    def _owners_of(linears: Sequence[nn.Linear]) -> tuple[int, ...]:
+        return tuple(place for place, linear in enumerate(linears) if isinstance(linear, LoraLinear))
+
+
+def _groups_of(layer: Any) -> tuple[tuple[nn.Linear, ...], ...]:
+    own, mlp = layer.self_attn, layer.mlp
+    return (own.q_proj, own.k_proj, own.v_proj), (own.o_proj,), (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,)
+
+
+def _epsilon(norm: Any) -> float:
+    return float(norm.variance_epsilon)
+
+
+def is_plain(model: Any) -> bool:
+    """Whether the tree is one of the known architectures, nothing in it changed by hooks or by other forwards."""
+    if type(model).__name__ not in PLAIN or not type(model).__module__.startswith("transformers.models."):
+        return False
+    if any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
+        return False
+    if getattr(model.config, "sliding_window", None) is not None:
+        return False  # the stock path refuses sequences that leave the window
+    layers = model.model.layers
+    if not all(_is_plain_layer(layer) for layer in layers):
+        return False
+    # The same layers adapted everywhere: which ones is a constant of the graph that all layers share.
+    adapted = {
+        tuple(isinstance(linear, LoraLinear) for group in _groups_of(layer) for linear in group) for layer in layers
+    }
+    return len(adapted) == 1
+
+
+def _is_plain_layer(layer: Any) -> bool:
+    if {name for name, _ in layer.named_children()} != LAYER_PARTS:
+        return False
+    if not all(hasattr(layer.mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+        return False
+    if type(layer.mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
+        return False
+    return all(len({linear.bias is None for linear in linears}) == 1 for linears in _groups_of(layer))

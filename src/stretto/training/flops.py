@@ -1,0 +1,57 @@
+"""How much arithmetic an update is, and how much of the device's that uses.
+
+Counted is what the mathematics asks for: products with weights, twice their elements a token forward; as much again for
+the gradient of the input, and with full-parameter training for that of the weight; attention by the squares of the
+lengths, halved by causality, with twice of it backward. The head counts for the tokens that it is applied to. What is
+computed again, padding, adapters and everything that is not a product are not counted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from stretto.training.packing import input_lengths
+from stretto.types import Batch
+
+# Dense bfloat16 and float16, by a part of the device's name; the first that matches. ("H200" is in "GH200" too.)
+HALF_PEAKS = (("H200", 989e12), ("H100 PCIe", 756e12), ("H100", 989e12), ("A100", 312e12))
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """What the device can do a second at best in this type, where that is known."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in HALF_PEAKS if part in name), None)
+
+
+class Costs:
+    """The arithmetic of one model."""
+
+    def __init__(self, model: Any, *, trains_weights: bool) -> None:
+        head = model.get_output_embeddings()
+        config = model.config.get_text_config()
+        self.head_elements = head.weight.numel()
+        self.elements = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m is not head)
+        heads = config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self.attention_width = config.num_hidden_layers * heads * head_size
+        self.passes = 3 if trains_weights else 2  # forward, gradient of the input, gradient of the weight
+
+    def update(self, batch: Batch) -> float:
+        """Operations of one update; a multiplication and an addition are two."""
+        lengths = input_lengths(batch.samples).astype(np.float64)
+        completions = sum(len(sample.completion.tokens) for sample in batch.samples)
+        products = 2.0 * self.passes * (self.elements * lengths.sum() + self.head_elements * completions)
+        # Two products of `length ** 2 / 2` pairs forward, four backward, whatever is trained.
+        attention = 3.0 * 2.0 * self.attention_width * np.square(lengths).sum()
+        return float(products + attention)
+
+
+def utilization(flops: float, seconds: float, peak: float | None) -> dict[str, float]:
+    """`flops`, and `mfu` where the device's peak is known."""
+    return {"flops": flops} if peak is None else {"flops": flops, "mfu": flops / seconds / peak}
