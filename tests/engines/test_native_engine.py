@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -393,3 +394,30 @@ def test_outputs_grow_beyond_what_was_reserved(model: Any) -> None:
     done = drive(native(model), [request_of(0, length=3, tokens=200), request_of(1, length=3, tokens=70)])
     assert (len(done[0].tokens), len(done[1].tokens)) == (200, 70)
     assert (done[0].logprobs < 0).all()
+
+
+def test_an_engine_emptied_by_a_suspension_is_idle(model):
+    engine = native(model)
+    for number in range(3):
+        engine.add(request_of(number, tokens=30))
+    for _ in range(4):
+        engine.step()
+    assert len(engine.suspend([0, 1, 2], kv=False)) == 3
+    before = engine.report()
+    time.sleep(0.02)
+    after = engine.report()
+    assert (after.busy_s, after.row_s) == (before.busy_s, before.row_s)
+
+
+def test_a_stop_string_of_many_bytes_a_character_is_found(model):
+    # Every token is one byte of UTF-8: nine characters are twenty-seven tokens.
+    text = "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 9
+    made: list[int] = []
+
+    def decode(tokens: Any) -> str:
+        made[:] = list(tokens)
+        return text.encode()[: len(tokens)].decode(errors="ignore")
+
+    engine = native(model, decode=decode)
+    done = drive(engine, [request_of(0, tokens=60, stop_strings=(text,))])
+    assert (done[0].finish, len(done[0].tokens)) == ("stop", 27)

@@ -185,6 +185,25 @@ def test_logits_that_are_no_numbers_fail_the_request_alone(device):
             assert one.tokens.tolist() == expected[number].tokens.tolist()
 
 
+def test_rows_that_share_a_long_prompt_read_it_together(device):
+    engine = late(device, rows=24, versions=(0, 1))
+    work = [
+        Request(i, i % 2, prompt_of(40 + 30 * (i % 2), i % 2), i, Sampling(5 + 3 * (i % 11)), group=i % 2)
+        for i in range(24)
+    ]
+    for one in work:
+        engine.add(one)
+    saved = 0
+    done: dict[int, Any] = {}
+    while engine.has_work:
+        done.update({c.id: c for c in engine.step()})
+        saved = max(saved, engine._rows.saved)
+    # Twelve rows of each group are two lists; the full pages of the prompts hold 32 and 64 tokens.
+    assert saved == 10 * 32 + 10 * 64
+    assert engine._rows.saved == 0
+    agree(done, drive(known(rows=24, versions=(0, 1)), work))
+
+
 def test_a_draining_batch_moves_into_smaller_ones(device):
     engine = late(device, rows=16)
     work = [Request(i, 0, prompt_of(9, i), i, Sampling(60 if i == 15 else 4 + i)) for i in range(16)]

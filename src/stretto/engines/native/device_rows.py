@@ -19,12 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.engines.native.cache import PAGE
+from stretto.engines.native.kernels.plan import Sharing
 from stretto.engines.native.sampling import mix_seed
 from stretto.engines.native.trajectory import Trajectory
 from stretto.types import FinishReason
 
 TOKEN, CONTEXT, SLOT, SEED, TOP_K, MADE, LIVE = range(7)
 TEMPERATURE, TOP_P, MIN_P = range(3)
+PEERS = 8  # rows of a group that read their common pages together
 FREE = (0, 1, 0, 0, 0, 0, 0)  # a row without a trajectory: one token of context, in the scratch page
 
 
@@ -70,6 +72,14 @@ class DeviceRows:
         self._changed: dict[int, Trajectory | None] = {}  # rows to upload before the next launch
         self._granted: list[tuple[int, int, int]] = []  # row, column, page
         self._issued = 0
+        self._sharers: dict[int, set[int]] = {}  # the last page that rows have in common -> those rows
+        self.shared = np.zeros(size, dtype=np.int64)  # first pages of a row that others may have too
+        self.sharing = Sharing(
+            torch.zeros(size, dtype=torch.int32, device=device),
+            torch.full((size, PEERS), -1, dtype=torch.int32, device=device),
+        )
+        self.saved = 0  # tokens of context that need not be read again by rows that share them
+        self._shares_anew = False
         self.serial = np.full(size, -1, dtype=np.int64)
         self.context = np.ones(size, dtype=np.int64)  # as launched
         self.made = np.zeros(size, dtype=np.int64)  # as recorded
@@ -116,10 +126,29 @@ class DeviceRows:
             self.limit[row], self.slot[row], self.held[row] = how.max_tokens, t.slot, len(t.pages)
             self.strings[row] = bool(how.stop_strings)
             self.truncates[row] = how.top_k > 0 or how.top_p < 1.0 or how.min_p > 0.0
+            self._join(row, t)
             self._reserve(made + 2, len(how.stop_tokens))
             self._stops[row] = -1
             self._stops[row, : len(how.stop_tokens)] = how.stop_tokens
             self._tokens[row, :made], self._logprobs[row, :made] = t.tokens, t.logprobs
+
+    def _join(self, row: int, trajectory: Trajectory) -> None:
+        """Note the page in which the full pages of a row's prompt end: who has it too has all that come before."""
+        full = len(trajectory.request.prompt) // PAGE
+        self.shared[row] = full
+        if full:
+            self._sharers.setdefault(trajectory.pages[full - 1], set()).add(row)
+            self._shares_anew = True
+
+    def _part(self, row: int, trajectory: Trajectory) -> None:
+        full = int(self.shared[row])
+        if full:
+            page = trajectory.pages[full - 1]
+            self._sharers[page].discard(row)
+            if not self._sharers[page]:
+                del self._sharers[page]
+            self._shares_anew = True
+        self.shared[row] = 0
 
     def _reserve(self, tokens: int = 0, stops: int = 0) -> None:
         if tokens > self._tokens.shape[1]:
@@ -132,7 +161,9 @@ class DeviceRows:
     def remove(self, rows: Sequence[int]) -> None:
         """Take rows out; results on their way to them are dropped."""
         for row in rows:
-            self._of_row.pop(row).row = -1
+            trajectory = self._of_row.pop(row)
+            self._part(row, trajectory)
+            trajectory.row = -1
             self._changed[row] = None
             self.serial[row] = -1
             self.context[row], self.held[row], self.truncates[row], self.strings[row] = 1, 0, False, False
@@ -172,7 +203,9 @@ class DeviceRows:
             mirror[target] = mirror[source]
         for old, new in pairs:
             trajectory = self._of_row.pop(old)
+            self._part(old, trajectory)
             self._of_row[new] = trajectory
+            self._join(new, trajectory)
             trajectory.row = new
             self._changed[old] = None
             self.serial[old] = -1
@@ -209,6 +242,27 @@ class DeviceRows:
             page = to_device(entries[:, 2].astype(np.int32), self.device)
             self.table.view(-1).index_copy_(0, place, page)
         self._changed, self._granted = {}, []
+        if self._shares_anew:
+            self._upload_sharing()
+
+    def _upload_sharing(self) -> None:
+        """List the rows that share pages, up to `PEERS` to a list, on the lowest of each list."""
+        pages = np.zeros(self.capacity + 1, dtype=np.int32)
+        peers = np.full((self.capacity + 1, PEERS), -1, dtype=np.int32)
+        self.saved = 0
+        for rows in self._sharers.values():
+            if len(rows) < 2:
+                continue
+            ordered = sorted(rows)
+            for start in range(0, len(ordered), PEERS):
+                own = ordered[start : start + PEERS]
+                if len(own) > 1:
+                    pages[own] = self.shared[own[0]]
+                    peers[own[0], : len(own)] = own
+                    self.saved += (len(own) - 1) * int(self.shared[own[0]]) * PAGE
+        self.sharing.pages.copy_(to_device(pages, self.device))
+        self.sharing.peers.copy_(to_device(peers, self.device))
+        self._shares_anew = False
 
     def launched(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Count a draw for `rows`; their serial numbers."""

@@ -40,7 +40,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 PROBE_SHORT, PROBE_LONG = 40, 80  # prompt tokens of the check at construction, on both sides of `SHORT`
-TAIL = 8  # tokens decoded beyond the length of the longest stop string
+TAIL = 8  # tokens decoded beyond the bytes of the longest stop string
 
 
 def _on_device(method: Callable[Concatenate[NativeEngine, P], R]) -> Callable[Concatenate[NativeEngine, P], R]:
@@ -217,7 +217,8 @@ class NativeEngine:
             raise RequestError(f"{what} is here already")
         if not request.prompt or request.sampling.max_tokens < 1:
             raise RequestError(
-                f"{what} has {len(request.prompt)} prompt tokens and max_tokens {length}: both must be > 0"
+                f"{what} has {len(request.prompt)} prompt tokens and `max_tokens` {request.sampling.max_tokens}:"
+                " both must be above 0"
             )
         most = min(limit.max_context, limit.kv_tokens)
         if length > most:
@@ -264,12 +265,14 @@ class NativeEngine:
         return [trajectory.request.id for trajectory in self._take(ids, kv=False)]
 
     def _take(self, ids: Sequence[int], *, kv: bool) -> list[Trajectory]:
+        self._account()
         self._flush()
         taken = [self._here.pop(i) for i in dict.fromkeys(ids) if i in self._here]
         for trajectory in taken:
             self._counts[trajectory.slot] -= 1
             self._behind -= trajectory.request.priority > 0
             self._schedule.withdraw(trajectory, kv=kv)
+        self._running = self._rollout_rows()
         return taken
 
     # -- the step ------------------------------------------------------------------------------------------------------
@@ -320,7 +323,8 @@ class NativeEngine:
     def _ends_in_string(self, trajectory: Trajectory, tokens: NDArray[np.int32]) -> bool:
         strings = trajectory.sampling.stop_strings
         assert self._decode is not None
-        text = self._decode(tokens[-(max(map(len, strings)) + TAIL) :].tolist())
+        longest = max(len(string.encode()) for string in strings)  # a token may be no more than a byte
+        text = self._decode(tokens[-(longest + TAIL) :].tolist())
         return any(string in text for string in strings)
 
     # -- what it says of itself ----------------------------------------------------------------------------------------

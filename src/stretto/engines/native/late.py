@@ -14,6 +14,7 @@ stop tokens, and a row that has ended is decoded once more than it needed, into 
 from __future__ import annotations
 
 import logging
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,7 +42,7 @@ from stretto.engines.native.device_rows import (
     to_device,
 )
 from stretto.engines.native.fused import FusedDecoder
-from stretto.engines.native.kernels.attention import CHUNKS, DecodePlan, choose_chunk
+from stretto.engines.native.kernels.attention import CHUNKS, DecodePlan, Sharing, choose_chunk, items_bound
 from stretto.engines.native.kernels.choice import Kernels
 from stretto.engines.native.kernels.draw import draw_workspace
 from stretto.engines.native.sampling import sample, uniforms
@@ -52,6 +53,7 @@ from stretto.engines.native.versions import Slots
 logger = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+SHARED_SHARE = 0.2  # of the context: where rows have so much in common, it is worth reading once
 MAX_GRAPHS = 96  # captured steps that are kept; each holds some megabytes
 
 
@@ -81,7 +83,7 @@ class LateSteps:
         self._graphs: OrderedDict[tuple[Any, ...], torch.cuda.CUDAGraph] = OrderedDict()
         size = rows.capacity + 1
         self._sizes = sorted({s for s in SIZES if s < rows.capacity} | {rows.capacity})
-        items = size + max(2048, 4 * cache.num_pages * PAGE // CHUNKS[-1])
+        items = 2 * size + max(2048, 4 * cache.num_pages * PAGE // CHUNKS[-1])
         self._plan = DecodePlan.allocate(size, items, heads, cache.head_size, device)
         self._drawn = torch.zeros(2, size, dtype=torch.int32, device=device)  # tokens, bits of log-probabilities
         self._workspace = draw_workspace(size, int(self._decoders[0].vocabulary), device)
@@ -232,13 +234,16 @@ class LateSteps:
         rows = self._rows
         size = self._size_of(int(numbers[-1]) + 1 if index is None else len(numbers))
         contexts = rows.context[numbers]
-        chunk, items = choose_chunk(
-            size, int(contexts.sum()), int(contexts.max()), self._cache.kv_heads, self._multiprocessors
-        )
+        total = int(contexts.sum())
+        shares = index is None and rows.saved >= SHARED_SHARE * total
+        longest = sys.maxsize if shares else int(contexts.max())  # what is shared is an item of its own in any case
+        chunk, items = choose_chunk(size, total, longest, self._cache.kv_heads, self._multiprocessors)
+        if shares:
+            items = items_bound(2 * size, total, chunk)
         truncates = bool(rows.truncates[numbers].any())
-        key = (tree, size, chunk, items, truncates, self._decoders[tree].scale)
+        key = (tree, size, chunk, items, truncates, shares, self._decoders[tree].scale)
         if not self._graphed or self.observed is not None:
-            logits = self._body(tree, size, chunk, items, truncates, index)
+            logits = self._body(tree, size, chunk, items, truncates, shares, index)
             if self.observed is not None:
                 place = numbers if index is None else np.arange(len(numbers))
                 self.observed.append(logits.index_select(0, to_device(place, rows.device)))
@@ -251,10 +256,10 @@ class LateSteps:
 
     def _capture(self, key: tuple[Any, ...], index: Tensor | None) -> torch.cuda.CUDAGraph:
         """Capture the step `key`. It is run once before, so that kernels are compiled and libraries set up."""
-        tree, size, chunk, items, truncates, _ = key
+        tree, size, chunk, items, truncates, shares, _ = key
         rows = self._rows
         kept = rows.ints.clone()
-        self._body(tree, size, chunk, items, truncates, index)
+        self._body(tree, size, chunk, items, truncates, shares, index)
         rows.ints.copy_(kept)
         while len(self._graphs) >= MAX_GRAPHS:
             self._graphs.popitem(last=False)
@@ -263,12 +268,14 @@ class LateSteps:
         with torch.cuda.graph(
             graph, pool=self._pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
         ):
-            self._body(tree, size, chunk, items, truncates, index)
+            self._body(tree, size, chunk, items, truncates, shares, index)
         self._graphs[key] = graph
         logger.debug("captured a step of %d rows, chunks of %d tokens, %d items", size, chunk, items)
         return graph
 
-    def _body(self, tree: int, size: int, chunk: int, items: int, truncates: bool, index: Tensor | None) -> Tensor:
+    def _body(
+        self, tree: int, size: int, chunk: int, items: int, truncates: bool, shares: bool, index: Tensor | None
+    ) -> Tensor:
         """One decode of rows 0 .. size-1, or of those of `index`; their state on the device moves on by one token."""
         rows, cache, kernels, decoder = self._rows, self._cache, self._kernels, self._decoders[tree]
         if index is None:
@@ -285,11 +292,14 @@ class LateSteps:
         positions = contexts - 1
         page = table.gather(1, (positions // PAGE)[:, None])[:, 0]
         writes = page * PAGE + positions % PAGE
-        kernels.plan_items(self._plan, contexts, chunk, items)
+        sharing = Sharing(rows.sharing.pages[:size], rows.sharing.peers[:size]) if shares else None
+        kernels.plan_items(self._plan, contexts, chunk, items, sharing)
 
         def attend(layer: int, q: Tensor, out: Tensor) -> None:
             keys, values = cache.of_layer[layer]
-            kernels.paged_decode(q, keys, values, table, contexts, self._plan, chunk, items, decoder.scaling, out)
+            kernels.paged_decode(
+                q, keys, values, table, contexts, self._plan, chunk, items, decoder.scaling, out, sharing
+            )
 
         logits = decoder(ints[TOKEN], positions, writes, ints[SLOT], attend, None)
         self._draw(logits, ints, floats, drawn, truncates=truncates)
