@@ -22,7 +22,12 @@ from torch import nn
 from stretto.training.lora import LoraLinear
 
 
-@torch.library.custom_op("stretto::adapted_linear", mutates_args=())
+@torch.library.custom_op(
+    "stretto::adapted_linear",
+    mutates_args=(),
+    schema="(Tensor x, Tensor[] weights, Tensor[] downs, Tensor[] ups, Tensor down, Tensor[] ups_cast, int[] owners, "
+    "float scale) -> (Tensor, Tensor)",
+)
 def adapted_linear(
     x: torch.Tensor,  # [T, in]
     weights: Sequence[torch.Tensor],  # each [out_i, in], frozen
@@ -66,7 +71,12 @@ def _(
     )
 
 
-@torch.library.custom_op("stretto::adapted_linear_backward", mutates_args=())
+@torch.library.custom_op(
+    "stretto::adapted_linear_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor x, Tensor narrow, Tensor[] weights, Tensor down, Tensor[] ups_cast, int[] owners, "
+    "float scale, bool with_input) -> Tensor[]",
+)
 def adapted_linear_backward(
     grad: torch.Tensor,  # [T, sum of outs]
     x: torch.Tensor,

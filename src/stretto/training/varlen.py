@@ -26,7 +26,11 @@ def flash_fits(device: torch.device, dtype: torch.dtype, head_size: int) -> bool
     return device.type == "cuda" and dtype in HALF and head_size <= MAX_HEAD_SIZE and head_size % 8 == 0
 
 
-@torch.library.custom_op("stretto::causal_varlen", mutates_args=())
+@torch.library.custom_op(
+    "stretto::causal_varlen",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor ends, Tensor longest, float scale) -> (Tensor, Tensor)",
+)
 def causal_varlen(
     query: torch.Tensor,  # [T, heads, head size]
     key: torch.Tensor,  # [T, kv heads, head size]
@@ -53,7 +57,12 @@ def _(
     return out, torch.empty((query.shape[1], query.shape[0]), dtype=torch.float32, device=query.device)
 
 
-@torch.library.custom_op("stretto::causal_varlen_backward", mutates_args=())
+@torch.library.custom_op(
+    "stretto::causal_varlen_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor normalizers, Tensor ends, "
+    "Tensor longest, float scale) -> (Tensor, Tensor, Tensor)",
+)
 def causal_varlen_backward(
     grad: torch.Tensor,
     query: torch.Tensor,
