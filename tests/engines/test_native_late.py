@@ -15,6 +15,7 @@ from engine_cases import build, drive, native, prompt_of, weights_of
 
 from stretto.engines.native.device_rows import DeviceRows
 from stretto.engines.threaded import Failed
+from stretto.errors import RequestError
 from stretto.types import Request, Sampling, Weights
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
@@ -183,6 +184,25 @@ def test_logits_that_are_no_numbers_fail_the_request_alone(device):
         assert isinstance(one, Failed) == (number % 2 == 1)
         if number % 2 == 0:
             assert one.tokens.tolist() == expected[number].tokens.tolist()
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_memory_is_given_back_in_the_middle_and_nothing_is_lost(device, steps):
+    engine, work = late(device, rows=8), requests(12)
+    for one in work:
+        engine.add(one)
+    done: dict[int, Any] = {}
+    for _ in range(steps):
+        done.update({c.id: c for c in engine.step()})
+    with pytest.raises(RequestError, match="kv_tokens = 16"):
+        engine.shrink(16)
+    engine.shrink(128)
+    assert engine.capacity.kv_tokens == 128
+    assert engine._cache.storage.shape[2] == 16 * 10  # a scratch page, and one for a prompt's last page
+    done.update(drive(engine))
+    for number, expected in drive(known(), work).items():
+        assert done[number].tokens.tolist() == expected.tokens.tolist()
+    assert engine.report().kv_tokens == 0
 
 
 def test_rows_that_share_a_long_prompt_read_it_together(device):

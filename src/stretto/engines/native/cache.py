@@ -26,11 +26,24 @@ class KVCache:
         self, layers: int, kv_heads: int, head_size: int, pages: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.layers, self.kv_heads, self.head_size = layers, kv_heads, head_size
-        self.storage = torch.zeros(layers, 2, (pages + 1) * PAGE, kv_heads, head_size, dtype=dtype, device=device)
+        self._allocate(pages, dtype, device)
+
+    def _allocate(self, pages: int, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (self.layers, 2, (pages + 1) * PAGE, self.kv_heads, self.head_size)
+        self.storage = torch.zeros(shape, dtype=dtype, device=device)
         self.of_layer = [(layer[0], layer[1]) for layer in self.storage]  # keys and values, views
         self.num_pages = pages
         self._free = list(range(pages, 0, -1))
         self._references = [0] * (pages + 1)
+
+    def resize(self, pages: int) -> None:
+        """Give the storage back and take one of `pages` pages. Nothing may be in it."""
+        assert len(self._free) == self.num_pages, "a cache with pages in use cannot be resized"
+        dtype, device = self.storage.dtype, self.storage.device
+        self.of_layer, self.storage = [], torch.empty(0)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._allocate(pages, dtype, device)
 
     @property
     def num_free(self) -> int:

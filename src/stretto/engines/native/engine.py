@@ -10,6 +10,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Concatenate, Literal, ParamSpec, TypeVar
 
 import numpy as np
@@ -274,6 +275,21 @@ class NativeEngine:
             self._schedule.withdraw(trajectory, kv=kv)
         self._running = self._rollout_rows()
         return taken
+
+    @_on_device
+    def shrink(self, kv_tokens: int) -> None:
+        """Give KV memory back: keep room for `kv_tokens`. What runs waits in host memory and goes on from there.
+
+        Raises `RequestError` and changes nothing where a trajectory that is here would not fit any more.
+        """
+        self._flush()
+        longest = max((len(t.request.prompt) + t.sampling.max_tokens for t in self._here.values()), default=1)
+        if kv_tokens < longest:
+            raise RequestError(f"`kv_tokens = {kv_tokens}` cannot hold a trajectory that may grow to {longest} tokens")
+        self._schedule.vacate()
+        self._work.forget()
+        self._cache.resize(num_pages(kv_tokens) + 1)
+        self.capacity = replace(self.capacity, kv_tokens=kv_tokens)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 

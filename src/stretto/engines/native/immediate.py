@@ -48,6 +48,9 @@ class ImmediateSteps:
         """Nothing is ever on its way."""
         return []
 
+    def forget(self) -> None:
+        """Nothing is captured."""
+
     def _draw(self, logits: Tensor) -> list[Ended]:
         rows = self._rows
         if self.observed is not None:

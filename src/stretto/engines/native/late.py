@@ -122,6 +122,10 @@ class LateSteps:
         ended, self._ended = self._ended, []
         return ended
 
+    def forget(self) -> None:
+        """Drop what was captured: the memory that it points at is about to go."""
+        self._graphs.clear()
+
     def _shrinks(self) -> bool:
         rows = self._rows
         return self._size_of(len(rows)) < self._size_of(int(rows.numbers()[-1]) + 1)

@@ -211,6 +211,16 @@ class Schedule:
         self._restart(prefix)
         self._active.remove(prefix)
 
+    def vacate(self) -> None:
+        """Send everything back to the queue, decoding rows with their KV in host memory: no page is in use after."""
+        for trajectory in list(self.rows.trajectories):
+            self._out_of_row(trajectory, kv=True)
+            self.submit(trajectory)
+        for prefix in list(self._active):
+            self._give_up(prefix)
+        for prefix in self._prefixes.values():
+            self._restart(prefix)
+
     # -- prefill -------------------------------------------------------------------------------------------------------
 
     def chunks(self) -> list[tuple[Prefix, Chunk]]:
