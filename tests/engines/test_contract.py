@@ -197,6 +197,34 @@ def test_suspended_trajectories_go_on_elsewhere(bench: Bench, kv: bool) -> None:
     asyncio.run(main())
 
 
+def test_an_engine_that_shrinks_goes_on_with_every_trajectory_to_the_same_end(bench: Bench) -> None:
+    async def main() -> None:
+        engine = bench.engine()
+        await engine.load(bench.weights(0))
+        wanted = await asyncio.gather(*(engine.generate(request_of(i, tokens=100)) for i in range(12)))
+        before = engine.report().tokens
+        running = [asyncio.ensure_future(engine.generate(request_of(i, tokens=100))) for i in range(12)]
+        while engine.report().tokens < before + 60:
+            await asyncio.sleep(0.001)
+        assert engine.capacity.kv_tokens == 2048
+        assert await engine.shrink(1.0) == 2048
+        assert await engine.shrink(0.5) == engine.capacity.kv_tokens == 1024
+        assert await engine.shrink(0.01) == engine.capacity.kv_tokens == 512, "what the longest request needs"
+        assert (engine.capacity.slots, engine.capacity.rows, engine.capacity.max_context) == (2, 8, 512)
+        done = await asyncio.gather(*running)
+        assert all(same(a, b) for a, b in zip(wanted, done, strict=True))
+        longest = await engine.generate(request_of(0, tokens=501))
+        assert 1 <= len(longest.tokens) <= 501
+        assert engine.report().kv_tokens <= 512 + 32  # what is kept of prompts is within the budget too
+        with pytest.raises(RequestError, match="may grow to 521 tokens"):
+            await engine.generate(request_of(1, tokens=510))
+        with pytest.raises(ValueError, match=r"`share = 0"):
+            await engine.shrink(0.0)
+        await engine.close()
+
+    asyncio.run(main())
+
+
 def test_aborted_trajectories_end_at_once(bench: Bench) -> None:
     async def main() -> None:
         engine = bench.engine()

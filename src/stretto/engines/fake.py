@@ -170,6 +170,9 @@ class FakeCore:
     def abort(self, ids: Sequence[int]) -> list[int]:
         return [work.request.id for work in self._take(ids)]
 
+    def shrink(self, kv_tokens: int) -> None:
+        self.capacity = replace(self.capacity, kv_tokens=kv_tokens)
+
     def _take(self, ids: Sequence[int]) -> list[_Running]:
         found = [self._running.pop(i, None) or self._queue.pop(i, None) for i in dict.fromkeys(ids)]
         return [work for work in found if work is not None]

@@ -9,6 +9,7 @@ Contract, tested for every implementation in `tests/engines/test_contract.py`:
 - `unload` of a version that still has trajectories is an error.
 - After `suspend`, the pending `generate` (or `resume`) of each trajectory raises `SuspendedError`, and the caller holds
   the only copy. After `abort`, it raises `AbortedError`.
+- `shrink` ends no trajectory and changes nothing of what it generates, and refuses no request that was served before.
 - An engine that fails raises `EngineError` from every pending call, and from every later one.
 - An idle engine uses no processor time.
 """
@@ -26,7 +27,7 @@ class Engine(Protocol):
 
     @property
     def capacity(self) -> Capacity:
-        """What it can hold, fixed for its life."""
+        """What it can hold. Only `shrink` changes it, and only `kv_tokens` of it."""
         ...
 
     def report(self) -> Load:
@@ -62,6 +63,14 @@ class Engine(Protocol):
 
     async def abort(self, ids: Sequence[int]) -> None:
         """Throw trajectories away. Ids that are no longer there are ignored."""
+        ...
+
+    async def shrink(self, share: float) -> int:
+        """Keep `share` of the KV cache and give the rest of its memory back; returns the new `capacity.kv_tokens`.
+
+        It never falls below what the longest request needs that is served now: where nothing can be given back, nothing
+        happens.
+        """
         ...
 
     async def close(self) -> None:

@@ -50,6 +50,10 @@ class Core(Protocol):
         """Throw trajectories away; those that were there."""
         ...
 
+    def shrink(self, kv_tokens: int) -> None:
+        """Hold at most so many tokens of context from now on; fewer than before, and trajectories go on."""
+        ...
+
     def report(self) -> Load: ...
     def close(self) -> None: ...
 
@@ -120,6 +124,12 @@ class ThreadedEngine:
 
     async def abort(self, ids: Sequence[int]) -> None:
         await self._call(lambda core: self._abort(core, list(ids)))
+
+    async def shrink(self, share: float) -> int:
+        if not 0.0 < share <= 1.0:
+            raise ValueError(f"`share = {share}` of the KV cache to keep must be above 0 and at most 1")
+        kept: int = await self._call(lambda core: self._shrink(core, share))
+        return kept
 
     async def close(self) -> None:
         with self._gate:
@@ -234,6 +244,15 @@ class ThreadedEngine:
     def _abort(self, core: Core, ids: list[int]) -> None:
         for gone in core.abort(ids):
             self._settle(gone, AbortedError(f"trajectory {gone} was aborted"))
+
+    def _shrink(self, core: Core, share: float) -> int:
+        """Whatever could be asked for before can be asked for afterwards, so the longest request sets the floor."""
+        limit = core.capacity
+        kept = max(int(share * limit.kv_tokens), min(limit.max_context, limit.kv_tokens))
+        if kept < limit.kv_tokens:
+            core.shrink(kept)
+        self.capacity = core.capacity
+        return self.capacity.kv_tokens
 
     def _end(self) -> None:
         """Answer everybody who still waits; from here on every call is refused."""

@@ -1,23 +1,35 @@
-"""The trainer's thread: one worker with its own torch thread count, so that an update never blocks the loop."""
+"""The trainer's thread: one worker with its own torch thread count, so that an update never blocks the loop.
+
+An update that finds no memory is made again with more of it: the engines give part of their KV back, three times at
+most. That is safe because an update that raises has changed nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
 
+from stretto.engines.protocol import Engine
 from stretto.errors import StalledError, StrettoError, TrainerError
 from stretto.training.trainer import Trainer
 from stretto.types import Batch, UpdateReport, Weights
 
+log = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
+
+MORE_TRIES = 3  # of an update that ran out of memory
+KEPT_SHARE = 0.7  # of the KV cache, each time
 
 
 class TrainerRole:
@@ -25,12 +37,26 @@ class TrainerRole:
 
     Nothing waits for that thread longer than `deadline_s`. It cannot be killed, so after that it is left to itself: it
     is a daemon, and keeps no process from ending.
+
+    Weights that it hands over are whole: on CUDA the trainer's stream has been waited for, so any other stream may read
+    them. `engines` share the trainer's device; `notice` is told, in words, whenever they gave memory back.
     """
 
-    def __init__(self, trainer: Trainer, threads: int, *, deadline_s: float) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        threads: int,
+        *,
+        deadline_s: float,
+        engines: Sequence[Engine] = (),
+        notice: Callable[[str], None] = log.warning,
+    ) -> None:
         self.trainer = trainer
+        self.kv_given_back = 0  # tokens of the KV caches that updates needed the memory of
         self._threads = threads
         self._deadline_s = deadline_s
+        self._engines = engines
+        self._notice = notice
         self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any], str] | None] = SimpleQueue()
         self._doing = "nothing"
         self._hangs = False
@@ -39,16 +65,63 @@ class TrainerRole:
 
     async def update(self, batch: Batch) -> tuple[UpdateReport, Weights]:
         """One update, and a copy of the weights that it made: version `batch.update + 1`."""
+        name, report = f"update {batch.update}", list[UpdateReport]()
 
-        def work() -> tuple[UpdateReport, Weights]:
-            return self.trainer.update(batch), self.trainer.weights(batch.update + 1)
+        def work() -> Weights | str:
+            try:
+                if not report:  # else it was done, and only the copy found no memory
+                    report.append(self.trainer.update(batch))
+                return self._weights(batch.update + 1)
+            except torch.OutOfMemoryError as error:
+                # In words: the exception itself would keep everything alive that the update had made.
+                return str(error).partition("\n")[0]
 
         try:
-            return await self.call(work, f"update {batch.update}")
+            for attempt in range(MORE_TRIES + 1):
+                made = await self.call(work, name)
+                if isinstance(made, Weights):
+                    return report[0], made
+                if attempt < MORE_TRIES:
+                    await self._make_room(name, made, attempt + 1)
         except StrettoError:
             raise
         except Exception as error:
-            raise TrainerError(f"update {batch.update} failed: {type(error).__name__}: {error}") from error
+            raise TrainerError(f"{name} failed: {type(error).__name__}: {error}") from error
+        raise TrainerError(
+            f"{name} ran out of memory {MORE_TRIES + 1} times, although the engine gave the memory of "
+            f"{self.kv_given_back:,} tokens of KV back: {made}. Lower `training.micro_tokens`, `rollout.max_tokens` or "
+            "`rollout.rows`"
+        )
+
+    async def weights(self, version: int) -> Weights:
+        """A copy of the weights that the trainer holds."""
+        return await self.call(lambda: self._weights(version), f"taking the weights of version {version}")
+
+    def _weights(self, version: int) -> Weights:
+        weights = self.trainer.weights(version)
+        for device in {tensor.device for tensor in weights.tensors.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return weights
+
+    async def _make_room(self, name: str, reason: str, attempt: int) -> None:
+        """Have every engine give part of its KV back, and hand the memory from the allocator's caches to all."""
+        said = []
+        for engine in self._engines:
+            before = engine.capacity.kv_tokens
+            try:
+                kept = await asyncio.wait_for(engine.shrink(KEPT_SHARE), self._deadline_s)
+            except TimeoutError:
+                raise StalledError(
+                    f"{name} ran out of memory, and the engine has not given any back after {self._deadline_s:g} s "
+                    f"(`runtime.update_seconds`): {engine.report()}"
+                ) from None
+            self.kv_given_back += before - kept
+            said.append(f"the engine keeps {kept:,} of {before:,} tokens of KV")
+        free = await self.call(_release_cached, f"releasing memory for {name}")
+        if free is not None:
+            said.append(f"{free / (1 << 30):.2f} GiB of the device are free now")
+        told = "; ".join(said) or "there is no engine that could give any back"
+        self._notice(f"{name} ran out of memory ({reason}): {told}; try {attempt + 1} of {MORE_TRIES + 1}")
 
     async def call(self, work: Callable[[], Result], name: str) -> Result:
         """Run something in the trainer's thread, after what is already there; `name` is what errors call it."""
@@ -83,12 +156,28 @@ class TrainerRole:
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
-        while (work := self._work.get()) is not None:
-            call, future, self._doing = work
-            if not future.set_running_or_notify_cancel():
-                continue
+        while self._next():
+            pass
+
+    def _next(self) -> bool:
+        """Do one thing. A frame of its own, so that nothing of what was made stays alive while the thread waits."""
+        work = self._work.get()
+        if work is None:
+            return False
+        call, future, self._doing = work
+        if future.set_running_or_notify_cancel():
             try:
                 future.set_result(call())
             except BaseException as error:
                 future.set_exception(error)
-            self._doing = "nothing"
+        self._doing = "nothing"
+        return True
+
+
+def _release_cached() -> int | None:
+    """Free what only caches hold; the bytes of the device that are free then, where there is one."""
+    gc.collect()
+    if not torch.cuda.is_initialized():
+        return None
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info()[0])

@@ -1,0 +1,50 @@
+"""Which device a run uses and in which type its weights are: what `auto` comes to on this machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stretto.config import Recipe
+from stretto.errors import RecipeError
+
+CUDA = torch.device("cuda", 0)  # the first that is visible; threads start with this one as theirs
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device that `runtime.device` names."""
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return CUDA
+    if wanted == "auto":
+        return torch.device("cpu")
+    why = "this build of torch has no CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
+    raise RecipeError(
+        f'`runtime.device = "cuda"`, but {why} (see `nvidia-smi` and `CUDA_VISIBLE_DEVICES`); use "cpu" or "auto"'
+    )
+
+
+def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
+    """The type that `model.dtype` names on a device."""
+    if wanted == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, wanted)
+    return dtype
+
+
+def resolved(recipe: Recipe, device: torch.device) -> Recipe:
+    """The recipe with what `auto` stands for on `device`: a run is recorded, and resumed, in that type."""
+    dtype = str(choose_dtype(recipe.model.dtype, device)).removeprefix("torch.")
+    return with_section(with_section(recipe, "model", dtype=dtype), "runtime", device=device.type)
+
+
+def with_section(recipe: Recipe, section: str, **values: Any) -> Recipe:
+    """The recipe with other values in one section."""
+    return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=values)})
+
+
+def describe_device(device: torch.device) -> str:
+    """Its name, for people."""
+    return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
