@@ -51,6 +51,10 @@ def test_an_unknown_key_names_the_nearest_real_one() -> None:
         ({"training": {"final_fraction": 0.1}}, "`training.final_fraction` has no effect"),
         ({"evaluation": {"prompts": 0, "every": 5}}, "`evaluation.every` has no effect"),
         (
+            {"evaluation": {"every": 5}, "training": {"steps": 5}},
+            "`evaluation.every = 5` has no effect in a run of `training.steps = 5`",
+        ),
+        (
             {"rollout": {"paradigm": "synchronous"}, "algorithm": {"clip_low": 0.1}},
             "`algorithm.clip_low` has no effect",
         ),
@@ -126,6 +130,58 @@ def test_set_overrides_a_key_with_a_toml_value_or_a_bare_word(tmp_path: Path) ->
     assert recipe.model.lora.rank == 4
 
 
+EVALUATES = """
+[model]
+path = "tiny"
+[task]
+type = "countdown-chain"
+[rollout]
+staleness = 3
+in_flight = 20
+[evaluation]
+every = 20
+temperature = 0.0
+"""
+
+
+def test_a_key_that_is_set_to_its_default_is_never_without_effect() -> None:
+    off = parse_recipe(with_(evaluation={"prompts": 0, "every": 0}, training={"schedule": "constant"}))
+    assert off.plan.evaluate_every == 0
+    parse_recipe(with_(rollout={"paradigm": "synchronous"}, algorithm={"clip_low": 0.2}))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "every", "staleness"),
+    [
+        (["evaluation.prompts=0"], 0, 3),
+        (["evaluation.every=0"], 0, 3),
+        (["evaluation.prompts=0", "evaluation.every=0"], 0, 3),
+        (["training.steps=20"], 0, 3),
+        (["training.steps=21"], 20, 3),
+        (["rollout.paradigm=synchronous"], 20, 0),
+    ],
+)
+def test_what_an_override_leaves_without_effect_gives_way_to_it(
+    tmp_path: Path, overrides: list[str], every: int, staleness: int
+) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text(EVALUATES)
+    recipe = load_recipe(path, overrides)
+    assert (recipe.plan.evaluate_every, recipe.plan.staleness) == (every, staleness)
+    assert recipe.evaluation.temperature == (None if "evaluation.prompts=0" in overrides else 0.0)
+    assert parse_recipe(tomllib.loads(recipe.dumps())).plan == recipe.plan
+
+
+def test_what_the_overrides_or_the_recipe_itself_leave_without_effect_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text(EVALUATES)
+    with pytest.raises(RecipeError, match=r"`evaluation.every` has no effect with `evaluation.prompts = 0`"):
+        load_recipe(path, ["evaluation.prompts=0", "evaluation.every=5"])
+    path.write_text(EVALUATES + "prompts = 0\n")
+    with pytest.raises(RecipeError, match=r"`evaluation.every` has no effect"):
+        load_recipe(path, ["training.steps=7"])
+
+
 @pytest.mark.parametrize("override", ["training.steps", "=3", "training..steps=3"])
 def test_an_override_of_another_form_is_an_error(tmp_path: Path, override: str) -> None:
     path = tmp_path / "r.toml"
@@ -148,6 +204,4 @@ def test_compare_drops_what_a_paradigm_fixes_itself(paradigm: str) -> None:
     raw = with_(rollout=chosen, algorithm={"clip_low": 0.1})
     recipe = parse_recipe(paradigm_overrides(raw, paradigm))
     assert recipe.rollout.paradigm == paradigm
-    assert raw["rollout"] == {"staleness": 2, "in_flight": 20, "rows": 160}, (
-        "the recipe itself is not changed"
-    )
+    assert raw["rollout"] == {"staleness": 2, "in_flight": 20, "rows": 160}, "the recipe itself is not changed"

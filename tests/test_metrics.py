@@ -97,7 +97,7 @@ def test_idle_rollout_is_a_share_of_all_instances() -> None:
     assert subject.summary()["row_idle_share"] == pytest.approx(0.25)
 
 
-def test_dropped_and_failed_trajectories_enter_the_length_ratio_with_the_tokens_that_they_had() -> None:
+def test_the_length_ratio_is_over_whatever_was_sampled_and_not_over_what_never_got_a_token() -> None:
     subject, _ = tally()
     update(subject, 0, [sample(0, 0, completion(10)), sample(1, 0, completion(10))], 0.0, 1.0)
     subject.dropped(40)
@@ -105,7 +105,7 @@ def test_dropped_and_failed_trajectories_enter_the_length_ratio_with_the_tokens_
     subject.failed(completion(20))
     subject.failed(None)
     summary = subject.summary()
-    assert summary["length_ratio"] == pytest.approx(10.0 / (80 / 6))
+    assert summary["length_ratio"] == pytest.approx(10.0 / (80 / 4))
     assert (summary["dropped_trajectories"], summary["failed_trajectories"]) == (2, 2)
     assert summary["dropped_share"] == pytest.approx(2 / 6)
     assert summary["tokens"] == 20
@@ -181,17 +181,17 @@ def test_a_line_on_the_screen_says_why_the_trainer_waited() -> None:
 
 def test_metrics_are_a_line_a_record_and_go_back_to_a_checkpoint(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "metrics.jsonl")
-    lines.rewind(0)
+    lines.rewind(0, set())
     assert not (tmp_path / "metrics.jsonl").exists()
     for number in range(4):
         lines.write({"kind": "update", "update": number})
-        lines.write({"kind": "evaluation", "version": number + 1})
+        lines.write({"kind": "evaluation", "version": number + 1, "moment": "during"})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "upd')  # killed as it wrote
-    lines.rewind(2)
+    lines.rewind(2, {(1, "during")})  # the checkpoint was made before the evaluation of version 2 had ended
     kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record.get("update") for record in kept if record["kind"] == "update"] == [0, 1]
-    assert [record.get("version") for record in kept if record["kind"] == "evaluation"] == [1, 2]
+    assert [record.get("version") for record in kept if record["kind"] == "evaluation"] == [1]
 
 
 def test_metrics_that_cannot_be_written_are_an_error_by_name(tmp_path: Path) -> None:

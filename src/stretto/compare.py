@@ -78,6 +78,11 @@ def _run(recipe: Recipe, folder: Path) -> dict[str, Any]:
     if done.returncode != 0:
         raise RunError(f"the run under `{recipe.rollout.paradigm}` ended with status {done.returncode}: see `{folder}`")
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    if summary["stopped"]:
+        raise RunError(
+            f"the run under `{recipe.rollout.paradigm}` was stopped after {summary['steps']} of "
+            f"{recipe.training.steps} updates, so there is nothing to compare: see `{folder}`"
+        )
     return summary
 
 

@@ -1,12 +1,14 @@
 """A recipe: strict, typed, and free of torch. What is not known is an error; what has no effect is an error too.
 
-`load_recipe` reads TOML, applies `--set key=value`, validates, and raises `RecipeError` with a line per problem. A
-default lives here and nowhere else. `paradigm_overrides` is for `compare`, which runs one recipe under every paradigm
-and therefore drops the keys that a paradigm does not have instead of refusing them.
+`load_recipe` reads TOML, applies `--set key=value`, validates, and raises `RecipeError` with a line per problem; which
+problems there are is in `refusals.py`. A default lives here and nowhere else. `paradigm_overrides` is for `compare`,
+which runs one recipe under every paradigm and therefore drops the keys that a paradigm does not have instead of
+refusing them.
 """
 
 from __future__ import annotations
 
+import copy
 import difflib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,13 +16,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
 from stretto.core.paradigms import PARADIGMS, Paradigm
 from stretto.core.plan import Plan, resolve_plan
 from stretto.errors import RecipeError
+from stretto.refusals import idle_keys, refusals, without_effect
 
 PARADIGM_NAMES = tuple(PARADIGMS)
+UNREFUSED = "unrefused"  # as the context of a validation: types alone are checked
 
 
 class Section(BaseModel):
@@ -51,7 +55,9 @@ class ModelSection(Section):
 
     path: str = Field(min_length=1, description='A folder, a hub name, or "tiny" (made on the spot)')
     lora: LoraSection | None = Field(None, description="Leave out for full-parameter training")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of the weights")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description='Type of the weights; "auto": bfloat16 on CUDA, float32 on the CPU'
+    )
     warm_start: WarmStartSection | None = Field(None, description='Only for `path = "tiny"`')
 
 
@@ -161,10 +167,15 @@ class EvaluationSection(Section):
 
 
 class RuntimeSection(Section):
-    """One process, a thread each for engine and trainer."""
+    """One process, a thread each for engine and trainer, which share the base in the memory of one device."""
 
-    engine_threads: int | None = Field(None, ge=1, description="Default: every core if it takes turns, else half")
-    trainer_threads: int | None = Field(None, ge=1, description="Default: every core if it takes turns, else half")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description='"auto": cuda where torch sees one')
+    engine_threads: int | None = Field(
+        None, ge=1, description="Default: 1 on CUDA; on the CPU every core if it takes turns, else half"
+    )
+    trainer_threads: int | None = Field(
+        None, ge=1, description="Default: 1 on CUDA; on the CPU every core if it takes turns, else half"
+    )
     checkpoint_seconds: float = Field(
         600.0, gt=0, description="Between checkpoints, at the next update; a run that is stopped always leaves one"
     )
@@ -185,9 +196,8 @@ class Recipe(Section):
     runtime: RuntimeSection = RuntimeSection()
 
     @model_validator(mode="after")
-    def _refuse_what_cannot_work(self) -> Recipe:
-        problems = [*_ineffective(self), *_impossible(self)]
-        if problems:
+    def _refuse_what_cannot_work(self, info: ValidationInfo) -> Recipe:
+        if info.context != UNREFUSED and (problems := refusals(self)):
             raise RecipeError("\n".join(problems))
         return self
 
@@ -223,92 +233,13 @@ class Recipe(Section):
     def dumps(self) -> str:
         """The recipe as TOML, every default spelled out but those that cannot act; parses again to the same run."""
         values = _without_none(self.model_dump(mode="json"))
-        for section, name in _without_effect(self):
+        for section, name in without_effect(self):
             values[section].pop(name, None)
         return tomli_w.dumps(values)
 
     def source_toml(self) -> str:
         """The recipe as TOML with only what was set by hand, which parses again to the same recipe."""
         return tomli_w.dumps(_without_none(self.model_dump(mode="json", exclude_unset=True)))
-
-
-def _without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
-    """Keys that cannot act in this combination, each with the reason, whether they are set or not."""
-    rollout, paradigm = recipe.rollout, recipe.paradigm
-    found: dict[tuple[str, str], str] = {}
-    if paradigm.staleness is not None:
-        found["rollout", "staleness"] = (
-            f"`rollout.staleness = {rollout.staleness!r}` has no effect: `{paradigm.name}` always has "
-            f'{paradigm.staleness}; leave it out, or choose `paradigm = "multi-version"`'
-        )
-    if paradigm.one_batch:
-        found["rollout", "in_flight"] = (
-            f"`rollout.in_flight = {rollout.in_flight}` has no effect: `{paradigm.name}` always has one batch in "
-            "flight; leave it out"
-        )
-    if rollout.staleness != "auto":
-        found["rollout", "staleness_cap"] = (
-            '`rollout.staleness_cap` has no effect: it bounds `staleness = "auto"`; set that, or leave the cap out'
-        )
-    if recipe.model.path != "tiny":
-        found["model", "warm_start"] = (
-            f'`model.warm_start` has no effect on `model.path = {recipe.model.path!r}`: only "tiny" is warm-started'
-        )
-    if recipe.training.schedule == "constant":
-        found["training", "final_fraction"] = (
-            '`training.final_fraction` has no effect with `schedule = "constant"`; choose "linear" or "cosine"'
-        )
-    if recipe.evaluation.prompts == 0:
-        for name in ("every", "temperature", "max_tokens"):
-            found["evaluation", name] = f"`evaluation.{name}` has no effect with `evaluation.prompts = 0`"
-    if paradigm.staleness == 0 or (paradigm.staleness is None and rollout.staleness == 0):
-        for name in ("clip_low", "clip_high"):
-            found["algorithm", name] = (
-                f"`algorithm.{name}` has no effect: with one step an update and no staleness every ratio is 1, so "
-                "nothing is ever clipped; leave it out, or allow staleness"
-            )
-    return found
-
-
-def _ineffective(recipe: Recipe) -> Iterable[str]:
-    """What to say of keys that were set by hand and cannot act."""
-    for (section, name), reason in _without_effect(recipe).items():
-        if name in getattr(recipe, section).model_fields_set:
-            yield reason
-
-
-def _impossible(recipe: Recipe) -> Iterable[str]:
-    rollout = recipe.rollout
-    for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-        if getattr(rollout, name) != off:
-            yield (
-                f"`rollout.{name} = {getattr(rollout, name)}` is refused: the trainer cannot yet renormalize over the "
-                f"tokens that it leaves, so every ratio would be wrong; use `{name} = {off}`"
-            )
-    if rollout.group == 1:
-        yield "`rollout.group = 1` gives every trajectory an advantage of 0 under `grpo`; use at least 2"
-    try:
-        plan = recipe.plan
-    except ValueError as error:
-        yield str(error)
-        return
-    most = plan.in_flight * plan.group_size
-    if plan.rows > most:
-        yield (
-            f"`rollout.rows = {plan.rows}` has no effect above {most}, the trajectories of the {plan.in_flight} groups "
-            f"in flight; use at most {most}, or raise `rollout.in_flight`"
-        )
-    longest = max(rollout.max_tokens, recipe.evaluation.max_tokens or 0)
-    if rollout.kv_tokens is not None and rollout.kv_tokens < longest + 16:
-        yield (
-            f"`rollout.kv_tokens = {rollout.kv_tokens}` does not hold one completion of `max_tokens = {longest}` and "
-            f"a prompt; use at least {longest + 16}, or leave it out"
-        )
-    if recipe.training.warmup_steps >= recipe.training.steps:
-        yield (
-            f"`training.warmup_steps = {recipe.training.warmup_steps}` is never over in a run of `training.steps = "
-            f"{recipe.training.steps}`; use fewer"
-        )
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -325,8 +256,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, compare_as: str | 
         raise RecipeError(f"recipe `{path}` is a folder; name a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"recipe `{path}` is not valid TOML: {error}") from error
-    for override in overrides:
-        _apply_override(raw, override)
+    if overrides:
+        raw = _overridden(raw, overrides)
     if compare_as is not None:
         raw = paradigm_overrides(raw, compare_as)
     return parse_recipe(raw, source=str(path))
@@ -364,7 +295,25 @@ def paradigm_overrides(raw: Mapping[str, Any], paradigm: str) -> dict[str, Any]:
     return result
 
 
-def _apply_override(raw: dict[str, Any], override: str) -> None:
+def _overridden(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The recipe with `key=value` applied. What only they have made idle gives way, unless they ask for it too."""
+    result = copy.deepcopy(dict(raw))
+    asked = {tuple(_apply_override(result, override)) for override in overrides}
+    for section, key in _idle(result) - _idle(raw) - asked:
+        del result[section][key]
+    return result
+
+
+def _idle(raw: Mapping[str, Any]) -> set[tuple[str, ...]]:
+    """The keys that are set and cannot act; none where the recipe is no recipe, which `parse_recipe` says better."""
+    try:
+        return set(idle_keys(Recipe.model_validate(_tuples(raw), context=UNREFUSED)))
+    except ValidationError:
+        return set()
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> list[str]:
+    """Set one key; returns its path."""
     key, separator, text = override.partition("=")
     parts = key.strip().split(".")
     if not separator or not all(parts):
@@ -379,6 +328,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise RecipeError(f"`--set {override}`: `{part}` is a value, not a table")
     table[parts[-1]] = value
+    return parts
 
 
 def _tuples(value: Any) -> Any:

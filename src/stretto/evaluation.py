@@ -30,7 +30,7 @@ class EvaluationResult:
     score: float | None  # mean reward, accuracy where rewards are 0 or 1; None where nothing could be scored
     num_scored: int
     num_failed: int
-    mean_tokens: float
+    mean_tokens: float  # of the completions that there are, scored or not
     at: float  # `time.time()` when it ended
     seconds: float
 
@@ -70,9 +70,9 @@ class Evaluator:
             if isinstance(outcome, BaseException):
                 raise outcome
             rewards.append(outcome)
-        lengths = [policy.num_tokens for policy in policies]
+        lengths = [policy.num_tokens for policy in policies if policy.num_tokens is not None]
         ended = time.time()
-        result = EvaluationResult(
+        return EvaluationResult(
             version=version,
             moment=moment,
             score=sum(rewards) / len(rewards) if rewards else None,
@@ -82,10 +82,17 @@ class Evaluator:
             at=ended,
             seconds=ended - started,
         )
+
+    def record(self, result: EvaluationResult) -> None:
+        """Write a result into the journal; apart from `evaluate`, so that it comes when the core counts it."""
         self._journal.evaluation(
-            version, moment, ended, reward=result.score, num=result.num_scored, seconds=result.seconds
+            result.version,
+            result.moment,
+            result.at,
+            reward=result.score,
+            num=result.num_scored,
+            seconds=result.seconds,
         )
-        return result
 
 
 class _EvaluationPolicy:
@@ -96,7 +103,7 @@ class _EvaluationPolicy:
         self._engine = engine
         self._version = version
         self._index = index
-        self.num_tokens = 0
+        self.num_tokens: int | None = None  # None: the request failed
 
     async def generate(self, tokens: Sequence[int]) -> Completion:
         completion = await self._engine.generate(

@@ -37,18 +37,19 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from stretto.core import messages as core
 from stretto.core.brain import Brain
+from stretto.core.waits import Wait
 from stretto.engines.protocol import Engine
 from stretto.environments.data import PromptStream
 from stretto.environments.protocol import Environment
 from stretto.environments.single_turn import Decode
 from stretto.errors import EngineError, StalledError
-from stretto.evaluation import Evaluator
+from stretto.evaluation import EvaluationResult, Evaluator
 from stretto.flights import Flight, Flights
 from stretto.observe.metrics import Tally
 from stretto.observe.progress import Observer, Status
@@ -132,7 +133,8 @@ class Loop:
             post=self.post,
         )
         self._trainer_free_at = self._checkpointed_at = 0.0
-        self._trainer_wait = ""
+        self._trainer_wait = ""  # why the next update has not begun
+        self._evaluations: dict[int, EvaluationResult] = {}  # ended, and not yet counted
 
     @property
     def flights(self) -> dict[int, Flight]:
@@ -158,9 +160,11 @@ class Loop:
                 await self._next_event()
                 while self._events and self._failure is None and self._finish is None:
                     event = self._events.popleft()
-                    self._record_failure(event)
+                    self._record(event)
                     for command in self.brain.handle(event):
                         self._execute(command)
+                    if isinstance(event, core.Updated):
+                        self._note_trainer_wait(self.brain.waits())
                 await self._journal.room()
                 if self._failure is not None:
                     raise self._failure
@@ -178,11 +182,19 @@ class Loop:
         self._events.append(event)
         self._wake.set()
 
-    def _record_failure(self, event: core.Event) -> None:
-        """Record a failed attempt as the core counts it, so that a checkpoint and the journal agree."""
+    def _record(self, event: core.Event) -> None:
+        """Record a failed attempt or an evaluation as the core counts it, so that a checkpoint and the files agree."""
         if isinstance(event, core.GenerationFailed | core.ScoringFailed) and event.trajectory in self.flights:
             kind: Attempt = "generation" if isinstance(event, core.GenerationFailed) else "scoring"
             self._journal.attempt_failed(event.trajectory, kind, event.reason, at=time.time())
+        elif isinstance(event, core.Evaluated):
+            result = self._evaluations.pop(event.version)
+            if self.brain.evaluating is None or self.brain.evaluating[1] != event.version:
+                return  # its instance was lost as it ended, and the core counted it as skipped
+            assert self._evaluator is not None, "an evaluation is planned only where there is an evaluator"
+            self._evaluator.record(result)
+            self._tally.evaluated(result)
+            self._observer.evaluated(result)
 
     def stop(self) -> None:
         """End at the next update boundary. Safe to call twice."""
@@ -327,27 +339,34 @@ class Loop:
 
     def _train(self, command: core.Train) -> None:
         self._open_window(time.time())  # a resumed run may begin with an update
-        self._spawn(self._update(command), f"update {command.update}")
+        waited_for, self._trainer_wait = self._trainer_wait, ""
+        self._spawn(self._update(command, waited_for), f"update {command.update}")
+
+    # The weights of a version are taken at its command: by the time that the journal is durable it may be retired.
 
     def _load(self, command: core.Load) -> None:
+        weights = self.weights[command.version]
+
         async def load(engine: Engine) -> None:
             await self._journal.durable()  # the version's checksum, before its first token
-            await engine.load(self.weights[command.version])
-            self._loaded(command.instance, command.version)
+            await engine.load(weights)
+            self._loaded(command.instance, weights)
 
         self._spawn_on(command.instance, load, f"load version {command.version}")
 
     def _swap(self, command: core.Swap) -> None:
+        weights = self.weights[command.version]
+
         async def swap(engine: Engine) -> None:
             await self._journal.durable()
-            await engine.swap(command.old, self.weights[command.version])
-            self._loaded(command.instance, command.version)
+            await engine.swap(command.old, weights)
+            self._loaded(command.instance, weights)
 
         self._spawn_on(command.instance, swap, f"swap version {command.old} for {command.version}")
 
-    def _loaded(self, instance: int, version: int) -> None:
-        self._journal.version_loaded(version, self.weights[version].checksum, at=time.time())
-        self.post(core.Loaded(instance, version))
+    def _loaded(self, instance: int, weights: Weights) -> None:
+        self._journal.version_loaded(weights.version, weights.checksum, at=time.time())
+        self.post(core.Loaded(instance, weights.version))
 
     def _unload(self, command: core.Unload) -> None:
         name = f"unload version {command.version}"
@@ -373,9 +392,7 @@ class Loop:
         evaluator = self._evaluator
 
         async def evaluate(engine: Engine) -> None:
-            result = await evaluator.evaluate(engine, command.version, "during")
-            self._tally.evaluated(result)
-            self._observer.evaluated(result)
+            self._evaluations[command.version] = await evaluator.evaluate(engine, command.version, "during")
             self.post(core.Evaluated(command.version))
 
         self._spawn_on(command.instance, evaluate, f"evaluate version {command.version}")
@@ -391,9 +408,9 @@ class Loop:
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
-    async def _update(self, command: core.Train) -> None:
+    async def _update(self, command: core.Train, waited_for: str) -> None:
         flights = [self.flights[id] for id in command.trajectories]
-        idle_s, waited_for = time.time() - self._trainer_free_at, self._trainer_wait
+        idle_s = time.time() - self._trainer_free_at
         self._journal.batch_taken(command.update, command.trajectories, at=time.time())
         await self._journal.durable()
         samples = []
@@ -422,10 +439,14 @@ class Loop:
 
     # -- what is going on ----------------------------------------------------------------------------------------------
 
+    def _note_trainer_wait(self, waits: Sequence[Wait]) -> None:
+        """Keep why the trainer waits until the update that it waits for begins."""
+        self._trainer_wait = next((wait.reason for wait in waits if wait.owner == "trainer"), self._trainer_wait)
+
     async def _report_status(self) -> None:
         while True:
             waits = self.brain.waits()
-            self._trainer_wait = next((wait.reason for wait in waits if wait.owner == "trainer"), "")
+            self._note_trainer_wait(waits)
             self._observer.status(
                 Status(
                     update=self.brain.next_update,

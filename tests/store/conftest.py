@@ -42,8 +42,8 @@ class Recorder:
         self.journal.version_published(version, f"sum{version}", at=self.now())
         self.journal.version_loaded(version, f"sum{version}", at=self.now())
 
-    def admit(self, group: int) -> None:
-        version = self.version_of(group)
+    def admit(self, group: int, version: int | None = None) -> None:
+        version = self.version_of(group) if version is None else version
         self.journal.group_admitted(
             group,
             version=version,

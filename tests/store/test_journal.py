@@ -116,11 +116,20 @@ def test_durable_waits_for_the_commit_and_not_for_the_interval(tmp_path):
 
 
 def test_durable_also_covers_what_an_ordinary_commit_wrote_before(recorder, tmp_path):
-    run = recorder()
-    while run.journal.backlog:
-        time.sleep(0.002)
-    asyncio.run(run.journal.durable())
-    assert run.journal._writer._synced == run.journal._writer._recorded
+    log = tmp_path / f"{JOURNAL_NAME}-wal"
+    for _ in range(3):  # of several sessions: what one of them wrote must not stand for the next
+        run = recorder(resume=(tmp_path / JOURNAL_NAME).exists())
+        for number in range(2):
+            run.journal.note("a note", str(number), at=1.0)
+            while run.journal.backlog:
+                time.sleep(0.002)
+            before = log.stat().st_size
+            run.journal.flush()
+            assert log.stat().st_size > before, "SQLite syncs nothing where no page is written"
+            before = log.stat().st_size
+            run.journal.flush()
+            assert log.stat().st_size == before, "there was nothing new to sync"
+        run.journal.close()
 
 
 def test_the_event_loop_runs_on_while_durable_waits(tmp_path):
@@ -393,7 +402,7 @@ def test_rewinding_keeps_tokens_and_rewards_of_the_groups_that_the_checkpoint_kn
     run.journal.close()
 
     run = recorder(resume=True)
-    run.journal.rewind(updates=1, groups=4, under_way=under_way, at=8.0)
+    run.journal.rewind(updates=1, groups=4, under_way=under_way, evaluations=(), at=8.0)
     run.journal.flush()
     with JournalReader(tmp_path) as reader:
         assert reader.counts() == {"trained": 6, "scored": 5, "running": 1}
@@ -403,7 +412,7 @@ def test_rewinding_keeps_tokens_and_rewards_of_the_groups_that_the_checkpoint_kn
         assert reader.versions() == {0: "sum0", 1: "sum1"}
         assert reader.evaluations() == []
         assert [reason for _, _, reason in reader.failures()] == ["once"], "what the checkpoint knows"
-    run.journal.rewind(updates=1, groups=4, under_way=under_way, at=8.0)  # a second time changes nothing
+    run.journal.rewind(updates=1, groups=4, under_way=under_way, evaluations=(), at=8.0)  # changes nothing
     run.generate(11)
     run.journal.scored(11, 0.0, at=9.0)
     run.take(1)
@@ -414,6 +423,18 @@ def test_rewinding_keeps_tokens_and_rewards_of_the_groups_that_the_checkpoint_kn
         (1, 1, 1, 3)
     ]
     db.close()
+
+
+def test_rewinding_keeps_the_evaluations_that_the_checkpoint_knows_and_no_other(recorder, tmp_path):
+    run = recorder()
+    run.publish(0)
+    known = [(0, "before"), (1, "during"), (2, "skipped")]
+    for version, kind in [*known, (1, "skipped"), (3, "during"), (3, "skipped")]:
+        run.journal.evaluation(version, kind, at=1.0)
+    run.journal.rewind(updates=3, groups=0, under_way={}, evaluations=known, at=2.0)
+    run.journal.flush()
+    with JournalReader(tmp_path) as reader:
+        assert [(record.version, record.kind) for record in reader.evaluations()] == known
 
 
 WRITING = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -368,11 +369,27 @@ def test_partial_counts_mixed_trajectories_and_exits_0(recorder, tmp_path):
     assert exit_code(findings) == 1
 
 
+DROPPED_TOO_SOON = (
+    "group 2 was dropped before the batch of update 1, its deadline, was taken",
+    [
+        "UPDATE run SET value = '1' WHERE key = 'staleness'",
+        "UPDATE groups SET staleness = 1, deadline = version + 1",
+    ],
+)
+NEVER_ENDED = (
+    "the run is finished, and trajectory 6 is still running",
+    [
+        "DELETE FROM transitions WHERE to_state = 'dropped' AND trajectory = 6",
+        "UPDATE trajectories SET state = 'running', ended_at = NULL WHERE trajectory = 6",
+    ],
+)
+
+
 def test_drop_counts_what_it_threw_away_and_exits_0(recorder, tmp_path):
-    run = recorder(replace(FACTS, paradigm="drop", updates=1))
+    run = recorder(replace(FACTS, paradigm="drop", updates=1, staleness=0))
     run.publish(0)
     for group in (0, 1, 2):
-        run.admit(group)
+        run.admit(group, version=0)
     run.finish(0)
     run.finish(1)
     run.take(0)
@@ -383,7 +400,14 @@ def test_drop_counts_what_it_threw_away_and_exits_0(recorder, tmp_path):
     run.journal.close()
     findings = verify(tmp_path)
     assert exit_code(findings) == 0, format_findings(findings)
-    assert "broken by paradigm: 3" in format_findings(findings).splitlines()[1]
+    assert "broken by paradigm: 3; 6 trained" in format_findings(findings).splitlines()[1]
+    for sentence in DROPPED_TOO_SOON, NEVER_ENDED:
+        shutil.copy(tmp_path / JOURNAL_NAME, tmp_path / "kept")
+        findings = damage(tmp_path, *sentence[1])
+        assert sentence[0] in format_findings(findings)
+        assert broken(findings) == {"2"}
+        assert exit_code(findings) == 1
+        shutil.copy(tmp_path / "kept", tmp_path / JOURNAL_NAME)
     findings = damage(tmp_path, "DELETE FROM completions WHERE trajectory = 0")
     assert exit_code(findings) == 1, "the paradigm excuses what it dropped and nothing else"
 
@@ -419,7 +443,7 @@ def test_a_run_that_went_back_to_a_checkpoint_keeps_every_law_and_says_so(record
     run.admit(4)
     run.journal.close()  # killed here; its checkpoint is of update 1
     run = recorder(resume=True)
-    run.journal.rewind(updates=1, groups=4, under_way=under_way, at=run.now())
+    run.journal.rewind(updates=1, groups=4, under_way=under_way, evaluations=(), at=run.now())
     run.take(1)
     run.done(1)
     run.update(2)
@@ -429,6 +453,31 @@ def test_a_run_that_went_back_to_a_checkpoint_keeps_every_law_and_says_so(record
     findings = verify(tmp_path)
     assert broken(findings) == set(), format_findings(findings)
     assert "rewinds to a checkpoint: 1, with 3 trajectories begun after it" in format_findings(findings)
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["dropped", "being dropped"])
+def test_what_was_dropped_with_the_batch_of_a_checkpoint_stays_dropped(recorder, tmp_path, recorded):
+    run = recorder(replace(FACTS, paradigm="drop", updates=2, staleness=0))
+    run.publish(0)
+    run.update(0)
+    for group in (2, 3, 4):
+        run.admit(group, version=1)
+    run.finish(2)
+    run.finish(3)
+    members = run.take(1)
+    for id in run.ids(4) if recorded else ():
+        run.journal.dropped(id, "past its age limit", at=run.now(), num_tokens=3)
+    run.journal.close()  # killed here; the checkpoint was made as the batch was taken and group 4 was given up
+    run = recorder(replace(FACTS, paradigm="drop", updates=2, staleness=0), resume=True)
+    under_way = dict.fromkeys(members, (0, 0))
+    run.journal.rewind(updates=1, groups=5, under_way=under_way, evaluations=(), at=run.now())
+    run.take(1)
+    run.done(1)
+    run.journal.finished(stopped=False, at=run.now())
+    run.journal.close()
+    findings = verify(tmp_path)
+    assert exit_code(findings) == 0, format_findings(findings)
+    assert "12 trained, 0 failed, 0 filtered, 3 dropped, 0 under way" in format_findings(findings)
 
 
 def test_no_move_leaves_an_end():

@@ -145,6 +145,12 @@ class Brain:
         """The versions whose weights must be there for the run to go on: after a restore, those to bring back."""
         return sorted(v for v in self.window.live if v == self.newest or self._needs(v))
 
+    @property
+    def evaluations_past(self) -> list[int]:
+        """The versions whose evaluation, where one was due, has ended or was skipped."""
+        ahead = self.evaluations_due | {self.evaluation_cut if self.evaluating is None else self.evaluating[1]}
+        return [version for version in range(self.newest + 1) if version not in ahead]
+
     def waits(self) -> list[Wait]:
         """Who waits for what right now, in words."""
         return explain(self)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,8 +41,11 @@ class JsonLines:
         except OSError as error:
             raise RunError(f"`{self._path}` cannot be written: {error}") from error
 
-    def rewind(self, updates: int) -> None:
-        """Take away what was written after the first `updates` updates, and a line that was cut off."""
+    def rewind(self, updates: int, evaluations: Collection[tuple[int, str]]) -> None:
+        """Go back to a checkpoint: keep its `updates` updates and its `evaluations`, each a (version, moment).
+
+        A line that was cut off goes too.
+        """
         if not self._path.exists():
             return
         kept = []
@@ -50,8 +53,11 @@ class JsonLines:
             if not line.endswith("\n"):
                 continue
             record = json.loads(line)
-            late = record["update"] >= updates if record["kind"] == "update" else record["version"] > updates
-            if not late:
+            if record["kind"] == "update":
+                known = record["update"] < updates
+            else:
+                known = (record["version"], record["moment"]) in evaluations
+            if known:
                 kept.append(line)
         scratch = self._path.with_suffix(".partial")
         scratch.write_text("".join(kept), encoding="utf-8")
@@ -70,8 +76,8 @@ class Totals:
     row_s: float = 0.0  # integral of running rows
     tokens: int = 0  # completion tokens trained on
     trained: int = 0  # trajectories
-    sampled_tokens: int = 0  # of every trajectory that ended, however it ended
-    sampled: int = 0
+    sampled_tokens: int = 0  # of every trajectory that ended with tokens, however it ended
+    sampled: int = 0  # those trajectories
     dropped: int = 0
     failed: int = 0
     mixed: int = 0
@@ -199,8 +205,10 @@ class Tally:
         return line
 
     def _sampled(self, num_tokens: int) -> None:
-        self.totals.sampled += 1
-        self.totals.sampled_tokens += num_tokens
+        """Count a length. What never got a token has none: a request that failed is no short completion."""
+        if num_tokens:
+            self.totals.sampled += 1
+            self.totals.sampled_tokens += num_tokens
 
     # -- the summary ---------------------------------------------------------------------------------------------------
 
@@ -233,7 +241,7 @@ class Tally:
             "row_idle_share": max(0.0, 1.0 - _ratio(totals.row_s, totals.wall_s * self._rows)),
             "trained_trajectories": totals.trained,
             "dropped_trajectories": totals.dropped,
-            "dropped_share": _ratio(totals.dropped, totals.sampled),
+            "dropped_share": _ratio(totals.dropped, totals.trained + totals.dropped + totals.failed),
             "failed_trajectories": totals.failed,
             "truncated_trajectories": totals.truncated,
             "mixed_version_trajectories": totals.mixed,

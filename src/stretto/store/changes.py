@@ -46,7 +46,14 @@ def finished(db: sqlite3.Connection, stopped: bool, at: float) -> None:
     )
 
 
-def rewind(db: sqlite3.Connection, updates: int, groups: int, under_way: dict[int, tuple[int, int]], at: float) -> None:
+def rewind(
+    db: sqlite3.Connection,
+    updates: int,
+    groups: int,
+    under_way: dict[int, tuple[int, int]],
+    evaluations: set[tuple[int, str]],
+    at: float,
+) -> None:
     erased = "(SELECT trajectory FROM trajectories WHERE group_id >= ?)"
     db.execute(f"DELETE FROM completions WHERE trajectory IN {erased}", (groups,))
     db.execute(f"DELETE FROM transitions WHERE trajectory IN {erased}", (groups,))
@@ -56,7 +63,9 @@ def rewind(db: sqlite3.Connection, updates: int, groups: int, under_way: dict[in
     db.execute("DELETE FROM members WHERE update_id >= ?", (updates,))
     num_updates = db.execute("DELETE FROM updates WHERE update_id >= ?", (updates,)).rowcount
     db.execute("DELETE FROM versions WHERE version > ?", (updates,))
-    db.execute("DELETE FROM evaluations WHERE version > ?", (updates,))
+    recorded = db.execute("SELECT id, version, kind FROM evaluations").fetchall()
+    late = [(id,) for id, version, kind in recorded if (version, kind) not in evaluations]
+    db.executemany("DELETE FROM evaluations WHERE id = ?", late)
     for (trajectory,) in db.execute(
         "DELETE FROM completions WHERE checksum NOT IN (SELECT checksum FROM versions) RETURNING trajectory"
     ).fetchall():
@@ -85,7 +94,15 @@ def rewind(db: sqlite3.Connection, updates: int, groups: int, under_way: dict[in
         )
         if reopened.rowcount != 1:
             raise JournalError(f"trajectory {trajectory} of the checkpoint is not recorded")
-    if num_updates or num_groups or num_reopened:
+    # What had no end, and the checkpoint does not know any more, was just being thrown away (`drop` only).
+    unknown = [
+        trajectory
+        for (trajectory,) in db.execute(f"SELECT trajectory FROM trajectories WHERE {_NOT_ENDED}").fetchall()
+        if trajectory not in under_way
+    ]
+    for trajectory in unknown:
+        ended(db, trajectory, "dropped", "past its age limit", at)
+    if num_updates or num_groups or num_reopened or unknown:
         db.execute(
             "INSERT INTO rewinds (at, updates, num_updates, num_groups, num_trajectories) VALUES (?, ?, ?, ?, ?)",
             (at, updates, num_updates, num_groups, num_trajectories),

@@ -223,7 +223,22 @@ CHECKS: tuple[tuple[str, str], ...] = (
     (
         "2",
         """SELECT 'the run is finished, and trajectory ' || trajectory || ' is still ' || state FROM trajectories
-        WHERE :finished AND NOT :drops AND state NOT IN ('trained', 'failed', 'filtered', 'dropped')""",
+        WHERE :finished AND state NOT IN ('trained', 'failed', 'filtered', 'dropped')""",
+    ),
+    # A batch whose update went with a rewind was taken all the same, and takes its place in the order again later.
+    (
+        "2",
+        """WITH ends AS (SELECT group_id, MIN(seq) AS seq FROM transitions JOIN trajectories USING (trajectory)
+            WHERE to_state = 'dropped' GROUP BY group_id),
+        batches AS (SELECT update_id, MIN(iif(to_state = 'training', seq, NULL)) AS taken,
+                MAX(iif(to_state = 'trained', seq, NULL)) AS trained
+            FROM members JOIN transitions USING (trajectory) WHERE use = 0 GROUP BY update_id)
+        SELECT 'group ' || group_id || ' was dropped before the batch of update ' || deadline ||
+            ', its deadline, was taken'
+        FROM ends JOIN groups USING (group_id)
+        WHERE NOT EXISTS (SELECT 1 FROM batches WHERE update_id >= deadline AND taken < ends.seq)
+            AND NOT (deadline IN (SELECT updates FROM rewinds) AND (deadline = 0
+                OR EXISTS (SELECT 1 FROM batches WHERE update_id = deadline - 1 AND trained < ends.seq)))""",
     ),
     (
         "3",

@@ -18,7 +18,7 @@ import math
 import os
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -127,14 +127,23 @@ class Journal:
         """End the session: all updates are done, or (`stopped`) the run was asked to stop."""
         self._writer.record(changes.finished, stopped, at)
 
-    def rewind(self, updates: int, groups: int, under_way: Mapping[int, tuple[int, int]], at: float) -> None:
+    def rewind(
+        self,
+        updates: int,
+        groups: int,
+        under_way: Mapping[int, tuple[int, int]],
+        evaluations: Collection[tuple[int, EvaluationKind]],
+        at: float,
+    ) -> None:
         """Go back to a checkpoint made after `updates` updates, when `groups` groups had been admitted.
 
         `under_way` are the trajectories that had not ended at that time, each with the failed attempts to generate and
         to score it until then. What was recorded of them since is kept, but for their end and for later failures:
-        each has the state that its tokens and reward give it. Nothing happens if nothing came after.
+        each has the state that its tokens and reward give it. What else has no end was being dropped and is `dropped`
+        now. Of the evaluations only `evaluations` stay, those of (version, kind) that the checkpoint knows: the others
+        are made or skipped again. Nothing happens if nothing came after.
         """
-        self._writer.record(changes.rewind, updates, groups, dict(under_way), at)
+        self._writer.record(changes.rewind, updates, groups, dict(under_way), set(evaluations), at)
 
     def version_published(self, version: int, checksum: str, at: float) -> None:
         """Version `version` exists, with these weights."""

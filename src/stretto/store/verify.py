@@ -47,7 +47,6 @@ class _Run:
     """The run's facts, as the checks' parameters."""
 
     paradigm: str
-    finished: bool
     how: str  # in words
     params: dict[str, Any]
     breaks: dict[str, list[str]] = field(default_factory=lambda: {law: [] for law in NAMES})
@@ -84,7 +83,7 @@ def format_findings(findings: Sequence[Finding]) -> str:
     for finding in findings:
         verdict = "holds" if finding.holds else f"BROKEN {finding.broken}"
         if finding.by_paradigm is not None:
-            verdict = ("" if finding.holds else f"{verdict}, ") + f"broken by paradigm: {finding.by_paradigm}"
+            verdict = ("" if finding.holds else f"{verdict}, ") + f"broken by paradigm: {finding.by_paradigm};"
         lines.append(f"{NAMES[finding.law]:<20} {verdict:<10} {finding.counts}")
         lines += [f"{'':<20}   - {detail}" for detail in finding.details]
         if finding.broken > len(finding.details):
@@ -108,7 +107,7 @@ def _read_run(db: sqlite3.Connection, path: Path) -> _Run:
     params = {name: facts[name] for name in names}
     params |= {"finished": outcome == "finished", "drops": facts["paradigm"] == "drop"}
     how = {"finished": "run finished", "stopped": "run stopped"}.get(outcome or "", "run interrupted or going on")
-    return _Run(facts["paradigm"], outcome == "finished", how, params)
+    return _Run(facts["paradigm"], how, params)
 
 
 def _check_tokens(db: sqlite3.Connection, run: _Run) -> None:
@@ -169,7 +168,6 @@ def _findings(db: sqlite3.Connection, run: _Run) -> list[Finding]:
         "JOIN trajectories USING (trajectory) WHERE finished_at IS NOT NULL AND use = 0"
     )
     rewinds, erased = one("SELECT COUNT(*), COALESCE(SUM(num_trajectories), 0) FROM rewinds")
-    lost = dropped + (under_way if run.finished else 0)
     counts = {
         "1": f"{completions:,} completions, {run.num_tokens:,} tokens, {versions:,} versions",
         "2": f"{', '.join(ends)}, {dropped:,} dropped, {under_way:,} under way ({run.how}); "
@@ -179,7 +177,7 @@ def _findings(db: sqlite3.Connection, run: _Run) -> list[Finding]:
     }
     if rewinds:
         counts["2"] += f"; rewinds to a checkpoint: {rewinds}, with {erased:,} trajectories begun after it"
-    excused = {"1": run.mixed if run.paradigm == "partial" else None, "2": lost if run.params["drops"] else None}
+    excused = {"1": run.mixed if run.paradigm == "partial" else None, "2": dropped if run.params["drops"] else None}
     return [
         Finding(law, len(breaks), excused.get(law), counts[law], tuple(breaks[:NUM_DETAILS]))
         for law, breaks in run.breaks.items()

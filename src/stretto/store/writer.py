@@ -190,7 +190,10 @@ class Writer:
                 raise JournalError(f"{error}, while recording `{what}`") from error
         if sync and not changes:
             # Commits that are in the file and not yet on the disk: a transaction that changes a page syncs them all.
-            connection.execute("UPDATE run SET value = value WHERE key = 'created_at'")
+            # The value must differ from the one before, or SQLite writes no page and syncs nothing.
+            connection.execute(
+                "INSERT INTO run VALUES ('syncs', '1') ON CONFLICT (key) DO UPDATE SET value = value + 1"
+            )
         connection.execute("COMMIT")
         with self._lock:
             self._committed += len(changes)

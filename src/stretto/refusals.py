@@ -1,0 +1,101 @@
+"""Why a recipe is refused: keys that cannot act in their combination, and what cannot be run at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stretto.config import Recipe
+
+
+def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
+    """Keys that cannot act in this combination, each with the reason, whether they are set or not."""
+    rollout, paradigm = recipe.rollout, recipe.paradigm
+    found: dict[tuple[str, str], str] = {}
+    if paradigm.staleness is not None:
+        found["rollout", "staleness"] = (
+            f"`rollout.staleness = {rollout.staleness!r}` has no effect: `{paradigm.name}` always has "
+            f'{paradigm.staleness}; leave it out, or choose `paradigm = "multi-version"`'
+        )
+    if paradigm.one_batch:
+        found["rollout", "in_flight"] = (
+            f"`rollout.in_flight = {rollout.in_flight}` has no effect: `{paradigm.name}` always has one batch in "
+            "flight; leave it out"
+        )
+    if rollout.staleness != "auto":
+        found["rollout", "staleness_cap"] = (
+            '`rollout.staleness_cap` has no effect: it bounds `staleness = "auto"`; set that, or leave the cap out'
+        )
+    if recipe.model.path != "tiny":
+        found["model", "warm_start"] = (
+            f'`model.warm_start` has no effect on `model.path = {recipe.model.path!r}`: only "tiny" is warm-started'
+        )
+    if recipe.training.schedule == "constant":
+        found["training", "final_fraction"] = (
+            '`training.final_fraction` has no effect with `schedule = "constant"`; choose "linear" or "cosine"'
+        )
+    if recipe.evaluation.prompts == 0:
+        for name in ("every", "temperature", "max_tokens"):
+            found["evaluation", name] = f"`evaluation.{name}` has no effect with `evaluation.prompts = 0`"
+    elif recipe.evaluation.every >= recipe.training.steps:
+        found["evaluation", "every"] = (
+            f"`evaluation.every = {recipe.evaluation.every}` has no effect in a run of `training.steps = "
+            f"{recipe.training.steps}`, which is evaluated before and after anyway; use less, or leave it out"
+        )
+    if paradigm.staleness == 0 or (paradigm.staleness is None and rollout.staleness == 0):
+        for name in ("clip_low", "clip_high"):
+            found["algorithm", name] = (
+                f"`algorithm.{name}` has no effect: with one step an update and no staleness every ratio is 1, so "
+                "nothing is ever clipped; leave it out, or allow staleness"
+            )
+    return found
+
+
+def idle_keys(recipe: Recipe) -> dict[tuple[str, str], str]:
+    """Keys that were set by hand and cannot act, with the reason. One that is set to its default asks for nothing."""
+    found = {}
+    for (name, key), reason in without_effect(recipe).items():
+        section = getattr(recipe, name)
+        if key in section.model_fields_set and getattr(section, key) != type(section).model_fields[key].default:
+            found[name, key] = reason
+    return found
+
+
+def refusals(recipe: Recipe) -> list[str]:
+    """A sentence for each thing that keeps a recipe from being run."""
+    return [*idle_keys(recipe).values(), *_impossible(recipe)]
+
+
+def _impossible(recipe: Recipe) -> Iterable[str]:
+    rollout = recipe.rollout
+    for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if getattr(rollout, name) != off:
+            yield (
+                f"`rollout.{name} = {getattr(rollout, name)}` is refused: the trainer cannot yet renormalize over the "
+                f"tokens that it leaves, so every ratio would be wrong; use `{name} = {off}`"
+            )
+    if rollout.group == 1:
+        yield "`rollout.group = 1` gives every trajectory an advantage of 0 under `grpo`; use at least 2"
+    try:
+        plan = recipe.plan
+    except ValueError as error:
+        yield str(error)
+        return
+    most = plan.in_flight * plan.group_size
+    if plan.rows > most:
+        yield (
+            f"`rollout.rows = {plan.rows}` has no effect above {most}, the trajectories of the {plan.in_flight} groups "
+            f"in flight; use at most {most}, or raise `rollout.in_flight`"
+        )
+    longest = max(rollout.max_tokens, recipe.evaluation.max_tokens or 0)
+    if rollout.kv_tokens is not None and rollout.kv_tokens < longest + 16:
+        yield (
+            f"`rollout.kv_tokens = {rollout.kv_tokens}` does not hold one completion of `max_tokens = {longest}` and "
+            f"a prompt; use at least {longest + 16}, or leave it out"
+        )
+    if recipe.training.warmup_steps >= recipe.training.steps:
+        yield (
+            f"`training.warmup_steps = {recipe.training.warmup_steps}` is never over in a run of `training.steps = "
+            f"{recipe.training.steps}`; use fewer"
+        )
