@@ -16,6 +16,10 @@ def only_answer(prompt, completion, answer):
     return completion == answer
 
 
+def only_completion(completion):
+    return len(completion)
+
+
 def as_asked(prompt, completion, **row):
     match completion:
         case "raise":

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from stretto.environments.reward_output import MOST_SHOWN, RewardOutput
 from stretto.environments.rewards import RewardPool
 from stretto.errors import RecipeError, RewardError
 
@@ -272,16 +273,18 @@ class OnlyHere:
         return (exec, ("raise RuntimeError('not on this side')",))
 
 
-def test_a_row_that_does_not_arrive_is_given_up_after_bounded_attempts(capfd):
+def test_a_row_that_does_not_arrive_is_given_up_after_bounded_attempts():
+    said = []
+
     async def run():
-        async with pool("length") as it:
-            with pytest.raises(RewardError, match="the last of 3 workers lost"):
+        async with pool("length", said=said.append) as it:
+            with pytest.raises(RewardError, match="3 workers were lost so"):
                 await asyncio.wait_for(it.score("p", "c", {"bonus": OnlyHere()}), 20)
             assert it.replaced == 3
             assert await it.score("p", "four", {}) == 4.0
 
     asyncio.run(run())
-    assert "not on this side" in capfd.readouterr().err
+    assert "not on this side" in "\n".join(said)
 
 
 def test_a_stopped_worker_is_replaced_and_nobody_is_blamed():
@@ -340,3 +343,70 @@ def test_workers_end_with_a_pool_that_was_killed():
     while is_alive(worker) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not is_alive(worker)
+
+
+@pytest.mark.parametrize("deadline_s", [0.2])
+def test_completions_that_wait_behind_ones_that_hang_are_told_of_the_deadline_not_of_a_signal(deadline_s):
+    async def run():
+        async with pool("as_asked", deadline_s=deadline_s) as it:
+            return await score_all(it, ["hang"] * 5)
+
+    for failure in asyncio.run(run()):
+        assert isinstance(failure, RewardError)
+        assert "did not return within `task.reward_seconds = 0.2`" in str(failure)
+        assert "SIGKILL" not in str(failure)
+
+
+@pytest.mark.parametrize(
+    ("function", "columns", "words"),
+    [
+        ("only_answer", ["question"], r"`def only_answer\(prompt, completion, answer\)` \(reward_functions\.py:\d+\)"),
+        ("only_answer", ["question"], r"missing a required argument: 'answer'; rows have the columns question"),
+        ("only_completion", [], r"too many positional arguments; rows have no other columns"),
+    ],
+)
+def test_a_function_that_cannot_be_called_with_the_rows_is_refused_at_the_start(function, columns, words):
+    with pytest.raises(RecipeError, match=words):
+        asyncio.run(RewardPool(f"reward_functions:{function}", columns=columns).start())
+
+
+@pytest.mark.parametrize(
+    ("function", "columns"), [("only_answer", ["answer", "more"]), ("length", []), ("later", ["a"])]
+)
+def test_a_function_that_can_be_called_with_the_rows_starts(function, columns):
+    async def run():
+        async with pool(function, columns=columns):
+            pass
+
+    asyncio.run(run())
+
+
+def test_what_a_reward_prints_is_heard_line_by_line_and_not_on_the_terminal(capfd):
+    said = []
+
+    async def run():
+        async with pool("as_asked", said=said.append) as it:
+            await score_all(it, ["print", "print", "ok"])
+            for _ in range(100):
+                if len(said) < 2:
+                    await asyncio.sleep(0.02)
+
+    asyncio.run(run())
+    assert said == ["noise on standard output"] * 2
+    out, err = capfd.readouterr()
+    assert "noise" not in out + err
+
+
+def test_the_first_lines_of_a_reward_are_shown_and_all_of_them_kept(tmp_path):
+    shown = []
+    output = RewardOutput(tmp_path / "run" / "reward.log", shown.append)
+    output("while it is imported")
+    (tmp_path / "run").mkdir()
+    for number in range(30):
+        output(f"line {number}")
+    output.close()
+    output.close()
+    assert shown[:2] == ["reward: while it is imported", "reward: line 0"]
+    assert len(shown) == MOST_SHOWN + 1
+    assert "reward.log" in shown[-1]
+    assert (tmp_path / "run" / "reward.log").read_text().splitlines() == [f"line {number}" for number in range(30)]

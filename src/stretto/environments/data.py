@@ -66,6 +66,7 @@ class PromptStream:
         self._name = name
         self._permutation = lru_cache(maxsize=2)(self._permute)
         self._tokenized = lru_cache(maxsize=CACHED_PROMPTS)(self._tokenize)
+        self.longest_checked = 0  # tokens
         in_memory = isinstance(rows, list | tuple) and len(rows) <= CHECKED_ROWS
         self.num_checked = self._check_all(math.inf if in_memory else CHECK_S)  # rows, in the order of the draw
 
@@ -73,6 +74,11 @@ class PromptStream:
     def num_rows(self) -> int:
         """Prompts in one epoch."""
         return len(self._rows)
+
+    @property
+    def templated(self) -> bool:
+        """Whether the chat template makes the first prompt, as it does then for all rows of a task."""
+        return self._rows[0].messages is not None and self._tokenizer.chat_template is not None
 
     def epoch(self, index: int) -> int:
         """How many times every row has come before position `index`."""
@@ -139,9 +145,10 @@ class PromptStream:
         if length > self._max_prompt_tokens:
             raise RecipeError(
                 f"row {number + 1} of {self._name}: its prompt has {length} tokens, more than the "
-                f"{self._max_prompt_tokens} that the context leaves beside `max_tokens`; "
+                f"{self._max_prompt_tokens} that the context (or `rollout.kv_tokens`) leaves beside `max_tokens`; "
                 "lower that, or shorten or remove the row"
             )
+        self.longest_checked = max(self.longest_checked, length)
 
 
 def split_held_out(rows: Sequence[Row], num: int, seed: int) -> tuple[list[Row], list[Row]]:

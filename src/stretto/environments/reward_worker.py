@@ -1,7 +1,8 @@
 """The process that runs a reward function for `RewardPool`.
 
 It imports the standard library and the user's module, nothing else, so that it starts in a moment. Frames of pickled
-lists arrive on standard input and leave on standard output; whatever the reward itself prints goes to standard error.
+lists arrive on standard input and leave on standard output; whatever the reward itself prints goes to standard error,
+which the pool reads.
 Before it steps into an item it marks it in memory shared with the pool, so that the pool knows which one hangs or
 killed the process. A second thread waits on the input: when the pool is gone, however it ended, so is the worker.
 """
@@ -26,7 +27,7 @@ import time
 import traceback
 import types
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, BinaryIO, NoReturn
 
@@ -130,6 +131,28 @@ def named_columns(reward: Reward) -> frozenset[str] | None:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return frozenset(parameter.name for parameter in parameters)
+
+
+def refuse_signature(spec: str, reward: Reward, columns: Sequence[str]) -> None:
+    """Refuse a function that cannot be called with a prompt, a completion and rows of these columns."""
+    try:
+        signature = inspect.signature(reward)
+    except (TypeError, ValueError):  # a builtin that does not say
+        return
+    named = named_columns(reward)
+    given = [name for name in columns if named is None or name in named]
+    try:
+        signature.bind("prompt", "completion", **dict.fromkeys(given))
+    except TypeError as error:
+        code = getattr(inspect.unwrap(reward), "__code__", None)
+        where = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
+        called = ", ".join(["prompt", "completion", *(f"{name}=..." for name in given)])
+        have = f"rows have the columns {', '.join(columns)}" if columns else "rows have no other columns"
+        name = spec.partition(":")[2]
+        raise SpecError(
+            f"`def {name}{signature}`{where} cannot be called as `{name}({called})`: {error}; {have}; "
+            f"write `def {name}(prompt, completion, **row)`"
+        ) from error
 
 
 class Outbox:
@@ -272,7 +295,8 @@ def marked(awaitable: Awaitable[Any], enter: Callable[[], None], leave: Callable
 def main(mark_fd: int) -> None:
     """Serve until the pool is gone.
 
-    The first frame is (spec, deadline in seconds, what to say of a late one); the answer is (error, is async).
+    The first frame is (spec, columns of the rows or None, deadline in seconds, what to say of a late one); the answer
+    is (error, is async).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
     requests = os.fdopen(os.dup(0), "rb", buffering=0)
@@ -285,9 +309,11 @@ def main(mark_fd: int) -> None:
     def mark(identity: int) -> None:
         MARK.pack_into(memory, 0, time.monotonic(), identity)
 
-    spec, deadline_s, late = read_frame(requests)
+    spec, columns, deadline_s, late = read_frame(requests)
     try:
         reward = resolve(spec)
+        if columns is not None:
+            refuse_signature(spec, reward, columns)
     except SpecError as error:
         outbox.send((str(error), False))
         sys.exit(0)

@@ -6,6 +6,8 @@
 
 A reward fails alone. The worker marks the item that it is on, so when it hangs or dies exactly that item fails, the
 others of its batch are queued again, and another worker takes its place.
+
+What a reward prints is read from its process line by line and handed to `said`, never to the terminal itself.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import math
 import mmap
 import os
@@ -22,12 +25,14 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from stretto.environments.reward_worker import LENGTH, MARK, NOTHING, Item, Result, frame, last_line
 from stretto.errors import RecipeError, RewardError, StrettoError
+
+log = logging.getLogger(__name__)
 
 START_S = 120.0  # for importing the user's module
 BATCH_S = 0.2  # a batch is sized to take about this long, so that workers share the work evenly
@@ -35,6 +40,7 @@ MAX_BATCH = 512
 MAX_CONCURRENT = 512  # items of an `async def` reward in one worker
 MAX_INNOCENT_DEATHS = 3  # how often an item may lose its worker through no fault of its own
 RETRY_S = 1.0  # between attempts to start a worker that failed to start
+LONGEST_LINE = 2_000  # characters of one line that a reward prints
 
 
 @dataclass(slots=True)
@@ -53,6 +59,7 @@ class _Worker:
 
     process: asyncio.subprocess.Process
     marks: mmap.mmap
+    listener: asyncio.Task[None]  # hears what it prints; ends with it
     asynchronous: bool
     in_flight: dict[int, _Pending] = field(default_factory=dict)
     seen: int = NOTHING  # the mark at the last look
@@ -73,6 +80,13 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
+    async def ended(self) -> int:
+        """Wait for its end, and for the last that it printed; its exit code."""
+        code = await self.process.wait()
+        with contextlib.suppress(TimeoutError):  # a process that the reward started outside of its group holds the pipe
+            await asyncio.wait_for(self.listener, 1.0)
+        return code
+
 
 class RewardPool:
     """Scores completions with `spec`, a `def` or `async def` called as `reward(prompt, completion, **row)`.
@@ -82,7 +96,17 @@ class RewardPool:
     items of a worker that was killed, which are scored again.
     """
 
-    def __init__(self, spec: str, *, workers: int = 1, deadline_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        spec: str,
+        *,
+        workers: int = 1,
+        deadline_s: float = 10.0,
+        columns: Collection[str] | None = None,
+        said: Callable[[str], None] | None = None,
+    ) -> None:
+        """`columns` are those that rows have: with them, a function that cannot be called so is refused at the start.
+        `said` is told every line that the function prints; by default it is logged."""
         module, _, function = spec.partition(":")
         if not all(part.isidentifier() for part in [*module.split("."), *function.split(".")]):
             raise RecipeError(f"`task.reward = {spec!r}` is no function: write it as `package.module:function`")
@@ -93,6 +117,8 @@ class RewardPool:
         self._spec = spec
         self._num_workers = workers
         self._deadline_s = deadline_s
+        self._columns = None if columns is None else sorted(columns)
+        self._said = said if said is not None else _log_line
         self._late = f"`{spec}` did not return within `task.reward_seconds = {deadline_s:g}`"
         self._ids = itertools.count()
         self._queue: deque[_Pending] = deque()
@@ -229,7 +255,7 @@ class RewardPool:
                 await self._deliver(worker)
             finally:
                 worker.kill()  # its output has ended, or the pool has: it is of no use any more
-                code = await worker.process.wait()
+                code = await worker.ended()
             self._bury(slot, worker, code)
 
     async def _refuse(self, reason: str) -> None:
@@ -253,14 +279,20 @@ class RewardPool:
                 f"import sys; sys.path[:] = {list(dict.fromkeys(paths))!r}; {call}",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
                 pass_fds=[memory.fileno()],
                 start_new_session=True,
-                env={"OMP_NUM_THREADS": "1", **os.environ},  # the cores are the engine's and the trainer's
+                env={
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONUNBUFFERED": "1",
+                    **os.environ,
+                },  # the cores are the engine's and the trainer's
             )
-        worker = _Worker(process, marks, asynchronous=False)
+        listener = asyncio.create_task(self._listen(process), name="reward output")
+        worker = _Worker(process, marks, listener, asynchronous=False)
         try:
             assert process.stdin is not None
-            process.stdin.write(frame((self._spec, self._deadline_s, self._late)))
+            process.stdin.write(frame((self._spec, self._columns, self._deadline_s, self._late)))
             async with asyncio.timeout(START_S):
                 error, worker.asynchronous = await _read(process)
         except TimeoutError:
@@ -269,13 +301,31 @@ class RewardPool:
             error = f"its process {_how_it_ended(await process.wait())} while it was imported"
         except BaseException:
             worker.kill()
-            await process.wait()
+            await worker.ended()
             raise
         if error is not None:
             worker.kill()
-            await process.wait()
+            await worker.ended()
             raise RecipeError(f"`task.reward = {self._spec!r}` cannot be used: {error}")
         return worker
+
+    async def _listen(self, process: asyncio.subprocess.Process) -> None:
+        """Hand on what the reward prints, line by line, until its process has ended."""
+        assert process.stderr is not None
+        rest = b""
+        while piece := await process.stderr.read(1 << 16):
+            *lines, rest = (rest + piece).split(b"\n")
+            if len(rest) > LONGEST_LINE:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                self._hear(line)
+        if rest:
+            self._hear(rest)
+
+    def _hear(self, line: bytes) -> None:
+        text = line.decode("utf-8", errors="replace").rstrip()[:LONGEST_LINE]
+        if text:
+            self._said(text)
 
     async def _deliver(self, worker: _Worker) -> None:
         """Hand results over until the worker's output ends."""
@@ -311,7 +361,8 @@ class RewardPool:
         del self._workers[slot]
         self.replaced += 1
         marked = MARK.unpack_from(worker.marks)[1]
-        died = f"`{self._spec}` {_how_it_ended(code)}"
+        # Killed for an item that hung, its own end says nothing: what counts is why it was killed.
+        died = self._late if worker.guilty else f"`{self._spec}` {_how_it_ended(code)}"
         again = []
         for identity, pending in worker.in_flight.items():
             if worker.guilty is not None and identity in worker.guilty:
@@ -319,7 +370,7 @@ class RewardPool:
             elif worker.guilty is None and identity == marked:
                 _fail(pending, f"{died} while it scored this completion")
             elif pending.deaths + 1 >= MAX_INNOCENT_DEATHS:
-                _fail(pending, f"{died}, the last of {MAX_INNOCENT_DEATHS} workers lost with this completion waiting")
+                _fail(pending, f"{died}; {MAX_INNOCENT_DEATHS} workers were lost so before this completion's turn")
             else:
                 pending.deaths += 1
                 again.append(pending)
@@ -360,6 +411,10 @@ async def _read(process: asyncio.subprocess.Process) -> Any:
     assert process.stdout is not None
     (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
     return pickle.loads(await process.stdout.readexactly(size))
+
+
+def _log_line(line: str) -> None:
+    log.warning("the reward function printed: %s", line)
 
 
 def _fail(pending: _Pending, reason: str) -> None:

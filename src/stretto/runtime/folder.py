@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError
 
 from stretto.config import Recipe
 from stretto.environments.data import PromptStream
@@ -17,6 +14,7 @@ from stretto.errors import RunError
 from stretto.flights import Flight
 from stretto.loop import Loop
 from stretto.observe.metrics import Totals
+from stretto.runtime.starting import refuse_another_recipe, refuse_nothing_to_resume
 from stretto.store.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from stretto.store.journal import Journal
 from stretto.store.reader import JournalReader
@@ -26,12 +24,8 @@ from stretto.training.trainer import LocalTrainer
 
 def find_checkpoint(recipe: Recipe, folder: Path) -> Checkpoint:
     """What a resumed run begins with. Only reads, so that a refusal changes nothing."""
-    if not (folder / "config.toml").exists():
-        raise RunError(f"`{folder}` holds no run, so there is nothing to resume; leave `--resume` out to start one")
-    _refuse_another_recipe(recipe, folder)
-    with JournalReader(folder) as reader:
-        if any(session.outcome == "finished" for session in reader.sessions()):
-            raise RunError(f"the run in `{folder}` is finished, so there is nothing to resume; see `stretto show`")
+    refuse_nothing_to_resume(folder)
+    refuse_another_recipe(recipe, folder)
     return load_checkpoint(folder / "checkpoints")
 
 
@@ -42,19 +36,6 @@ def make_folder(recipe: Recipe, folder: Path) -> None:
         (folder / "config.toml").write_text(recipe.dumps(), encoding="utf-8")
     except OSError as error:
         raise RunError(f"run folder `{folder}` cannot be made: {error}") from error
-
-
-def _refuse_another_recipe(recipe: Recipe, folder: Path) -> None:
-    """A run goes on as it began; only how it is run (its threads and deadlines) may change."""
-    before = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-    now = tomllib.loads(recipe.dumps())
-    for section in sorted((before.keys() | now.keys()) - {"runtime"}):
-        if before.get(section) != now.get(section):
-            name = f"[{section}]" if isinstance(now.get(section), dict) else section
-            raise RunError(
-                f"`{name}` differs from the recipe that `{folder}` was started with "
-                f"(`{folder / 'config.toml'}`); resume with that one, or start a new run"
-            )
 
 
 def take_checkpoint(
@@ -96,14 +77,6 @@ def flights_again(prompts: PromptStream, journal: Journal, checkpoint: Checkpoin
                 flight.suspended = checkpoint.suspended.get(record.trajectory)
                 flights[record.trajectory] = flight
     return flights
-
-
-def export_policy(trainer: LocalTrainer, folder: Path) -> None:
-    """Write what was trained, in a form that others load."""
-    try:
-        trainer.export(folder)
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"the trained policy cannot be written to `{folder}`: {error}") from error
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

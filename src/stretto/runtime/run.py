@@ -28,41 +28,31 @@ import torch
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from stretto.config import CountdownChainSection, ReasoningGymSection, Recipe
+from stretto.config import Recipe
 from stretto.core.brain import Brain
 from stretto.core.ledger import State
 from stretto.engines.native.engine import NativeEngine
 from stretto.engines.protocol import Engine
 from stretto.engines.threaded import ThreadedEngine
-from stretto.environments.data import PromptStream
+from stretto.environments.reward_output import RewardOutput
 from stretto.environments.rewards import RewardPool
 from stretto.environments.single_turn import Decode, SingleTurn
-from stretto.environments.tasks import (
-    CountdownChainOptions,
-    FileOptions,
-    ReasoningGymOptions,
-    Task,
-    TaskOptions,
-    load_task,
-)
-from stretto.errors import RecipeError, RunError, VersionNotResidentError
+from stretto.errors import VersionNotResidentError
 from stretto.evaluation import Evaluator, Moment
 from stretto.flights import Flight
+from stretto.invocation import command
 from stretto.loop import Loop, Settings
-from stretto.models import load_model, load_tokenizer
+from stretto.models import load_config, load_model, load_tokenizer
 from stretto.observe.metrics import JsonLines, Tally, Totals
 from stretto.observe.progress import Observer, make_observer
 from stretto.observe.summary import summary_table
-from stretto.runtime.folder import (
-    export_policy,
-    find_checkpoint,
-    flights_again,
-    make_folder,
-    take_checkpoint,
-    write_json,
-)
-from stretto.runtime.memory import context_length, engine_rows, kv_tokens
+from stretto.runtime.export import export_policy
+from stretto.runtime.device import as_begun, choose_device, choose_dtype, on_device, resolved
+from stretto.runtime.folder import find_checkpoint, flights_again, make_folder, take_checkpoint, write_json
+from stretto.runtime.inputs import Inputs, load_inputs, reward_pool
+from stretto.runtime.memory import context_length, engine_rows, footprint, out_of_memory
 from stretto.runtime.roles import TrainerRole
+from stretto.runtime.starting import refuse_occupied
 from stretto.store.checkpoint import Checkpoint
 from stretto.store.journal import Journal
 from stretto.store.schema import RunFacts
@@ -79,39 +69,38 @@ ENGINE = 0  # the one instance of this runtime
 SWITCH_S = 1e-4
 
 
-def default_run_folder(recipe: Path) -> Path:
-    """Where a run goes when nobody says."""
-    return Path("runs") / f"{recipe.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+def train_from_command_line(recipe: Recipe, folder: Path, *, resume: bool, part_of_compare: bool = False) -> int:
+    """Train with progress on the terminal and a closing table; returns the exit status, 130 where it was stopped.
 
-
-def train_from_command_line(recipe: Recipe, folder: Path, *, resume: bool) -> int:
-    """Train with progress on the terminal and a closing table; returns the exit status."""
+    As a `part_of_compare` it leaves out what to type next: `compare` says that itself.
+    """
     console = Console()
     observer = make_observer(console, recipe.training.steps)
     summary = train(recipe, folder, resume=resume, observer=observer)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
     if summary["stopped"]:
-        console.print(
-            f"stopped after {summary['steps']} of {recipe.training.steps} updates; continue with the same command "
-            f"and `--out {folder} --resume`",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
-        return 0
+        hint = "" if part_of_compare else f"; continue with the same command and `--out {folder} --resume`"
+        say(f"stopped after {summary['steps']} of {recipe.training.steps} updates{hint}")
+        return 130
     console.print(summary_table(summary))
-    for line in (f"stretto verify {folder}", f"stretto show {folder} --update {recipe.training.steps - 1}"):
-        console.print(f"try next: {line}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"the trained policy is in {folder / 'policy'}", highlight=False, markup=False, soft_wrap=True)
+    if not part_of_compare:
+        say(f"try next: {command('verify', folder)}")
+        say(f"try next: {command('show', folder, '--update', str(recipe.training.steps - 1))}")
+    say(f"the trained policy is in {folder / 'policy'}")
     return 0
 
 
 def train(recipe: Recipe, folder: Path, *, resume: bool = False, observer: Observer) -> dict[str, Any]:
     """Run a recipe to its end, or to where Ctrl-C stops it. Returns what `summary.json` holds."""
     checkpoint = None
+    recipe = resolved(as_begun(recipe, folder) if resume else recipe, choose_device(recipe.runtime.device))
     if resume:
         checkpoint = find_checkpoint(recipe, folder)
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError(f"`{folder}` exists already; choose another `--out`, or `--resume` to continue the run in it")
+    else:
+        refuse_occupied(folder)
     with contextlib.ExitStack() as stack:
         stack.callback(observer.close)
         stack.callback(sys.setswitchinterval, sys.getswitchinterval())
@@ -121,17 +110,8 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, observer: Obser
         observer.message(f"run folder: {folder}")
         model_path = _model_path(recipe, observer)
         parts = _Parts.build(recipe, model_path)
-        if parts.held_out is not None and parts.held_out.num_rows < recipe.evaluation.prompts:
-            observer.message(
-                f"{parts.held_out.num_rows} prompts are held out for evaluation, fewer than `evaluation.prompts = "
-                f"{recipe.evaluation.prompts}`: {parts.task.name} has no more to spare"
-            )
-        checked, num_rows = parts.prompts.num_checked, parts.prompts.num_rows
-        if checked < num_rows:
-            observer.message(
-                f"{checked:,} of {num_rows:,} prompts of {parts.task.name} were checked for their length; "
-                "a later one that is too long fails, is counted, and the next takes its place"
-            )
+        for note in parts.inputs.notes(recipe):
+            observer.message(note)
         return asyncio.run(_train(recipe, folder, parts, checkpoint, observer))
 
 
@@ -142,9 +122,7 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, observer: Obser
 class _Parts:
     """What the loop joins. Made before anything runs, so that bad input shows before anything is written."""
 
-    task: Task
-    prompts: PromptStream
-    held_out: PromptStream | None
+    inputs: Inputs
     decode: Decode
     core: NativeEngine
     trainer: LocalTrainer
@@ -154,22 +132,19 @@ class _Parts:
     @classmethod
     def build(cls, recipe: Recipe, model_path: str) -> _Parts:
         tokenizer = load_tokenizer(model_path)
-        task = load_task(task_options(recipe), num_evaluation=recipe.evaluation.prompts)
-        model = load_model(model_path, getattr(torch, recipe.model.dtype), torch.device("cpu"))
-        config: Any = model.config
-        limits = _prompt_limits(recipe, model_path, context_length(config))
-        prompts = PromptStream(task.train, tokenizer, seed=recipe.seed, max_prompt_tokens=limits[0], name=task.name)
-        held_out = None
-        if recipe.evaluation.prompts:
-            if not task.evaluation:
-                raise RecipeError(
-                    f"`evaluation.prompts = {recipe.evaluation.prompts}`, but {task.name} has too few rows to hold any "
-                    "out; name a file of them in `task.evaluation_path`, or set `evaluation.prompts = 0`"
-                )
-            name = f"the held-out rows of {task.name}"
-            held_out = PromptStream(
-                task.evaluation, tokenizer, seed=recipe.seed, max_prompt_tokens=limits[1], shuffle=False, name=name
-            )
+        config, device = load_config(model_path), choose_device(recipe.runtime.device)
+        inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=model_path)
+        need = footprint(recipe, config, inputs.longest_prompt, device)
+        try:
+            return cls._assemble(recipe, model_path, tokenizer, inputs, need.kv_tokens, device)
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(recipe, need, error) from error
+
+    @classmethod
+    def _assemble(
+        cls, recipe: Recipe, model_path: str, tokenizer: Any, inputs: Inputs, kv_tokens: int, device: torch.device
+    ) -> _Parts:
+        model = load_model(model_path, choose_dtype(recipe.model.dtype, device), device)
 
         @lru_cache(maxsize=8)  # the journal and the environment ask for the same text, one right after the other
         def text_of(tokens: tuple[int, ...]) -> str:
@@ -193,8 +168,8 @@ class _Parts:
             kind="full" if lora is None else "lora",
             slots=recipe.num_slots,
             rows=engine_rows(recipe),
-            kv_tokens=kv_tokens(recipe, config, _longest(prompts)),
-            max_context=context_length(config),
+            kv_tokens=kv_tokens,
+            max_context=context_length(model.config),
             lora_rank=None if lora is None else lora.rank,
             lora_targets=None if lora is None else lora.targets or None,
             prefill_tokens=recipe.rollout.prefill_tokens,
@@ -208,42 +183,7 @@ class _Parts:
             tokenizer=tokenizer,
             base=model_path,
         )
-        return cls(task, prompts, held_out, decode, core, trainer, sampling, threads)
-
-
-def _prompt_limits(recipe: Recipe, model_path: str, context: int) -> tuple[int, int]:
-    """The longest prompts that the context leaves room for, in rollout and in evaluation."""
-    evaluation = recipe.evaluation.max_tokens or recipe.rollout.max_tokens
-    asked = {"rollout.max_tokens": recipe.rollout.max_tokens, "evaluation.max_tokens": evaluation}
-    for name, tokens in asked.items():
-        if tokens >= context:
-            raise RecipeError(
-                f"`{name} = {tokens}` leaves no room for a prompt: the context of `{model_path}` is {context} tokens"
-            )
-    return context - recipe.rollout.max_tokens, context - evaluation
-
-
-def task_options(recipe: Recipe) -> TaskOptions:
-    """The task's own options; generated tasks draw their rows by the run's seed."""
-    task = recipe.task
-    if isinstance(task, CountdownChainSection):
-        return CountdownChainOptions(num_rows=task.size, seed=recipe.seed)
-    if isinstance(task, ReasoningGymSection):
-        options = ReasoningGymOptions(
-            name=task.name,
-            size=task.size,
-            seed=recipe.seed,
-            config=task.model_dump(mode="json")["config"],
-            scoring=task.scoring,
-        )
-        return options if task.instruction is None else replace(options, instruction=task.instruction)
-    return FileOptions(
-        path=Path(task.path),
-        reward=task.reward,
-        evaluation_path=None if task.evaluation_path is None else Path(task.evaluation_path),
-        seed=recipe.seed,
-        system=task.system,
-    )
+        return cls(inputs, decode, core, trainer, sampling, threads)
 
 
 def trainer_options(recipe: Recipe) -> TrainerOptions:
@@ -271,12 +211,15 @@ def available_cores() -> int:
 
 
 def role_threads(recipe: Recipe) -> tuple[int, int]:
-    """Torch threads of engine and trainer: all cores each where they take turns, else half each.
+    """Torch threads of engine and trainer: all cores each where they take turns, else half each; one each on CUDA.
 
-    OpenMP's pools spin, so two roles that run at once must not ask for more threads than there are cores.
+    OpenMP's pools spin, so two roles that run at once must not ask for more threads than there are cores. On CUDA they
+    only launch, and a pool that spins takes time from the launches.
     """
     cores = available_cores()
     share = cores if recipe.plan.staleness == 0 else max(1, cores // 2)
+    if choose_device(recipe.runtime.device).type == "cuda":
+        share = 1
     return recipe.runtime.engine_threads or share, recipe.runtime.trainer_threads or share
 
 
@@ -296,11 +239,6 @@ def _model_path(recipe: Recipe, observer: Observer) -> str:
     return str(tiny_model(seed=0 if options is None else options.seed, warm_start=warm_start, progress=progress))
 
 
-def _longest(prompts: PromptStream, sample: int = 256) -> int:
-    """The longest of the first prompts; the engine makes room by preemption where a later one is longer."""
-    return max(len(prompts.prompt(index).tokens) for index in range(min(sample, prompts.num_rows)))
-
-
 def _stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """What ends a text, by the model's generation configuration and by its tokenizer."""
     found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
@@ -315,9 +253,16 @@ async def _train(
     recipe: Recipe, folder: Path, parts: _Parts, checkpoint: Checkpoint | None, observer: Observer
 ) -> dict[str, Any]:
     """Start what runs beside the loop, run, and end all of it whatever happens."""
-    rewards = RewardPool(parts.task.reward, workers=recipe.task.reward_workers, deadline_s=recipe.task.reward_seconds)
+    said = RewardOutput(folder / "reward.log", observer.message)
+    rewards = reward_pool(recipe, parts.inputs.task, said)
     engine = ThreadedEngine(lambda: parts.core, threads=parts.threads[0], name="engine")
-    role = TrainerRole(parts.trainer, parts.threads[1], deadline_s=recipe.runtime.update_seconds)
+    role = TrainerRole(
+        parts.trainer,
+        parts.threads[1],
+        deadline_s=recipe.runtime.update_seconds,
+        engines=[engine],
+        notice=observer.message,
+    )
     try:
         await rewards.start()
         if checkpoint is None:
@@ -327,6 +272,7 @@ async def _train(
     finally:
         await engine.close()
         await rewards.close()
+        said.close()
         role.close()
 
 
@@ -343,10 +289,10 @@ async def _run(
 ) -> dict[str, Any]:
     plan, metrics = recipe.plan, JsonLines(folder / "metrics.jsonl")
     environment = SingleTurn(rewards, parts.decode)
-    journal.begin(_facts(recipe, parts.prompts.num_rows), at=time.time())
+    journal.begin(_facts(recipe, parts.inputs.prompts.num_rows), at=time.time())
     if checkpoint is None:
         brain, totals, flights = Brain(plan), Totals(), dict[int, Flight]()
-        weights: dict[int, Weights] = {0: await role.call(lambda: parts.trainer.weights(0), "taking the first weights")}
+        weights: dict[int, Weights] = {0: await role.weights(0)}
         journal.version_published(0, weights[0].checksum, at=time.time())
     else:
         brain, totals = Brain.restore(plan, checkpoint.snapshot), Totals.from_json(checkpoint.totals)
@@ -356,11 +302,23 @@ async def _run(
             for id, each in brain.ledger.trajectories.items()
             if each.state is not State.FAILED
         }
-        journal.rewind(updates=brain.newest, groups=brain.next_group, under_way=under_way, at=time.time())
+        measured = {(each["version"], each["moment"]) for each in totals.evaluations}
+        journal.rewind(
+            updates=brain.newest,
+            groups=brain.next_group,
+            under_way=under_way,
+            evaluations=measured | {(version, "skipped") for version in brain.evaluations_past},
+            at=time.time(),
+        )
         await journal.durable()
-        metrics.rewind(brain.newest)
-        flights, weights = flights_again(parts.prompts, journal, checkpoint), dict(checkpoint.weights)
+        metrics.rewind(brain.newest, measured)
+        totals.dropped = brain.counters.dropped  # with those that were being thrown away as the checkpoint was made
+        flights, device = flights_again(parts.inputs.prompts, journal, checkpoint), parts.trainer.device
         await role.call(lambda: parts.trainer.load(checkpoint.folder / "trainer"), "loading the checkpoint")
+        saved = checkpoint.weights
+        weights = await role.call(
+            lambda: {version: on_device(each, device) for version, each in saved.items()}, "loading its versions"
+        )
     tally = Tally(rows=plan.rows, sink=metrics, totals=totals)
     evaluator = _evaluator(recipe, parts, environment, journal)
     if evaluator is not None and checkpoint is None:
@@ -374,7 +332,7 @@ async def _run(
         engines={ENGINE: engine},
         trainer=role,
         environment=environment,
-        prompts=parts.prompts,
+        prompts=parts.inputs.prompts,
         decode=parts.decode,
         evaluator=evaluator,
         journal=journal,
@@ -393,19 +351,24 @@ async def _run(
     )
     with _stops_on_interrupt(loop):
         done = await loop.run()
-    if not done:
-        await role.call(checkpointing(loop), "the last checkpoint")
-        return await _conclude(folder, tally, brain, journal, stopped=True)
-    await role.call(lambda: export_policy(parts.trainer, folder / "policy"), "exporting the policy")
+        if not done:
+            await role.call(checkpointing(loop), "the last checkpoint")
+            return await _conclude(folder, tally, brain, journal, role, stopped=True)
+    await role.call(
+        lambda: export_policy(parts.trainer, folder / "policy", recipe, templated=parts.inputs.templated),
+        "exporting the policy",
+    )
     # Complete from here on: what becomes of the last evaluation changes nothing of what was trained.
-    summary = await _conclude(folder, tally, brain, journal, stopped=False)
+    summary = await _conclude(folder, tally, brain, journal, role, stopped=False)
     if evaluator is not None:
         await _evaluate_alone(evaluator, engine, loop.weights[plan.updates], "after", tally, observer)
-        summary = await _conclude(folder, tally, brain, journal, stopped=False)
+        summary = await _conclude(folder, tally, brain, journal, role, stopped=False)
     return summary
 
 
-async def _conclude(folder: Path, tally: Tally, brain: Brain, journal: Journal, *, stopped: bool) -> dict[str, Any]:
+async def _conclude(
+    folder: Path, tally: Tally, brain: Brain, journal: Journal, role: TrainerRole, *, stopped: bool
+) -> dict[str, Any]:
     """Write `summary.json` and the end of the session. May be done again when there is more to say."""
     counters = brain.counters
     summary = {
@@ -414,6 +377,7 @@ async def _conclude(folder: Path, tally: Tally, brain: Brain, journal: Journal, 
         "scoring_retries": counters.scoring_retries,
         "replaced_groups": counters.replaced_groups,
         "evaluations_skipped": counters.evaluations_skipped,
+        "kv_given_back": role.kv_given_back,
         "stopped": stopped,
     }
     write_json(folder / "summary.json", summary)
@@ -431,13 +395,14 @@ async def _evaluate_alone(
             await engine.unload(version)
     await engine.load(weights)
     result = await evaluator.evaluate(engine, weights.version, moment)
+    evaluator.record(result)
     await engine.unload(weights.version)
     tally.evaluated(result)
     observer.evaluated(result)
 
 
 def _evaluator(recipe: Recipe, parts: _Parts, environment: SingleTurn, journal: Journal) -> Evaluator | None:
-    if parts.held_out is None:
+    if parts.inputs.held_out is None:
         return None
     wanted = recipe.evaluation
     sampling = replace(
@@ -445,9 +410,9 @@ def _evaluator(recipe: Recipe, parts: _Parts, environment: SingleTurn, journal: 
         temperature=recipe.rollout.temperature if wanted.temperature is None else wanted.temperature,
         max_tokens=wanted.max_tokens or recipe.rollout.max_tokens,
     )
-    count = min(wanted.prompts, parts.held_out.num_rows)
+    count = min(wanted.prompts, parts.inputs.held_out.num_rows)
     return Evaluator(
-        parts.held_out, count, environment=environment, sampling=sampling, seed=recipe.seed, journal=journal
+        parts.inputs.held_out, count, environment=environment, sampling=sampling, seed=recipe.seed, journal=journal
     )
 
 
@@ -466,14 +431,22 @@ def _facts(recipe: Recipe, data_rows: int) -> RunFacts:
     )
 
 
+def _end_at_once(*_: object) -> None:
+    """End without waiting for anybody: the journal is whole at every moment, and so is the last checkpoint."""
+    if os.isatty(1):
+        os.write(1, b"\x1b[?25h\n")  # the live table hides the cursor
+    os._exit(130)
+
+
 @contextlib.contextmanager
 def _stops_on_interrupt(loop: Loop) -> Iterator[None]:
-    """The first Ctrl-C stops at an update boundary; the second ends the process as usual."""
+    """The first Ctrl-C stops at an update boundary; the second ends the process, whatever its threads are doing."""
     running = asyncio.get_running_loop()
 
     def interrupt() -> None:
         loop.stop()
         running.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, _end_at_once)
 
     try:
         running.add_signal_handler(signal.SIGINT, interrupt)
@@ -486,3 +459,4 @@ def _stops_on_interrupt(loop: Loop) -> Iterator[None]:
     finally:
         running.remove_signal_handler(signal.SIGINT)
         running.remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,0 +1,37 @@
+"""Where goes what a reward function prints: a file of the run, and its first lines to the person who watches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+MOST_SHOWN = 10  # lines; a `print` in a reward is called for every completion
+
+
+class RewardOutput:
+    """Takes one line after another. All of them go to `path` once its folder is there, the first also to `show`."""
+
+    def __init__(self, path: Path, show: Callable[[str], None]) -> None:
+        self._path = path
+        self._show = show
+        self._file: TextIO | None = None
+        self._num_lines = 0
+
+    def __call__(self, line: str) -> None:
+        self._num_lines += 1
+        if self._num_lines <= MOST_SHOWN:
+            self._show(f"reward: {line}")
+        elif self._num_lines == MOST_SHOWN + 1:
+            self._show(f"reward: (it prints more; all of it is in {self._path})")
+        if self._file is None and self._path.parent.is_dir():
+            self._file = self._path.open("a", encoding="utf-8")
+        if self._file is not None:
+            self._file.write(f"{line}\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

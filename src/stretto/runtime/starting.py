@@ -1,0 +1,118 @@
+"""Which folder a run may begin in or go on in. Imports nothing heavy, so that a refusal comes at once.
+
+```
+what is in the folder       begin        `--resume`
+nothing, or no folder       yes          no: nothing to resume
+a finished run              no           no: nothing to resume
+a run with a checkpoint     no           yes, if the recipe is the same but for `[runtime]`
+a run without a checkpoint  no           no: it ended before the first one
+anything else               no           no
+```
+"""
+
+from __future__ import annotations
+
+import time
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from stretto.config import Recipe
+from stretto.errors import RunError
+from stretto.invocation import command
+
+Standing = Literal["empty", "finished", "stopped", "lost", "foreign"]
+"""What a folder holds: nothing, a run that is finished, one with a checkpoint, one without, or something else."""
+
+
+def default_run_folder(recipe: Path) -> Path:
+    """Where a run goes when nobody says."""
+    return Path("runs") / f"{recipe.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def standing(folder: Path) -> Standing:
+    """Look into a folder; nothing in it is changed."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return "empty"
+    if not (folder / "config.toml").is_file():
+        return "foreign"
+    if _finished(folder):
+        return "finished"
+    # A checkpoint is complete once its state is in it, and the state is written last.
+    return "stopped" if any((folder / "checkpoints").glob("[0-9]*/state.json")) else "lost"
+
+
+def _finished(folder: Path) -> bool:
+    if not (folder / "journal.sqlite").is_file():
+        return False
+    from stretto.store.reader import JournalReader
+
+    with JournalReader(folder) as reader:
+        return any(session.outcome == "finished" for session in reader.sessions())
+
+
+def refuse_occupied(folder: Path) -> None:
+    """A run begins in a folder of its own."""
+    match standing(folder):
+        case "empty":
+            return
+        case "stopped":
+            hint = "; add `--resume` to continue the run in it, or choose another `--out`"
+        case "lost":
+            hint = (
+                ": a run that ended before its first checkpoint, so it cannot be resumed; "
+                "delete the folder, or choose another `--out`"
+            )
+        case _:
+            hint = "; choose another `--out`"
+    raise RunError(f"`{folder}` exists already{hint}")
+
+
+def refuse_nothing_to_resume(folder: Path) -> None:
+    """Only a run that left a checkpoint goes on."""
+    match standing(folder):
+        case "stopped":
+            return
+        case "finished":
+            raise RunError(
+                f"the run in `{folder}` is finished, so there is nothing to resume; see `{command('show', folder)}`"
+            )
+        case "lost":
+            raise RunError(
+                f"the run in `{folder}` ended before its first checkpoint (every `runtime.checkpoint_seconds`, and "
+                "when it is stopped), so there is nothing to resume; delete the folder or choose another `--out`, "
+                "and leave `--resume` out to start again"
+            )
+        case _:
+            raise RunError(f"`{folder}` holds no run, so there is nothing to resume; leave `--resume` out to start one")
+
+
+def refuse_another_recipe(recipe: Recipe, folder: Path) -> None:
+    """A run goes on as it began; only how it is run (its threads and deadlines) may change."""
+    before = _flat(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")))
+    now = _flat(tomllib.loads(recipe.dumps()))
+    changed = [
+        f"`{key}` is {_value(now, key)}, and the run in `{folder}` was started with {_value(before, key)}"
+        for key in sorted(before.keys() | now.keys())
+        if not key.startswith("runtime.") and before.get(key) != now.get(key)
+    ]
+    if changed:
+        raise RunError(
+            "\n  ".join(["this is another recipe:", *changed])
+            + f"\n  go on with the recipe that it was started with (`{folder / 'config.toml'}`), or start a new run"
+        )
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _value(values: Mapping[str, Any], key: str) -> str:
+    return repr(values[key]) if key in values else "left out"
