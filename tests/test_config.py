@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from stretto.config import PARADIGM_NAMES, load_recipe, paradigm_overrides, parse_recipe
+from stretto.config import PARADIGM_NAMES, Recipe, load_recipe, paradigm_overrides, parse_recipe
 from stretto.errors import RecipeError
+from stretto.explanations import all_keys
 
 MINIMAL: dict[str, Any] = {"model": {"path": "tiny"}, "task": {"type": "countdown-chain"}}
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
@@ -205,3 +206,48 @@ def test_compare_drops_what_a_paradigm_fixes_itself(paradigm: str) -> None:
     recipe = parse_recipe(paradigm_overrides(raw, paradigm))
     assert recipe.rollout.paradigm == paradigm
     assert raw["rollout"] == {"staleness": 2, "in_flight": 20, "rows": 160}, "the recipe itself is not changed"
+
+
+QUICKSTART = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("staleness=3", "`staleness` is not an option; did you mean `rollout.staleness`?"),
+        ("prompts=3", "did you mean `rollout.prompts` or `evaluation.prompts`?"),
+        ("task.path=x", 'it is one of `task.type = "file"`, and this recipe has `countdown-chain`'),
+        ("rollout=3", "`rollout` is a table, not a value; set one of its options, such as `rollout."),
+        ("training.steps=abc", "`training.steps = 'abc'`: input should be a valid integer"),
+        ("rollout.temprature=2", "did you mean `rollout.temperature`?"),
+    ],
+)
+def test_an_override_is_blamed_by_its_own_words_and_the_nearest_key_is_named_at_any_depth(
+    override: str, words: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(QUICKSTART, [override])
+    assert str(caught.value).startswith(f"`--set {override}` on `{QUICKSTART}`:\n")
+    assert words in str(caught.value)
+
+
+def test_a_recipe_that_is_wrong_by_itself_is_blamed_with_the_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text('[model]\npath = "tiny"\n[task]\ntype = "countdown-chain"\nsiez = 3\n')
+    with pytest.raises(RecipeError, match=r"^`.*r\.toml` with `--set seed=3`:\n  `task\.siez` is not an option"):
+        load_recipe(path, ["seed=3"])
+
+
+def test_an_override_without_a_value_takes_the_key_out() -> None:
+    assert load_recipe(QUICKSTART).rollout.staleness == 2
+    assert load_recipe(QUICKSTART, ["rollout.staleness="]).rollout.staleness is None
+    assert load_recipe(QUICKSTART, ["model.lora="]).model.lora is None
+    with pytest.raises(RecipeError, match=r"`--set rollout.rows=` takes `rollout.rows` out .* has no such key"):
+        load_recipe(QUICKSTART, ["rollout.rows="])
+
+
+def test_every_key_is_known_with_the_types_of_task_that_have_it() -> None:
+    keys = all_keys(Recipe)
+    assert keys["seed"] == keys["task.reward_seconds"] == keys["model.lora.rank"] == ()
+    assert keys["task.path"] == ("file",)
+    assert keys["task.size"] == ("countdown-chain", "reasoning-gym")

@@ -9,9 +9,8 @@ refusing them.
 from __future__ import annotations
 
 import copy
-import difflib
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from stretto.core.paradigms import PARADIGMS, Paradigm
 from stretto.core.plan import Plan, resolve_plan
 from stretto.errors import RecipeError
+from stretto.explanations import explain
 from stretto.refusals import idle_keys, refusals, without_effect
 
 PARADIGM_NAMES = tuple(PARADIGMS)
@@ -95,12 +95,6 @@ class FileSection(TaskSection):
     evaluation_path: str | None = Field(None, description="Held-out prompts; default: split off from `path`")
     system: str | None = Field(None, description="A system message; every `prompt` becomes a user's message after it")
 
-
-_TASKS: dict[str, type[TaskSection]] = {
-    "countdown-chain": CountdownChainSection,
-    "reasoning-gym": ReasoningGymSection,
-    "file": FileSection,
-}
 
 AnyTask = Annotated[CountdownChainSection | ReasoningGymSection | FileSection, Field(discriminator="type")]
 
@@ -246,7 +240,10 @@ class Recipe(Section):
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), *, compare_as: str | None = None) -> Recipe:
-    """Read and validate a recipe; `overrides` are `key=value` with dotted keys. Raises `RecipeError`."""
+    """Read and validate a recipe; `overrides` are `key=value` with dotted keys, `key=` takes one out.
+
+    Raises `RecipeError`, which blames the overrides where the file alone is a recipe.
+    """
     try:
         with path.open("rb") as file:
             raw = tomllib.load(file)
@@ -256,11 +253,22 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, compare_as: str | 
         raise RecipeError(f"recipe `{path}` is a folder; name a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"recipe `{path}` is not valid TOML: {error}") from error
+    source = str(path)
     if overrides:
-        raw = _overridden(raw, overrides)
+        written, raw = raw, _overridden(raw, overrides)
+        said = " ".join(f"--set {override}" for override in overrides)
+        source = f"`{said}` on `{path}`" if _is_recipe(written) else f"`{path}` with `{said}`"
     if compare_as is not None:
         raw = paradigm_overrides(raw, compare_as)
-    return parse_recipe(raw, source=str(path))
+    return parse_recipe(raw, source=source)
+
+
+def _is_recipe(raw: Mapping[str, Any]) -> bool:
+    try:
+        parse_recipe(raw)
+    except RecipeError:
+        return False
+    return True
 
 
 def parse_recipe(raw: Mapping[str, Any], source: str = "recipe") -> Recipe:
@@ -270,8 +278,8 @@ def parse_recipe(raw: Mapping[str, Any], source: str = "recipe") -> Recipe:
     except RecipeError as error:
         raise RecipeError(f"{source}:\n{_indented(str(error))}") from None
     except ValidationError as error:
-        lines = [_explain(dict(problem), raw) for problem in error.errors(include_url=False)]
-        raise RecipeError(f"{source}:\n{_indented(chr(10).join(_joined(lines)))}") from None
+        lines = explain(error.errors(include_url=False), Recipe, raw)
+        raise RecipeError(f"{source}:\n{_indented(chr(10).join(lines))}") from None
 
 
 def paradigm_overrides(raw: Mapping[str, Any], paradigm: str) -> dict[str, Any]:
@@ -313,11 +321,14 @@ def _idle(raw: Mapping[str, Any]) -> set[tuple[str, ...]]:
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> list[str]:
-    """Set one key; returns its path."""
+    """Set one key, or take it out where nothing follows the `=`; returns its path."""
     key, separator, text = override.partition("=")
     parts = key.strip().split(".")
     if not separator or not all(parts):
         raise RecipeError(f"`--set {override}` is not of the form `key=value`, such as `--set training.steps=20`")
+    if not text.strip():
+        _remove(raw, parts, override)
+        return parts
     try:
         value = tomllib.loads(f"value = {text.strip()}")["value"]
     except tomllib.TOMLDecodeError:
@@ -329,6 +340,18 @@ def _apply_override(raw: dict[str, Any], override: str) -> list[str]:
             raise RecipeError(f"`--set {override}`: `{part}` is a value, not a table")
     table[parts[-1]] = value
     return parts
+
+
+def _remove(raw: dict[str, Any], parts: Sequence[str], override: str) -> None:
+    table: Any = raw
+    for part in parts[:-1]:
+        table = table.get(part) if isinstance(table, dict) else None
+    if not isinstance(table, dict) or parts[-1] not in table:
+        raise RecipeError(
+            f"`--set {override}` takes `{'.'.join(parts)}` out of the recipe, and the recipe has no such key; "
+            'write `""` for an empty string'
+        )
+    del table[parts[-1]]
 
 
 def _tuples(value: Any) -> Any:
@@ -348,56 +371,3 @@ def _without_none(value: Any) -> Any:
 
 def _indented(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
-
-
-def _joined(lines: Iterable[str]) -> list[str]:
-    """Pydantic has a problem for every kind of value that an option takes; these make one line."""
-    by_option: dict[str, list[str]] = {}
-    for line in lines:
-        option, separator, expected = line.partition(": input should be ")
-        by_option.setdefault(option + separator, []).append(expected)
-    return [option + " or ".join(expected) for option, expected in by_option.items()]
-
-
-def _explain(problem: Mapping[str, Any], raw: Mapping[str, Any]) -> str:
-    """One problem of pydantic's as a sentence that names the option, what it got, and what to do."""
-    # Pydantic names the variant of a union too.
-    tags = {"countdown-chain", "reasoning-gym", "file", "grpo", "constrained-int"}
-    location = [str(part) for part in problem["loc"] if part not in tags and "[" not in str(part)]
-    name = ".".join(location)
-    kind, got = problem["type"], problem.get("input")
-    if kind == "extra_forbidden":
-        nearest = difflib.get_close_matches(location[-1], _known_keys(location[:-1], raw), n=1, cutoff=0.5)
-        hint = f"; did you mean `{'.'.join([*location[:-1], nearest[0]])}`?" if nearest else ""
-        return f"`{name}` is not an option{hint}"
-    if kind == "missing":
-        return f"`{name}` is missing"
-    if kind in ("union_tag_invalid", "union_tag_not_found"):
-        return f"`{name}.type` must be one of `countdown-chain`, `reasoning-gym`, `file`"
-    if kind == "value_error":
-        return str(problem["msg"]).removeprefix("Value error, ")
-    message = str(problem["msg"])
-    return f"`{name} = {got!r}`: {message[:1].lower()}{message[1:]}"
-
-
-def _known_keys(location: Sequence[str], raw: Mapping[str, Any]) -> list[str]:
-    model: type[BaseModel] | None = Recipe
-    for part in location:
-        if part == "task":
-            task = raw.get("task", {})
-            tag = task.get("type") if isinstance(task, Mapping) else None
-            model = _TASKS.get(str(tag), FileSection)
-            continue
-        field = model.model_fields.get(part) if model else None
-        model = _section_of(field.annotation) if field else None
-    return list(model.model_fields) if model else []
-
-
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for part in getattr(annotation, "__args__", ()):
-        found = _section_of(part)
-        if found:
-            return found
-    return None

@@ -92,6 +92,8 @@ def refuse_another_recipe(recipe: Recipe, folder: Path) -> None:
     """A run goes on as it began; only how it is run (its threads and deadlines) may change."""
     before = _flat(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")))
     now = _flat(tomllib.loads(recipe.dumps()))
+    if now.get("model.dtype") == "auto":  # stays what it came to where the run began
+        now["model.dtype"] = before.get("model.dtype")
     changed = [
         f"`{key}` is {_value(now, key)}, and the run in `{folder}` was started with {_value(before, key)}"
         for key in sorted(before.keys() | now.keys())

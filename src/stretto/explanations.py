@@ -1,0 +1,118 @@
+"""What is wrong with a recipe, as sentences: pydantic's problems with the option, what it got, and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+# Pydantic names the variant of a union too.
+_TAGS = {"countdown-chain", "reasoning-gym", "file", "grpo", "constrained-int"}
+
+
+def explain(problems: Iterable[Mapping[str, Any]], recipe: type[BaseModel], raw: Mapping[str, Any]) -> list[str]:
+    """One line an option. `recipe` is the model that `raw` was held against."""
+    return _joined(_sentence(problem, recipe, raw) for problem in problems)
+
+
+def _joined(lines: Iterable[str]) -> list[str]:
+    """Pydantic has a problem for every kind of value that an option takes; these make one line."""
+    by_option: dict[str, list[str]] = {}
+    for line in lines:
+        option, separator, expected = line.partition(": input should be ")
+        by_option.setdefault(option + separator, []).append(expected)
+    return [option + " or ".join(expected) for option, expected in by_option.items()]
+
+
+def _sentence(problem: Mapping[str, Any], recipe: type[BaseModel], raw: Mapping[str, Any]) -> str:
+    location = [str(part) for part in problem["loc"] if part not in _TAGS and "[" not in str(part)]
+    name = ".".join(location)
+    kind, got = problem["type"], problem.get("input")
+    if kind == "extra_forbidden":
+        return f"`{name}` is not an option{_instead(location, recipe, raw)}"
+    if kind == "missing":
+        return f"`{name}` is missing"
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        return f"`{name}.type` must be one of {', '.join(f'`{tag}`' for tag in sections(recipe)['task'])}"
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        keys = sorted(key for key in all_keys(recipe) if key.startswith(f"{name}."))
+        example = f"; set one of its options, such as `{keys[0]}`" if keys else ""
+        return f"`{name} = {got!r}`: `{name}` is a table, not a value{example}"
+    if kind == "value_error":
+        return str(problem["msg"]).removeprefix("Value error, ")
+    message = str(problem["msg"])
+    return f"`{name} = {got!r}`: {message[:1].lower()}{message[1:]}"
+
+
+def _instead(location: Sequence[str], recipe: type[BaseModel], raw: Mapping[str, Any]) -> str:
+    """What the user may have meant by a key that is none: of another type of task, elsewhere, or misspelled."""
+    *table, leaf = location
+    keys = all_keys(recipe)
+    tags = keys.get(".".join(location))
+    if tags:
+        types = " or ".join(f'`task.type = "{tag}"`' for tag in tags)
+        task = raw.get("task")
+        now = task.get("type") if isinstance(task, Mapping) else None
+        return f" here: it is one of {types}, and this recipe has `{now}`"
+    same = [key for key in keys if key.rpartition(".")[2] == leaf]
+    if same:
+        return f"; did you mean {' or '.join(f'`{key}`' for key in same)}?"
+    tag = str(raw["task"].get("type")) if isinstance(raw.get("task"), Mapping) else ""
+    beside = [
+        key.rpartition(".")[2]
+        for key, of in keys.items()
+        if key.rpartition(".")[0] == ".".join(table) and (not of or tag in of)
+    ]
+    beside += [name for name in sections(recipe) if not table]
+    nearest = difflib.get_close_matches(leaf, beside, n=1, cutoff=0.5)
+    if nearest:
+        return f"; did you mean `{'.'.join([*table, nearest[0]])}`?"
+    leaves = {key.rpartition(".")[2]: key for key in keys}
+    nearest = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)
+    return f"; did you mean `{leaves[nearest[0]]}`?" if nearest else ""
+
+
+def sections(recipe: type[BaseModel]) -> dict[str, dict[str, type[BaseModel]]]:
+    """The tables of a recipe with their variants: by the tag of the type, or one under the empty tag."""
+    found: dict[str, dict[str, type[BaseModel]]] = {}
+    for name, field in recipe.model_fields.items():
+        models = list(_models_of(field.annotation))
+        if len(models) > 1:
+            found[name] = {str(model.model_fields["type"].annotation.__args__[0]): model for model in models}  # type: ignore[union-attr]
+        elif models:
+            found[name] = {"": models[0]}
+    return found
+
+
+def all_keys(recipe: type[BaseModel]) -> dict[str, tuple[str, ...]]:
+    """Every dotted key, with the types of task that have it where not all have."""
+    keys: dict[str, tuple[str, ...]] = {}
+    tables = sections(recipe)
+    for name in recipe.model_fields:
+        if name not in tables:
+            keys[name] = ()
+            continue
+        variants = {tag: list(_keys_of(model)) for tag, model in tables[name].items()}
+        for key in dict.fromkeys(key for leaves in variants.values() for key in leaves):
+            having = tuple(tag for tag, leaves in variants.items() if key in leaves)
+            keys[f"{name}.{key}"] = having if len(having) < len(variants) else ()
+    return keys
+
+
+def _keys_of(model: type[BaseModel]) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        inner = next(_models_of(field.annotation), None)
+        yield name
+        if inner is not None:
+            yield from (f"{name}.{key}" for key in _keys_of(inner))
+
+
+def _models_of(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The tables that a value may be."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+        return
+    for part in getattr(annotation, "__args__", ()):
+        yield from _models_of(part)
