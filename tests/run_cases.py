@@ -78,6 +78,7 @@ def recipe(model: Path, folder: Path, *overrides: str, reward: str = "letters", 
         [evaluation]
         prompts = 2
         [runtime]
+        device = "cpu"
         engine_threads = 1
         trainer_threads = 1
         stall_seconds = 60.0

@@ -3,41 +3,177 @@
 from typing import Any
 
 import pytest
+import torch
+from transformers import Qwen3Config
 
 from stretto.config import Recipe, parse_recipe
-from stretto.runtime.memory import footprint, kv_tokens
-from stretto.tiny import tiny_config
+from stretto.engines.native.cache import KVCache
+from stretto.errors import RecipeError
+from stretto.models import load_model
+from stretto.runtime.device import CUDA
+from stretto.runtime.memory import (
+    GIB,
+    activation_bytes,
+    describe_memory,
+    engine_rows,
+    footprint,
+    kv_bytes_per_token,
+    kv_tokens,
+    longest_trajectory,
+    out_of_memory,
+)
+from stretto.tiny import WarmStart, tiny_config, tiny_model
+from stretto.training.trainer import LocalTrainer, LoraOptions
+
+CPU = torch.device("cpu")
+BILLIONS = Qwen3Config(
+    vocab_size=151_936,
+    hidden_size=2048,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=6144,
+    max_position_embeddings=40_960,
+    tie_word_embeddings=True,
+)
+"""The shapes of Qwen3-1.7B."""
 
 
-def recipe(dtype: str, lora: bool = False, **rollout: Any) -> Recipe:
+def recipe(dtype: str = "auto", lora: bool = False, **sections: Any) -> Recipe:
     model: dict[str, Any] = {"path": "tiny", "dtype": dtype}
     if lora:
         model["lora"] = {"rank": 4}
-    return parse_recipe({"model": model, "task": {"type": "countdown-chain"}, "rollout": rollout})
+    return parse_recipe({"model": model, "task": {"type": "countdown-chain"}, **sections})
 
 
-def test_keys_and_values_are_float32_whatever_the_weights_are() -> None:
-    need = {dtype: footprint(recipe(dtype), tiny_config(), 16) for dtype in ("float32", "bfloat16")}
+def test_on_the_cpu_keys_and_values_are_float32_whatever_the_weights_are() -> None:
+    need = {dtype: footprint(recipe(dtype), tiny_config(), 16, CPU) for dtype in ("float32", "bfloat16")}
     assert need["float32"].kv == need["bfloat16"].kv
     assert need["float32"].base == 2 * need["bfloat16"].base
 
 
 def test_full_training_in_bfloat16_has_masters_moments_and_gradients_in_float32() -> None:
-    plain, half = (footprint(recipe(dtype), tiny_config(), 16) for dtype in ("float32", "bfloat16"))
+    plain, half = (footprint(recipe(dtype), tiny_config(), 16, CPU) for dtype in ("float32", "bfloat16"))
     assert (plain.trained, half.trained) == (0, plain.base)
     assert half.optimizer == plain.optimizer == 2 * plain.base
-    assert half.gradients == plain.gradients == plain.base
+    assert plain.gradients == plain.base
+    assert half.gradients == plain.base + half.base, "a backward pass leaves them in bfloat16, and they are summed"
 
 
 @pytest.mark.parametrize("lora", [True, False])
 def test_the_weight_store_has_a_copy_of_every_live_version(lora: bool) -> None:
-    made = recipe("bfloat16", lora, staleness=3)
-    need = footprint(made, tiny_config(), 16)
+    made = recipe("bfloat16", lora, rollout={"staleness": 3})
+    need = footprint(made, tiny_config(), 16, CPU)
     assert made.num_slots == 4
     assert need.store * 4 == need.versions * 5
 
 
+@pytest.mark.parametrize("lora", [True, False])
+def test_what_is_planned_for_a_version_is_what_the_trainer_publishes(lora: bool, tmp_path: Any) -> None:
+    made = recipe("float32", lora)
+    model = load_model(str(tiny_model(tmp_path / "tiny", warm_start=WarmStart(steps=0))), torch.float32, CPU)
+    need = footprint(made, model.config, 16, CPU)
+    trainer = LocalTrainer(model, lora=LoraOptions(4) if lora else None)
+    assert trainer.weights(0).num_bytes * made.num_slots == need.versions
+
+
 def test_the_cache_has_room_for_the_longest_completion_of_evaluation() -> None:
-    raw = {"model": {"path": "tiny"}, "task": {"type": "countdown-chain"}, "rollout": {"rows": 1, "max_tokens": 8}}
-    made = parse_recipe({**raw, "evaluation": {"prompts": 1, "max_tokens": 500}})
+    made = recipe(rollout={"rows": 1, "max_tokens": 8}, evaluation={"prompts": 1, "max_tokens": 500})
     assert kv_tokens(made, tiny_config(), 16) >= 516
+
+
+# -- a GPU, planned anywhere -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_on_cuda_the_cache_gets_what_the_rest_leaves_and_all_of_it_fits(lora: bool) -> None:
+    made = recipe(lora=lora, rollout={"prompts": 64, "group": 8, "max_tokens": 4096})
+    need = footprint(made, BILLIONS, 512, CUDA, free=100 * GIB)
+    per_token = kv_bytes_per_token(BILLIONS, torch.bfloat16)
+    assert per_token == 28 * 2 * 8 * 128 * 2
+    assert need.kv == need.kv_tokens * per_token
+    assert need.kv_tokens < engine_rows(made) * longest_trajectory(made, 512), "memory is what bounds it"
+    assert 0 <= 100 * GIB - need.total < per_token
+    assert need.slack == 5 * GIB
+    parameters = need.base // 2
+    assert 1.6e9 < parameters < 1.8e9
+    if not lora:
+        assert need.trained + need.optimizer == 3 * 4 * parameters
+
+
+def test_on_cuda_no_more_is_taken_than_every_row_can_need() -> None:
+    made = recipe(lora=True)
+    need = footprint(made, BILLIONS, 100, CUDA, free=140 * GIB)
+    assert need.kv_tokens == engine_rows(made) * longest_trajectory(made, 100)
+    cache = KVCache(28, 8, 128, need.kv_tokens // 16, torch.bfloat16, torch.device("meta"))
+    assert cache.storage.numel() * 2 <= need.kv + 32 * kv_bytes_per_token(BILLIONS, torch.bfloat16)
+
+
+def test_where_two_of_the_longest_trajectories_do_not_fit_every_number_is_said() -> None:
+    made = recipe(lora=True, rollout={"max_tokens": 30_000})
+    with pytest.raises(RecipeError) as refused:
+        footprint(made, BILLIONS, 1000, CUDA, free=24 * GIB)
+    said = str(refused.value)
+    for part in ("24.00 GiB of the device are free", "base 3.20 GiB", "versions ", "weight store ", "optimizer "):
+        assert part in said, said
+    for part in ("gradients ", "working (estimate) ", "engine ", "slack 1.20 GiB", "2 trajectories of up to 31,032"):
+        assert part in said, said
+    for option in ("`rollout.rows`", "`training.micro_tokens`", "`rollout.max_tokens`", "`rollout.staleness`"):
+        assert option in said, said
+    assert "`model.lora" not in said, "it has adapters already"
+    with pytest.raises(RecipeError, match=r"train adapters, `model.lora = \{ rank = 16 \}`"):
+        footprint(recipe(), BILLIONS, 1000, CUDA, free=24 * GIB)
+
+
+def test_a_cache_that_the_recipe_names_is_taken_or_refused_by_name() -> None:
+    made = recipe(lora=True, rollout={"kv_tokens": 50_000})
+    assert footprint(made, BILLIONS, 100, CUDA, free=100 * GIB).kv_tokens == 50_000
+    with pytest.raises(RecipeError, match=r"`rollout.kv_tokens = 50000` needs 5.34 GiB"):
+        footprint(made, BILLIONS, 100, CUDA, free=30 * GIB)
+
+
+def test_memory_that_runs_out_while_the_run_is_built_is_said_with_the_plan() -> None:
+    made = recipe(lora=True)
+    need = footprint(made, BILLIONS, 100, CUDA, free=140 * GIB)
+    said = str(
+        out_of_memory(made, need, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore"))
+    )
+    assert "CUDA out of memory. Tried to allocate 2.00 GiB)" in said
+    assert "base 3.20 GiB" in said
+    assert "`training.micro_tokens` (now 8192)" in said
+
+
+def test_activations_grow_with_the_micro_batch_and_shrink_with_checkpointing() -> None:
+    def held(tokens: int, checkpointing: bool = False, packed: bool = True) -> int:
+        return activation_bytes(
+            BILLIONS, tokens, torch.bfloat16, CUDA, packed=packed, trains_head=False, checkpointing=checkpointing
+        )
+
+    assert 16 * GIB < held(8192) < 20 * GIB, "2.1 MB a token"
+    assert held(16_384) - held(8192) == held(24_576) - held(16_384)
+    assert held(8192, checkpointing=True) < held(8192) / 5
+    assert held(8192, packed=False) > 1.8 * held(8192)
+
+
+def test_a_micro_batch_holds_a_whole_sequence_and_no_more_than_the_batch() -> None:
+    small = {"prompts": 2, "group": 2}
+    shorter, short, long = (
+        footprint(recipe(lora=True, rollout={**small, "max_tokens": m}), BILLIONS, 100, CUDA, free=140 * GIB).working
+        for m in (60, 300, 20_000)
+    )
+    assert shorter < short < long
+
+
+def test_the_plan_says_which_device_it_is_for() -> None:
+    text = describe_memory(recipe(runtime={"device": "cpu"}))
+    assert "# device: cpu, weights in float32" in text
+    assert "# memory: base" in text
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_plan_for_a_gpu_has_its_free_memory() -> None:
+    text = describe_memory(recipe(lora=True))
+    assert "# device: cuda (" in text
+    assert "weights in bfloat16" in text
+    assert "GiB free" in text

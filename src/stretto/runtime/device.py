@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import tomllib
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from stretto.config import Recipe
 from stretto.errors import RecipeError
+from stretto.types import Weights
 
 CUDA = torch.device("cuda", 0)  # the first that is visible; threads start with this one as theirs
 
@@ -38,6 +42,23 @@ def resolved(recipe: Recipe, device: torch.device) -> Recipe:
     """The recipe with what `auto` stands for on `device`: a run is recorded, and resumed, in that type."""
     dtype = str(choose_dtype(recipe.model.dtype, device)).removeprefix("torch.")
     return with_section(with_section(recipe, "model", dtype=dtype), "runtime", device=device.type)
+
+
+def as_begun(recipe: Recipe, folder: Path) -> Recipe:
+    """A run that is resumed stays in the type that it began in, on whichever device, if its recipe leaves it open."""
+    path = folder / "config.toml"
+    if recipe.model.dtype != "auto" or not path.is_file():
+        return recipe
+    begun = tomllib.loads(path.read_text(encoding="utf-8")).get("model", {}).get("dtype", "auto")
+    return with_section(recipe, "model", dtype=begun)
+
+
+def on_device(weights: Weights, device: torch.device) -> Weights:
+    """The same weights in the memory of `device`, whole when this returns."""
+    moved = replace(weights, tensors={name: tensor.to(device) for name, tensor in weights.tensors.items()})
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return moved
 
 
 def with_section(recipe: Recipe, section: str, **values: Any) -> Recipe:

@@ -1,19 +1,51 @@
-"""What a run will need in memory, told before anything starts."""
+"""What a run will need in memory, told before anything starts.
+
+On CUDA the KV cache gets what the rest leaves. Free memory, less:
+
+| purpose       | bytes                                                                                            |
+|---------------|--------------------------------------------------------------------------------------------------|
+| base          | the parameters, once: engine and trainer share them                                              |
+| versions      | a slot each: adapters, or a whole set of weights                                                 |
+| weight store  | a copy of every live version, and of the one that is being published                             |
+| trained       | float32 adapters and their rounded copies, or float32 masters                                    |
+| optimizer     | AdamW's two averages, float32                                                                    |
+| gradients     | float32; with full half-precision weights those of one backward pass too                         |
+| working       | activations and logits of a micro-batch, or a checkpoint's copy of the trainer: never both       |
+| engine        | captured graphs, workspaces, logits of every row                                                 |
+| slack         | what the allocator cannot use                                                                    |
+
+Activations are an estimate. Where it is too low, an update runs out of memory and the engine gives KV back
+(`runtime/roles.py`); where it is too high, the cache is smaller than it could be.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from stretto.config import Recipe
+from stretto.engines.native import lean
+from stretto.engines.native.cache import PAGE
+from stretto.errors import RecipeError
 from stretto.models import load_config
+from stretto.runtime.device import choose_device, choose_dtype, describe_device
+from stretto.training import decoder
+from stretto.training.logprobs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_TRAINED_HEAD
 from stretto.training.lora import inject_lora
+from stretto.training.varlen import flash_fits
 
-KV_BYTES_BY_DEFAULT = 4 << 30  # cap of the KV cache where the recipe does not name one
 GIB = 1 << 30
+KV_BYTES_BY_DEFAULT = 4 * GIB  # cap of the KV cache on the CPU, where the recipe does not name one
+ENGINE_BYTES = 2 * GIB  # graphs, libraries' workspaces, plans of attention
+SLACK_SHARE = 0.05  # of the memory that is free at the start
+STOCK_FACTOR = 2.0  # what the stock modules keep for the backward pass, against the lean decoder
+SPARE_TOKENS = 32  # beside prompt and completion: pages that are not full
+LEAST_TRAJECTORIES = 2  # of the longest kind that must fit at once; with one alone nothing is ever batched
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +53,38 @@ class Footprint:
     """Bytes by purpose."""
 
     base: int
-    versions: int  # adapters or weight slots of the engine
-    store: int  # the weight store: a copy of every live version, and of the one that is published
-    trained: int  # what the trainer steps, where it is not the base itself: adapters, or float32 masters
+    versions: int
+    store: int
+    trained: int  # 0 where it is the base itself that is stepped
     optimizer: int
     gradients: int
+    working: int
+    engine: int
+    slack: int
     kv: int
     kv_tokens: int
 
     @property
     def total(self) -> int:
-        return self.base + self.versions + self.store + self.trained + self.optimizer + self.gradients + self.kv
+        return self.without_kv + self.kv
+
+    @property
+    def without_kv(self) -> int:
+        return sum(num_bytes for _, num_bytes in self._purposes())
+
+    def _purposes(self) -> Iterator[tuple[str, int]]:
+        yield "base", self.base
+        yield "versions", self.versions
+        yield "weight store", self.store
+        yield "trained", self.trained
+        yield "optimizer", self.optimizer
+        yield "gradients", self.gradients
+        yield "working (estimate)", self.working
+        yield "engine", self.engine
+        yield "slack", self.slack
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in self._purposes() if num_bytes)
 
 
 def context_length(config: Any) -> int:
@@ -39,11 +92,10 @@ def context_length(config: Any) -> int:
     return int(getattr(config, "max_position_embeddings", 1 << 20))
 
 
-def kv_bytes_per_token(config: Any) -> int:
-    """Bytes of keys and values of one token over all layers: on the CPU float32, whatever the type of the weights."""
+def kv_bytes_per_token(config: Any, dtype: torch.dtype = torch.float32) -> int:
+    """Bytes of keys and values of one token over all layers; on the CPU float32, whatever the type of the weights."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * size * torch.float32.itemsize)
+    return int(2 * config.num_hidden_layers * heads * _head_size(config) * dtype.itemsize)
 
 
 def engine_rows(recipe: Recipe) -> int:
@@ -52,61 +104,200 @@ def engine_rows(recipe: Recipe) -> int:
     return rows + (min(recipe.evaluation.prompts, max(8, rows // 4)) if recipe.evaluation.prompts else 0)
 
 
+def longest_trajectory(recipe: Recipe, longest_prompt: int) -> int:
+    """Tokens that one trajectory may need in the cache."""
+    return longest_prompt + max(recipe.rollout.max_tokens, recipe.evaluation.max_tokens or 0) + SPARE_TOKENS
+
+
 def kv_tokens(recipe: Recipe, config: Any, longest_prompt: int) -> int:
-    """Tokens of context that the engine holds: the recipe's, or what every row needs under a cap of memory."""
+    """Tokens of context of an engine on the CPU: the recipe's, or what every row needs under a cap of memory."""
     if recipe.rollout.kv_tokens is not None:
         return recipe.rollout.kv_tokens
-    one = longest_prompt + max(recipe.rollout.max_tokens, recipe.evaluation.max_tokens or 0) + 32
+    one = longest_trajectory(recipe, longest_prompt)
     cap = KV_BYTES_BY_DEFAULT // kv_bytes_per_token(config)
     return max(one, min(engine_rows(recipe) * one, cap))
 
 
-def footprint(recipe: Recipe, config: Any, longest_prompt: int) -> Footprint:
-    """Count parameters on the meta device; nothing is allocated."""
-    dtype = getattr(torch, recipe.model.dtype)
+def footprint(
+    recipe: Recipe,
+    config: Any,
+    longest_prompt: int,
+    device: torch.device,
+    *,
+    free: int | None = None,
+    checkpointing: bool = False,
+) -> Footprint:
+    """Plan the memory of a run on `device`, of which `free` bytes are there: on CUDA, by default, what it says itself.
+
+    Counts parameters on the meta device; nothing is allocated. On CUDA it raises `RecipeError`, with every number and
+    the options to change, where too little is left for the KV cache. `checkpointing` is the trainer's.
+    """
+    dtype, on_cuda = choose_dtype(recipe.model.dtype, device), device.type == "cuda"
+    text = config.get_text_config()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    plain = on_cuda and lean.is_plain(model)
+    packed = decoder.is_plain(model) and flash_fits(device, dtype, _head_size(text))
     base = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     lora = recipe.model.lora
     if lora is not None:
         inject_lora(model, lora.rank, 2.0 * lora.rank, lora.targets)
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     version, stepped = count * dtype.itemsize, count * torch.float32.itemsize
-    is_base = lora is None and dtype == torch.float32  # then the optimizer steps the base itself
-    tokens = kv_tokens(recipe, config, longest_prompt)
-    return Footprint(
+    half, full = dtype != torch.float32, lora is None
+    one = longest_trajectory(recipe, longest_prompt)
+    activations = activation_bytes(
+        text, _micro_tokens(recipe, one), dtype, device, packed=packed, trains_head=full, checkpointing=checkpointing
+    )
+    if on_cuda and free is None:
+        free = torch.cuda.mem_get_info(device)[0]
+    need = Footprint(
         base=base,
         versions=recipe.num_slots * version,
         store=(recipe.num_slots + 1) * version,
-        trained=0 if is_base else stepped,
+        trained=(stepped if half else 0) if full else stepped + (version if half else 0),
         optimizer=2 * stepped,
-        gradients=stepped,
-        kv=tokens * kv_bytes_per_token(config),
-        kv_tokens=tokens,
+        gradients=stepped + (version if half and full else 0),
+        working=max(activations, 3 * stepped) if on_cuda else activations,
+        engine=_engine_bytes(recipe, text, model, dtype) if on_cuda else 0,
+        slack=int(SLACK_SHARE * (free or 0)) if on_cuda else 0,
+        kv=0,
+        kv_tokens=0,
+    )
+    per_token = kv_bytes_per_token(text, dtype if plain else torch.float32)
+    if on_cuda:
+        assert free is not None
+        tokens = _tokens_left(recipe, need, one, per_token, free)
+    else:
+        tokens = kv_tokens(recipe, text, longest_prompt)
+    return _with_kv(need, tokens, per_token)
+
+
+def activation_bytes(
+    config: Any,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    packed: bool,
+    trains_head: bool,
+    checkpointing: bool,
+) -> int:
+    """What a micro-batch of so many tokens needs between its forward and its backward pass: an estimate.
+
+    Kept of a layer, elements a token: its input, the stream after attention, both norms (4 widths); queries, keys and
+    values before and after their rotation, and what attention made of them; gate, up and their product. The backward
+    pass of one layer has as much again in gradients. `packed` is the lean decoder with flash attention; the stock
+    modules keep about twice as much. With `checkpointing` every layer keeps its input alone.
+    """
+    width, size = config.hidden_size, _head_size(config)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    experts = getattr(config, "num_experts_per_tok", None) or 0
+    dense = getattr(config, "intermediate_size", None) or 4 * width
+    feed_forward = max(dense, experts * (getattr(config, "moe_intermediate_size", None) or dense))
+    layer = 4 * width + (3 * heads + 4 * kv_heads) * size + 3 * feed_forward
+    layer = int(layer * (1.0 if packed else STOCK_FACTOR))
+    layers = config.num_hidden_layers
+    kept = layers * width + layer if checkpointing else layers * layer
+    ends = 4 * width  # embedding, last norm, directions or their gradient
+    held = tokens * (kept + layer + ends) * dtype.itemsize
+    chunks = CHUNK_ELEMENTS_TRAINED_HEAD if trains_head else CHUNK_ELEMENTS
+    logits = min(chunks[device.type], tokens * config.vocab_size)
+    held += 2 * logits * torch.float32.itemsize
+    if trains_head:
+        held += config.vocab_size * width * torch.float32.itemsize  # the head's gradient, summed over chunks
+    return int(held)
+
+
+def _head_size(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _micro_tokens(recipe: Recipe, longest: int) -> int:
+    """Tokens of the largest micro-batch: a sequence is never cut, and a batch has no more than its trajectories."""
+    batch = recipe.rollout.prompts * recipe.rollout.group * longest
+    return min(max(recipe.training.micro_tokens, longest), batch)
+
+
+def _engine_bytes(recipe: Recipe, config: Any, model: nn.Module, dtype: torch.dtype) -> int:
+    """Graphs and workspaces, and what grows with rows, the tokens of a prefill, and the context."""
+    logits = 3 * engine_rows(recipe) * config.vocab_size * torch.float32.itemsize  # made, gathered, drawn from
+    widest = max(module.out_features for module in model.modules() if isinstance(module, nn.Linear))
+    prefill = (recipe.rollout.prefill_tokens + engine_rows(recipe)) * 4 * min(widest, 1 << 15) * dtype.itemsize
+    tables = context_length(config) * (2 * _head_size(config) + engine_rows(recipe) // PAGE) * torch.float32.itemsize
+    return int(ENGINE_BYTES + logits + prefill + tables)
+
+
+def _tokens_left(recipe: Recipe, need: Footprint, one: int, per_token: int, free: int) -> int:
+    """Tokens of KV for what is left, but no more than every row can need; raises where that is too little."""
+    rows = engine_rows(recipe)
+    left = max(0, free - need.without_kv) // per_token
+    asked = recipe.rollout.kv_tokens
+    least = min(LEAST_TRAJECTORIES, rows) * one if asked is None else asked
+    if left < least:
+        what = (
+            f"{min(LEAST_TRAJECTORIES, rows)} trajectories of up to {one:,} tokens need"
+            if asked is None
+            else f"`rollout.kv_tokens = {asked}` needs"
+        )
+        raise RecipeError(
+            f"the run does not fit: {gib(free)} of the device are free; {need}; that leaves "
+            f"{gib(max(0, free - need.without_kv))} for KV, and {what} {gib(least * per_token)}. {_remedies(recipe)}"
+        )
+    return asked or min(rows * one, left)
+
+
+def _remedies(recipe: Recipe) -> str:
+    rollout = recipe.rollout
+    lower = [
+        f"`training.micro_tokens` (now {recipe.training.micro_tokens})",
+        f"`rollout.rows` (now {recipe.plan.rows})",
+        f"`rollout.max_tokens` (now {rollout.max_tokens})",
+        f"`rollout.staleness` (now {recipe.plan.staleness}: {recipe.num_slots} versions)",
+    ]
+    if rollout.kv_tokens is not None:
+        lower.insert(0, f"`rollout.kv_tokens` (now {rollout.kv_tokens}; left out, it is what fits)")
+    adapters = " or train adapters, `model.lora = { rank = 16 }`," if recipe.model.lora is None else ""
+    return f"Lower {', '.join(lower)},{adapters} or free memory that other processes hold"
+
+
+def _with_kv(need: Footprint, tokens: int, per_token: int) -> Footprint:
+    values = {name: getattr(need, name) for name in Footprint.__slots__}
+    return Footprint(**{**values, "kv": tokens * per_token, "kv_tokens": tokens})
+
+
+def out_of_memory(recipe: Recipe, need: Footprint, error: BaseException) -> RecipeError:
+    """What to say where the parts of a run could not be built after all."""
+    said = str(error).partition("\n")[0]
+    return RecipeError(
+        f"the run does not fit: memory ran out while it was built ({said}). Planned were {need}, KV {gib(need.kv)} for "
+        f"{need.kv_tokens:,} tokens; together {gib(need.total)}. {_remedies(recipe)}"
     )
 
 
-def describe_memory(recipe: Recipe) -> str:
-    """The plan and its memory, for `stretto check`. Prompts are taken to be at most as long as completions."""
-    plan = recipe.plan
+def describe_memory(recipe: Recipe, longest_prompt: int | None = None) -> str:
+    """The plan and its memory, for `stretto check`. Unless told, prompts are taken to be as long as completions."""
+    plan, device = recipe.plan, choose_device(recipe.runtime.device)
     if recipe.model.path == "tiny":
         from stretto.tiny import tiny_config
 
         config = tiny_config()
     else:
         config = load_config(recipe.model.path)
-    need = footprint(recipe, config, longest_prompt=recipe.rollout.max_tokens)
+    need = footprint(recipe, config, longest_prompt or recipe.rollout.max_tokens, device)
     bound = f"at most {plan.staleness} (auto)" if plan.auto else str(plan.staleness)
+    dtype = str(choose_dtype(recipe.model.dtype, device)).removeprefix("torch.")
+    free = f", {gib(torch.cuda.mem_get_info(device)[0])} free" if device.type == "cuda" else ""
     lines = [
         f"# {plan.paradigm.name}: K = {bound}, {plan.in_flight} groups in flight, {plan.rows} rows, "
         f"{recipe.num_slots} version slots, {plan.updates} updates of {plan.batch} x {plan.group_size} trajectories",
-        f"# memory: base {_gib(need.base)}, versions {_gib(need.versions)}, weight store {_gib(need.store)}, "
-        f"trained {_gib(need.trained)}, optimizer {_gib(need.optimizer)}, gradients {_gib(need.gradients)}, "
-        f"KV {_gib(need.kv)} for {need.kv_tokens:,} tokens; "
-        f"together {_gib(need.total)} and activations",
+        f"# device: {describe_device(device)}, weights in {dtype}{free}",
+        f"# memory: {need}, KV {gib(need.kv)} for {need.kv_tokens:,} tokens; together {gib(need.total)}",
     ]
     return "\n".join(lines)
 
 
-def _gib(num_bytes: int) -> str:
+def gib(num_bytes: int) -> str:
+    """Bytes for people."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / (1 << 20):.1f} MiB"

@@ -177,7 +177,7 @@ class TrainerRole:
 def _release_cached() -> int | None:
     """Free what only caches hold; the bytes of the device that are free then, where there is one."""
     gc.collect()
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info()[0])

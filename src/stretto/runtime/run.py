@@ -46,8 +46,8 @@ from stretto.models import load_config, load_model, load_tokenizer
 from stretto.observe.metrics import JsonLines, Tally, Totals
 from stretto.observe.progress import Observer, make_observer
 from stretto.observe.summary import summary_table
-from stretto.runtime.export import export_policy
 from stretto.runtime.device import as_begun, choose_device, choose_dtype, on_device, resolved
+from stretto.runtime.export import export_policy
 from stretto.runtime.folder import find_checkpoint, flights_again, make_folder, take_checkpoint, write_json
 from stretto.runtime.inputs import Inputs, load_inputs, reward_pool
 from stretto.runtime.memory import context_length, engine_rows, footprint, out_of_memory

@@ -1,0 +1,172 @@
+"""An update that finds no memory: the engine gives KV back, and it is made again."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stretto.engines.fake import FakeEngine
+from stretto.errors import StalledError, TrainerError
+from stretto.runtime.roles import KEPT_SHARE, MORE_TRIES, TrainerRole
+from stretto.training.fake import FakeTrainer
+from stretto.types import Batch, Completion, Sample, UpdateReport, Weights
+
+
+def batch(update: int = 0) -> Batch:
+    done = Completion(0, update, np.array([1, 2], np.int32), np.zeros(2, np.float32), "stop", "")
+    return Batch(update, [Sample(0, 0, update, (1,), done, 1.0)])
+
+
+class Activations:
+    """Something that an update makes."""
+
+
+class Hungry(FakeTrainer):
+    """Runs out of memory `updates` times in an update, and `copies` times while it copies weights."""
+
+    def __init__(self, updates: int = 0, copies: int = 0) -> None:
+        super().__init__()
+        self.updates, self.copies, self.tries = updates, copies, 0
+        self.left_alive: list[bool] = []
+        self._made: weakref.ref[Activations] | None = None
+
+    def update(self, batch: Batch) -> UpdateReport:
+        self.tries += 1
+        gc.collect()
+        if self._made is not None:
+            self.left_alive.append(self._made() is not None)
+        held = Activations()
+        self._made = weakref.ref(held)
+        if self.tries <= self.updates:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nand much more")
+        return super().update(batch)
+
+    def weights(self, version: int) -> Weights:
+        if self.copies:
+            self.copies -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        return super().weights(version)
+
+
+def updated(
+    trainer: FakeTrainer, engine: FakeEngine | None, **options: Any
+) -> tuple[UpdateReport, Weights, TrainerRole, list[str]]:
+    async def main() -> tuple[UpdateReport, Weights, TrainerRole, list[str]]:
+        notices: list[str] = []
+        engines = [] if engine is None else [engine]
+        role = TrainerRole(
+            trainer, 1, deadline_s=options.get("deadline_s", 10.0), engines=engines, notice=notices.append
+        )
+        try:
+            report, weights = await role.update(batch())
+        finally:
+            role.close()
+            for each in engines:
+                await each.close()
+        return report, weights, role, notices
+
+    return asyncio.run(main())
+
+
+def test_the_engine_gives_kv_back_and_the_update_is_made_again() -> None:
+    trainer, engine = Hungry(updates=1), FakeEngine(kv_tokens=100_000, max_context=1000)
+    report, weights, role, notices = updated(trainer, engine)
+    assert (report.update, weights.version, trainer.tries, len(trainer.batches)) == (0, 1, 2, 1)
+    assert engine.capacity.kv_tokens == int(KEPT_SHARE * 100_000)
+    assert role.kv_given_back == 100_000 - engine.capacity.kv_tokens
+    assert notices == [
+        "update 0 ran out of memory (CUDA out of memory. Tried to allocate 2.00 GiB): the engine keeps 70,000 of "
+        "100,000 tokens of KV; try 2 of 4"
+    ]
+
+
+def test_nothing_that_a_failed_try_had_made_is_alive_in_the_next() -> None:
+    trainer = Hungry(updates=2)
+    updated(trainer, FakeEngine())
+    assert trainer.left_alive == [False, False]
+
+
+def test_weights_that_find_no_memory_are_copied_again_and_the_update_is_not() -> None:
+    trainer = Hungry(copies=2)
+    _, weights, role, notices = updated(trainer, FakeEngine(kv_tokens=100_000, max_context=1000))
+    assert (trainer.tries, weights.version, len(notices)) == (1, 1, 2)
+    assert role.kv_given_back == 100_000 - int(KEPT_SHARE * int(KEPT_SHARE * 100_000))
+
+
+def test_after_the_last_try_the_error_has_the_numbers_and_the_options() -> None:
+    trainer, engine = Hungry(updates=MORE_TRIES + 1), FakeEngine(kv_tokens=2000, max_context=1500)
+    with pytest.raises(TrainerError) as failed:
+        updated(trainer, engine)
+    assert trainer.tries == MORE_TRIES + 1
+    said = str(failed.value)
+    assert "update 0 ran out of memory 4 times" in said
+    assert "500 tokens of KV back" in said, "never below what the longest request needs"
+    assert "Tried to allocate 2.00 GiB." in said
+    assert "`training.micro_tokens`" in said
+    assert trainer.version == 0
+
+
+def test_without_an_engine_there_is_still_another_try() -> None:
+    _, _, role, notices = updated(Hungry(updates=1), None)
+    assert role.kv_given_back == 0
+    assert "no engine that could give any back" in notices[0]
+
+
+def test_an_engine_that_does_not_answer_is_a_stall_by_name() -> None:
+    class Stuck(FakeEngine):
+        async def shrink(self, share: float) -> int:
+            await asyncio.sleep(3600)
+            return 0
+
+    with pytest.raises(StalledError, match=r"the engine has not given any back after 0.3 s"):
+        updated(Hungry(updates=1), Stuck(), deadline_s=0.3)
+
+
+def test_other_errors_are_not_tried_again() -> None:
+    class Broken(Hungry):
+        def update(self, batch: Batch) -> UpdateReport:
+            self.tries += 1
+            raise RuntimeError("out of memory")
+
+    trainer = Broken()
+    with pytest.raises(TrainerError, match=r"update 0 failed: RuntimeError: out of memory"):
+        updated(trainer, FakeEngine())
+    assert trainer.tries == 1
+
+
+def test_what_was_handed_over_is_not_kept_by_the_trainers_thread() -> None:
+    async def main() -> None:
+        role = TrainerRole(FakeTrainer(), 1, deadline_s=10.0)
+        weights = await role.weights(0)
+        alive = weakref.ref(weights.tensors["values"])
+        del weights
+        gc.collect()
+        assert alive() is None
+        role.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_weights_that_are_handed_over_can_be_read_on_any_stream() -> None:
+    class Slow(FakeTrainer):
+        def weights(self, version: int) -> Weights:
+            big = torch.ones(4096, 4096, device="cuda")
+            for _ in range(200):
+                big = (big @ big).clamp_(0, 1)
+            return Weights(version, "lora", {"values": big}, "")
+
+    async def main() -> None:
+        role = TrainerRole(Slow(), 1, deadline_s=60.0)
+        weights = await role.weights(0)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            assert bool((weights.tensors["values"] == 1).all())
+        role.close()
+
+    asyncio.run(main())
