@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 import threading
 import time
@@ -236,6 +237,57 @@ def test_with_several_versions_live_the_data_is_late_and_never_too_late(tmp_path
     assert max(versions) > 1, "no batch mixed versions"
     order = [[(s.version, s.trajectory) for s in batch.samples] for batch in bench.trainer.batches]
     assert order == [sorted(each) for each in order]
+
+
+def test_every_update_says_what_it_waited_for_itself(tmp_path: Path) -> None:
+    bench = Bench(
+        tmp_path,
+        plan(staleness=1, updates=8),
+        engines=[FakeEngine(rows=12, step_s=0.001, sigma=1.3)],
+        trainer=FakeTrainer(update_s=0.005),
+    )
+    assert bench.run()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    waited = [(line["update"], line["trainer_waited_for"]) for line in lines]
+    assert [update for update, _ in waited] == list(range(8))
+    assert all(reason == "" or reason.startswith(f"update {update}: ") for update, reason in waited), waited
+    assert sum(reason != "" for _, reason in waited) > 2, "the trainer hardly waited; the test shows nothing"
+
+
+@pytest.mark.parametrize("paradigm", ["multi-version", "partial"])
+def test_a_version_may_be_retired_while_the_journal_is_made_durable_for_its_load(paradigm: str, tmp_path: Path) -> None:
+    def retire_meanwhile(bench: Bench) -> None:
+        durable = bench.journal.durable
+
+        async def slow(timeout_s: float = 60.0) -> None:
+            await durable(timeout_s)
+            for version in [each for each in bench.loop.weights if each <= bench.loop.brain.newest]:
+                del bench.loop.weights[version]
+
+        bench.journal.durable = slow  # type: ignore[method-assign]
+
+    bench = Bench(tmp_path, plan(paradigm, updates=3), prepare=retire_meanwhile)
+    assert bench.run()
+    assert broken(tmp_path) == []
+
+
+def test_an_evaluation_that_ends_as_its_instance_is_lost_is_recorded_once(tmp_path: Path) -> None:
+    class LostAsItEnds(Evaluator):
+        async def evaluate(self, engine: Engine, version: int, moment: Any) -> EvaluationResult:
+            result = await super().evaluate(engine, version, moment)
+            if engine is engines[0]:
+                bench.loop._flights.instance_failed(0, EngineError("gone"))
+            return result
+
+    engines = [FakeEngine(rows=12), LoadsLate(rows=12)]
+    bench = Bench(tmp_path, plan(evaluate_every=2), engines=engines)
+    bench.prepare = lambda made: setattr(made.loop._evaluator, "__class__", LostAsItEnds)
+    assert bench.run()
+    with JournalReader(tmp_path) as reader:
+        found = [(record.version, record.kind) for record in reader.evaluations()]
+    assert found == [(2, "skipped"), (4, "during")]
+    assert [result.version for result in bench.watcher.evaluations] == [4]
+    assert [each["version"] for each in bench.tally.totals.evaluations] == [4]
 
 
 def test_synchronous_is_the_same_run_twice(tmp_path: Path) -> None:
@@ -493,7 +545,7 @@ def test_a_group_without_any_survivor_is_replaced_by_the_next_prompt(tmp_path: P
     trained = {sample.group for batch in bench.trainer.batches for sample in batch.samples}
     assert trained == {0, 1, 3, 4, 5, 6}
     assert bench.loop.brain.counters.replaced_groups == 1
-    assert bench.loop._tail.num_open == 0, "no group is remembered beyond its end"
+    assert bench.loop._tail._spans == {}, "no group is remembered beyond its end"
     assert bench.tally.totals.failed == 4
     assert broken(tmp_path) == []
 
@@ -635,7 +687,8 @@ def test_the_clock_of_a_resumed_run_starts_with_whatever_it_does_first(tmp_path:
         first.run()
 
     def go_back(bench: Bench) -> None:
-        bench.journal.rewind(updates=0, groups=3, under_way=dict.fromkeys(range(12), (0, 0)), at=time.time())
+        known = dict.fromkeys(range(12), (0, 0))
+        bench.journal.rewind(updates=0, groups=3, under_way=known, evaluations=(), at=time.time())
 
     second = Bench(
         tmp_path,

@@ -26,7 +26,7 @@ from stretto.cli import main
 from stretto.config import load_recipe
 from stretto.engines.native.engine import NativeEngine
 from stretto.errors import JournalError, RecipeError, RunError, TrainerError
-from stretto.evaluation import Evaluator
+from stretto.evaluation import EvaluationResult, Evaluator
 from stretto.models import checksum, second_tree
 from stretto.observe.progress import Silent
 from stretto.observe.summary import summary_table
@@ -185,6 +185,30 @@ def test_completions_that_leave_no_room_for_a_prompt_are_refused_by_name(
 ) -> None:
     with pytest.raises(RecipeError, match=rf"`{option} = 1000000` leaves no room for a prompt"):
         run(recipe(model, tmp_path, f"{option}=1000000"), tmp_path / "run")
+
+
+@pytest.mark.parametrize("file", ["prompts.jsonl", "held_out.jsonl"])
+def test_a_prompt_that_the_memory_of_the_engine_cannot_hold_is_refused_at_the_start(
+    model: Path, tmp_path: Path, file: str
+) -> None:
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "9+9=", "answer": 18}\n')
+    with (tmp_path / file).open("a") as rows_of_file:
+        rows_of_file.write('{"prompt": "' + "1" * 53 + '", "answer": 1}\n')
+    overrides = ['task.evaluation_path="held_out.jsonl"', "rollout.kv_tokens=64"]
+    with pytest.raises(RecipeError, match=r"its prompt has 53 tokens, more than the 52"):
+        run(recipe(model, tmp_path, *overrides), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_by_default_the_engine_can_hold_every_prompt_that_was_checked(model: Path, tmp_path: Path) -> None:
+    write_task(tmp_path, num_rows=300)
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write('{"prompt": "' + "1" * 2000 + '", "answer": 1}\n')
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "' + "1" * 2500 + '", "answer": 18}\n')
+    made = recipe(model, tmp_path, 'task.evaluation_path="held_out.jsonl"', "rollout.rows=1")
+    parts = _Parts.build(made, str(model))
+    assert parts.core.capacity.kv_tokens >= 2500 + 12
+    parts.core.close()
 
 
 def test_a_run_that_ends_in_its_last_evaluation_is_complete(
@@ -426,22 +450,45 @@ def test_a_synchronous_run_that_was_stopped_while_it_generated_ends_the_same_to_
         assert torch.allclose(resumed[name], whole[name], atol=1e-4), name
 
 
-def test_a_second_ctrl_c_ends_the_process_at_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = LocalTrainer.update
+IMPATIENT = """
+import os, signal, sys, time
+from pathlib import Path
+from stretto.cli import main
+from stretto.training.trainer import LocalTrainer
 
-    def interrupted(self: LocalTrainer, batch: Batch) -> UpdateReport:
-        if batch.update == 1:
-            for _ in range(2):
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.1)
-        return original(self, batch)
+original = LocalTrainer.update
 
-    monkeypatch.setattr(LocalTrainer, "update", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(recipe(model, tmp_path), tmp_path / "run")
+def interrupted(self, batch):
+    if batch.update == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        Path("second").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)  # a long update, which the first Ctrl-C waits for
+    return original(self, batch)
+
+LocalTrainer.update = interrupted
+sys.exit(main(["train", "recipe.toml", "--out", "run"]))
+"""
+
+
+def test_a_second_ctrl_c_ends_the_process_at_once(model: Path, tmp_path: Path) -> None:
+    made = recipe(model, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPATIENT],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    took = time.time() - float((tmp_path / "second").read_text())
+    assert done.returncode == 130, done.stderr
+    assert took < 3.0, "nothing waits for the update that runs"
+    assert "once more ends the process at once" in done.stdout
     assert_verifies(tmp_path / "run")
-    with pytest.raises(RunError, match="no complete checkpoint"):
-        run(recipe(model, tmp_path), tmp_path / "run", resume=True)
+    with pytest.raises(RunError, match="ended before its first checkpoint"):
+        run(made, tmp_path / "run", resume=True)
 
 
 def test_a_run_that_was_stopped_with_trajectories_under_way_goes_on_with_them(
@@ -560,6 +607,40 @@ def test_a_run_that_was_killed_goes_on_from_the_last_checkpoint_that_it_made(
         run(recipe(model, tmp_path, *overrides), tmp_path / "whole")
         assert not (tmp_path / "whole" / "checkpoints").exists()
         assert story(tmp_path / "run") == story(tmp_path / "whole")
+
+
+def test_an_evaluation_that_a_killed_run_made_after_its_checkpoint_is_recorded_once(
+    model: Path, tmp_path: Path
+) -> None:
+    made = recipe(
+        model,
+        tmp_path,
+        'rollout.paradigm="synchronous"',
+        "training.steps=4",
+        "evaluation.every=2",
+        "runtime.checkpoint_seconds=0.000001",
+    )
+
+    class Dies(Silent):
+        def evaluated(self, result: EvaluationResult) -> None:
+            if result.version == 2:
+                checkpoint = tmp_path / "run" / "checkpoints" / "000002"
+                while not checkpoint.exists():  # it knows that version 2 is to be evaluated
+                    time.sleep(0.01)
+                raise KeyError("as if it were killed here")
+
+    with pytest.raises(KeyError):
+        run(made, tmp_path / "run", observer=Dies())
+    summary = run(made, tmp_path / "run", resume=True)
+    in_summary = [(each["version"], each["moment"]) for each in summary["evaluations"]]
+    assert [version for version, _ in in_summary] in ([0, 2, 4], [0, 4])
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["version"], line["moment"]) for line in lines if line["kind"] == "evaluation"] == in_summary
+    with JournalReader(tmp_path / "run") as reader:
+        recorded = [(record.version, record.kind) for record in reader.evaluations()]
+    assert [version for version, _ in recorded] == [0, 2, 4], "each that was due once, made or skipped"
+    assert [each for each in recorded if each[1] != "skipped"] == in_summary
+    assert summary["evaluations_skipped"] == len(recorded) - len(in_summary)
 
 
 def test_another_recipe_cannot_resume_and_changes_nothing(

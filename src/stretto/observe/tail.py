@@ -28,11 +28,6 @@ class Tail:
         self._group_seconds: deque[float] = deque(maxlen=GROUPS)
         self._update_seconds: deque[float] = deque(maxlen=UPDATES)
 
-    @property
-    def num_open(self) -> int:
-        """Groups without an end."""
-        return len(self._spans)
-
     def admitted(self, group: int, members: int) -> None:
         self._spans[group] = _Span(time.time(), members)
 
