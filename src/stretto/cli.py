@@ -1,4 +1,7 @@
-"""The command line. Arguments are parsed before anything heavy is imported, so `--help` answers at once."""
+"""The command line. Arguments are parsed before anything heavy is imported, so `--help` answers at once.
+
+So do mistakes in what was typed: a recipe that is not there or no recipe, a folder that cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,13 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 from stretto import __version__
 from stretto.errors import RunError, StrettoError
+
+if TYPE_CHECKING:
+    from stretto.config import Recipe
 
 EXAMPLES = """examples:
   stretto check recipes/quickstart.toml
@@ -22,9 +29,15 @@ EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, run, return the exit status: 0 done, 1 a law is broken, 2 bad input or a failed run, 130 interrupted."""
+    """Parse, run, return the exit status.
+
+    0: done. 1: a law is broken. 2: bad input or a failed run. 130: stopped, by Ctrl-C or a signal; a run that was
+    stopped at an update boundary can be resumed.
+    """
     options = _parser().parse_args(arguments)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[_StandardError()]
+    )
     command: Callable[[argparse.Namespace], int] = options.command
     try:
         return command(options)
@@ -37,6 +50,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader has gone; nothing is left to say to anybody
         return 0
+
+
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Writes to what standard error is at the moment: the live display puts itself there, and above it go the lines."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        pass
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,10 +78,11 @@ def _parser() -> argparse.ArgumentParser:
     _recipe_arguments(train)
     train.add_argument("--out", type=Path, metavar="RUN", help="run folder (default: runs/<recipe>-<time>)")
     train.add_argument("--resume", action="store_true", help="continue the run in --out after it was stopped")
+    train.add_argument("--part-of-compare", action="store_true", help=argparse.SUPPRESS)
     train.set_defaults(command=_train)
 
     check = commands.add_parser(
-        "check", help="validate a recipe, print it whole and the memory it needs; start nothing"
+        "check", help="do all that train does before it builds a model; print every value and the memory it needs"
     )
     _recipe_arguments(check)
     check.set_defaults(command=_check)
@@ -64,7 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("compare", help="the same recipe, seed and updates under several paradigms")
     _recipe_arguments(compare)
     compare.add_argument("--paradigms", metavar="A,B,...", help="default: all five")
-    compare.add_argument("--out", type=Path, metavar="DIR", help="folder for the runs and compare.json")
+    compare.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder for the runs and compare.json; what is finished there is kept"
+    )
     compare.add_argument("--target", type=float, metavar="SCORE", help="accuracy for the column of time to accuracy")
     compare.set_defaults(command=_compare)
 
@@ -83,28 +111,53 @@ def _parser() -> argparse.ArgumentParser:
 def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="a TOML file")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override a key of the recipe"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override a key of the recipe; KEY= takes it out",
     )
 
 
 def _train(options: argparse.Namespace) -> int:
-    from stretto.config import load_recipe
-    from stretto.runtime.run import default_run_folder, train_from_command_line
-
     if options.resume and options.out is None:
         raise RunError("`--resume` needs `--out RUN`: the folder of the run to continue")
+    recipe, folder = _recipe_and_folder(options)
+
+    from stretto.runtime.run import train_from_command_line
+
+    return train_from_command_line(recipe, folder, resume=options.resume, part_of_compare=options.part_of_compare)
+
+
+def _recipe_and_folder(options: argparse.Namespace) -> tuple[Recipe, Path]:
+    """What is wrong with these two is said before torch is imported, which takes seconds."""
+    from stretto.config import load_recipe
+    from stretto.runtime.starting import (
+        default_run_folder,
+        refuse_another_recipe,
+        refuse_nothing_to_resume,
+        refuse_occupied,
+    )
+
     recipe = load_recipe(options.recipe, options.overrides)
     folder = options.out or default_run_folder(options.recipe)
-    return train_from_command_line(recipe, folder, resume=options.resume)
+    if options.resume:
+        refuse_nothing_to_resume(folder)
+        refuse_another_recipe(recipe, folder)
+    else:
+        refuse_occupied(folder)
+    return recipe, folder
 
 
 def _check(options: argparse.Namespace) -> int:
     from stretto.config import load_recipe
-    from stretto.runtime.memory import describe_memory
 
     recipe = load_recipe(options.recipe, options.overrides)
-    sys.stdout.write(recipe.dumps())
-    sys.stdout.write("\n" + describe_memory(recipe) + "\n")
+
+    from stretto.runtime.checking import check
+
+    sys.stdout.write(check(recipe))
     return 0
 
 

@@ -1,12 +1,17 @@
-"""The same recipe, seed and number of updates under several paradigms, a process each, one after another."""
+"""The same recipe, seed and number of updates under several paradigms, a process each, one after another.
+
+The folder is the memory: a run in it that is finished is taken as it is, one that was stopped is resumed, and the table
+and `compare.json` are written again after every run. The same command therefore continues what was interrupted.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,14 @@ from rich.table import Table
 from stretto.config import PARADIGM_NAMES, Recipe, load_recipe
 from stretto.core.paradigms import PARADIGMS
 from stretto.errors import RecipeError, RunError
+from stretto.invocation import command
+from stretto.runtime.starting import refuse_another_recipe, standing
+
+STOPPED = 130  # exit status of a run that was stopped and can be resumed
+
+
+class ComparisonStoppedError(Exception):
+    """Ctrl-C, or a run that was stopped; what is finished is in the folder."""
 
 
 def compare_from_command_line(
@@ -26,34 +39,72 @@ def compare_from_command_line(
     folder: Path | None,
     target: float | None,
 ) -> int:
-    """Run `compare`, print its table, write `compare.json`; returns the exit status."""
-    folder = folder or Path("runs") / f"compare-{recipe.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    rows = compare(recipe, overrides, paradigms=paradigms or PARADIGM_NAMES, folder=folder, target=target)
-    console = Console(width=max(Console().width, 170))  # fourteen columns do not fit into less
-    console.print(comparison_table(rows))
-    console.print(f"written to {folder / 'compare.json'}", highlight=False, markup=False)
+    """Run `compare`, print its table after every paradigm, write `compare.json`; returns the exit status."""
+    chosen = folder or Path("runs") / f"compare-{recipe.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    console = Console()
+    wide = Console(width=max(console.width, 170))  # fourteen columns do not fit into less
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    again = _command(recipe, overrides, paradigms, chosen, target)
+    try:
+        rows: Sequence[Mapping[str, Any]] = ()
+        for rows in comparison(
+            recipe, overrides, paradigms=paradigms or PARADIGM_NAMES, folder=chosen, target=target, say=say
+        ):
+            wide.print(comparison_table(rows))
+    except (ComparisonStoppedError, KeyboardInterrupt):
+        say(f"interrupted; finished runs are kept and the others go on where they were with\n  {again}")
+        return STOPPED
+    except RunError as error:
+        raise RunError(f"{error}\n  finished runs are kept; once that is mended, go on with\n  {again}") from error
+    say(f"written to {chosen / 'compare.json'}")
     return 0
 
 
-def compare(
-    recipe: Path, overrides: Sequence[str], *, paradigms: Sequence[str], folder: Path, target: float | None = None
-) -> list[dict[str, Any]]:
-    """One run a paradigm in a fresh process; a row each with the names of `summary.json`.
+def _command(
+    recipe: Path, overrides: Sequence[str], paradigms: Sequence[str] | None, folder: Path, target: float | None
+) -> str:
+    words: list[str | Path] = ["compare", recipe]
+    for override in overrides:
+        words += ["--set", override]
+    if paradigms is not None:
+        words += ["--paradigms", ",".join(paradigms)]
+    if target is not None:
+        words += ["--target", str(target)]
+    return command(*words, "--out", folder)
+
+
+def comparison(
+    recipe: Path,
+    overrides: Sequence[str],
+    *,
+    paradigms: Sequence[str],
+    folder: Path,
+    target: float | None = None,
+    say: Callable[[str], None],
+) -> Iterator[list[dict[str, Any]]]:
+    """One run a paradigm in a fresh process; after each, a row for every one so far, with the names of `summary.json`.
 
     `target` is the accuracy of the column `seconds_to_target`; by default nine tenths of the way from the first
     evaluation to the best final one. Each row says which staleness it used, because paradigms that fix it override the
-    recipe's.
+    recipe's. Nothing is run before every recipe and every folder was found to be usable.
     """
     unknown = [name for name in paradigms if name not in PARADIGMS]
     if unknown:
         raise RecipeError(f"`--paradigms` names `{unknown[0]}`; known: {', '.join(PARADIGM_NAMES)}")
-    if (folder / "compare.json").exists():
-        raise RunError(f"`{folder}` holds a comparison already; choose another `--out`")
+    twice = [name for name in dict.fromkeys(paradigms) if paradigms.count(name) > 1]
+    if twice:
+        raise RecipeError(f"`--paradigms` names `{twice[0]}` more than once; name each paradigm once")
+    load_recipe(recipe, overrides)  # as it stands, before it is changed into others
     recipes = {name: load_recipe(recipe, overrides, compare_as=name) for name in paradigms}
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = []
     for name, resolved in recipes.items():
-        summary = _run(resolved, folder / name)
+        _refuse_folder(resolved, folder / name)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for name, resolved in recipes.items():
+        summary = _run(resolved, folder / name, say)
         plan = resolved.plan
         rows.append(
             {
@@ -64,26 +115,69 @@ def compare(
                 **summary,
             }
         )
-    _add_time_to_target(rows, target)
-    (folder / "compare.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    return rows
+        _add_time_to_target(rows, target)
+        _write(folder / "compare.json", rows)
+        yield rows
 
 
-def _run(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Train in a process of its own, so that no run inherits another's threads, caches or memory."""
+def _refuse_folder(recipe: Recipe, folder: Path) -> None:
+    """A run that is there already must be of this recipe."""
+    match standing(folder):
+        case "empty":
+            return
+        case "foreign":
+            raise RunError(f"`{folder}` exists already and is no run; choose another `--out`")
+        case _:
+            refuse_another_recipe(recipe, folder)
+
+
+def _run(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Take a finished run, continue a stopped one, or begin: in a process of its own, so that no run inherits
+    another's threads, caches or memory."""
+    paradigm, options = recipe.rollout.paradigm, ["--out", str(folder), "--part-of-compare"]
+    match standing(folder):
+        case "finished":
+            say(f"{paradigm}: finished before, taken from {folder}")
+            return _summary(folder)
+        case "stopped":
+            say(f"{paradigm}: continued in {folder}")
+            options.append("--resume")
+        case "lost":
+            say(f"{paradigm}: {folder} ended before its first checkpoint; it begins anew")
+            shutil.rmtree(folder)
+        case _:
+            say(f"{paradigm}: begins in {folder}")
     path = folder.with_suffix(".toml")
     path.write_text(recipe.source_toml(), encoding="utf-8")
-    command = [sys.executable, "-m", "stretto.cli", "train", str(path), "--out", str(folder)]
-    done = subprocess.run(command, check=False)
-    if done.returncode != 0:
-        raise RunError(f"the run under `{recipe.rollout.paradigm}` ended with status {done.returncode}: see `{folder}`")
+    status = _train([sys.executable, "-m", "stretto.cli", "train", str(path), *options])
+    if status == STOPPED:
+        raise ComparisonStoppedError
+    if status != 0:
+        raise RunError(f"the run under `{paradigm}` ended with status {status}: see above, and `{folder}`")
+    return _summary(folder)
+
+
+def _train(words: Sequence[str]) -> int:
+    """Run a command to its end. Ctrl-C reaches it too: it is waited for, so that it can leave a checkpoint."""
+    process = subprocess.Popen(words)
+    while True:
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            continue
+        return STOPPED if status == -2 else status  # -2: ended by SIGINT before it could handle one
+
+
+def _summary(folder: Path) -> dict[str, Any]:
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    if summary["stopped"]:
-        raise RunError(
-            f"the run under `{recipe.rollout.paradigm}` was stopped after {summary['steps']} of "
-            f"{recipe.training.steps} updates, so there is nothing to compare: see `{folder}`"
-        )
     return summary
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Whole at every moment."""
+    scratch = path.with_suffix(".partial")
+    scratch.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    scratch.replace(path)
 
 
 def _add_time_to_target(rows: list[dict[str, Any]], target: float | None) -> None:
