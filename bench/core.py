@@ -107,6 +107,7 @@ def main() -> None:
         group_size=options.group,
         staleness=options.staleness,
         updates=options.updates,
+        retries=2,
     )
     events, run = simulate(plan, options.instances, options.seed)
     times = [replay(plan, events) for _ in range(options.repeats)]

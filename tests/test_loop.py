@@ -180,7 +180,9 @@ class Bench:
 
 
 def plan(paradigm: str = "multi-version", **options: Any) -> Plan:
-    return resolve_plan(paradigm, **{"batch": 3, "group_size": 4, "updates": 6, **options})
+    if PARADIGMS[paradigm].staleness is None:
+        options.setdefault("staleness", 2)
+    return resolve_plan(paradigm, **{"batch": 3, "group_size": 4, "updates": 6, "retries": 2, **options})
 
 
 def broken(folder: Path) -> list[str]:

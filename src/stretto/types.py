@@ -101,10 +101,6 @@ class Weights:
     checksum: str
     scale: float = 1.0  # lora: alpha / rank
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors.values())
-
 
 @dataclass(frozen=True, slots=True)
 class Capacity:

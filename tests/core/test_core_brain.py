@@ -4,6 +4,7 @@ import pytest
 
 from stretto.core import messages as m
 from stretto.core.brain import Brain
+from stretto.core.paradigms import PARADIGMS
 from stretto.core.plan import resolve_plan
 from stretto.errors import TransitionError
 
@@ -12,7 +13,9 @@ class Run:
     """A brain with the commands of the last event, and shorthands for what can happen to its work."""
 
     def __init__(self, paradigm="multi-version", instances=(8,), **options):
-        options = {"batch": 2, "group_size": 1, "updates": 10} | options
+        options = {"batch": 2, "group_size": 1, "updates": 10, "retries": 2} | options
+        if PARADIGMS[paradigm].staleness is None:
+            options.setdefault("staleness", 2)
         self.plan = resolve_plan(paradigm, **options)
         self.brain = Brain(self.plan)
         self.last = []
@@ -301,9 +304,11 @@ def test_a_snapshot_is_refused_by_a_plan_that_does_not_fit_it():
     run = Run(staleness=1, in_flight=4, rows=99)
     snapshot = run.brain.snapshot()
     with pytest.raises(ValueError, match="`batch` is 3, but the run was begun with 2"):
-        Brain.restore(resolve_plan("multi-version", batch=3, group_size=1, updates=10), snapshot)
+        Brain.restore(
+            resolve_plan("multi-version", batch=3, group_size=1, updates=10, retries=2, staleness=2), snapshot
+        )
     with pytest.raises(ValueError, match="`updates` is 1, but what was started already needs 2"):
-        Brain.restore(resolve_plan("multi-version", batch=2, group_size=1, updates=1), snapshot)
+        Brain.restore(resolve_plan("multi-version", batch=2, group_size=1, updates=1, retries=2, staleness=2), snapshot)
 
 
 def test_reports_that_cannot_be_true_are_errors():
@@ -325,7 +330,7 @@ def test_reports_that_cannot_be_true_are_errors():
 
 
 def test_a_run_can_begin_at_a_later_version():
-    brain = Brain(resolve_plan("synchronous", batch=1, group_size=1, updates=5), first_version=4)
+    brain = Brain(resolve_plan("synchronous", batch=1, group_size=1, updates=5, retries=2), first_version=4)
     assert brain.handle(m.Joined(0, 1)) == [m.Load(0, 4)]
     assert brain.handle(m.Loaded(0, 4)) == [m.Start(0, 4, 4, 0, (0,))]
     brain.handle(m.Generated(0, 1))

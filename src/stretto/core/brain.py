@@ -279,8 +279,8 @@ class Brain:
 
     def _settle(self) -> None:
         """Do all that is possible now. Each step only needs those before it."""
-        if self.training is None and (self.unpublished is not None or self.stopping):
-            self._publish()
+        if self.training is None and self.unpublished is not None:
+            self._publish(self.unpublished)
         if not self.stopping:
             if self._batch_due and self.training is None and self.unpublished is None:
                 self._take_batch()
@@ -291,18 +291,16 @@ class Brain:
         if self.training is None:
             self._finish()
 
-    def _publish(self) -> None:
+    def _publish(self, version: int) -> None:
         """Publish what waits for it, unless running work has to end before; a run that stops does not wait."""
-        if self.unpublished is None:
-            return
         drains = self.plan.paradigm.on_publish == "drain"
         if drains and self.ledger.num_active and not self.stopping:
             return
-        self.window.publish(self.unpublished)
-        self._commands.append(Publish(self.unpublished))
+        self.window.publish(version)
+        self._commands.append(Publish(version))
         every = self.plan.evaluate_every
-        if every and self.unpublished % every == 0 and self.unpublished < self.plan.updates:
-            self.evaluations_due.add(self.unpublished)
+        if every and version % every == 0 and version < self.plan.updates:
+            self.evaluations_due.add(version)
         self.unpublished = None
         self._place_due = self._batch_due = self._open = True
 

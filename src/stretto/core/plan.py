@@ -19,9 +19,9 @@ class Plan:
     rows: int  # target of running trajectories, over all instances
     in_flight: int  # groups outstanding at most
     updates: int  # N: the run ends with version N
-    auto: bool = False  # K follows the measured tail
-    retries: int = 2  # per trajectory, for generation, and again for scoring
-    evaluate_every: int = 0  # versions; 0: never
+    auto: bool  # K follows the measured tail
+    retries: int  # per trajectory, for generation, and again for scoring
+    evaluate_every: int  # versions; 0: never
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("group_size", 1), ("staleness", 0), ("rows", 1), ("updates", 1)):
@@ -62,21 +62,23 @@ def resolve_plan(
     batch: int,
     group_size: int,
     updates: int,
+    retries: int,
     staleness: int | None = None,
     auto: bool = False,
     rows: int | None = None,
     in_flight: int | None = None,
-    retries: int = 2,
     evaluate_every: int = 0,
 ) -> Plan:
-    """A plan with what was left out filled in. The defaults live here and nowhere else."""
+    """A plan with what follows from the rest filled in: the paradigm's own `staleness`, `rows` and `in_flight`."""
     row = PARADIGMS.get(paradigm)
     if row is None:
         raise ValueError(
             f"`paradigm` is {paradigm!r}; it must be one of {', '.join(f'`{name}`' for name in PARADIGMS)}"
         )
     if staleness is None:
-        staleness = 2 if row.staleness is None else row.staleness
+        if row.staleness is None:
+            raise ValueError(f"`staleness` is missing: the paradigm `{row.name}` has none of its own")
+        staleness = row.staleness
     if in_flight is None:
         most = (staleness + 1) * batch
         in_flight = batch if row.one_batch else min(math.ceil(1.5 * batch), most)
@@ -99,13 +101,6 @@ def most_in_flight(paradigm: Paradigm, staleness: int, batch: int) -> int | None
     if paradigm.bounded_by == "in_flight":
         return None
     return batch if paradigm.one_batch else (staleness + 1) * batch
-
-
-def from_alpha(alpha: float, batch: int) -> tuple[int, int]:
-    """ROLL Flash's asynchronous ratio, fractional too, as (`staleness`, `in_flight`)."""
-    if not (math.isfinite(alpha) and alpha >= 0):
-        raise ValueError(f"`alpha` is {alpha}; it must be a finite number of at least 0")
-    return math.ceil(alpha), math.floor((alpha + 1) * batch)
 
 
 def _at_least(name: str, got: int, least: int) -> None:

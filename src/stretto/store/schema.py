@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from stretto.core.paradigms import PARADIGMS
 from stretto.errors import JournalError, RunError
 
 JOURNAL_NAME = "journal.sqlite"
@@ -89,8 +90,6 @@ CREATE TABLE rewinds (
 CREATE TABLE notes (id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL);
 """
 
-LAWS_BROKEN: dict[str, tuple[int, ...]] = {"partial": (1,), "drop": (2,)}
-
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
@@ -110,7 +109,7 @@ class RunFacts:
     @property
     def laws_broken(self) -> tuple[int, ...]:
         """The laws that this paradigm gives up by design."""
-        return LAWS_BROKEN.get(self.paradigm, ())
+        return PARADIGMS[self.paradigm].breaks
 
 
 def journal_path(run_folder: str | Path) -> Path:

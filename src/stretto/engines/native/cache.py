@@ -70,9 +70,6 @@ class KVCache:
             if not self._references[page]:
                 self._free.append(page)
 
-    def references(self, page: int) -> int:
-        return self._references[page]
-
     def slots(self, pages: Sequence[int], tokens: int, device: torch.device | None = None) -> Tensor:
         """The slots [tokens] of the first `tokens` tokens of a list of pages, int32."""
         table = torch.tensor(pages, dtype=torch.int32, device=device or self.storage.device)
