@@ -1,0 +1,54 @@
+"""What `compare` makes of the summaries of its runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto import compare
+from stretto.compare import _add_time_to_target, comparison
+from stretto.errors import RunError
+
+RECIPE = '[model]\npath = "tiny"\n[task]\ntype = "countdown-chain"\n'
+
+
+def row(paradigm: str, *scores: tuple[float, float | None]) -> dict[str, Any]:
+    evaluations = [{"elapsed_s": at, "score": score} for at, score in scores]
+    return {
+        "paradigm": paradigm,
+        "evaluations": evaluations,
+        "eval_before": evaluations[0]["score"],
+        "eval_after": evaluations[-1]["score"],
+    }
+
+
+def test_the_target_is_nine_tenths_of_the_way_to_the_best_unless_it_is_given() -> None:
+    rows = [row("drop", (0.0, 0.0), (5.0, None), (9.0, 0.5)), row("partial", (0.0, 0.0), (4.0, 0.9), (8.0, 1.0))]
+    _add_time_to_target(rows, None)
+    assert [(each["target"], each["seconds_to_target"]) for each in rows] == [(0.9, None), (0.9, 4.0)]
+    _add_time_to_target(rows, 0.5)
+    assert [each["seconds_to_target"] for each in rows] == [9.0, 4.0]
+
+
+def test_without_a_score_there_is_no_target() -> None:
+    rows = [row("drop", (0.0, None), (9.0, None))]
+    _add_time_to_target(rows, None)
+    assert (rows[0]["target"], rows[0]["seconds_to_target"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(130, compare.ComparisonStoppedError), (2, RunError), (-15, RunError), (-9, RunError)]
+)
+def test_a_run_that_did_not_come_to_its_end_is_never_tabled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, error: type[Exception]
+) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    monkeypatch.setattr(compare, "_train", lambda words: status)
+    rows = comparison(
+        tmp_path / "recipe.toml", [], paradigms=["partial"], folder=tmp_path / "out", say=lambda text: None
+    )
+    with pytest.raises(error):
+        next(rows)
+    assert not (tmp_path / "out" / "compare.json").exists()

@@ -1,0 +1,111 @@
+"""An evaluation over a fake engine: the same prompts and seeds whatever the version, and what failed is counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stretto.environments.data import PromptStream, Row
+from stretto.environments.protocol import Policy
+from stretto.errors import EngineError, RequestError, RewardError
+from stretto.evaluation import PRIORITY, EvaluationResult, Evaluator
+from stretto.store.journal import Journal, JournalReader
+from stretto.store.schema import RunFacts
+from stretto.types import Completion, Prompt, Request, Sampling
+
+
+class Characters:
+    """A tokenizer: one token a character."""
+
+    chat_template = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(character) for character in text]
+
+    def __call__(self, texts: Sequence[str], add_special_tokens: bool = True) -> dict[str, list[list[int]]]:
+        return {"input_ids": [self.encode(text) for text in texts]}
+
+
+class Answers:
+    """As much of an engine as an evaluation uses: ten tokens for each request, or what `trouble` raises."""
+
+    def __init__(self, trouble: Callable[[Request], None]) -> None:
+        self.requests: list[Request] = []
+        self._trouble = trouble
+
+    async def generate(self, request: Request) -> Completion:
+        self.requests.append(request)
+        self._trouble(request)
+        empty = np.zeros(10, dtype=np.float32)
+        return Completion(request.id, request.version, np.zeros(10, dtype=np.int32), empty, "stop", "sum")
+
+
+class Scores:
+    """An environment whose reward is 1 for the first prompt and less for those after it."""
+
+    async def episode(self, prompt: Prompt, policy: Policy) -> float:
+        await policy.generate(prompt.tokens)
+        if prompt.index == 3:
+            raise RewardError("no idea")
+        return 1.0 - prompt.index / 4
+
+
+def evaluate(
+    folder: Path, version: int = 4, trouble: Callable[[Request], None] = lambda request: None
+) -> tuple[EvaluationResult, list[Request], list[Any]]:
+    rows = [Row(text=f"{number}+{number}=") for number in range(8)]
+    prompts = PromptStream(rows, Characters(), seed=0, max_prompt_tokens=64, shuffle=False)
+    engine: Any = Answers(trouble)
+    with Journal.open(folder / f"{version}.sqlite") as journal:
+        journal.begin(RunFacts("synchronous", 0, False, 1, 1, 1, 0, 9, 0), at=1.0)
+        evaluator = Evaluator(
+            prompts, 4, environment=Scores(), sampling=Sampling(max_tokens=16), seed=5, journal=journal
+        )
+        result = asyncio.run(evaluator.evaluate(engine, version, "during"))
+        evaluator.record(result)
+    with JournalReader(folder / f"{version}.sqlite") as reader:
+        recorded = [(each.version, each.kind, each.reward, each.num) for each in reader.evaluations()]
+    return result, engine.requests, recorded
+
+
+def test_prompts_and_seeds_are_the_same_for_every_version(tmp_path: Path) -> None:
+    _, first, _ = evaluate(tmp_path, version=4)
+    _, second, _ = evaluate(tmp_path, version=9)
+    assert [(each.prompt, each.seed) for each in first] == [(each.prompt, each.seed) for each in second]
+    assert ({each.version for each in first}, {each.version for each in second}) == ({4}, {9})
+    assert len({each.seed for each in first}) == 4
+    assert all(each.id < 0 and each.priority == PRIORITY for each in first), "no trajectory of rollout, and after it"
+
+
+def test_what_failed_is_neither_in_the_score_nor_in_the_lengths(tmp_path: Path) -> None:
+    def trouble(request: Request) -> None:
+        if request.id == -2:
+            raise RequestError("too long")
+
+    result, _, recorded = evaluate(tmp_path, trouble=trouble)
+    assert (result.num_scored, result.num_failed) == (2, 2), "a request and a reward"
+    assert result.score == pytest.approx((1.0 + 0.5) / 2)
+    assert result.mean_tokens == 10.0, "a request that failed is no completion of 0 tokens"
+    assert recorded == [(4, "during", result.score, 2)]
+
+
+def test_where_nothing_could_be_generated_there_is_no_score(tmp_path: Path) -> None:
+    def trouble(request: Request) -> None:
+        raise RequestError("too long")
+
+    result, _, recorded = evaluate(tmp_path, trouble=trouble)
+    assert (result.score, result.num_scored, result.num_failed, result.mean_tokens) == (None, 0, 4, 0.0)
+    assert recorded == [(4, "during", None, 0)]
+
+
+def test_an_engine_that_dies_is_no_failed_request(tmp_path: Path) -> None:
+    def trouble(request: Request) -> None:
+        raise EngineError("gone")
+
+    with pytest.raises(EngineError, match="gone"):
+        evaluate(tmp_path, trouble=trouble)

@@ -1,0 +1,185 @@
+"""A trajectory that goes on elsewhere: which versions its tokens are of, and what is written of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stretto.core import messages as core
+from stretto.environments.protocol import Policy
+from stretto.errors import EngineError, JournalError, RequestError, RewardError
+from stretto.flights import Flight, Flights
+from stretto.types import Completion, Prompt, Request, Sampling, Suspended
+
+PROMPT = Prompt(0, "1+1=", (1, 2, 3), {})
+
+
+def completion(version: int, token_versions: Sequence[int] | None = None) -> Completion:
+    return Completion(
+        id=0,
+        version=version,
+        tokens=np.arange(4, dtype=np.int32),
+        logprobs=np.zeros(4, dtype=np.float32),
+        finish="stop",
+        checksum="sum",
+        token_versions=None if token_versions is None else np.array(token_versions, dtype=np.int32),
+    )
+
+
+class Engine:
+    """Answers with `done`, and keeps what it was asked for."""
+
+    def __init__(self, done: Completion | Exception) -> None:
+        self.done = done
+        self.generated: list[Request] = []
+        self.resumed: list[Suspended] = []
+
+    async def generate(self, request: Request) -> Completion:
+        self.generated.append(request)
+        return self._end()
+
+    async def resume(self, suspended: Suspended) -> Completion:
+        self.resumed.append(suspended)
+        return self._end()
+
+    async def suspend(self, ids: Sequence[int], *, kv: bool) -> list[Suspended]:
+        return [replace(suspended(version=1), request=request(id, version=1)) for id in ids]
+
+    def _end(self) -> Completion:
+        if isinstance(self.done, Exception):
+            raise self.done
+        return self.done
+
+
+class Recorder:
+    """A journal, a tally and a tail that keep the names of what they are told and the first argument."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, Any]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **options: self.told.append((name, args[0] if args else options))
+
+
+class Environment:
+    def __init__(self, outcome: float | Exception) -> None:
+        self.outcome = outcome
+
+    async def episode(self, prompt: Prompt, policy: Policy) -> float:
+        await policy.generate(prompt.tokens)
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+def request(id: int, version: int) -> Request:
+    return Request(id, version, PROMPT.tokens, seed=9, sampling=Sampling(8))
+
+
+def suspended(version: int, token_versions: Sequence[int] | None = None) -> Suspended:
+    versions = None if token_versions is None else np.array(token_versions, dtype=np.int32)
+    tokens, logprobs = np.arange(2, dtype=np.int32), np.zeros(2, dtype=np.float32)
+    return Suspended(request(0, version), tokens, logprobs, "sum", token_versions=versions)
+
+
+def flights(
+    flight: Flight, engines: Mapping[int, Any], outcome: float | Exception = 1.0
+) -> tuple[Flights, Recorder, list[Any]]:
+    recorder, events = Recorder(), list[Any]()
+    made: Any = Flights(
+        {flight.id: flight},
+        engines=engines,
+        environment=Environment(outcome),
+        decode=lambda tokens: "text",
+        sampling=Sampling(8),
+        journal=recorder,  # type: ignore[arg-type]
+        tally=recorder,  # type: ignore[arg-type]
+        tail=recorder,  # type: ignore[arg-type]
+        post=events.append,
+    )
+    return made, recorder, events
+
+
+def test_a_trajectory_flies_from_its_prompt_to_its_reward() -> None:
+    flight, engine = Flight(0, 7, 2, 9, PROMPT), Engine(completion(2))
+    made, recorder, events = flights(flight, {0: engine}, outcome=0.5)
+    asyncio.run(made.fly(flight, 2, 0))
+    assert engine.generated == [replace(request(0, 2), group=7)]
+    assert (flight.completion, flight.reward, flight.instance) == (engine.done, 0.5, None)
+    assert [name for name, _ in recorder.told] == ["generated", "member_ended", "scored"]
+    assert events == [core.Generated(0, 4), core.Scored(0)]
+
+
+@pytest.mark.parametrize(
+    ("before", "version", "after"),
+    [(None, 1, None), (None, 3, [1, 1]), ([0, 1], 3, [0, 1])],
+    ids=["its own", "a newer one", "a newer one again"],
+)
+def test_a_suspended_trajectory_goes_on_and_says_which_versions_its_tokens_are_of(
+    before: list[int] | None, version: int, after: list[int] | None
+) -> None:
+    flight, engine = Flight(0, 0, 1, 9, PROMPT, suspended=suspended(1, before)), Engine(completion(version))
+    made, _, _ = flights(flight, {0: engine})
+    asyncio.run(made.fly(flight, version, 0))
+    (asked,) = engine.resumed
+    assert asked.request.version == version
+    assert (None if asked.token_versions is None else asked.token_versions.tolist()) == after
+    assert flight.suspended is None
+    assert not engine.generated
+
+
+def test_one_that_began_anew_under_newer_weights_says_so_of_every_token() -> None:
+    flight, engine = Flight(0, 0, 1, 9, PROMPT), Engine(completion(3))
+    made, _, _ = flights(flight, {0: engine})
+    asyncio.run(made.fly(flight, 3, 0))
+    assert flight.completion is not None
+    assert flight.completion.token_versions is not None
+    assert flight.completion.token_versions.tolist() == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("done", "outcome", "event"),
+    [
+        (RequestError("too long"), 1.0, core.GenerationFailed(0, "too long")),
+        (completion(1), RewardError("no idea"), core.ScoringFailed(0, "no idea")),
+        (completion(1), ZeroDivisionError("no"), core.ScoringFailed(0, "ZeroDivisionError: no")),
+    ],
+)
+def test_what_goes_wrong_with_one_trajectory_is_an_event(done: Any, outcome: Any, event: core.Event) -> None:
+    flight = Flight(0, 0, 1, 9, PROMPT)
+    made, _, events = flights(flight, {0: Engine(done)}, outcome)
+    asyncio.run(made.fly(flight, 1, 0))
+    assert events[-1] == event
+
+
+def test_what_goes_wrong_with_the_run_is_raised() -> None:
+    flight = Flight(0, 0, 1, 9, PROMPT)
+    made, _, _ = flights(flight, {0: Engine(completion(1))}, JournalError("full"))
+    with pytest.raises(JournalError, match="full"):
+        asyncio.run(made.fly(flight, 1, 0))
+
+
+def test_a_lost_instance_is_told_once_and_the_last_one_ends_the_run() -> None:
+    flight, error = Flight(0, 0, 1, 9, PROMPT), EngineError("gone")
+    made, recorder, events = flights(flight, {0: Engine(error), 1: Engine(error)})
+    asyncio.run(made.fly(flight, 1, 0))
+    made.instance_failed(0, error)
+    assert events == [core.Lost(0)]
+    assert recorder.told == [("note", "instance lost")]
+    with pytest.raises(EngineError, match="gone"):
+        asyncio.run(made.fly(flight, 1, 1))
+
+
+def test_what_is_thrown_away_is_recorded_with_the_tokens_that_it_had() -> None:
+    running = Flight(0, 0, 1, 9, PROMPT, instance=0)
+    done = Flight(1, 0, 1, 9, PROMPT, completion=completion(1))
+    waiting = Flight(2, 0, 1, 9, PROMPT)
+    made, recorder, _ = flights(running, {0: Engine(completion(1))})
+    asyncio.run(made.discard([running, done, waiting]))
+    counted = [told for name, told in recorder.told if name == "dropped"]
+    assert counted == [2, 0, 4, 1, 0, 2], "the tally's tokens and the journal's trajectory, in turn"
