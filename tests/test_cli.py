@@ -1,16 +1,20 @@
 """The command line: fast, and clear about what is wrong."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
+import tomli_w
 
 import stretto.compare
 from stretto.cli import main
+from stretto.config import load_recipe
 
 RECIPE = '[model]\npath = "tiny"\nlora = { rank = 4 }\nwarm_start = { steps = 2 }\n[task]\ntype = "countdown-chain"\n'
 
@@ -114,7 +118,7 @@ def test_train_verify_and_show_follow_one_another(
     run = tmp_path / "run"
     assert main(["train", str(recipe), *settings(), "--out", str(run)]) == 0
     said = capsys.readouterr().out
-    assert "update 2/2" in said
+    assert "2 of 2 updates done" in said
     assert "what the run came to" in said
     assert f"try next: stretto verify {run}" in said
     assert main(["verify", str(run)]) == 0
@@ -125,15 +129,16 @@ def test_train_verify_and_show_follow_one_another(
     assert "is finished" in capsys.readouterr().err
 
 
+def in_this_process(words: Sequence[str]) -> int:
+    assert words[1:3] == ["-m", "stretto.cli"]
+    return main(words[3:])
+
+
 def test_compare_runs_one_recipe_under_several_paradigms(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def in_this_process(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        assert command[1:3] == ["-m", "stretto.cli"]
-        return subprocess.CompletedProcess(command, main(command[3:]))
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(stretto.compare.subprocess, "run", in_this_process)
+    monkeypatch.setattr(stretto.compare, "_train", in_this_process)
     recipe.write_text(recipe.read_text() + "[rollout]\nstaleness = 3\n[algorithm]\nclip_low = 0.3\n")
     folder = tmp_path / "compared"
     command = ["compare", str(recipe), *settings(), "--out", str(folder)]
@@ -150,5 +155,127 @@ def test_compare_runs_one_recipe_under_several_paradigms(
     assert len({row["eval_before"] for row in rows}) == 1, "all begin with the same policy"
     for row in rows:
         assert main(["verify", str(folder / row["paradigm"])]) == 0
-    assert main(command) == 2
-    assert "holds a comparison already" in capsys.readouterr().err
+
+
+def test_the_same_compare_goes_on_where_it_was_interrupted(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "compared"
+    command = ["compare", str(recipe), *settings(), "--paradigms", "synchronous,drop", "--out", str(folder)]
+    started: list[str] = []
+
+    def interrupted_at_the_second(words: Sequence[str]) -> int:
+        started.append(Path(words[4]).stem)
+        if len(started) == 2:
+            (folder / "drop").mkdir()
+            shutil.copy(folder / "synchronous" / "config.toml", folder / "drop" / "config.toml")
+            (folder / "drop" / "config.toml").write_text(load_recipe(folder / "drop.toml").dumps())
+            return 130
+        return in_this_process(words)
+
+    monkeypatch.setattr(stretto.compare, "_train", interrupted_at_the_second)
+    assert main(command) == 130
+    said = capsys.readouterr().out
+    assert f"stretto {' '.join(command)}" in " ".join(said.split()), "the command that goes on, whole"
+    assert "--resume" not in said
+    assert [row["paradigm"] for row in json.loads((folder / "compare.json").read_text())] == ["synchronous"]
+
+    started.clear()
+    monkeypatch.setattr(stretto.compare, "_train", lambda words: started.append(words[4]) or in_this_process(words))
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "synchronous: finished before" in said
+    assert "ended before its first checkpoint; it begins anew" in said
+    assert [Path(path).stem for path in started] == ["drop"]
+    assert [row["paradigm"] for row in json.loads((folder / "compare.json").read_text())] == ["synchronous", "drop"]
+
+    assert main(command) == 0, "all of it is there: the table again"
+    assert len(started) == 1
+    assert main([*command, "--set", "training.learning_rate=0.5"]) == 2
+    assert "`training.learning_rate` is 0.5, and the run in" in capsys.readouterr().err
+
+
+def test_a_paradigm_named_twice_is_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(recipe), "--paradigms", "drop,drop"]) == 2
+    assert "`--paradigms` names `drop` more than once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "none.toml"], "`none.toml` does not exist"),
+        (["train", "recipe.toml", "--set", "staleness=3"], "did you mean `rollout.staleness`"),
+        (["train", "recipe.toml", "--out", "taken"], "exists already"),
+        (["train", "recipe.toml", "--out", "nothing", "--resume"], "nothing to resume"),
+        (["train", "recipe.toml", "--out", "dead", "--resume"], "delete the folder or choose another `--out`"),
+        (["train", "recipe.toml", "--out", "dead"], "delete the folder, or choose another `--out`"),
+        (["compare", "recipe.toml", "--paradigms", "drop,drop"], "more than once"),
+    ],
+)
+def test_mistakes_in_what_was_typed_are_told_before_torch_is_imported(
+    recipe: Path, tmp_path: Path, arguments: list[str], words: str
+) -> None:
+    for folder, name in (("taken", "file"), ("dead", "config.toml")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text("")
+    code = (
+        f"import sys, stretto.cli\nstatus = stretto.cli.main({arguments!r})\n"
+        "sys.exit('torch was imported' if 'torch' in sys.modules else status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+
+
+def test_check_prints_what_a_run_would_use_where_the_recipe_says_nothing(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(recipe)]) == 0
+    out = capsys.readouterr().out
+    printed = tomllib.loads(out)
+    assert printed["rollout"]["rows"] == 16 * 8
+    assert printed["rollout"]["in_flight"] == 24
+    assert printed["rollout"]["staleness"] == 2
+    assert printed["model"]["lora"]["alpha"] == 8.0
+    assert "all linear layers but the output layer" in out
+    again = recipe.with_name("again.toml")
+    again.write_text(out)
+    assert load_recipe(again).plan == load_recipe(recipe).plan, "what it prints is a recipe of the same run"
+    assert "scored by `stretto.environments.countdown:reward`" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"reward": "own_reward:rewrad"}, "did you mean `reward`?"),
+        ({"reward": "own_reward:other"}, "missing a required argument: 'solution'"),
+        ({"path": "none.jsonl"}, "`none.jsonl` is no file"),
+        ({"path": "few.jsonl"}, "too few rows to hold any out"),
+        ({"path": "long.jsonl"}, "its prompt has 5000 tokens"),
+    ],
+)
+def test_check_refuses_what_train_refuses_and_prints_no_configuration(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    change: dict[str, str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_reward.py").write_text(
+        "def reward(prompt, completion, answer):\n    return 1.0\n"
+        "def other(prompt, completion, solution):\n    return 1.0\n"
+    )
+    row = '{"prompt": "1+1=", "answer": 2}\n'
+    (tmp_path / "rows.jsonl").write_text(row * 100)
+    (tmp_path / "few.jsonl").write_text(row * 3)
+    (tmp_path / "long.jsonl").write_text(row * 99 + '{"prompt": "%s", "answer": 2}\n' % ("1" * 5000))
+    task = {"type": "file", "path": "rows.jsonl", "reward": "own_reward:reward"}
+    for number, (changed, status) in enumerate([({}, 0), (change, 2)]):
+        path = tmp_path / f"{number}.toml"
+        path.write_text(tomli_w.dumps({"model": {"path": "tiny"}, "task": {**task, **changed}}))
+        assert main(["check", str(path)]) == status
+        out, err = capsys.readouterr()
+        assert bool(out) == (status == 0)
+        assert status == 0 or words in err

@@ -175,7 +175,7 @@ def test_a_run_without_updates_has_a_summary_too() -> None:
 def test_a_line_on_the_screen_says_why_the_trainer_waited() -> None:
     subject, _ = tally()
     line = update(subject, 4, [sample(0, 3, completion(10)), sample(1, 4, completion(20))], 0.0, 1.0)
-    assert describe_update(line, 9) == "update 5/9  reward 0.500  30 tok/s  age 0.50 (max 1)  length 15"
+    assert describe_update(line, 9) == "5 of 9 updates done  reward 0.500  30 tok/s  age 0.50 (max 1)  length 15"
     assert describe_update({**line, "trainer_idle_seconds": 38.2}, 9).endswith("trainer idle 38 s: group 3")
 
 

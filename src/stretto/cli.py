@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from stretto import __version__
-from stretto.errors import RunError, StrettoError
+from stretto.errors import RecipeError, RunError, StrettoError
 
 if TYPE_CHECKING:
     from stretto.config import Recipe
@@ -132,7 +132,6 @@ def _train(options: argparse.Namespace) -> int:
 
 def _recipe_and_folder(options: argparse.Namespace) -> tuple[Recipe, Path]:
     """What is wrong with these two is said before torch is imported, which takes seconds."""
-    from stretto.config import load_recipe
     from stretto.runtime.starting import (
         default_run_folder,
         refuse_another_recipe,
@@ -140,17 +139,29 @@ def _recipe_and_folder(options: argparse.Namespace) -> tuple[Recipe, Path]:
         refuse_occupied,
     )
 
-    recipe = load_recipe(options.recipe, options.overrides)
+    _refuse_missing(options.recipe)
     folder = options.out or default_run_folder(options.recipe)
     if options.resume:
         refuse_nothing_to_resume(folder)
-        refuse_another_recipe(recipe, folder)
     else:
         refuse_occupied(folder)
+
+    from stretto.config import load_recipe
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    if options.resume:
+        refuse_another_recipe(recipe, folder)
     return recipe, folder
 
 
+def _refuse_missing(recipe: Path) -> None:
+    if not recipe.exists():
+        raise RecipeError(f"recipe `{recipe}` does not exist")
+
+
 def _check(options: argparse.Namespace) -> int:
+    _refuse_missing(options.recipe)
+
     from stretto.config import load_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)
@@ -162,6 +173,8 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
+    _refuse_missing(options.recipe)
+
     from stretto.compare import compare_from_command_line
 
     return compare_from_command_line(

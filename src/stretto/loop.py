@@ -27,7 +27,7 @@ No stall is an engine that makes tokens, or an update or a reward within its own
 
 A failure of a request, a reward or an environment is data and goes to the core. A failure of the trainer, the journal,
 the reward pool itself or of this file is stored once, wakes the loop, and ends the run with that error; one `finally`
-leaves no task behind. How a trajectory flies is in `flights.py`.
+leaves no task behind. How a trajectory flies is in `flights.py`, how a batch is trained on in `updates.py`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from stretto.core import messages as core
 from stretto.core.brain import Brain
-from stretto.core.waits import Wait
 from stretto.engines.protocol import Engine
 from stretto.environments.data import PromptStream
 from stretto.environments.protocol import Environment
@@ -53,12 +52,14 @@ from stretto.evaluation import EvaluationResult, Evaluator
 from stretto.flights import Flight, Flights
 from stretto.observe.metrics import Tally
 from stretto.observe.progress import Observer, Status
+from stretto.observe.repeats import Repeats
 from stretto.observe.tail import Tail
 from stretto.runtime.roles import TrainerRole
 from stretto.seeds import trajectory_seed
 from stretto.store.journal import Journal
 from stretto.store.schema import Attempt
-from stretto.types import Batch, Sample, Sampling, Weights
+from stretto.types import Sampling, Weights
+from stretto.updates import Updates
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +122,7 @@ class Loop:
         self._finish: core.Finish | None = None
         self._stop_asked = False
         self._tail = Tail()
+        self._failures = Repeats(log)
         self._flights = Flights(
             flights,
             engines=engines,
@@ -132,8 +134,17 @@ class Loop:
             tail=self._tail,
             post=self.post,
         )
-        self._trainer_free_at = self._checkpointed_at = 0.0
-        self._trainer_wait = ""  # why the next update has not begun
+        self._updates = Updates(
+            trainer,
+            self._flights,
+            self.weights,
+            journal=journal,
+            tally=tally,
+            tail=self._tail,
+            observer=observer,
+            post=self.post,
+        )
+        self._checkpointed_at = 0.0
         self._evaluations: dict[int, EvaluationResult] = {}  # ended, and not yet counted
 
     @property
@@ -154,7 +165,7 @@ class Loop:
         for instance, count in slots.items():
             self.post(core.Joined(instance, count))
         self._spawn(self._report_status(), "status")
-        self._trainer_free_at = self._checkpointed_at = time.time()
+        self._updates.free_at = self._checkpointed_at = time.time()
         try:
             while self._finish is None:
                 await self._next_event()
@@ -164,7 +175,7 @@ class Loop:
                     for command in self.brain.handle(event):
                         self._execute(command)
                     if isinstance(event, core.Updated):
-                        self._note_trainer_wait(self.brain.waits())
+                        self._updates.note_wait(self.brain.waits())
                 await self._journal.room()
                 if self._failure is not None:
                     raise self._failure
@@ -176,6 +187,7 @@ class Loop:
             stopped = self._finish is not None and self._finish.stopped
             self._tally.close_window(self._flights.reports(), time.time(), stopped=stopped)
             await self._end_tasks()
+            self._failures.close()
 
     def post(self, event: core.Event) -> None:
         """Something happened. From the loop's thread only."""
@@ -232,20 +244,6 @@ class Loop:
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
-
-    def _spawn_on(self, instance: int, work: Callable[[Engine], Coroutine[Any, Any, None]], name: str) -> None:
-        """Have an instance do something. One that is lost does nothing: the core hears of that by itself."""
-
-        async def carry_out() -> None:
-            engine = self._flights.engines.get(instance)
-            if engine is None:
-                return
-            try:
-                await work(engine)
-            except EngineError as error:
-                self._flights.instance_failed(instance, error)
-
-        self._spawn(carry_out(), f"{name} on instance {instance}")
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -320,7 +318,7 @@ class Loop:
         self._tally.failed(flight.completion)
         self._journal.failed(flight.id, command.reason, at=time.time())
         self._tail.member_ended(flight.group, scored=False)
-        log.warning("trajectory %d failed for good: %s", flight.id, command.reason)
+        self._failures.warn(f"trajectory {flight.id} failed for good: {command.reason}")
         self._flights.failed_in_a_row += 1
         plan = self.brain.plan
         if self._flights.failed_in_a_row >= max(HOPELESS, 4 * plan.batch * plan.group_size):
@@ -339,38 +337,21 @@ class Loop:
 
     def _train(self, command: core.Train) -> None:
         self._open_window(time.time())  # a resumed run may begin with an update
-        waited_for, self._trainer_wait = self._trainer_wait, ""
-        self._spawn(self._update(command, waited_for), f"update {command.update}")
+        self._spawn(self._updates.begin(command), f"update {command.update}")
 
     # The weights of a version are taken at its command: by the time that the journal is durable it may be retired.
 
     def _load(self, command: core.Load) -> None:
-        weights = self.weights[command.version]
-
-        async def load(engine: Engine) -> None:
-            await self._journal.durable()  # the version's checksum, before its first token
-            await engine.load(weights)
-            self._loaded(command.instance, weights)
-
-        self._spawn_on(command.instance, load, f"load version {command.version}")
+        work = self._flights.load(command.instance, self.weights[command.version])
+        self._spawn(work, f"load version {command.version} on instance {command.instance}")
 
     def _swap(self, command: core.Swap) -> None:
-        weights = self.weights[command.version]
-
-        async def swap(engine: Engine) -> None:
-            await self._journal.durable()
-            await engine.swap(command.old, weights)
-            self._loaded(command.instance, weights)
-
-        self._spawn_on(command.instance, swap, f"swap version {command.old} for {command.version}")
-
-    def _loaded(self, instance: int, weights: Weights) -> None:
-        self._journal.version_loaded(weights.version, weights.checksum, at=time.time())
-        self.post(core.Loaded(instance, weights.version))
+        work = self._flights.swap(command.instance, command.old, self.weights[command.version])
+        self._spawn(work, f"swap version {command.old} for {command.version} on instance {command.instance}")
 
     def _unload(self, command: core.Unload) -> None:
-        name = f"unload version {command.version}"
-        self._spawn_on(command.instance, lambda engine: engine.unload(command.version), name)
+        work = self._flights.on(command.instance, lambda engine: engine.unload(command.version))
+        self._spawn(work, f"unload version {command.version} on instance {command.instance}")
 
     def _publish(self, command: core.Publish) -> None:
         weights = self.weights[command.version]
@@ -395,7 +376,8 @@ class Loop:
             self._evaluations[command.version] = await evaluator.evaluate(engine, command.version, "during")
             self.post(core.Evaluated(command.version))
 
-        self._spawn_on(command.instance, evaluate, f"evaluate version {command.version}")
+        work = self._flights.on(command.instance, evaluate)
+        self._spawn(work, f"evaluate version {command.version} on instance {command.instance}")
 
     def _skip_evaluation(self, command: core.SkipEvaluation) -> None:
         now = time.time()
@@ -406,47 +388,12 @@ class Loop:
     def _end(self, command: core.Finish) -> None:
         self._finish = command
 
-    # -- updates -------------------------------------------------------------------------------------------------------
-
-    async def _update(self, command: core.Train, waited_for: str) -> None:
-        flights = [self.flights[id] for id in command.trajectories]
-        idle_s = time.time() - self._trainer_free_at
-        self._journal.batch_taken(command.update, command.trajectories, at=time.time())
-        await self._journal.durable()
-        samples = []
-        for flight in flights:
-            assert flight.completion is not None, flight
-            assert flight.reward is not None, flight
-            samples.append(
-                Sample(flight.id, flight.group, flight.version, flight.prompt.tokens, flight.completion, flight.reward)
-            )
-        started = time.time()
-        report, weights = await self._trainer.update(Batch(command.update, samples))
-        ended = time.time()
-
-        self.weights[weights.version] = weights
-        for flight in flights:
-            del self.flights[flight.id]
-        self._tail.updated(ended - started)
-        line = self._tally.trained(samples, report, started=started, ended=ended, idle_s=idle_s, waited_for=waited_for)
-        self._journal.update_done(command.update, line, at=ended)
-        self._observer.updated(line)
-        self._trainer_free_at = ended
-        self._tally.mark(self._flights.reports(), ended)
-        self.post(core.Updated(command.update))
-        if (measured := self._tail.measure()) is not None:
-            self.post(core.Measured(*measured))
-
     # -- what is going on ----------------------------------------------------------------------------------------------
-
-    def _note_trainer_wait(self, waits: Sequence[Wait]) -> None:
-        """Keep why the trainer waits until the update that it waits for begins."""
-        self._trainer_wait = next((wait.reason for wait in waits if wait.owner == "trainer"), self._trainer_wait)
 
     async def _report_status(self) -> None:
         while True:
             waits = self.brain.waits()
-            self._note_trainer_wait(waits)
+            self._updates.note_wait(waits)
             self._observer.status(
                 Status(
                     update=self.brain.next_update,

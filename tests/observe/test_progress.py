@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from stretto.evaluation import EvaluationResult
-from stretto.observe.progress import Plain, Status, Terminal, make_observer
+from stretto.observe.progress import LEGEND, LONGEST_LINE, Plain, Status, Terminal, describe_update, make_observer
 from stretto.types import Load
 
 LINE: dict[str, Any] = {
@@ -44,7 +44,7 @@ def test_a_terminal_shows_versions_and_waits_and_leaves_the_last_update() -> Non
     observer.close()
     observer.close()
     said = out.getvalue()
-    assert "2/4" in said
+    assert "2 of 4" in said
     assert "v1: 3" in said
     assert "groups [/are] finished" in said, "what waits is text, whatever is in it"
     assert "a [message] with brackets" in said
@@ -61,5 +61,19 @@ def test_elsewhere_there_are_plain_lines_not_too_many_and_always_the_last() -> N
     observer.evaluated(EVALUATION)
     observer.close()
     lines = out.getvalue().splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["update 1/40", "update 40/40", lines[-1]]
+    assert [line.split("  ")[0] for line in lines] == [
+        lines[0],
+        "1 of 40 updates done",
+        "40 of 40 updates done",
+        lines[-1],
+    ]
+    assert lines[0] == LEGEND, "what the columns mean, once"
     assert lines[-1] == "evaluation of version 2: 0.500 on 4 prompts"
+
+
+def test_a_line_stays_short_however_much_is_waited_for() -> None:
+    waited = "; ".join(f"group {number} (version 3, due 5: 8 running on instance 0)" for number in range(9))
+    text = describe_update({**LINE, "trainer_waited_for": waited}, 40)
+    assert len(text) == LONGEST_LINE
+    assert text.endswith("...")
+    assert "trainer idle 4 s: group 0" in text

@@ -69,9 +69,10 @@ def _trainer(brain: Brain) -> Wait | None:
     if ledger.batch:
         return Wait("trainer", f"update {brain.next_update - 1} starts again when the first instance joins")
     groups = waited_groups(brain)
-    have = f"update {brain.next_update}: {len(ledger.finished)} of {plan.batch} groups are finished"
-    if len(ledger.finished) >= plan.batch:
-        have += ", but older ones are due first"
+    finished = len(ledger.finished)
+    have = f"update {brain.next_update}: {finished} of {plan.batch} groups are finished"
+    if finished >= plan.batch:
+        have = f"update {brain.next_update}: {finished} finished groups are enough for it, but older ones are due first"
     if not groups:
         return Wait("trainer", f"{have}, and no other is under way")
     return Wait("trainer", f"{have}: {_describe(groups)}", tuple(group.id for group in groups))

@@ -57,16 +57,23 @@ class Silent:
         pass
 
 
+LONGEST_LINE = 160  # characters of one update; what is waited for can name many groups
+LEGEND = (
+    "reward: mean of the batch; tok/s: completion tokens trained on; age: versions between sampling and training; "
+    "length: mean completion tokens"
+)
+
+
 def describe_update(line: Mapping[str, Any], steps: int) -> str:
-    """One update as one line."""
+    """One update as one line of at most `LONGEST_LINE` characters."""
     text = (
-        f"update {line['update'] + 1}/{steps}  reward {line['reward_mean']:.3f}  "
+        f"{line['update'] + 1} of {steps} updates done  reward {line['reward_mean']:.3f}  "
         f"{line['tokens_per_second']:,.0f} tok/s  age {line['staleness_mean']:.2f} (max {line['staleness_max']})  "
         f"length {line['tokens'] / max(1, line['num_sequences']):.0f}"
     )
     if line["trainer_idle_seconds"] >= 1.0 and line["trainer_waited_for"]:
         text += f"  trainer idle {line['trainer_idle_seconds']:.0f} s: {line['trainer_waited_for']}"
-    return text
+    return text if len(text) <= LONGEST_LINE else f"{text[: LONGEST_LINE - 3]}..."
 
 
 def describe_evaluation(result: EvaluationResult) -> str:
@@ -97,6 +104,8 @@ class Plain:
     def updated(self, line: Mapping[str, Any]) -> None:
         now = time.monotonic()
         if now - self._shown_at >= self._every_s or line["update"] + 1 == self._steps:
+            if self._shown_at == 0.0:
+                self.message(LEGEND)
             self._shown_at = now
             self.message(describe_update(line, self._steps))
 
@@ -148,7 +157,9 @@ class Terminal:
         line, status = self._line, self._status
         done = line["update"] + 1 if line else 0
         filled = int(30 * done / self._steps)
-        table.add_row("update", f"[{'#' * filled}{'.' * (30 - filled)}] {done}/{self._steps}".replace("[", "\\["))
+        table.add_row(
+            "updates done", f"[{'#' * filled}{'.' * (30 - filled)}] {done} of {self._steps}".replace("[", "\\[")
+        )
         if line is not None:
             table.add_row("reward", f"{line['reward_mean']:.3f}")
             table.add_row("speed", f"{line['tokens_per_second']:,.0f} tokens/s")

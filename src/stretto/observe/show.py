@@ -64,8 +64,12 @@ def _headline(reader: JournalReader) -> Text:
         f"{reader.path.parent.name}: {facts.paradigm}{broken}, staleness {staleness}, {facts.batch} prompts x "
         f"{facts.group}; {reader.num_updates()} of {facts.updates} updates, "
         f"{outcome or 'going on or interrupted'}"
-        + (f", taken up {len(sessions) - 1} times" if len(sessions) > 1 else "")
+        + (f", resumed {_times(len(sessions) - 1)}" if len(sessions) > 1 else "")
     )
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
 def _updates(updates: list[UpdateRecord]) -> Table:

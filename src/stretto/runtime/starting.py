@@ -16,11 +16,13 @@ import time
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from stretto.config import Recipe
 from stretto.errors import RunError
 from stretto.invocation import command
+
+if TYPE_CHECKING:
+    from stretto.config import Recipe
 
 Standing = Literal["empty", "finished", "stopped", "lost", "foreign"]
 """What a folder holds: nothing, a run that is finished, one with a checkpoint, one without, or something else."""
