@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from stretto.errors import AbortedError, EngineError, RequestError, RewardError,
 from stretto.observe.metrics import Tally
 from stretto.observe.tail import Tail
 from stretto.store.journal import Journal
-from stretto.types import Completion, Load, Prompt, Request, Sampling, Suspended
+from stretto.types import Completion, Load, Prompt, Request, Sampling, Suspended, Weights
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +128,40 @@ class Flights:
         self._journal.generated(flight.id, completion, text, at=time.time())
         self._post(core.Generated(flight.id, len(completion.tokens)))
         return completion
+
+    async def load(self, instance: int, weights: Weights) -> None:
+        """Have an instance hold a version besides those that it has."""
+
+        async def load(engine: Engine) -> None:
+            await self._journal.durable()  # the version's checksum, before its first token
+            await engine.load(weights)
+            self._loaded(instance, weights)
+
+        await self.on(instance, load)
+
+    async def swap(self, instance: int, old: int, weights: Weights) -> None:
+        """Have an instance go on under other weights with all that it runs under version `old`."""
+
+        async def swap(engine: Engine) -> None:
+            await self._journal.durable()
+            await engine.swap(old, weights)
+            self._loaded(instance, weights)
+
+        await self.on(instance, swap)
+
+    def _loaded(self, instance: int, weights: Weights) -> None:
+        self._journal.version_loaded(weights.version, weights.checksum, at=time.time())
+        self._post(core.Loaded(instance, weights.version))
+
+    async def on(self, instance: int, work: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
+        """Have an instance do something. One that is lost does nothing: the core hears of that by itself."""
+        engine = self.engines.get(instance)
+        if engine is None:
+            return
+        try:
+            await work(engine)
+        except EngineError as error:
+            self.instance_failed(instance, error)
 
     def instance_failed(self, instance: int | None, error: EngineError) -> None:
         if instance is None or instance not in self.engines:

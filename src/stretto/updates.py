@@ -1,0 +1,85 @@
+"""Updates from the batch to the weights that it made, and what the trainer waited for before each.
+
+Decides nothing: the core says which trajectories are the batch, and is told when they are trained.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from stretto.core import messages as core
+from stretto.core.waits import Wait
+from stretto.flights import Flights
+from stretto.observe.metrics import Tally
+from stretto.observe.progress import Observer
+from stretto.observe.tail import Tail
+from stretto.runtime.roles import TrainerRole
+from stretto.store.journal import Journal
+from stretto.types import Batch, Sample, Weights
+
+
+class Updates:
+    """The trainer's side of a run. For the loop's thread only."""
+
+    def __init__(
+        self,
+        trainer: TrainerRole,
+        flights: Flights,
+        weights: dict[int, Weights],
+        *,
+        journal: Journal,
+        tally: Tally,
+        tail: Tail,
+        observer: Observer,
+        post: Callable[[core.Event], None],
+    ) -> None:
+        self.free_at = 0.0  # since when the trainer has nothing to do
+        self._trainer = trainer
+        self._flights = flights
+        self._weights = weights  # the weight store: a new version is put into it
+        self._journal = journal
+        self._tally = tally
+        self._tail = tail
+        self._observer = observer
+        self._post = post
+        self._waits_for = ""  # why the next update has not begun
+
+    def note_wait(self, waits: Sequence[Wait]) -> None:
+        """Keep why the trainer waits until the update that it waits for begins."""
+        self._waits_for = next((wait.reason for wait in waits if wait.owner == "trainer"), self._waits_for)
+
+    def begin(self, command: core.Train) -> Coroutine[Any, Any, None]:
+        """The update as a task, with what was waited for until now."""
+        waited_for, self._waits_for = self._waits_for, ""
+        return self._update(command, waited_for)
+
+    async def _update(self, command: core.Train, waited_for: str) -> None:
+        flights = [self._flights.under_way[id] for id in command.trajectories]
+        idle_s = time.time() - self.free_at
+        self._journal.batch_taken(command.update, command.trajectories, at=time.time())
+        await self._journal.durable()
+        samples = []
+        for flight in flights:
+            assert flight.completion is not None, flight
+            assert flight.reward is not None, flight
+            samples.append(
+                Sample(flight.id, flight.group, flight.version, flight.prompt.tokens, flight.completion, flight.reward)
+            )
+        started = time.time()
+        report, weights = await self._trainer.update(Batch(command.update, samples))
+        ended = time.time()
+
+        self._weights[weights.version] = weights
+        for flight in flights:
+            del self._flights.under_way[flight.id]
+        self._tail.updated(ended - started)
+        line = self._tally.trained(samples, report, started=started, ended=ended, idle_s=idle_s, waited_for=waited_for)
+        self._journal.update_done(command.update, line, at=ended)
+        self._observer.updated(line)
+        self.free_at = ended
+        self._tally.mark(self._flights.reports(), ended)
+        self._post(core.Updated(command.update))
+        if (measured := self._tail.measure()) is not None:
+            self._post(core.Measured(*measured))
