@@ -9,8 +9,10 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
+import peft
 import pytest
 import tomli_w
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import stretto.compare
 from stretto.cli import main
@@ -127,6 +129,35 @@ def test_train_verify_and_show_follow_one_another(
     assert capsys.readouterr().out
     assert main(["train", str(recipe), *settings(), "--out", str(run), "--resume"]) == 2
     assert "is finished" in capsys.readouterr().err
+    assert main(["train", str(recipe), *settings(), "--out", str(run)]) == 2
+    assert capsys.readouterr().err.endswith("exists already; choose another `--out`\n"), "nothing to resume in it"
+
+
+def test_the_policy_of_the_tiny_model_travels_with_its_base_and_says_how_it_was_asked(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert main(["train", str(recipe), *settings(), "--out", str(tmp_path / "run")]) == 0
+    shutil.rmtree(tmp_path / "cache")
+    policy = tmp_path / "elsewhere"
+    (tmp_path / "run" / "policy").rename(policy)
+    base = AutoModelForCausalLM.from_pretrained(policy / "base")
+    adapted = peft.PeftModel.from_pretrained(base, policy)
+    tokens = AutoTokenizer.from_pretrained(policy)("4+3*2?", return_tensors="pt")
+    assert adapted(**tokens).logits.shape[1] == 6
+    readme = (policy / "README.md").read_text()
+    assert "raw text" in readme
+    assert "PeftModel.from_pretrained(AutoModelForCausalLM" in readme
+    assert not list(policy.rglob("chat_template.jinja")), "no prompt of the run went through it"
+    modes = {path.stat().st_mode & 0o777 for path in policy.rglob("*") if path.is_file()}
+    assert modes == {ordinary_mode(tmp_path)}
+
+
+def ordinary_mode(folder: Path) -> int:
+    """What a file has that is written in the ordinary way."""
+    path = folder / "ordinary"
+    path.write_text("")
+    return path.stat().st_mode & 0o777
 
 
 def in_this_process(words: Sequence[str]) -> int:

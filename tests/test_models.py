@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import ModelError
-from stretto.models import checksum, load_model, load_tokenizer, second_tree
+from stretto.models import checksum, load_config, load_model, load_tokenizer, second_tree
 from stretto.tiny import random_model
+
+CPU = torch.device("cpu")
 
 
 def test_a_second_tree_shares_parameters_and_neither_config_nor_buffers() -> None:
@@ -115,3 +118,32 @@ def test_what_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
         load_model(str(tmp_path), torch.float32, torch.device("cpu"))
     with pytest.raises(ModelError, match="no tokenizer"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("load", [load_config, load_tokenizer, lambda path: load_model(path, torch.float32, CPU)])
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("models/smollm2-135m", "there is no folder `models/smollm2-135m`; `make smollm2` makes it"),
+        ("./mine", r"there is no folder `\./mine` \(seen from "),
+        ("/nowhere/mine", "there is no folder `/nowhere/mine`"),
+        ("a/b/c", "there is no folder `a/b/c`"),
+        ("~/mine", "`~` is not expanded"),
+    ],
+)
+def test_a_path_that_can_only_be_a_folder_is_never_asked_of_the_hub(
+    load: Any, path: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.file_download.hf_hub_download", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(ModelError, match=words):
+        load(path)
+
+
+def test_what_is_neither_a_folder_nor_on_the_hub_is_first_said_to_be_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="there is no folder `someone/nothing`, and as a hub name it has no config"):
+        load_config("someone/nothing")

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from stretto.errors import ModelError
 
 CHECKSUM_CHUNK = (1 << 20, 1 << 26)  # elements folded at once, on a processor and on a GPU
+MADE_BY = {"models/smollm2-135m": "make smollm2"}  # folders that this repository's Makefile makes
 ODD = 0x9E3779B97F4A7C1
 
 
@@ -28,7 +29,7 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device) -> nn.Module
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"`model.path = {path!r}` cannot be loaded as a causal LM: {error}") from error
+        raise _cannot(path, "cannot be loaded as a causal LM", error) from error
     result: nn.Module = model.to(device).eval()
     return result
 
@@ -39,7 +40,7 @@ def load_tokenizer(path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"`model.path = {path!r}` has no tokenizer that can be loaded: {error}") from error
+        raise _cannot(path, "has no tokenizer that can be loaded", error) from error
 
 
 def load_config(path: str) -> Any:
@@ -48,12 +49,27 @@ def load_config(path: str) -> Any:
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"`model.path = {path!r}` has no configuration that can be loaded: {error}") from error
+        raise _cannot(path, "has no configuration that can be loaded", error) from error
 
 
 def _refuse_other_folders(path: str) -> None:
-    if Path(path).exists() and not (Path(path) / "config.json").exists():
+    """Refuse a folder that is no model, and a path that can only be a folder where there is none."""
+    if not Path(path).exists():
+        if path in MADE_BY:
+            raise ModelError(f"`model.path = {path!r}`: there is no folder `{path}`; `{MADE_BY[path]}` makes it")
+        if path.startswith((".", "/", "~")) or path.count("/") > 1:  # a hub name has one slash at most
+            hint = "; `~` is not expanded, write the whole path" if path.startswith("~") else ""
+            raise ModelError(f"`model.path = {path!r}`: there is no folder `{path}` (seen from {Path.cwd()}){hint}")
+    elif not (Path(path) / "config.json").exists():
         raise ModelError(f"`model.path = {path!r}` is no model: the folder has no `config.json`")
+
+
+def _cannot(path: str, what: str, error: Exception) -> ModelError:
+    """What to say of a model that could not be loaded, its being no folder first."""
+    if Path(path).exists():
+        return ModelError(f"`model.path = {path!r}` {what}: {error}")
+    said = str(error).strip().partition("\n")[0]
+    return ModelError(f"`model.path = {path!r}`: there is no folder `{path}`, and as a hub name it {what}: {said}")
 
 
 def second_tree(model: nn.Module, *, share: bool) -> nn.Module:

@@ -20,11 +20,12 @@ def export_policy(trainer: LocalTrainer, folder: Path, recipe: Recipe, *, templa
     try:
         trainer.export(folder)
         is_tiny = recipe.model.path == "tiny"
-        if is_tiny and not templated:
-            # No file of a model that was never asked through it should say that it wants to be.
-            (folder / "chat_template.jinja").unlink(missing_ok=True)
         if is_tiny and recipe.model.lora is not None:
             _bring_base(folder)
+        if is_tiny and not templated:
+            # Nothing should say that a model wants to be asked through a template that it never saw.
+            for path in folder.rglob("chat_template.jinja"):
+                path.unlink()
         readme = folder / "README.md"
         readme.write_text(_readme(folder, recipe, templated=templated, with_base=(folder / BASE).is_dir()))
         # Weights are written by way of a private temporary file; they are as readable as what lies beside them.
