@@ -75,7 +75,8 @@ def test_what_is_planned_for_a_version_is_what_the_trainer_publishes(lora: bool,
     model = load_model(str(tiny_model(tmp_path / "tiny", warm_start=WarmStart(steps=0))), torch.float32, CPU)
     need = footprint(made, model.config, 16, CPU)
     trainer = LocalTrainer(model, lora=LoraOptions(4) if lora else None)
-    assert trainer.weights(0).num_bytes * made.num_slots == need.versions
+    published = sum(tensor.numel() * tensor.element_size() for tensor in trainer.weights(0).tensors.values())
+    assert published * made.num_slots == need.versions
 
 
 def test_the_cache_has_room_for_the_longest_completion_of_evaluation() -> None:
@@ -153,7 +154,7 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_checkpointing() -
     assert 16 * GIB < held(8192) < 20 * GIB, "2.1 MB a token"
     assert held(16_384) - held(8192) == held(24_576) - held(16_384)
     assert held(8192, checkpointing=True) < held(8192) / 5
-    assert held(8192, packed=False) > 1.8 * held(8192)
+    assert held(8192, packed=False) > 1.8 * held(8192), "in half precision"
 
 
 def test_a_micro_batch_holds_a_whole_sequence_and_no_more_than_the_batch() -> None:

@@ -74,7 +74,7 @@ class TrainerRole:
                 return self._weights(batch.update + 1)
             except torch.OutOfMemoryError as error:
                 # In words: the exception itself would keep everything alive that the update had made.
-                return str(error).partition("\n")[0]
+                return _first_line(error)
 
         try:
             for attempt in range(MORE_TRIES + 1):
@@ -124,7 +124,10 @@ class TrainerRole:
         self._notice(f"{name} ran out of memory ({reason}): {told}; try {attempt + 1} of {MORE_TRIES + 1}")
 
     async def call(self, work: Callable[[], Result], name: str) -> Result:
-        """Run something in the trainer's thread, after what is already there; `name` is what errors call it."""
+        """Run something in the trainer's thread, after what is already there; `name` is what errors call it.
+
+        It is not tried again, because whatever waits behind it comes next: a checkpoint is of one version.
+        """
         future: Future[Result] = Future()
         self._work.put((work, future, name))
         waiting = asyncio.wrap_future(future)
@@ -137,6 +140,10 @@ class TrainerRole:
                 f"{name} has not ended after {self._deadline_s:g} s (`runtime.update_seconds`): the trainer is at "
                 f"{self._doing}, {self._place()}. If it needs longer, raise `runtime.update_seconds`"
             )
+        except torch.OutOfMemoryError as error:
+            raise TrainerError(
+                f"{name} ran out of memory: {_first_line(error)}. Lower `rollout.kv_tokens` or `rollout.staleness`"
+            ) from error
         finally:
             waiting.cancel()
 
@@ -172,6 +179,10 @@ class TrainerRole:
                 future.set_exception(error)
         self._doing = "nothing"
         return True
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0].rstrip(".")
 
 
 def _release_cached() -> int | None:
