@@ -1,0 +1,102 @@
+"""The reference of a recipe's keys, generated from the models that validate it.
+
+    python -m stretto.recipe_keys docs/recipes.md
+
+writes it between the two marks of that file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from stretto.config import Recipe
+from stretto.explanations import sections
+
+BEGIN, END = "<!-- keys: begin -->", "<!-- keys: end -->"
+
+
+def describe_keys() -> str:
+    """A table of Markdown a section, a line a key: type, default, meaning."""
+    parts = ["### Beside the tables\n", *_table(_plain(Recipe), "")]
+    for name, variants in sections(Recipe).items():
+        for tag, model in variants.items():
+            title = f"### `[{name}]`" + (f', `type = "{tag}"`' if tag else "")
+            parts += [f"\n{title}\n", f"{model.__doc__}\n", *_table(_rows(model), name)]
+    return "\n".join(parts) + "\n"
+
+
+def _plain(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+    tables = sections(model)
+    return ((name, field) for name, field in model.model_fields.items() if name not in tables)
+
+
+def _rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """The keys of a table, and after each that is a table itself its own."""
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}", field
+        for inner in _models(field.annotation):
+            yield from _rows(inner, f"{prefix}{name}.")
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)
+
+
+def _table(rows: Iterator[tuple[str, FieldInfo]], section: str) -> list[str]:
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for name, field in rows:
+        key = f"{section}.{name}" if section else name
+        meaning = (field.description or "Which of these tables it is").replace("|", "\\|")
+        lines.append(f"| `{key}` | {_type(field.annotation)} | {_default(field)} | {meaning} |")
+    return lines
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.default if field.default is not PydanticUndefined else field.get_default(call_default_factory=True)
+    if value is None:
+        return "left out"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, str):
+        return f'`"{value}"`'
+    return f"`{list(value)}`" if isinstance(value, tuple) else f"`{value}`"
+
+
+def _type(annotation: Any) -> str:
+    """A type in the words of TOML."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type(arguments[0])
+    if origin is Literal:
+        return ", ".join(f'`"{value}"`' for value in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(_type(part) for part in arguments if part is not NoneType)
+    if origin is tuple:
+        return f"array of {_type(arguments[0])}s"
+    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        return "table"
+    return {int: "integer", float: "number", str: "string", bool: "true or false"}[annotation]
+
+
+def write_between_marks(path: Path) -> None:
+    """Replace what stands between the marks of a file."""
+    before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    path.write_text(f"{before}{BEGIN}\n\n{describe_keys()}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_between_marks(Path(sys.argv[1]))
