@@ -25,6 +25,7 @@ class VllmSide:
 
     def __init__(self, size: str, *, lora: bool, max_context: int, folder: Path, flat_logprobs: bool = False) -> None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # read when vLLM is imported
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process has used CUDA already
         from vllm import LLM, SamplingParams
 
         self.size, self.lora = size, lora

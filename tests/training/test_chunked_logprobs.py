@@ -155,8 +155,8 @@ def test_on_cuda_values_and_gradients_are_those_of_the_processor(trained):
     index, targets = torch.arange(0, rows, 2), torch.randint(0, vocabulary, (150,))
     results = []
     for device in ("cpu", "cuda"):
-        hidden = inputs[0].to(device).requires_grad_()
-        weight = inputs[1].to(device).requires_grad_(trained)
+        hidden = inputs[0].clone().to(device).requires_grad_()
+        weight = inputs[1].clone().to(device).requires_grad_(trained)
         got, entropies = token_logprobs(hidden, weight, index.to(device), targets.to(device), **settings)
         got.square().mean().backward()
         results.append([got, entropies, hidden.grad, *([weight.grad] if trained else [])])
