@@ -92,6 +92,9 @@ def test_the_trainer_waits_for_the_unfinished_groups_that_the_rule_names():
     wait = run.wait("trainer")
     assert wait.groups == (0, 2)
     assert "group 0 (version 0, due 1: 1 running on instance 0)" in wait.reason
+    assert wait.reason.startswith(
+        "update 1: 2 finished groups are enough for it, but older ones are due first: group 0"
+    )
     assert trains(run.finish(0, 2)) == [(1, (0, 2))]
 
 

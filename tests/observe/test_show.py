@@ -144,3 +144,11 @@ def test_a_run_without_updates_has_an_overview(tmp_path):
 def test_reading_a_run_imports_no_torch():
     code = "import sys, stretto.observe.show, stretto.store.verify; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("sessions", "words"), [(2, "resumed once"), (3, "resumed twice"), (4, "resumed 3 times")])
+def test_how_often_a_run_was_resumed_is_said_in_words(tmp_path: Path, sessions: int, words: str) -> None:
+    for session in range(sessions):
+        with Journal.open(tmp_path / JOURNAL_NAME, resume=session > 0) as journal:
+            journal.begin(RunFacts("multi-version", 1, False, 1, 2, 3, 0, 9, 0), at=float(session))
+    assert words in render(show(tmp_path))

@@ -30,7 +30,7 @@ def check(recipe: Recipe) -> str:
     tokenizer = tiny_tokenizer() if tiny else load_tokenizer(recipe.model.path)
     inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=recipe.model.path)
     check_reward(recipe, inputs.task)
-    memory = describe_memory(recipe)
+    memory = describe_memory(recipe, inputs.longest_prompt)
     prompts = (
         f"{inputs.task.name}: {inputs.prompts.num_rows:,} prompts of up to {inputs.longest_prompt} tokens, "
         f"{0 if inputs.held_out is None else inputs.held_out.num_rows:,} held out, "
