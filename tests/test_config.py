@@ -246,6 +246,15 @@ def test_an_override_without_a_value_takes_the_key_out() -> None:
         load_recipe(QUICKSTART, ["rollout.rows="])
 
 
+def test_where_a_key_has_no_effect_the_error_says_how_to_take_it_out(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    rollout = '[rollout]\nparadigm = "synchronous"\nstaleness = 3\n'
+    path.write_text(f'[model]\npath = "tiny"\n[task]\ntype = "countdown-chain"\n{rollout}')
+    with pytest.raises(RecipeError, match=r"`rollout.staleness = 3` has no effect[\s\S]*`--set KEY=`, with nothing"):
+        load_recipe(path)
+    assert load_recipe(path, ["rollout.staleness="]).plan.staleness == 0
+
+
 def test_every_key_is_known_with_the_types_of_task_that_have_it() -> None:
     keys = all_keys(Recipe)
     assert keys["seed"] == keys["task.reward_seconds"] == keys["model.lora.rank"] == ()

@@ -276,7 +276,10 @@ def parse_recipe(raw: Mapping[str, Any], source: str = "recipe") -> Recipe:
     try:
         return Recipe.model_validate(_tuples(raw))
     except RecipeError as error:
-        raise RecipeError(f"{source}:\n{_indented(str(error))}") from None
+        problems = str(error)
+        if "has no effect" in problems:
+            problems += "\n(`--set KEY=`, with nothing after it, takes a key out for one run)"
+        raise RecipeError(f"{source}:\n{_indented(problems)}") from None
     except ValidationError as error:
         lines = explain(error.errors(include_url=False), Recipe, raw)
         raise RecipeError(f"{source}:\n{_indented(chr(10).join(lines))}") from None

@@ -7,6 +7,7 @@ RUN/journal.sqlite    every state change of every trajectory
 RUN/checkpoints/      what a stopped run needs to go on
 RUN/policy/           the trained policy: a Hugging Face model, or a PEFT adapter
 RUN/summary.json      what it all came to
+RUN/reward.log        what the reward function printed, if it did
 ```
 """
 
