@@ -275,13 +275,10 @@ def parse_recipe(raw: Mapping[str, Any], source: str = "recipe") -> Recipe:
     """Validate a recipe given as nested tables."""
     try:
         return Recipe.model_validate(_tuples(raw))
-    except RecipeError as error:
-        problems = str(error)
-        if "has no effect" in problems:
-            problems += "\n(`--set KEY=`, with nothing after it, takes a key out for one run)"
-        raise RecipeError(f"{source}:\n{_indented(problems)}") from None
     except ValidationError as error:
         lines = explain(error.errors(include_url=False), Recipe, raw)
+        if any("has no effect" in line for line in lines):
+            lines.append("(`--set KEY=`, with nothing after it, takes a key out for one run)")
         raise RecipeError(f"{source}:\n{_indented(chr(10).join(lines))}") from None
 
 
