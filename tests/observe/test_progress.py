@@ -46,6 +46,7 @@ def test_a_terminal_shows_versions_and_waits_and_leaves_the_last_update() -> Non
     said = out.getvalue()
     assert "2 of 4" in said
     assert "v1: 3" in said
+    assert "\\[" not in said, "the bar is the same whether what is printed above it is markup or not"
     assert "groups [/are] finished" in said, "what waits is text, whatever is in it"
     assert "a [message] with brackets" in said
     assert said.count("trainer idle 4 s: group 7 [version 1]") == 1

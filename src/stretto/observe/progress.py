@@ -157,9 +157,8 @@ class Terminal:
         line, status = self._line, self._status
         done = line["update"] + 1 if line else 0
         filled = int(30 * done / self._steps)
-        table.add_row(
-            "updates done", f"[{'#' * filled}{'.' * (30 - filled)}] {done} of {self._steps}".replace("[", "\\[")
-        )
+        bar = f"[{'#' * filled}{'.' * (30 - filled)}]"
+        table.add_row("updates done", Text(f"{bar} {done} of {self._steps}"))  # text: a bracket would begin markup
         if line is not None:
             table.add_row("reward", f"{line['reward_mean']:.3f}")
             table.add_row("speed", f"{line['tokens_per_second']:,.0f} tokens/s")
