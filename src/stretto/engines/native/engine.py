@@ -112,12 +112,12 @@ class NativeEngine:
         self._arrivals = self._steps = 0
         self._busy_s = self._row_s = 0.0
         self._running, self._mark = 0, time.perf_counter()
-        if self._stream is not None:
-            torch.cuda.synchronize(device)  # everything made so far is there for the engine's stream
         self._work: ImmediateSteps | LateSteps
         if isinstance(self._rows, DeviceRows):
             self.exact = False
             self._work = self._late_steps(self._rows, heads)
+            if self._stream is not None:
+                torch.cuda.synchronize(device)  # everything made so far is there for the engine's stream
             self._compare(model)
         else:
             self.exact = self._immediate_steps(model, self._rows, attention, heads)
