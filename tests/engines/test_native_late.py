@@ -64,7 +64,7 @@ def agree(ours: dict[int, Any], theirs: dict[int, Any]) -> None:
         assert ours[number].prefilled == expected.prefilled
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "qwen3-moe"])
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_several_versions_generate_the_same_tokens(device, architecture, kind):
     work = requests(versions=(0, 1, 2))

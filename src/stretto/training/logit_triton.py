@@ -37,7 +37,7 @@ def reduce_kernel(
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * VOCABULARY
     target = tl.load(targets + row)
-    chosen, chosen_slope = _scaled(tl.load(line + target).to(tl.float32), slope, inside, outside, CAPPED)
+    chosen, _first = _scaled(tl.load(line + target).to(tl.float32), slope, inside, outside, CAPPED)
     highest = float("-inf")
     total = 0.0  # sum of exp(logit - highest)
     moment = 0.0  # sum of logit * exp(logit - highest)

@@ -145,12 +145,25 @@ class Planner:
             self._nothing = torch.zeros(self._heads * size, dtype=storage.dtype, device=storage.device)
 
 
+Attend = Callable[[int, Tensor, Tensor, float], None]
+"""Attention of one layer over what is cached: (layer, q [tokens, heads, size], out of the same shape, scale)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """What the tokens of a forward on a device attend to: where theirs go, and how the cache is read."""
+
+    write_slots: Tensor  # [tokens] int64
+    attend: Attend
+
+
 @dataclass(slots=True)
 class Attention:
     """What the attention function finds on a module of an engine's tree. One engine thread uses it at a time."""
 
     cache: KVCache | None = None
     plan: Plan | None = None
+    step: DeviceStep | None = None  # instead of a plan, where kernels read the cache
     seen: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # layer -> heads, kv heads, head size
 
 
@@ -205,7 +218,14 @@ def paged_attention(
         attention.seen[layer] = (query.shape[1], key.shape[1], key.shape[-1])
         dense = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
         return dense.transpose(1, 2), None
-    out = attend_paged(attention, layer, query[0], key[0].transpose(0, 1), value[0].transpose(0, 1), scale)
+    own_keys, own_values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    if attention.step is None:
+        return attend_paged(attention, layer, query[0], own_keys, own_values, scale).unsqueeze(0), None
+    keys, values = attention.cache.of_layer[layer]
+    keys.index_copy_(0, attention.step.write_slots, own_keys)
+    values.index_copy_(0, attention.step.write_slots, own_values)
+    out = own_keys.new_empty(query.shape[2], query.shape[1], query.shape[3])
+    attention.step.attend(layer, query[0].transpose(0, 1), out, scale)
     return out.unsqueeze(0), None
 
 

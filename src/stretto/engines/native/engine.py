@@ -23,12 +23,14 @@ from stretto.engines.native.attention import Attention
 from stretto.engines.native.cache import PAGE, KVCache, num_pages
 from stretto.engines.native.device_rows import DeviceRows
 from stretto.engines.native.forward import Forward
+from stretto.engines.native.fused import FusedDecoder
 from stretto.engines.native.immediate import ImmediateSteps
 from stretto.engines.native.kernels.choice import kernels_for
 from stretto.engines.native.late import LateSteps
 from stretto.engines.native.lean import is_plain
 from stretto.engines.native.rows import Rows
 from stretto.engines.native.schedule import Schedule
+from stretto.engines.native.stock import StockDecoder
 from stretto.engines.native.trajectory import Ended, Trajectory
 from stretto.engines.native.versions import make_slots
 from stretto.engines.threaded import Failed
@@ -93,7 +95,6 @@ class NativeEngine:
         self._slots = make_slots(model, kind, slots, lora_rank, targets)
         attention, layers, heads, kv_heads, head_size = probe.discover(self._slots.trees)
         late = device.type == "cuda" if late is None else late
-        late = late and all(is_plain(tree) for tree in self._slots.trees)
         # The sampled product over the cache wants float32; a wider cache loses nothing.
         cache_dtype = dtype if late else torch.float32
         # One page more than the budget: a prompt's last page stands twice while its first sample gets a copy.
@@ -115,16 +116,24 @@ class NativeEngine:
         self._work: ImmediateSteps | LateSteps
         if isinstance(self._rows, DeviceRows):
             self.exact = False
-            self._work = self._late_steps(self._rows, heads)
+            self._work = self._late_steps(self._rows, attention, heads)
             if self._stream is not None:
                 torch.cuda.synchronize(device)  # everything made so far is there for the engine's stream
             self._compare(model)
         else:
             self.exact = self._immediate_steps(model, self._rows, attention, heads)
 
-    def _late_steps(self, rows: DeviceRows, heads: int) -> LateSteps:
-        kernels, longest = kernels_for(rows.device), self.capacity.max_context
-        return LateSteps(self._slots, self._cache, rows, self._schedule, heads, kernels, longest, self._ends_in_string)
+    def _late_steps(self, rows: DeviceRows, attention: Attention, heads: int) -> LateSteps:
+        """Steps over fused decoders where the architecture is a plain one, over transformers' modules elsewhere."""
+        kernels, trees = kernels_for(rows.device), self._slots.trees
+        decoders: list[FusedDecoder | StockDecoder] = []
+        for tree in trees:
+            if is_plain(tree):
+                decoders.append(FusedDecoder(tree, self._cache, heads, kernels, self.capacity.max_context))
+            else:
+                probe.batch_experts(tree, self.capacity.rows + self._schedule.prefill_tokens)
+                decoders.append(StockDecoder(tree, attention, self._slots))
+        return LateSteps(self._slots, decoders, self._cache, rows, self._schedule, heads, kernels, self._ends_in_string)
 
     def _immediate_steps(self, model: nn.Module, rows: Rows, attention: Attention, heads: int) -> bool:
         """Find the way to compute that agrees with the model; whether a row comes out the same beside any others.

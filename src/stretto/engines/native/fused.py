@@ -9,7 +9,7 @@ and down products are accumulated into it in place, and the norm that follows ad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stretto.engines.native.attention import Attend
 from stretto.engines.native.cache import KVCache
 from stretto.engines.native.kernels.choice import Kernels
 from stretto.engines.native.lean import epsilon_of, rotary_table
 from stretto.engines.native.lora import SlotMask, SlottedLinear
 
 ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "GELUActivation": "gelu"}
-
-Attend = Callable[[int, Tensor, Tensor], None]
-"""Attention of one layer: (layer, q [tokens, heads, size], out [tokens, heads, size]); keys and values are cached."""
 
 
 def columns_of(*linears: nn.Linear | SlottedLinear) -> int:
@@ -145,11 +143,6 @@ class FusedDecoder:
         self.vocabulary = self._head.shape[0]
 
     @property
-    def scaling(self) -> float:
-        """Of the scores in attention."""
-        return self.layers[0].scaling
-
-    @property
     def scale(self) -> float:
         """Of the adapters: what a captured step has built in."""
         return 1.0 if self._mask is None else self._mask.scale
@@ -193,7 +186,7 @@ class FusedDecoder:
                 values,
                 q,
             )
-            attend(number, q, attended)
+            attend(number, q, attended, layer.scaling)
             layer.out.add_to(stream, attended.view(count, -1))
             self._norm_into(stream, layer.between, layer.out, slots, x)
             gated = stream.new_empty(count, layer.width)

@@ -47,6 +47,7 @@ from stretto.engines.native.kernels.choice import Kernels
 from stretto.engines.native.kernels.draw import draw_workspace
 from stretto.engines.native.sampling import sample, uniforms
 from stretto.engines.native.schedule import Schedule
+from stretto.engines.native.stock import StockDecoder
 from stretto.engines.native.trajectory import Ended, Prefix, Trajectory
 from stretto.engines.native.versions import Slots
 
@@ -63,18 +64,18 @@ class LateSteps:
     def __init__(
         self,
         slots: Slots,
+        decoders: Sequence[FusedDecoder | StockDecoder],  # one a tree
         cache: KVCache,
         rows: DeviceRows,
         schedule: Schedule,
         heads: int,
         kernels: Kernels,
-        max_context: int,
         ends_in_string: Callable[[Trajectory, NDArray[np.int32]], bool],
     ) -> None:
         self._slots, self._cache, self._rows, self._schedule = slots, cache, rows, schedule
         self._kernels, self._ends_in_string = kernels, ends_in_string
         device = rows.device
-        self._decoders = [FusedDecoder(tree, cache, heads, kernels, max_context) for tree in slots.trees]
+        self._decoders = decoders
         self._graphed = device.type == "cuda"
         self._multiprocessors = 132
         if self._graphed:
@@ -182,9 +183,9 @@ class LateSteps:
         decoder, cache, longest = self._decoders[tree], self._cache, max(lengths)
         starts, offsets = places[0, :-1], places[1]
 
-        def attend(layer: int, q: Tensor, out: Tensor) -> None:
+        def attend(layer: int, q: Tensor, out: Tensor, scale: float) -> None:
             keys, values = cache.of_layer[layer]
-            self._kernels.paged_extend(q, keys, values, pages, starts, offsets, longest, decoder.scaling, out)
+            self._kernels.paged_extend(q, keys, values, pages, starts, offsets, longest, scale, out)
 
         logits = decoder(tokens, positions, writes, slots, attend, keep)
         for i, (prefix, _) in enumerate(kept):
@@ -299,11 +300,9 @@ class LateSteps:
         sharing = Sharing(rows.sharing.pages[:size], rows.sharing.peers[:size]) if shares else None
         kernels.plan_items(self._plan, contexts, chunk, items, sharing)
 
-        def attend(layer: int, q: Tensor, out: Tensor) -> None:
+        def attend(layer: int, q: Tensor, out: Tensor, scale: float) -> None:
             keys, values = cache.of_layer[layer]
-            kernels.paged_decode(
-                q, keys, values, table, contexts, self._plan, chunk, items, decoder.scaling, out, sharing
-            )
+            kernels.paged_decode(q, keys, values, table, contexts, self._plan, chunk, items, scale, out, sharing)
 
         logits = decoder(ints[TOKEN], positions, writes, ints[SLOT], attend, None)
         self._draw(logits, ints, floats, drawn, truncates=truncates)
