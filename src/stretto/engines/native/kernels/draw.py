@@ -17,7 +17,7 @@ from stretto.engines.native.kernels.layers import jit
 from stretto.engines.native.sampling import sample, uniforms
 
 try:
-    import triton.language as tl  # type: ignore[import-untyped]
+    import triton.language as tl
 except ModuleNotFoundError:  # the twin works without it
     tl = None
 

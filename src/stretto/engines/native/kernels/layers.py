@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 try:
-    import triton  # type: ignore[import-untyped]
-    import triton.language as tl  # type: ignore[import-untyped]
+    import triton
+    import triton.language as tl
 except ModuleNotFoundError:  # the twins work without it
     triton = tl = None
 
