@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from transformers import Qwen3ForCausalLM
 
+from stretto.checksums import checksum
 from stretto.engines.native.engine import NativeEngine
-from stretto.models import checksum
 from stretto.tiny import tiny_config
 from stretto.types import Request, Sampling, Weights
 

@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from stretto.checksums import checksum
 from stretto.errors import RunError
-from stretto.models import checksum
 from stretto.store import checkpoint as module
 from stretto.store.checkpoint import load_checkpoint, save_checkpoint
 from stretto.types import Request, Sampling, Suspended, Weights

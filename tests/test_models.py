@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.checksums import checksum
 from stretto.errors import ModelError
-from stretto.models import checksum, load_config, load_model, load_tokenizer, second_tree
+from stretto.models import load_config, load_model, load_tokenizer, second_tree
 from stretto.tiny import random_model
 
 CPU = torch.device("cpu")

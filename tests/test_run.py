@@ -22,12 +22,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import stretto.runtime.run as module
 from run_cases import assert_verifies, equal, policy, recipe, rows, run, story, write_task
+from stretto.checksums import checksum
 from stretto.cli import main
 from stretto.config import load_recipe
 from stretto.engines.native.engine import NativeEngine
 from stretto.errors import JournalError, RecipeError, RunError, TrainerError
 from stretto.evaluation import EvaluationResult, Evaluator
-from stretto.models import checksum, second_tree
+from stretto.models import second_tree
 from stretto.observe.progress import Silent
 from stretto.observe.summary import summary_table
 from stretto.runtime.run import _Parts

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from stretto.models import checksum
+from stretto.checksums import checksum
 from stretto.training.lora import LoraOptions, adapted_modules, write_adapter
 from stretto.types import Weights
 

@@ -7,8 +7,6 @@ therefore have a tree each; with LoRA both trees hold the *same* frozen Paramete
 from __future__ import annotations
 
 import copy
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,58 +77,3 @@ def second_tree(model: nn.Module, *, share: bool) -> nn.Module:
     """
     memo: dict[int, Any] = {id(p): p for p in model.parameters()} if share else {}
     return copy.deepcopy(model, memo)
-
-
-def checksum(tensors: Mapping[str, torch.Tensor], scale: float = 1.0) -> str:
-    """A checksum of names, shapes, types and every bit of the values, computed on the device where they are.
-
-    The tensors of one type, in the order of their names, are one row of integers `x_i`, folded into
-    `sum (x_i + 1) * (2 i + 1) * odd` modulo 2**64: positions matter, so an exchange of two values shows, and only 8
-    bytes a type leave the device. The same on every device.
-    """
-    digest = hashlib.blake2b(repr(float(scale)).encode(), digest_size=16)
-    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-    for name in sorted(tensors):
-        tensor = tensors[name].detach()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
-        by_type.setdefault(tensor.dtype, []).append(tensor)
-    for dtype in sorted(by_type, key=str):
-        digest.update(_fold(by_type[dtype]).to_bytes(8, "little", signed=True))
-    return digest.hexdigest()
-
-
-_VIEWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _fold(tensors: Sequence[torch.Tensor]) -> int:
-    """The fold of tensors of one type, as if they were one."""
-    device = tensors[0].device
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    place = torch.arange(1, 2 * CHECKSUM_CHUNK[device.type == "cuda"], 2, device=device)
-    start = 0
-    for part in _pieces(tensors, CHECKSUM_CHUNK[device.type == "cuda"]):
-        count = part.numel()
-        values = part.view(_VIEWS[part.element_size()]).to(torch.int64)
-        # Wrapping arithmetic; the multiplier spreads small integers over all 64 bits.
-        total += ((values + 1) * ODD * (place[:count] + 2 * start)).sum()
-        start += count
-    return int(total)
-
-
-def _pieces(tensors: Sequence[torch.Tensor], size: int) -> Iterator[torch.Tensor]:
-    """The values in order, flat, in pieces of up to `size`: small tensors together, because each fold costs a dozen
-    operations, large ones a part at a time, so that the integers in flight stay few."""
-    gathered: list[torch.Tensor] = []
-    held = 0
-    for tensor in tensors:
-        flat = tensor.reshape(-1)
-        if gathered and held + flat.numel() > size:
-            yield torch.cat(gathered)
-            gathered, held = [], 0
-        if flat.numel() > size:
-            yield from torch.split(flat, size)
-        else:
-            gathered.append(flat)
-            held += flat.numel()
-    if gathered:
-        yield gathered[0] if len(gathered) == 1 else torch.cat(gathered)

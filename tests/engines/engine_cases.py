@@ -15,8 +15,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from stretto.checksums import checksum
 from stretto.engines.native.engine import NativeEngine
-from stretto.models import checksum
 from stretto.types import Request, Suspended, Weights
 
 VOCABULARY, RANK, SCALE = 40, 4, 2.0

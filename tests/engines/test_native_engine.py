@@ -23,9 +23,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from stretto.checksums import checksum
 from stretto.engines.threaded import Failed
 from stretto.errors import ModelError, RequestError
-from stretto.models import checksum
 from stretto.training.lora import adapted_modules
 from stretto.types import Completion, Request, Sampling
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from stretto.checksums import checksum
 from stretto.config import Recipe, parse_recipe
 from stretto.errors import RecipeError
-from stretto.models import checksum
 from stretto.runtime.device import CUDA, as_begun, choose_device, choose_dtype, on_device, resolved
 from stretto.types import Weights
 

@@ -5,8 +5,9 @@ import pytest
 import torch
 from training_cases import VOCABULARY, random_batch, reference_logprobs, tiny
 
+from stretto.checksums import checksum
 from stretto.errors import ModelError, TrainerError
-from stretto.models import checksum, second_tree
+from stretto.models import second_tree
 from stretto.training.losses import GrpoOptions
 from stretto.training.trainer import LocalTrainer, LoraOptions, TrainerOptions
 from stretto.types import Batch, Completion, Sample

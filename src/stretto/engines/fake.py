@@ -285,7 +285,7 @@ def _confirm(weights: Weights) -> None:
     """Without tensors there is nothing that could have been damaged."""
     if not weights.tensors:
         return
-    from stretto.models import checksum
+    from stretto.checksums import checksum
 
     found = checksum(weights.tensors, weights.scale)
     if found != weights.checksum:

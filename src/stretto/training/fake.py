@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from stretto.checksums import checksum
 from stretto.errors import TrainerError
-from stretto.models import checksum
 from stretto.types import Batch, UpdateReport, Weights
 
 STATE_FILE = "fake.safetensors"

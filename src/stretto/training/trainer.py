@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from stretto.checksums import checksum
 from stretto.errors import ModelError, TrainerError
-from stretto.models import checksum
 from stretto.training.advantages import Advantages
 from stretto.training.flops import Costs, peak_flops, utilization
 from stretto.training.forward import PackedModel

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from stretto.checksums import checksum
 from stretto.engines.native import probe
 from stretto.engines.native.attention import Attention
 from stretto.engines.native.cache import PAGE, KVCache, num_pages
@@ -35,7 +36,6 @@ from stretto.engines.native.trajectory import Ended, Trajectory
 from stretto.engines.native.versions import make_slots
 from stretto.engines.threaded import Failed
 from stretto.errors import ChecksumError, ModelError, RequestError, VersionNotResidentError
-from stretto.models import checksum
 from stretto.types import Capacity, Completion, Load, Request, Sampling, Suspended, Weights
 
 logger = logging.getLogger(__name__)

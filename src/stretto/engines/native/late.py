@@ -17,6 +17,7 @@ import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,17 @@ SHARED_SHARE = 0.2  # of the context: where rows have so much in common, it is w
 MAX_GRAPHS = 96  # captured steps that are kept; each holds some megabytes
 
 
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """What the decode of one tree has to itself, so that the decodes of several trees may overlap."""
+
+    plan: DecodePlan
+    workspace: Tensor  # of `draw`
+    index: Tensor  # [rows + 1] int64: the rows that run, where not all do
+    pool: Any  # memory of its captured steps; None where nothing is captured
+    stream: torch.cuda.Stream | None  # used where there are several lanes
+
+
 class LateSteps:
     """Launches steps over `rows` and takes their results in. One thread calls everything, on one stream."""
 
@@ -80,15 +92,21 @@ class LateSteps:
         self._multiprocessors = 132
         if self._graphed:
             self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._pool: Any = torch.cuda.graph_pool_handle() if self._graphed else None
         self._graphs: OrderedDict[tuple[Any, ...], torch.cuda.CUDAGraph] = OrderedDict()
         size = rows.capacity + 1
         self._sizes = sorted({s for s in SIZES if s < rows.capacity} | {rows.capacity})
         items = 2 * size + max(2048, 4 * cache.num_pages * PAGE // CHUNKS[-1])
-        self._plan = DecodePlan.allocate(size, items, heads, cache.head_size, device)
+        self._lanes = [
+            Lane(
+                DecodePlan.allocate(size, items, heads, cache.head_size, device),
+                draw_workspace(size, decoder.vocabulary, device),
+                torch.full((size,), rows.capacity, dtype=torch.int64, device=device),
+                torch.cuda.graph_pool_handle() if self._graphed else None,
+                torch.cuda.Stream(device, priority=-1) if self._graphed else None,  # type: ignore[no-untyped-call]
+            )
+            for decoder in decoders
+        ]
         self._drawn = torch.zeros(2, size, dtype=torch.int32, device=device)  # tokens, bits of log-probabilities
-        self._workspace = draw_workspace(size, int(self._decoders[0].vocabulary), device)
-        self._index = [torch.full((size,), rows.capacity, dtype=torch.int64, device=device) for _ in slots.trees]
         self._pending: list[Pending] = []
         self.tokens = 0
         self._ended: list[Ended] = []
@@ -213,7 +231,8 @@ class LateSteps:
             self.observed.append(chosen.clone())
         ints, floats = rows.ints.index_select(1, index), rows.floats.index_select(1, index)
         drawn = torch.empty(2, len(starting), dtype=torch.int32, device=device)
-        self._draw(chosen, ints, floats, drawn, truncates=bool(rows.truncates[numbers].any()))
+        truncates = bool(rows.truncates[numbers].any())
+        self._draw(chosen, ints, floats, drawn, self._lanes[0].workspace, truncates=truncates)
         rows.ints.index_copy_(1, index, ints)
         self._expect(numbers, drawn, np.arange(len(starting)))
 
@@ -227,13 +246,30 @@ class LateSteps:
         if self._slots.mixed:
             self._launch(0, numbers, None)
         else:
-            for slot in np.unique(rows.slot[numbers]).tolist():
-                own = numbers[rows.slot[numbers] == slot]
-                index = np.full(self._size_of(len(own)), rows.capacity, dtype=np.int64)
-                index[: len(own)] = own
-                self._index[slot][: len(index)] = to_device(index, rows.device)
-                self._launch(slot, own, self._index[slot][: len(index)])
+            self._decode_apart(numbers)
         self._expect(numbers, self._drawn, numbers)
+
+    def _decode_apart(self, numbers: NDArray[np.int64]) -> None:
+        """One launch a tree, each on a stream of its own: small batches leave room for one another."""
+        rows = self._rows
+        device = rows.device
+        main = torch.cuda.current_stream(device) if self._graphed else None
+        for slot in np.unique(rows.slot[numbers]).tolist():
+            own, lane = numbers[rows.slot[numbers] == slot], self._lanes[slot]
+            index = np.full(self._size_of(len(own)), rows.capacity, dtype=np.int64)
+            index[: len(own)] = own
+            chosen = lane.index[: len(index)]
+            chosen.copy_(to_device(index, device))
+            if main is None or lane.stream is None:
+                self._launch(slot, own, chosen)
+                continue
+            lane.stream.wait_stream(main)
+            with torch.cuda.stream(lane.stream):
+                self._launch(slot, own, chosen)
+        if main is not None:
+            for lane in self._lanes:
+                if lane.stream is not None:
+                    main.wait_stream(lane.stream)
 
     def _launch(self, tree: int, numbers: NDArray[np.int64], index: Tensor | None) -> None:
         rows = self._rows
@@ -271,7 +307,7 @@ class LateSteps:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.current_stream().synchronize()
         with torch.cuda.graph(
-            graph, pool=self._pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+            graph, pool=self._lanes[tree].pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
         ):
             self._body(tree, size, chunk, items, truncates, shares, index)
         self._graphs[key] = graph
@@ -283,6 +319,7 @@ class LateSteps:
     ) -> Tensor:
         """One decode of rows 0 .. size-1, or of those of `index`; their state on the device moves on by one token."""
         rows, cache, kernels, decoder = self._rows, self._cache, self._kernels, self._decoders[tree]
+        lane = self._lanes[tree]
         if index is None:
             ints, floats, table, drawn = (
                 rows.ints[:, :size],
@@ -298,20 +335,22 @@ class LateSteps:
         page = table.gather(1, (positions // PAGE)[:, None])[:, 0]
         writes = page * PAGE + positions % PAGE
         sharing = Sharing(rows.sharing.pages[:size], rows.sharing.peers[:size]) if shares else None
-        kernels.plan_items(self._plan, contexts, chunk, items, sharing)
+        kernels.plan_items(lane.plan, contexts, chunk, items, sharing)
 
         def attend(layer: int, q: Tensor, out: Tensor, scale: float) -> None:
             keys, values = cache.of_layer[layer]
-            kernels.paged_decode(q, keys, values, table, contexts, self._plan, chunk, items, scale, out, sharing)
+            kernels.paged_decode(q, keys, values, table, contexts, lane.plan, chunk, items, scale, out, sharing)
 
         logits = decoder(ints[TOKEN], positions, writes, ints[SLOT], attend, None)
-        self._draw(logits, ints, floats, drawn, truncates=truncates)
+        self._draw(logits, ints, floats, drawn, lane.workspace, truncates=truncates)
         if index is not None:
             rows.ints.index_copy_(1, index, ints)
             self._drawn.index_copy_(1, index, drawn)
         return logits
 
-    def _draw(self, logits: Tensor, ints: Tensor, floats: Tensor, drawn: Tensor, *, truncates: bool) -> None:
+    def _draw(
+        self, logits: Tensor, ints: Tensor, floats: Tensor, drawn: Tensor, workspace: Tensor, *, truncates: bool
+    ) -> None:
         """Draw a token a row into `drawn` [2, rows], and move the rows' state `ints` on."""
         count = logits.shape[0]
         tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
@@ -321,7 +360,7 @@ class LateSteps:
             truncation = (ints[TOP_K], floats[TOP_P], floats[MIN_P])
             tokens, logprobs = sample(logits, uniform, floats[TEMPERATURE], truncation, any_greedy=True)
         else:
-            self._kernels.draw(logits, floats[TEMPERATURE], ints[SEED], ints[MADE], tokens, logprobs, self._workspace)
+            self._kernels.draw(logits, floats[TEMPERATURE], ints[SEED], ints[MADE], tokens, logprobs, workspace)
         drawn[0].copy_(tokens)
         drawn[1].copy_(logprobs.view(torch.int32))
         ints[TOKEN].copy_(tokens)

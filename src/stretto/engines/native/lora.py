@@ -77,16 +77,6 @@ class SlottedLinear(nn.Module):
         own = slice(slot * self.rank, (slot + 1) * self.rank)
         return self.lora_a[:, own].t(), self.lora_b[own].t()
 
-    def put(self, slot: int, a: Tensor, b: Tensor) -> None:
-        own_a, own_b = self.resident(slot)
-        own_a.copy_(a)
-        own_b.copy_(b)
-
-    def clear(self, slot: int) -> None:
-        """Zero a slot, so that nothing of an unloaded version stays behind."""
-        for part in self.resident(slot):
-            part.zero_()
-
 
 def slot_linears(
     tree: nn.Module, targets: tuple[str, ...] | None, slots: int, rank: int, mask: SlotMask

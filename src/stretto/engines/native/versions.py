@@ -5,15 +5,16 @@ Both verify what is *resident* after the copy: the checksum is computed over the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from stretto.checksums import all_finite, checksum
 from stretto.engines.native.lora import SlotMask, slot_linears
 from stretto.errors import ChecksumError, ModelError
-from stretto.models import checksum, second_tree
+from stretto.models import second_tree
 from stretto.types import Weights
 
 
@@ -76,21 +77,20 @@ class LoraSlots:
                     f"`{name}` of version {weights.version} is {tuple(tensor.shape)} {tensor.dtype},"
                     f" the slot holds {shape} {linear.weight.dtype}"
                 )
-            if not bool(torch.isfinite(tensor).all()):
-                # The mask keeps foreign products out, but zero times a NaN of B would still reach every row.
-                raise ModelError(f"`{name}` of version {weights.version} has values that are not finite")
             if f"{module}.{'lora_B' if part == 'lora_A' else 'lora_A'}" not in weights.tensors:
                 raise ModelError(f"`{name}` of version {weights.version} comes without its other half")
+        if not all_finite(list(weights.tensors.values())):
+            # The mask keeps foreign products out, but zero times a NaN of B would still reach every row.
+            bad = [name for name, tensor in weights.tensors.items() if not all_finite([tensor])]
+            raise ModelError(f"`{bad[0]}` of version {weights.version} has values that are not finite")
 
     def put(self, slot: int, weights: Weights) -> None:
         self.clear(slot)
         self._check(weights, slot)
-        names = {name.rpartition(".")[0] for name in weights.tensors}
-        resident: dict[str, Tensor] = {}
-        for name in names:
-            linear = self._linears[name]
-            linear.put(slot, weights.tensors[f"{name}.lora_A"], weights.tensors[f"{name}.lora_B"])
-            resident[f"{name}.lora_A"], resident[f"{name}.lora_B"] = linear.resident(slot)
+        resident = self._resident(slot, {name.rpartition(".")[0] for name in weights.tensors})
+        for part in ("lora_A", "lora_B"):  # apart: the halves of one kind lie alike, and go in few launches
+            own = [name for name in resident if name.endswith(part)]
+            torch._foreach_copy_([resident[name] for name in own], [weights.tensors[name] for name in own])
         try:
             _confirm(resident, weights)
         except ChecksumError:
@@ -98,10 +98,17 @@ class LoraSlots:
             raise
         self._scales[slot] = self._mask.scale = weights.scale
 
+    def _resident(self, slot: int, names: Iterable[str]) -> dict[str, Tensor]:
+        """What is in a slot as it was received, views of what the forward reads."""
+        resident: dict[str, Tensor] = {}
+        for name in names:
+            resident[f"{name}.lora_A"], resident[f"{name}.lora_B"] = self._linears[name].resident(slot)
+        return resident
+
     def clear(self, slot: int) -> None:
+        """Zero a slot, so that nothing of an unloaded version stays behind."""
         self._scales.pop(slot, None)
-        for linear in self._linears.values():
-            linear.clear(slot)
+        torch._foreach_zero_(list(self._resident(slot, self._linears).values()))
 
     def choose(self, slots: Tensor) -> None:
         self._mask.choose(slots)
@@ -127,8 +134,7 @@ class FullSlots:
         for name, tensor in weights.tensors.items():
             if tensor.shape != parameters[name].shape or tensor.dtype != parameters[name].dtype:
                 raise ModelError(f"`{name}` of version {weights.version} is {tuple(tensor.shape)} {tensor.dtype}")
-        for name, tensor in weights.tensors.items():
-            parameters[name].copy_(tensor)
+        torch._foreach_copy_([parameters[name] for name in weights.tensors], list(weights.tensors.values()))
         _confirm({name: parameters[name] for name in weights.tensors}, weights)
 
     def clear(self, slot: int) -> None:
