@@ -60,8 +60,11 @@ def _on_device(method: Callable[Concatenate[NativeEngine, P], R]) -> Callable[Co
 class NativeEngine:
     """Generates under several versions at once. Not thread-safe: one thread calls everything.
 
-    In float32 on the CPU (`exact`), a trajectory's tokens and log-probabilities do not change by a bit with its
-    neighbours, the versions beside it, a preemption, or a suspension with its KV.
+    Where `exact`, a trajectory's tokens and log-probabilities do not change by a bit with its neighbours, the versions
+    beside it, a preemption, or a suspension with its KV: in float32 on the CPU, and on a GPU with `deterministic`,
+    which runs every step at its full number of rows and every prompt alone.
+
+    `late` is whether the host runs one step behind, as it does on a GPU by default.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class NativeEngine:
         prefill_tokens: int = 512,
         decode: Callable[[Sequence[int]], str] | None = None,
         late: bool | None = None,
+        deterministic: bool = False,
     ) -> None:
         for name, value in (("slots", slots), ("rows", rows), ("kv_tokens", kv_tokens), ("max_context", max_context)):
             if value < 1:
@@ -115,15 +119,15 @@ class NativeEngine:
         self._running, self._mark = 0, time.perf_counter()
         self._work: ImmediateSteps | LateSteps
         if isinstance(self._rows, DeviceRows):
-            self.exact = False
-            self._work = self._late_steps(self._rows, attention, heads)
+            self.exact = deterministic
+            self._work = self._late_steps(self._rows, attention, heads, deterministic)
             if self._stream is not None:
                 torch.cuda.synchronize(device)  # everything made so far is there for the engine's stream
             self._compare(model)
         else:
             self.exact = self._immediate_steps(model, self._rows, attention, heads)
 
-    def _late_steps(self, rows: DeviceRows, attention: Attention, heads: int) -> LateSteps:
+    def _late_steps(self, rows: DeviceRows, attention: Attention, heads: int, deterministic: bool) -> LateSteps:
         """Steps over fused decoders where the architecture is a plain one, over transformers' modules elsewhere."""
         kernels, trees = kernels_for(rows.device), self._slots.trees
         decoders: list[FusedDecoder | StockDecoder] = []

@@ -46,6 +46,7 @@ from stretto.engines.native.fused import FusedDecoder
 from stretto.engines.native.kernels.attention import CHUNKS, DecodePlan, Sharing, choose_chunk, items_bound
 from stretto.engines.native.kernels.choice import Kernels
 from stretto.engines.native.kernels.draw import draw_workspace
+from stretto.engines.native.kernels.plan import power_of_two
 from stretto.engines.native.sampling import sample, uniforms
 from stretto.engines.native.schedule import Schedule
 from stretto.engines.native.stock import StockDecoder
@@ -56,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 SHARED_SHARE = 0.2  # of the context: where rows have so much in common, it is worth reading once
+FIXED_CHUNK = 256  # tokens of context an item has where results must not depend on neighbours
 MAX_GRAPHS = 96  # captured steps that are kept; each holds some megabytes
 
 
@@ -83,7 +85,10 @@ class LateSteps:
         heads: int,
         kernels: Kernels,
         ends_in_string: Callable[[Trajectory, NDArray[np.int32]], bool],
+        *,
+        deterministic: bool = False,
     ) -> None:
+        self._deterministic = deterministic
         self._slots, self._cache, self._rows, self._schedule = slots, cache, rows, schedule
         self._kernels, self._ends_in_string = kernels, ends_in_string
         device = rows.device
@@ -94,8 +99,11 @@ class LateSteps:
             self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._graphs: OrderedDict[tuple[Any, ...], torch.cuda.CUDAGraph] = OrderedDict()
         size = rows.capacity + 1
-        self._sizes = sorted({s for s in SIZES if s < rows.capacity} | {rows.capacity})
-        items = 2 * size + max(2048, 4 * cache.num_pages * PAGE // CHUNKS[-1])
+        # Products choose their kernel by the number of rows: where results must not depend on neighbours, it is fixed.
+        smaller = set() if deterministic else {s for s in SIZES if s < rows.capacity}
+        self._sizes = sorted(smaller | {rows.capacity})
+        largest = FIXED_CHUNK if deterministic else CHUNKS[-1]
+        items = 2 * size + max(2048, 4 * cache.num_pages * PAGE // largest)
         self._lanes = [
             Lane(
                 DecodePlan.allocate(size, items, heads, cache.head_size, device),
@@ -175,13 +183,17 @@ class LateSteps:
     def _prefill(self, chunks: Sequence[tuple[Prefix, Chunk]]) -> None:
         for tree in range(len(self._decoders)):
             own = [c for c in chunks if self._slots.mixed or c[1].weights_slot == tree]
-            if own:
-                self._prefill_tree(tree, own)
+            for together in [[c] for c in own] if self._deterministic else [own]:
+                if together:
+                    self._prefill_tree(tree, together)
 
     def _prefill_tree(self, tree: int, chunks: Sequence[tuple[Prefix, Chunk]]) -> None:
         """One forward over the chunks; the logits of prefixes that are done go to them."""
         device, lengths = self._rows.device, [c.end - c.start for _, c in chunks]
-        packed = torch.empty(4, sum(lengths), dtype=torch.int64)
+        # Where results must not depend on neighbours, a chunk runs alone, filled up to a size of its own; what fills it
+        # up is written to the scratch page.
+        filling = max(16, power_of_two(sum(lengths))) - sum(lengths) if self._deterministic else 0
+        packed = torch.zeros(4, sum(lengths) + filling, dtype=torch.int64)
         at, kept = 0, []
         for (prefix, chunk), length in zip(chunks, lengths, strict=True):
             own = packed[:, at : at + length]
@@ -203,7 +215,9 @@ class LateSteps:
 
         def attend(layer: int, q: Tensor, out: Tensor, scale: float) -> None:
             keys, values = cache.of_layer[layer]
-            self._kernels.paged_extend(q, keys, values, pages, starts, offsets, longest, scale, out)
+            count = sum(lengths)
+            out[count:] = 0.0
+            self._kernels.paged_extend(q[:count], keys, values, pages, starts, offsets, longest, scale, out[:count])
 
         logits = decoder(tokens, positions, writes, slots, attend, keep)
         for i, (prefix, _) in enumerate(kept):
@@ -276,10 +290,12 @@ class LateSteps:
         size = self._size_of(int(numbers[-1]) + 1 if index is None else len(numbers))
         contexts = rows.context[numbers]
         total = int(contexts.sum())
-        shares = index is None and rows.saved >= SHARED_SHARE * total
+        shares = index is None and rows.saved >= SHARED_SHARE * total and not self._deterministic
         longest = sys.maxsize if shares else int(contexts.max())  # what is shared is an item of its own in any case
         chunk, items = choose_chunk(size, total, longest, self._cache.kv_heads, self._multiprocessors)
-        if shares:
+        if self._deterministic:
+            chunk, items = FIXED_CHUNK, items_bound(size, total, FIXED_CHUNK)
+        elif shares:
             items = items_bound(2 * size, total, chunk)
         truncates = bool(rows.truncates[numbers].any())
         key = (tree, size, chunk, items, truncates, shares, self._decoders[tree].scale)
@@ -296,22 +312,38 @@ class LateSteps:
         graph.replay()
 
     def _capture(self, key: tuple[Any, ...], index: Tensor | None) -> torch.cuda.CUDAGraph:
-        """Capture the step `key`. It is run once before, so that kernels are compiled and libraries set up."""
-        tree, size, chunk, items, truncates, shares, _ = key
-        rows = self._rows
-        kept = rows.ints.clone()
-        self._body(tree, size, chunk, items, truncates, shares, index)
-        rows.ints.copy_(kept)
+        """Capture the step `key`, giving back what was captured before where memory runs out."""
         while len(self._graphs) >= MAX_GRAPHS:
             self._graphs.popitem(last=False)
+        try:
+            graph = self._capture_once(key, index)
+        except torch.OutOfMemoryError:
+            if not self._graphs:
+                raise
+            logger.warning("no memory to capture a step of %d rows: %d others go", key[1], len(self._graphs))
+            self._graphs.clear()
+            torch.cuda.empty_cache()
+            graph = self._capture_once(key, index)
+        self._graphs[key] = graph
+        logger.debug("captured a step of %d rows, chunks of %d tokens, %d items", *key[1:4])
+        return graph
+
+    def _capture_once(self, key: tuple[Any, ...], index: Tensor | None) -> torch.cuda.CUDAGraph:
+        """Run the step once, so that kernels are compiled and libraries set up, take its effect back, and record it."""
+        tree, size, chunk, items, truncates, shares, _ = key
+        ints = self._rows.ints
+        own = torch.arange(size, device=ints.device) if index is None else index  # others may run beside it
+        kept = ints.index_select(1, own)
+        try:
+            self._body(tree, size, chunk, items, truncates, shares, index)
+        finally:
+            ints.index_copy_(1, own, kept)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.current_stream().synchronize()
         with torch.cuda.graph(
             graph, pool=self._lanes[tree].pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
         ):
             self._body(tree, size, chunk, items, truncates, shares, index)
-        self._graphs[key] = graph
-        logger.debug("captured a step of %d rows, chunks of %d tokens, %d items", size, chunk, items)
         return graph
 
     def _body(
