@@ -1,0 +1,22 @@
+"""DAPO: the clipped surrogate with more room above than below."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from stretto.objectives.clipping import ClipOptions
+
+
+class DapoOptions(ClipOptions):
+    """Decoupled clip and dynamic sampling: GRPO with more room above ("clip higher") and a mean over tokens."""
+
+    formula: ClassVar[str] = "min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), for A < 0 no lower than dual_clip A"
+    when: ClassVar[str] = (
+        "Long reasoning in which entropy collapses under GRPO: unlikely tokens may rise further. Its penalty on "
+        "overlong completions is `[algorithm.length]`."
+    )
+
+    type: Literal["dapo"] = "dapo"
+    clip_high: float = Field(0.28, gt=0, description="The ratio is clipped above at 1 + clip_high")
