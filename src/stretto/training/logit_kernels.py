@@ -97,6 +97,29 @@ def deltas_from_reference(
     return result if result is logits else logits.copy_(result)
 
 
+def deltas_with_entropy(
+    logits: torch.Tensor,  # [rows, V]
+    targets: torch.Tensor,  # [rows] int64
+    normalizers: torch.Tensor,  # [rows]
+    entropies: torch.Tensor,  # [rows]
+    factors: torch.Tensor,  # [rows], of d logprob / d logits
+    entropy_factors: torch.Tensor,  # [rows], of d entropy / d logits
+    scale: LogitScale,
+) -> torch.Tensor:
+    """`factor * d logprob / d logits + entropy factor * d entropy / d logits`, in the type of the normalizers.
+
+    With `p` the chances: `d entropy / d logit_i = -p_i (log p_i + entropy)`. Plain torch on every device.
+    """
+    scaled = scale.apply_(logits.to(normalizers.dtype, copy=True))
+    bent = None if scale.softcap is None else 1 - (scaled * (scale.temperature / scale.softcap)).square_()
+    logs = scaled.sub_(normalizers[:, None])
+    chances = logs.exp()
+    result = logs.add_(entropies[:, None]).mul_(-entropy_factors[:, None]).sub_(factors[:, None]).mul_(chances)
+    result.scatter_add_(1, targets[:, None], factors[:, None].to(result.dtype))
+    result.mul_(scale.slope)
+    return result if bent is None else result.mul_(bent)
+
+
 def _numbers(scale: LogitScale) -> tuple[float, float, float]:
     """Slope, and the factors inside and outside of the cap."""
     cap = scale.softcap or 1.0

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from stretto.training.logit_kernels import LogitScale, deltas_from, reduce_logits
+from stretto.training.logit_kernels import LogitScale, deltas_from, deltas_with_entropy, reduce_logits
 
 # Logits held at once. A processor wants them in its cache; a GPU wants products with enough rows (883 of Qwen3's
 # vocabulary) and, where the head is trained, few sums over its float32 gradient.
@@ -40,12 +40,14 @@ def token_logprobs(
     softcap: float | None = None,  # logits become `softcap * tanh(logits / softcap)` before the temperature
     multiplier: float = 1.0,  # of the logits, before the cap
     entropy: bool = False,
+    entropy_gradient: bool = False,
     chunk_tokens: int | None = None,
     directions: bool | None = None,  # None: by the device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-probability of each target under `softmax(logits / temperature)` [C], and the entropy there [C].
 
-    Both are float32, or float64 for float64 inputs. The entropy carries no gradient, and is zero where not asked for.
+    Both are float32, or float64 for float64 inputs. The entropy is zero where not asked for. It carries a gradient only
+    with `entropy_gradient`, which makes the logits again: what comes in for it is not known ahead.
     The result does not depend on `chunk_tokens`, except for rounding.
     """
     trained = torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad))
@@ -55,16 +57,16 @@ def token_logprobs(
     scale = LogitScale(temperature, softcap, multiplier)
     if directions is None:
         directions = hidden.is_cuda
-    if directions and not trained:
+    if directions and not trained and not entropy_gradient:
         with_gradient = torch.is_grad_enabled() and hidden.requires_grad
         logprobs, entropies = _DirectedLogprobs.apply(  # type: ignore[no-untyped-call]
             hidden, weight, bias, predicts, targets, scale, chunk_tokens, with_gradient
         )
     else:
         logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, predicts, targets, scale, entropy, chunk_tokens
+            hidden, weight, bias, predicts, targets, scale, entropy or entropy_gradient, entropy_gradient, chunk_tokens
         )
-    return logprobs, entropies if entropy else torch.zeros_like(entropies)
+    return logprobs, entropies if entropy or entropy_gradient else torch.zeros_like(entropies)
 
 
 class _DirectedLogprobs(torch.autograd.Function):
@@ -118,6 +120,7 @@ class _TokenLogprobs(torch.autograd.Function):
         targets: torch.Tensor,
         scale: LogitScale,
         entropy: bool,
+        entropy_gradient: bool,
         chunk_tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -137,15 +140,16 @@ class _TokenLogprobs(torch.autograd.Function):
             if entropy:
                 chances = (logits - normalizer[:, None]).exp_()
                 entropies[chunk] = normalizer - torch.linalg.vecdot(chances, logits)
-        ctx.save_for_backward(hidden, weight, bias, predicts, targets, normalizers)
-        ctx.scale, ctx.chunk_tokens = scale, chunk_tokens
-        ctx.mark_non_differentiable(entropies)
+        ctx.save_for_backward(hidden, weight, bias, predicts, targets, normalizers, entropies)
+        ctx.scale, ctx.chunk_tokens, ctx.entropy_gradient = scale, chunk_tokens, entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, predicts, targets, normalizers = ctx.saved_tensors
+        hidden, weight, bias, predicts, targets, normalizers, entropies = ctx.saved_tensors
         dtype = normalizers.dtype
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
@@ -159,7 +163,13 @@ class _TokenLogprobs(torch.autograd.Function):
             logits = F.linear(rows, weight, bias)
             if not logits.is_cuda:
                 logits = logits.to(dtype)
-            delta = deltas_from(logits, targets[chunk], normalizers[chunk], grads[0][chunk], ctx.scale)
+            if ctx.entropy_gradient:
+                delta = deltas_with_entropy(
+                    logits, targets[chunk], normalizers[chunk], entropies[chunk], grads[0][chunk], grads[1][chunk],
+                    ctx.scale,
+                )  # fmt: skip
+            else:
+                delta = deltas_from(logits, targets[chunk], normalizers[chunk], grads[0][chunk], ctx.scale)
             if grad_bias is not None:
                 # The bias stands before the multiplier, as the weight does.
                 grad_bias += delta.sum(0, dtype=dtype)
@@ -175,5 +185,5 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *([None] * 5),
+            *([None] * 6),
         )
