@@ -1,48 +1,280 @@
-"""Group-relative advantages. Pure: rewards and group ids in, one number a sample out."""
+"""Advantages by name. Pure: rewards in, one number a sample or a token out, in float64, never NaN.
+
+| name | a sample's advantage |
+|---|---|
+| `group` | reward minus its group's mean, over the group's standard deviation plus epsilon (GRPO) |
+| `group-mean` | reward minus its group's mean (Dr. GRPO) |
+| `leave-one-out` | reward minus the mean of the other members of its group (RLOO) |
+| `whiten` | reward minus the batch's mean, over the batch's standard deviation plus epsilon (REINFORCE++) |
+| `gae` | a number a token, from the values of a critic: `gae`, over what `token_rewards` gives |
+
+A group of one, or whose rewards are all equal, has nothing to compare: its advantages are exactly 0, and it is counted.
+Under `whiten` what is compared is the batch, so that its groups are without signal together or not at all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+AdvantageName = Literal["group", "group-mean", "leave-one-out", "whiten", "gae"]
+
+EPSILON = 1e-6  # added to a standard deviation before it divides
+MAX_REWARD = 1e100  # squares of larger ones overflow, and no task means them
+
+Reals = NDArray[np.float64]
+Groups = Sequence[int] | NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """One advantage a sample, in the order of the samples."""
+    """One advantage a sample, in the order of the samples, and one a token where tokens differ."""
 
-    values: NDArray[np.float64]  # [n]
+    values: Reals  # [n]; where tokens differ, the mean over each sample's tokens
     num_groups: int
     num_without_signal: int  # groups of one, or whose rewards are all equal: their advantages are exactly 0
+    tokens: Reals | None = None  # [C], the samples' tokens one after the other; None: each has its sample's
+
+    def of_tokens(self, lengths: NDArray[np.int64]) -> Reals:
+        """The advantage of every token [C] of samples with so many tokens [n]."""
+        return np.repeat(self.values, lengths) if self.tokens is None else self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Grouped:
+    """Rewards by group. `centred` is exactly 0 where a group has no signal."""
+
+    centred: Reals  # [n]
+    member_of: NDArray[np.int64]  # [n], from 0
+    sizes: NDArray[np.int64]  # [groups]
+    without_signal: NDArray[np.bool_]  # [groups]
+
+    def result(self, values: Reals) -> Advantages:
+        return Advantages(values, len(self.sizes), int(self.without_signal.sum()))
 
 
 def group_relative(
-    rewards: ArrayLike, groups: Sequence[int] | NDArray[np.int64], *, normalize_std: bool = True, eps: float = 1e-6
+    rewards: ArrayLike, groups: Groups, *, normalize_std: bool = True, eps: float = EPSILON
 ) -> Advantages:
     """A sample's reward minus the mean of its group, over the group's standard deviation plus `eps`.
 
     The deviation is the population's (divided by n), so that a group that lost a member to a failure is scaled like the
-    others. Groups may have any number of members, in any order. The result is finite for finite rewards.
+    others. Groups may have any number of members, in any order.
     """
+    grouped = _grouped(rewards, groups)
+    if not normalize_std:
+        return grouped.result(grouped.centred)
+    deviation = np.sqrt(np.bincount(grouped.member_of, grouped.centred**2) / grouped.sizes)
+    return grouped.result(grouped.centred / np.where(grouped.without_signal, 1.0, deviation + eps)[grouped.member_of])
+
+
+def group_mean(rewards: ArrayLike, groups: Groups) -> Advantages:
+    """A sample's reward minus the mean of its group."""
+    return group_relative(rewards, groups, normalize_std=False)
+
+
+def leave_one_out(rewards: ArrayLike, groups: Groups) -> Advantages:
+    """A sample's reward minus the mean of the others of its group, which does not depend on the sample itself."""
+    grouped = _grouped(rewards, groups)
+    # r - (n m - r) / (n - 1) = (r - m) n / (n - 1)
+    scale = grouped.sizes / np.maximum(grouped.sizes - 1, 1)
+    return grouped.result(grouped.centred * scale[grouped.member_of])
+
+
+def whiten(rewards: ArrayLike, groups: Groups, *, eps: float = EPSILON) -> Advantages:
+    """A sample's reward minus the mean of the batch, over the batch's standard deviation plus `eps`.
+
+    Samples weigh alike, however long they are. A group of equal rewards has a signal here: it is compared with the
+    other prompts.
+    """
+    values = _checked(rewards, groups)
+    num_groups = len(np.unique(np.asarray(groups))) if len(values) else 0
+    whole = group_relative(values, np.zeros(len(values), dtype=np.int64), eps=eps)
+    return Advantages(whole.values, num_groups, num_groups if whole.num_without_signal else 0)
+
+
+ADVANTAGES: dict[str, Callable[[ArrayLike, Groups], Advantages]] = {
+    "group": group_relative,
+    "group-mean": group_mean,
+    "leave-one-out": leave_one_out,
+    "whiten": whiten,
+}
+
+
+def outcome_advantages(name: AdvantageName, rewards: ArrayLike, groups: Groups) -> Advantages:
+    """The advantages called `name`, from one reward a sample. `gae` is none of them: it needs values."""
+    if name not in ADVANTAGES:
+        raise ValueError(f"`advantage = {name!r}` is not made of rewards alone: choose one of {', '.join(ADVANTAGES)}")
+    return ADVANTAGES[name](rewards, groups)
+
+
+def _checked(rewards: ArrayLike, groups: Groups) -> Reals:
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim != 1 or len(values) != len(groups):
         raise ValueError(f"`rewards` has shape {values.shape}, but `groups` has {len(groups)} entries: one a sample")
     if not np.isfinite(values).all():
         raise ValueError(f"`rewards` holds a number that is not finite at sample {int(np.argmin(np.isfinite(values)))}")
+    if len(values) and np.abs(values).max() > MAX_REWARD:
+        raise ValueError(
+            f"`rewards` holds {values[np.argmax(np.abs(values))]:.3g} at sample {int(np.argmax(np.abs(values)))}: "
+            f"scale them to at most {MAX_REWARD:g}"
+        )
+    return values
+
+
+def _grouped(rewards: ArrayLike, groups: Groups) -> _Grouped:
+    values = _checked(rewards, groups)
     if len(values) == 0:
-        return Advantages(values, 0, 0)
+        nothing = np.zeros(0, dtype=np.int64)
+        return _Grouped(values, nothing, nothing, nothing.astype(np.bool_))
     _, member_of, sizes = np.unique(np.asarray(groups), return_inverse=True, return_counts=True)
     lowest = np.full(len(sizes), np.inf)
     highest = np.full(len(sizes), -np.inf)
     np.minimum.at(lowest, member_of, values)
     np.maximum.at(highest, member_of, values)
-    # Equality is tested on the rewards: the rounding of a mean must not become an advantage once divided by `eps`.
+    # Equality is tested on the rewards: the rounding of a mean must not become an advantage once divided by epsilon.
     without_signal = lowest == highest
     centred = values - (np.bincount(member_of, values) / sizes)[member_of]
-    if normalize_std:
-        deviation = np.sqrt(np.bincount(member_of, centred**2) / sizes)
-        centred = centred / np.where(without_signal, 1.0, deviation + eps)[member_of]
     centred[without_signal[member_of]] = 0.0
-    return Advantages(centred, len(sizes), int(without_signal.sum()))
+    return _Grouped(centred, member_of, sizes, without_signal)
+
+
+# -- by token ----------------------------------------------------------------------------------------------------------
+
+
+def token_rewards(
+    rewards: Sequence[float] | Sequence[Sequence[float]],
+    lengths: Sequence[int] | NDArray[np.int64],
+    turns: Sequence[Sequence[int]] | None = None,
+) -> Reals:
+    """Rewards where they were earned [C]: at the last token of a sample, or of each of its turns.
+
+    `lengths` [n] are the tokens of each sample. Without `turns` a sample has one reward. With them, `turns[i]` are the
+    tokens of each turn of sample `i`, which sum to its length, and `rewards[i]` has a number for each of its turns. A
+    turn without tokens gives its reward to the token before it; a sample without tokens has nowhere to put one.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    parts: Sequence[Sequence[int]] = [[size] for size in sizes.tolist()] if turns is None else turns
+    per_turn = cast(Sequence[Sequence[float]], [[reward] for reward in rewards] if turns is None else rewards)
+    _check_turns(per_turn, parts, sizes)
+    placed = np.zeros(int(sizes.sum()))
+    start = 0
+    for given, sample_turns, size in zip(per_turn, parts, sizes.tolist(), strict=True):
+        if size:
+            ends = np.maximum(np.cumsum(sample_turns) - 1, 0)
+            np.add.at(placed, start + ends, given)
+        start += size
+    return placed
+
+
+def gae(
+    rewards: Reals,  # [C], of each token
+    values: Reals,  # [C], the critic's for the state before each token
+    lengths: Sequence[int] | NDArray[np.int64],  # [n], tokens of each sequence
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+) -> tuple[Reals, Reals]:
+    """Generalized advantage estimation: advantages [C], and the returns [C] that the critic is fitted to.
+
+    `A_t = d_t + gamma * lam * A_(t+1)` with `d_t = r_t + gamma * V_(t+1) - V_t`; beyond the last token both are 0, so a
+    truncated sequence counts as ended. A return is `A_t + V_t`.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    earned, critic = np.asarray(rewards, dtype=np.float64), np.asarray(values, dtype=np.float64)
+    if earned.shape != critic.shape or earned.shape != (int(sizes.sum()),):
+        raise ValueError(f"{int(sizes.sum())} tokens have {earned.shape} rewards and {critic.shape} values: one each")
+    following = np.append(critic[1:], 0.0) if len(critic) else critic
+    ends = np.cumsum(sizes)
+    following[(ends - 1)[sizes > 0]] = 0.0
+    advantages = earned + gamma * following - critic
+    decay = gamma * lam
+    if decay:
+        # Backwards over positions, all sequences that reach a position at once: the longest come first.
+        order = np.argsort(-sizes, kind="stable")
+        starts = (ends - sizes)[order]
+        reached = np.searchsorted(-sizes[order], -np.arange(1, int(sizes.max(initial=0)) + 1), side="right")
+        for position in range(len(reached) - 2, -1, -1):
+            here = starts[: reached[position + 1]] + position
+            advantages[here] += decay * advantages[here + 1]
+    return advantages, advantages + critic
+
+
+def gae_advantages(
+    advantages: Reals, lengths: NDArray[np.int64], groups: Groups, *, normalize: bool, eps: float = EPSILON
+) -> Advantages:
+    """What `gae` gave as the advantages of a batch, whitened over all of its tokens where `normalize`.
+
+    A batch whose tokens all have the same advantage keeps none when whitened, and its groups count as without signal.
+    """
+    tokens = np.asarray(advantages, dtype=np.float64)
+    num_groups = len(np.unique(np.asarray(groups))) if len(groups) else 0
+    without_signal = 0
+    if normalize and len(tokens):
+        equal = bool(tokens.max() == tokens.min())
+        without_signal = num_groups if equal else 0
+        tokens = np.zeros_like(tokens) if equal else (tokens - tokens.mean()) / (tokens.std() + eps)
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    values = np.bincount(owner, tokens, minlength=len(lengths)) / np.maximum(lengths, 1)
+    return Advantages(values, num_groups, without_signal, tokens)
+
+
+def turn_advantages(
+    name: AdvantageName,
+    rewards: Sequence[Sequence[float]],  # of each turn of each sample
+    turns: Sequence[Sequence[int]],  # tokens of each turn of each sample
+    groups: Groups,
+    *,
+    gamma: float = 1.0,
+) -> Advantages:
+    """Credit by turn: every token of a turn has the advantage of what its sample earned from that turn on.
+
+    The returns `sum_(k >= j) gamma^(k - j) r_k` of turn `j` are compared between the members of a group that reached
+    turn `j` (under `whiten`: of all samples that did), by the rule called `name`. A turn that one member alone reached
+    compares with nothing: its advantage is 0. With one turn a sample this is `outcome_advantages`. A group counts as
+    without signal when none of its turns has any.
+    """
+    lengths = np.array([sum(sample_turns) for sample_turns in turns], dtype=np.int64)
+    _check_turns(rewards, turns, lengths)
+    if len(groups) != len(turns):
+        raise ValueError(f"`turns` has {len(turns)} samples, but `groups` has {len(groups)} entries: one a sample")
+    counts = np.array([len(sample_turns) for sample_turns in turns], dtype=np.int64)
+    owner = np.repeat(np.arange(len(turns)), counts)
+    number = np.concatenate([np.arange(count) for count in counts]) if len(counts) else counts
+    returns: list[float] = []
+    for given in rewards:
+        later = 0.0
+        from_here = [later := reward + gamma * later for reward in reversed(given)]
+        returns.extend(reversed(from_here))
+    of_turns = np.zeros(len(owner))
+    of_groups = np.asarray(groups, dtype=np.int64)
+    signal: set[int] = set()
+    for turn in range(int(counts.max(initial=0))):
+        here = np.flatnonzero(number == turn)
+        members = of_groups[owner[here]]
+        found = outcome_advantages(name, np.array(returns)[here], members)
+        of_turns[here] = found.values
+        signal.update(members[found.values != 0.0].tolist())
+    of_tokens = np.repeat(of_turns, [tokens for sample_turns in turns for tokens in sample_turns])
+    sample_of = np.repeat(np.arange(len(lengths)), lengths)
+    values = np.bincount(sample_of, of_tokens, minlength=len(lengths)) / np.maximum(lengths, 1)
+    num_groups = len(set(of_groups.tolist()))
+    return Advantages(values, num_groups, num_groups - len(signal), of_tokens)
+
+
+def _check_turns(
+    rewards: Sequence[Sequence[float]], turns: Sequence[Sequence[int]], lengths: NDArray[np.int64]
+) -> None:
+    if not len(rewards) == len(turns) == len(lengths):
+        raise ValueError(f"`rewards` has {len(rewards)} samples, `turns` {len(turns)} and `lengths` {len(lengths)}")
+    for sample, (given, parts, length) in enumerate(zip(rewards, turns, lengths.tolist(), strict=True)):
+        if len(given) != len(parts):
+            raise ValueError(f"sample {sample} has {len(parts)} turns and {len(given)} rewards: one a turn")
+        if min(parts, default=0) < 0 or sum(parts) != length:
+            raise ValueError(f"the turns of sample {sample} have {list(parts)} tokens, and the sample has {length}")
+        if not np.isfinite(np.asarray(given, dtype=np.float64)).all():
+            raise ValueError(f"`rewards` holds a number that is not finite at sample {sample}")
