@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from stretto.objectives.correction_options import CorrectionOptions
+from stretto.objectives.term_options import EntropyOptions, KlOptions, SupervisedOptions
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -97,6 +100,13 @@ class ObjectiveOptions(BaseModel):
         description="Reward minus the mean of its group, over the group's standard deviation (`group`) or not "
         "(`group-mean`); minus the mean of the others of its group; whitened over the batch; or by a critic",
     )
+
+    correction: CorrectionOptions | None = Field(
+        None, description="Weighs each token's loss by the policy before the update over the one that sampled it"
+    )
+    kl: KlOptions | None = Field(None, description="Keeps the policy near a reference")
+    entropy: EntropyOptions | None = Field(None, description="A bonus for entropy")
+    supervised: SupervisedOptions | None = Field(None, description="Imitates trajectories with a good reward")
 
     @model_validator(mode="after")
     def _refuse_what_cannot_work(self) -> ObjectiveOptions:
