@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-AdvantageName = Literal["group", "group-mean", "leave-one-out", "whiten", "gae"]
+from stretto.objectives.base import AdvantageName
 
 EPSILON = 1e-6  # added to a standard deviation before it divides
 MAX_REWARD = 1e100  # squares of larger ones overflow, and no task means them
