@@ -95,8 +95,16 @@ class GrpoOptions:
         return clipped_objective(logprobs, view, clip_low=self.clip_low, clip_high=self.clip_high)
 
 
-def token_weights(lengths: NDArray[np.int64], average: Average) -> NDArray[np.float64]:
-    """The weight that each token of a sequence has in the batch's loss, by sequence [n]; 0 for an empty completion."""
+def token_weights(lengths: NDArray[np.int64], average: str, average_tokens: int | None = None) -> NDArray[np.float64]:
+    """The weight that each token of a sequence has in the batch's loss, by sequence [n]; 0 for an empty completion.
+
+    `token`: over all tokens of the batch. `sequence`: over each sequence's tokens, then over sequences. `constant`: over
+    `average_tokens` times the sequences, whatever their lengths.
+    """
     if average == "token":
         return np.full(len(lengths), 1.0 / max(1, int(lengths.sum())))
+    if average == "constant":
+        if average_tokens is None:
+            raise ValueError('`average = "constant"` needs `average_tokens`')
+        return np.full(len(lengths), 1.0 / (average_tokens * max(1, len(lengths))))
     return np.where(lengths > 0, 1.0 / (np.maximum(lengths, 1) * max(1, len(lengths))), 0.0)
