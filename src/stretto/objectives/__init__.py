@@ -26,9 +26,9 @@ def _find_objectives() -> dict[str, type[ObjectiveOptions]]:
             continue
         tag = name.replace("_", "-")
         for value in vars(importlib.import_module(f"{__name__}.{name}")).values():
-            if isinstance(value, type) and issubclass(value, ObjectiveOptions):
-                if value.model_fields["type"].default == tag:
-                    found[tag] = value
+            objective = isinstance(value, type) and issubclass(value, ObjectiveOptions)
+            if objective and value.model_fields["type"].default == tag:
+                found[tag] = value
     return {DEFAULT_TYPE: found.pop(DEFAULT_TYPE), **found}
 
 

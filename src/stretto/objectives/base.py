@@ -75,6 +75,12 @@ def sequence_mean(values: Tensor, tokens: Tokens) -> Tensor:
     return sequence_sum(values, tokens) / tokens.lengths[tokens.sequences].to(values.dtype)
 
 
+def policy_gradient(tokens: Tokens, weights: Tensor | None = None) -> Tensor:
+    """`-sg(weight) A log pi`: a loss whose gradient is that of the policy, each token by its weight [C]."""
+    factor = tokens.advantages if weights is None else weights.detach() * tokens.advantages
+    return -factor * tokens.logprobs
+
+
 class ObjectiveOptions(BaseModel):
     """The options that every objective has."""
 
@@ -83,7 +89,6 @@ class ObjectiveOptions(BaseModel):
     formula: ClassVar[str]  # what is maximized, for a token; shown in the documentation
     when: ClassVar[str]  # when to use it, in one sentence
     ratio_options: ClassVar[tuple[str, ...]] = ()  # options that act only through a ratio that may differ from 1
-    has_weight: ClassVar[bool] = False  # proximal over behaviour is a factor of its own formula: it corrects by itself
     uses_critic: ClassVar[bool] = False
 
     type: str
@@ -100,7 +105,6 @@ class ObjectiveOptions(BaseModel):
         description="Reward minus the mean of its group, over the group's standard deviation (`group`) or not "
         "(`group-mean`); minus the mean of the others of its group; whitened over the batch; or by a critic",
     )
-
     correction: CorrectionOptions | None = Field(
         None, description="Weighs each token's loss by the policy before the update over the one that sampled it"
     )
@@ -115,17 +119,36 @@ class ObjectiveOptions(BaseModel):
                 '`algorithm.average_tokens` is missing: `algorithm.average = "constant"` divides by it; '
                 "set it to what `rollout.max_tokens` is"
             )
-        if self.average != "constant" and self.average_tokens is not None:
-            raise ValueError(
-                f"`algorithm.average_tokens = {self.average_tokens}` has no effect with `algorithm.average = "
-                f'"{self.average}"`; leave it out, or choose "constant"'
-            )
         if self.advantage == "gae" and not self.uses_critic:
             raise ValueError(
                 f'`algorithm.advantage = "gae"` needs a critic, and `algorithm.type = "{self.type}"` has none; '
                 'choose "group", "group-mean", "leave-one-out" or "whiten"'
             )
+        if self.correction is not None and self.correction.mode == "cap" and self.corrects:
+            raise ValueError(
+                '`algorithm.correction` with `mode = "cap"` would count the age of a trajectory twice: '
+                f"`{self.type}`{self._anchored_by} weighs tokens against the policy that sampled them by itself; leave "
+                'it out, choose `mode = "filter"`, or a type and an `algorithm.anchor` without that weight'
+            )
         return self
+
+    @property
+    def corrects(self) -> bool:
+        """Whether the formula itself weighs tokens by a newer policy over the behaviour policy."""
+        return False
+
+    @property
+    def _anchored_by(self) -> str:
+        return ""
+
+    def without_effect(self) -> dict[str, str]:
+        """Options of its own that cannot act beside its others, each with the reason, whether they are set or not."""
+        if self.average == "constant":
+            return {}
+        return {
+            "average_tokens": f"`algorithm.average_tokens = {self.average_tokens}` has no effect with "
+            f'`algorithm.average = "{self.average}"`; leave it out, or choose "constant"'
+        }
 
     def loss(self, tokens: Tokens) -> Loss:
         """The loss of each token [C], to be minimized, and the diagnostics of each token."""
@@ -140,6 +163,14 @@ class RatioOptions(ObjectiveOptions):
         description="What the ratio is taken against: the policy that sampled the token, or the policy at the start "
         "of the update",
     )
+
+    @property
+    def corrects(self) -> bool:
+        return self.anchor == "behaviour"
+
+    @property
+    def _anchored_by(self) -> str:
+        return f' with `anchor = "{self.anchor}"`'
 
     def ratio(self, tokens: Tokens) -> Tensor:
         """The ratio of each token [C], with gradient."""

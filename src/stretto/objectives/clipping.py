@@ -11,6 +11,8 @@ from stretto.objectives.base import Loss, RatioOptions, Tokens
 if TYPE_CHECKING:
     from torch import Tensor
 
+CLIP_FORMULA = "min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), for A < 0 no lower than dual_clip A"
+
 
 class ClipOptions(RatioOptions):
     """A ratio that is clipped on both sides, and on the far side of a negative advantage."""

@@ -6,13 +6,13 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from stretto.objectives.clipping import ClipOptions
+from stretto.objectives.clipping import CLIP_FORMULA, ClipOptions
 
 
 class DapoOptions(ClipOptions):
     """Decoupled clip and dynamic sampling: GRPO with more room above ("clip higher") and a mean over tokens."""
 
-    formula: ClassVar[str] = "min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), for A < 0 no lower than dual_clip A"
+    formula: ClassVar[str] = CLIP_FORMULA
     when: ClassVar[str] = (
         "Long reasoning in which entropy collapses under GRPO: unlikely tokens may rise further. Its penalty on "
         "overlong completions is `[algorithm.length]`."

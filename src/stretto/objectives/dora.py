@@ -1,0 +1,59 @@
+"""DORA's objective: triplet clipping with a truncated importance weight."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from stretto.objectives.base import Anchor, Average, Loss, Tokens
+from stretto.objectives.clipping import CLIP_FORMULA, ClipOptions
+from stretto.objectives.decoupled_ppo import truncated_weight
+
+
+class DoraOptions(ClipOptions):
+    """Three bounds on the ratio, a truncated weight of the trainer over the engine, and a constant divisor.
+
+    Against the behaviour policy the ratio holds the weight already, so there is none beside it.
+    """
+
+    formula: ClassVar[str] = (
+        f"sg(min(w, weight_cap)) times {CLIP_FORMULA}; w = pi_old / mu, and 1 where the anchor is mu; "
+        "summed over tokens, over average_tokens times the sequences"
+    )
+    when: ClassVar[str] = (
+        "Production runs with several versions at once and long tails; engine and trainer differ a bit."
+    )
+
+    type: Literal["dora"] = "dora"
+    average: Average = Field("constant", description="How the losses of tokens become one, as in every objective")
+    anchor: Anchor = Field(
+        "proximal",
+        description="What the ratio is taken against: the policy that sampled the token, or the policy at the start "
+        "of the update, with a weight of the one over the other",
+    )
+    clip_high: float = Field(0.28, gt=0, description="The ratio is clipped above at 1 + clip_high")
+    dual_clip: float | None = Field(
+        3.0, gt=1, description="Where the advantage is negative, the ratio is also bounded by this, above 1"
+    )
+    weight_cap: float = Field(2.0, ge=1, description="Largest weight, at least 1")
+
+    @property
+    def corrects(self) -> bool:
+        return True
+
+    def without_effect(self) -> dict[str, str]:
+        found = super().without_effect()
+        if self.anchor == "behaviour":
+            found["weight_cap"] = (
+                f'`algorithm.weight_cap = {self.weight_cap}` has no effect with `algorithm.anchor = "behaviour"`: the '
+                'ratio holds the weight; leave it out, or choose "proximal"'
+            )
+        return found
+
+    def loss(self, tokens: Tokens) -> Loss:
+        losses, diagnostics = super().loss(tokens)
+        if self.anchor == "behaviour":
+            return losses, diagnostics
+        weights, capped = truncated_weight(tokens, self.weight_cap)
+        return weights * losses, {**diagnostics, **capped}

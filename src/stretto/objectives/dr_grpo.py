@@ -1,0 +1,23 @@
+"""Dr. GRPO: GRPO without its two biases."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from stretto.objectives.base import AdvantageName, Average
+from stretto.objectives.clipping import CLIP_FORMULA, ClipOptions
+
+
+class DrGrpoOptions(ClipOptions):
+    """GRPO done right: no division by the group's standard deviation, none by the length of a completion."""
+
+    formula: ClassVar[str] = f"{CLIP_FORMULA}; summed over tokens, over average_tokens times the sequences"
+    when: ClassVar[str] = (
+        "Completions grow without getting better under GRPO: long wrong answers are no longer cheaper."
+    )
+
+    type: Literal["dr-grpo"] = "dr-grpo"
+    average: Average = Field("constant", description="How the losses of tokens become one, as in every objective")
+    advantage: AdvantageName = Field("group-mean", description="As in every objective")

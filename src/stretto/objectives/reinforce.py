@@ -1,0 +1,20 @@
+"""REINFORCE with importance weights."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from stretto.objectives.base import AdvantageName
+from stretto.objectives.weighting import WEIGHT_FORMULA, WeightOptions
+
+
+class ReinforceOptions(WeightOptions):
+    """The policy gradient, each token weighted by how much likelier it has become since it was sampled."""
+
+    formula: ClassVar[str] = WEIGHT_FORMULA
+    when: ClassVar[str] = "Little staleness and nothing to tune: no clip, and nothing biased but what `cap` cuts off."
+
+    type: Literal["reinforce"] = "reinforce"
+    advantage: AdvantageName = Field("group-mean", description="As in every objective")
