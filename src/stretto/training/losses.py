@@ -14,21 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
 from stretto.errors import RecipeError
+from stretto.objectives.base import MAX_LOG_RATIO, Average
 from stretto.training.advantages import Advantages, group_relative
-
-Average = Literal["token", "sequence"]
-"""`token`: over all completion tokens of the batch. `sequence`: over each sequence's tokens, then over sequences."""
-
-MAX_LOG_RATIO = (
-    20.0  # a ratio beyond exp(20) is no importance weight any more; the bound keeps it and its products finite
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +89,19 @@ class GrpoOptions:
         return clipped_objective(logprobs, view, clip_low=self.clip_low, clip_high=self.clip_high)
 
 
-def token_weights(lengths: NDArray[np.int64], average: str, average_tokens: int | None = None) -> NDArray[np.float64]:
+def token_weights(
+    lengths: NDArray[np.int64], average: Average, average_tokens: int | None = None
+) -> NDArray[np.float64]:
     """The weight that each token of a sequence has in the batch's loss, by sequence [n]; 0 for an empty completion.
 
-    `token`: over all tokens of the batch. `sequence`: over each sequence's tokens, then over sequences. `constant`: over
-    `average_tokens` times the sequences, whatever their lengths.
+    `token`: the mean over all completion tokens of the batch. `sequence`: over each sequence's tokens, then over
+    sequences. `constant`: the sum over tokens, over `average_tokens` times the sequences.
     """
+    count = max(1, len(lengths))
     if average == "token":
         return np.full(len(lengths), 1.0 / max(1, int(lengths.sum())))
-    if average == "constant":
-        if average_tokens is None:
-            raise ValueError('`average = "constant"` needs `average_tokens`')
-        return np.full(len(lengths), 1.0 / (average_tokens * max(1, len(lengths))))
-    return np.where(lengths > 0, 1.0 / (np.maximum(lengths, 1) * max(1, len(lengths))), 0.0)
+    if average == "sequence":
+        return np.where(lengths > 0, 1.0 / (np.maximum(lengths, 1) * count), 0.0)
+    if average_tokens is None:
+        raise ValueError('`average = "constant"` needs `average_tokens`')
+    return np.full(len(lengths), 1.0 / (average_tokens * count))

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stretto.objectives.base import MAX_LOG_RATIO
 from stretto.training.advantages import Advantages
-from stretto.training.losses import MAX_LOG_RATIO
 from stretto.training.packing import MicroBatch
 from stretto.types import Batch
 
