@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
+MAX_SUPPORT = 4_096
+"""The most tokens that a draw of top-p, top-k or min-p may be left with where its support is recorded."""
+
 FinishReason = Literal["stop", "length"]
 """`stop`: a stop token or stop string. `length`: cut at `max_tokens`, recorded as truncated and trained as it is."""
 
@@ -42,6 +45,12 @@ class Sampling:
     min_p: float = 0.0
     stop_tokens: tuple[int, ...] = ()  # a stop token is part of the completion
     stop_strings: tuple[str, ...] = ()  # the completion ends with the token that completes one
+    supports: bool = True  # record what `top_p`, `top_k` and `min_p` leave of each distribution, which training needs
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary. Greedy draws are not: they are certain anyway."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,17 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Supports:
+    """The tokens that each of `n` tokens was drawn from, where sampling cut the vocabulary down. Never changed."""
+
+    counts: NDArray[np.int32]  # [n], each at least 1
+    tokens: NDArray[np.int32]  # [sum(counts)], those of one draw after those of another; each once, the drawn one too
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """What a request became."""
 
@@ -71,6 +91,7 @@ class Completion:
     started_at: float = 0.0  # `time.time()` at the first prefill
     finished_at: float = 0.0
     prefilled: int = 0  # tokens prefilled for it alone, prompt shared with its group not counted twice
+    supports: Supports | None = None  # what each token was drawn from; None: the whole vocabulary, or not recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +110,7 @@ class Suspended:
     kv: torch.Tensor | None = None  # [layers, 2, tokens, kv heads, head size], of every token but the last
     started_at: float = 0.0
     prefilled: int = 0
+    supports: Supports | None = None  # [n], where its sampling records them
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +161,12 @@ class Sample:
     prompt: Sequence[int]
     completion: Completion
     reward: float
+    use: int = 0  # 0: trained for the first time; later ones are those of a replay
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The samples of one update, ordered by (version, group, member)."""
+    """The samples of one update, ordered by (version, group, member); those that are used again follow, likewise."""
 
     update: int
     samples: Sequence[Sample]

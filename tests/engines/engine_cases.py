@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import (
     LlamaConfig,
@@ -17,7 +18,7 @@ from transformers import (
 
 from stretto.checksums import checksum
 from stretto.engines.native.engine import NativeEngine
-from stretto.types import Request, Suspended, Weights
+from stretto.types import Completion, Request, Supports, Suspended, Weights
 
 VOCABULARY, RANK, SCALE = 40, 4, 2.0
 SHAPE: dict[str, Any] = {
@@ -97,3 +98,19 @@ def drive(
 def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(0, VOCABULARY, (length,), generator=generator).tolist())
+
+
+def assert_same_supports(one: Completion, other: Completion) -> None:
+    """The same sets of tokens to draw from; equally likely ones may be ranked differently."""
+    assert (one.supports is None) == (other.supports is None)
+    if one.supports is not None and other.supports is not None:
+        assert sets_of(one.supports) == sets_of(other.supports)
+
+
+def sets_of(supports: Supports) -> list[set[int]]:
+    """The tokens of each support; none stands twice in one."""
+    ends = np.cumsum(supports.counts)
+    assert ends[-1] == len(supports.tokens)
+    parts = [part.tolist() for part in np.split(supports.tokens, ends[:-1])]
+    assert all(len(set(part)) == len(part) for part in parts)
+    return [set(part) for part in parts]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_cases import RANK, prompt_of, weights_of
+from engine_cases import RANK, prompt_of, sets_of, weights_of
 
 from stretto.engines.fake import FakeEngine
 from stretto.engines.native.engine import NativeEngine
@@ -99,6 +99,48 @@ def test_what_is_generated_depends_on_prompt_version_seed_and_sampling_alone(ben
         other = await engine.generate(replace(request_of(0), seed=5))
         assert not same(other, alone[0])
         assert not same(await engine.generate(replace(request_of(0), version=1)), alone[0])
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_truncated_sampling_tells_what_each_token_was_drawn_from(bench: Bench) -> None:
+    async def main() -> None:
+        engine = bench.engine()
+        await engine.load(bench.weights(0))
+        done = await engine.generate(request_of(0, top_k=5))
+        assert done.supports is not None
+        supports = sets_of(done.supports)
+        assert len(supports) == len(done.tokens)
+        for token, support in zip(done.tokens.tolist(), supports, strict=True):
+            assert token in support
+            assert len(support) == 5
+        for plain in ({}, {"top_k": 5, "temperature": 0.0}, {"top_k": 5, "supports": False}):
+            assert (await engine.generate(request_of(1, **plain))).supports is None
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_supports_survive_a_suspension(bench: Bench) -> None:
+    async def main() -> None:
+        engine = bench.engine()
+        await engine.load(bench.weights(0))
+        work = request_of(2, tokens=200, top_k=3)
+        expected = await engine.generate(work)
+        assert expected.supports is not None
+        running = asyncio.create_task(engine.generate(work))
+        while engine.report().longest.get(0, 0) < 2:
+            await asyncio.sleep(0.001)
+        (out,) = await engine.suspend([2], kv=True)
+        with pytest.raises(SuspendedError):
+            await running
+        assert out.supports is not None
+        assert len(out.supports) == len(out.tokens)
+        done = await engine.resume(pickle.loads(pickle.dumps(out)))
+        assert done.supports is not None
+        assert np.array_equal(done.supports.counts, expected.supports.counts)
+        assert np.array_equal(done.supports.tokens, expected.supports.tokens)
         await engine.close()
 
     asyncio.run(main())

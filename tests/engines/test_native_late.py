@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_cases import build, drive, native, prompt_of, weights_of
+from engine_cases import assert_same_supports, build, drive, native, prompt_of, weights_of
 
 from stretto.engines.native.device_rows import DeviceRows
 from stretto.engines.threaded import Failed
@@ -62,6 +62,7 @@ def agree(ours: dict[int, Any], theirs: dict[int, Any]) -> None:
         assert np.allclose(ours[number].logprobs, expected.logprobs, atol=1e-4)
         assert (ours[number].finish, ours[number].checksum) == (expected.finish, expected.checksum)
         assert ours[number].prefilled == expected.prefilled
+        assert_same_supports(ours[number], expected)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "qwen3-moe"])

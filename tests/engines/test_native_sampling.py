@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.engines.native.sampling import mix_seed, sample, truncate, uniforms
+from stretto.engines.native.sampling import Truncation, mix_seed, sample, truncate, uniforms
 
 
 def closed_form(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
@@ -33,10 +33,12 @@ def closed_form(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) ->
 def test_truncation_renormalizes_what_is_left(top_k: int, top_p: float, min_p: float) -> None:
     logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(3)) * 2
     rows = [torch.tensor([v] * 5, dtype=d) for v, d in ((top_k, torch.int64), (top_p, None), (min_p, None))]
-    got = truncate(logits.log_softmax(-1), *rows)
+    got, kept = truncate(logits.log_softmax(-1), Truncation(*rows))
     expected = torch.stack([closed_form(row, top_k, top_p, min_p) for row in logits])
     assert torch.equal(got.isinf(), expected.isinf())
     torch.testing.assert_close(got.exp(), expected.exp(), rtol=1e-4, atol=1e-6)
+    for row, count, order in zip(expected, kept.counts, kept.order, strict=True):
+        assert sorted(order[:count].tolist()) == row.isfinite().nonzero()[:, 0].tolist()
 
 
 def test_draws_follow_the_distribution_and_report_its_log_probability() -> None:
@@ -44,8 +46,8 @@ def test_draws_follow_the_distribution_and_report_its_log_probability() -> None:
     count = 40_000
     seeds = torch.tensor([mix_seed(s) for s in range(count)])
     uniform = uniforms(seeds, torch.zeros(count, dtype=torch.int64))
-    truncation = (torch.full((count,), 5), torch.full((count,), 0.9), torch.zeros(count))
-    tokens, logprobs = sample(logits.expand(count, -1), uniform, torch.full((count,), 0.8), truncation, False)
+    truncation = Truncation(torch.full((count,), 5), torch.full((count,), 0.9), torch.zeros(count))
+    tokens, logprobs, _ = sample(logits.expand(count, -1), uniform, torch.full((count,), 0.8), truncation, False)
     expected = closed_form(logits / 0.8, 5, 0.9, 0.0)
     torch.testing.assert_close(logprobs, expected[tokens], rtol=0, atol=1e-5)
     found = torch.bincount(tokens, minlength=8) / count
@@ -68,7 +70,7 @@ def test_uniforms_are_uniform_over_seeds_and_over_positions() -> None:
 def test_greedy_rows_take_the_most_likely_token_with_certainty() -> None:
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(2))
     temperature = torch.tensor([0.0, 1.0, 0.0, 2.0])
-    tokens, logprobs = sample(logits, torch.full((4,), 0.3, dtype=torch.float64), temperature, None, True)
+    tokens, logprobs, _ = sample(logits, torch.full((4,), 0.3, dtype=torch.float64), temperature, None, True)
     assert torch.equal(tokens[[0, 2]], logits.argmax(-1)[[0, 2]])
     assert logprobs[[0, 2]].tolist() == [0.0, 0.0]
     assert (logprobs[[1, 3]] < 0).all()
@@ -77,6 +79,6 @@ def test_greedy_rows_take_the_most_likely_token_with_certainty() -> None:
 def test_the_ends_of_the_unit_interval_draw_tokens_that_have_mass() -> None:
     logits = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf]]).expand(2, -1)
     uniform = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)
-    tokens, logprobs = sample(logits, uniform, torch.ones(2), None, False)
+    tokens, logprobs, _ = sample(logits, uniform, torch.ones(2), None, False)
     assert tokens.tolist() == [1, 2]
     assert logprobs.isfinite().all()

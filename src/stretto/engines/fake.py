@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from stretto.engines.threaded import Failed, ThreadedEngine
 from stretto.errors import ChecksumError, EngineError, RequestError, VersionNotResidentError
-from stretto.types import Capacity, Completion, Load, Request, Suspended, Weights
+from stretto.types import Capacity, Completion, Load, Request, Sampling, Supports, Suspended, Weights
 
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
@@ -228,6 +228,7 @@ class FakeCore:
             work.started_at,
             time.time(),
             work.prefilled,
+            _supports(done.tokens, how, self._vocabulary),
         )
 
     def _suspended(self, work: _Running) -> Suspended:
@@ -242,7 +243,8 @@ class FakeCore:
                 own = np.full(work.made - start, request.version, np.int32)
                 versions = np.concatenate([past.token_versions, own])
         checksum = self._resident(request.version)
-        return Suspended(request, tokens, logprobs, checksum, versions, None, work.started_at, work.prefilled)
+        supports = _supports(tokens, request.sampling, self._vocabulary)
+        return Suspended(request, tokens, logprobs, checksum, versions, None, work.started_at, work.prefilled, supports)
 
     def _draw(self, key: int, start: int, end: int, request: Request) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         hashes = np.array([_mix(key + i) for i in range(start, end)], dtype=np.uint64)
@@ -279,6 +281,16 @@ class FakeCore:
     def close(self) -> None:
         self._running.clear()
         self._queue.clear()
+
+
+def _supports(tokens: NDArray[np.int32], how: Sampling, vocabulary: int) -> Supports | None:
+    """A few tokens that each might have been drawn from, itself the first; `top_k` of them where it is set."""
+    if not (how.truncates and how.supports):
+        return None
+    width = min(how.top_k or 4, vocabulary)
+    others = ((tokens[:, None] + np.arange(width)) % vocabulary).astype(np.int32)
+    others[:, 0] = tokens  # a stop token may lie beyond the vocabulary
+    return Supports(np.full(len(tokens), width, dtype=np.int32), others.reshape(-1))
 
 
 def _confirm(weights: Weights) -> None:

@@ -21,8 +21,9 @@ from torch import Tensor
 from stretto.engines.native.cache import PAGE
 from stretto.engines.native.kernels.plan import Sharing
 from stretto.engines.native.sampling import mix_seed
+from stretto.engines.native.supports import NO_SUPPORTS, SupportTable, support_width
 from stretto.engines.native.trajectory import Trajectory
-from stretto.types import FinishReason
+from stretto.types import MAX_SUPPORT, FinishReason
 
 TOKEN, CONTEXT, SLOT, SEED, TOP_K, MADE, LIVE = range(7)
 TEMPERATURE, TOP_P, MIN_P = range(3)
@@ -44,15 +45,17 @@ class Pending:
 
     rows: NDArray[np.int64]  # which rows were drawn for
     serials: NDArray[np.int64]  # which trajectories they held
-    outputs: Tensor  # host memory, [2, rows]: tokens, and the bits of their float32 log-probabilities
+    outputs: Tensor  # host memory, [2 or more, rows]: tokens, the bits of their float32 log-probabilities; where rows
+    # are truncated, how many tokens were left to draw from, and the first of these
     places: NDArray[np.int64]  # where each row is in `outputs`
     arrived: torch.cuda.Event | None  # None: already there
 
-    def wait(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    def wait(self) -> NDArray[np.int32]:
+        """The outputs, in the order of `rows`."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        values = self.outputs.numpy()[:, self.places]
-        return values[0], values[1].view(np.float32)
+        values: NDArray[np.int32] = self.outputs.numpy()[:, self.places]
+        return values
 
 
 class DeviceRows:
@@ -89,6 +92,8 @@ class DeviceRows:
         self.held = np.zeros(size, dtype=np.int64)  # pages
         self.strings = np.zeros(size, dtype=np.bool_)
         self.truncates = np.zeros(size, dtype=np.bool_)
+        self.width = np.zeros(size, dtype=np.int64)  # the most tokens that a support may have; 0: none is recorded
+        self._supports = SupportTable(size)
         self._stops = np.full((size, 1), -1, dtype=np.int64)
         self._tokens = np.zeros((size, 64), dtype=np.int32)
         self._logprobs = np.zeros((size, 64), dtype=np.float32)
@@ -125,7 +130,9 @@ class DeviceRows:
             self.context[row], self.made[row], self.prompt[row] = prompt + made, made, prompt
             self.limit[row], self.slot[row], self.held[row] = how.max_tokens, t.slot, len(t.pages)
             self.strings[row] = bool(how.stop_strings)
-            self.truncates[row] = how.top_k > 0 or how.top_p < 1.0 or how.min_p > 0.0
+            self.truncates[row], self.width[row] = how.truncates, support_width(how)
+            if self.width[row]:
+                self._supports.put(row, t.supports or NO_SUPPORTS)
             self._join(row, t)
             self._reserve(made + 2, len(how.stop_tokens))
             self._stops[row] = -1
@@ -164,10 +171,13 @@ class DeviceRows:
             trajectory = self._of_row.pop(row)
             self._part(row, trajectory)
             trajectory.row = -1
-            self._changed[row] = None
-            self.serial[row] = -1
-            self.context[row], self.held[row], self.truncates[row], self.strings[row] = 1, 0, False, False
+            self._vacate(row)
             heappush(self._unused, row)
+
+    def _vacate(self, row: int) -> None:
+        self._changed[row] = None
+        self.serial[row], self.context[row], self.held[row], self.width[row] = -1, 1, 0, 0
+        self.truncates[row] = self.strings[row] = False
 
     def lacking(self) -> list[Trajectory]:
         """The rows whose next token needs a page that they do not hold."""
@@ -199,17 +209,17 @@ class DeviceRows:
             tensor.index_copy_(1, here, tensor.index_select(1, there))
         self.table.index_copy_(0, here, self.table.index_select(0, there))
         mirrors = (self.serial, self.context, self.made, self.prompt, self.limit, self.slot, self.held)
-        for mirror in (*mirrors, self.strings, self.truncates, self._stops, self._tokens, self._logprobs):
+        flags = (self.strings, self.truncates, self.width)
+        for mirror in (*mirrors, *flags, self._stops, self._tokens, self._logprobs):
             mirror[target] = mirror[source]
+        self._supports.move(target, source)
         for old, new in pairs:
             trajectory = self._of_row.pop(old)
             self._part(old, trajectory)
             self._of_row[new] = trajectory
             self._join(new, trajectory)
             trajectory.row = new
-            self._changed[old] = None
-            self.serial[old] = -1
-            self.context[old], self.held[old], self.truncates[old], self.strings[old] = 1, 0, False, False
+            self._vacate(old)
         self._unused = sorted(set(range(self.capacity)) - set(self._of_row))
 
     # -- the device ----------------------------------------------------------------------------------------------------
@@ -272,17 +282,21 @@ class DeviceRows:
     def record(self, pending: Pending) -> Iterator[tuple[int, FinishReason | None, bool]]:
         """Take the results of a launch in; each row that may end, why it does (None: a string may end it), and whether
         it had no distribution to draw from."""
-        tokens, logprobs = pending.wait()
         current = self.serial[pending.rows] == pending.serials
-        rows, tokens, logprobs = pending.rows[current], tokens[current], logprobs[current]
+        rows, values = pending.rows[current], pending.wait()[:, current]
         if not len(rows):
             return iter(())
+        tokens, logprobs = values[0], values[1].view(np.float32)
         made = self.made[rows]
         self._reserve(int(made.max()) + 1)
         self._tokens[rows, made], self._logprobs[rows, made] = tokens, logprobs
         self.made[rows] = made + 1
         stopped = (tokens[:, None] == self._stops[rows]).any(1)
         broken = np.isnan(logprobs)
+        recorded = np.nonzero(self.width[rows])[0]
+        if len(recorded):
+            self._supports.record(rows[recorded], values[2, recorded], values[3:, recorded].T)
+            broken[recorded] |= values[2, recorded] > MAX_SUPPORT
         full = made + 1 >= self.limit[rows]
         chosen = np.nonzero(stopped | broken | full | self.strings[rows])[0]
         return (
@@ -294,3 +308,9 @@ class DeviceRows:
         """Copies of a row's tokens and log-probabilities so far."""
         made = int(self.made[row])
         return self._tokens[row, :made].copy(), self._logprobs[row, :made].copy()
+
+    def save(self, trajectory: Trajectory) -> None:
+        """Write what a row has made to its trajectory."""
+        row = trajectory.row
+        trajectory.tokens, trajectory.logprobs = self.output(row)
+        trajectory.supports = self._supports.of(row) if self.width[row] else None

@@ -32,11 +32,12 @@ from stretto.engines.native.lean import is_plain
 from stretto.engines.native.rows import Rows
 from stretto.engines.native.schedule import Schedule
 from stretto.engines.native.stock import StockDecoder
+from stretto.engines.native.supports import support_width, too_wide
 from stretto.engines.native.trajectory import Ended, Trajectory
 from stretto.engines.native.versions import make_slots
 from stretto.engines.threaded import Failed
 from stretto.errors import ChecksumError, ModelError, RequestError, VersionNotResidentError
-from stretto.types import Capacity, Completion, Load, Request, Sampling, Suspended, Weights
+from stretto.types import MAX_SUPPORT, Capacity, Completion, Load, Request, Sampling, Suspended, Weights
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -55,6 +56,19 @@ def _on_device(method: Callable[Concatenate[NativeEngine, P], R]) -> Callable[Co
             return method(self, *args, **kwargs)
 
     return wrapped
+
+
+def _why_broken(trajectory: Trajectory) -> str:
+    """Why no token could be drawn, or none that can be trained on."""
+    request, how = trajectory.request, trajectory.sampling
+    if size := too_wide(trajectory.supports):
+        name = "top_k" if how.top_k else "top_p" if how.top_p < 1.0 else "min_p"
+        return (
+            f"`{name} = {getattr(how, name)}` left request {request.id} {size:,} tokens to draw token "
+            f"{len(trajectory.tokens)} from, and no more than {MAX_SUPPORT:,} are recorded for training: set `top_k` "
+            f"to at most {MAX_SUPPORT}, or cut more of the distribution off"
+        )
+    return f"the logits of request {request.id} under version {request.version} are not finite"
 
 
 class NativeEngine:
@@ -257,6 +271,9 @@ class NativeEngine:
                 f"request {request.id} was made by weights `{suspended.checksum}`,"
                 f" version {request.version} is `{resident}` here"
             )
+        recorded = len(suspended.supports) if suspended.supports is not None else 0
+        if support_width(request.sampling) and recorded != made:
+            raise RequestError(f"request {request.id} has {made} tokens and the supports of {recorded}")
         if suspended.kv is not None:
             cache = self._cache
             shape = (cache.layers, 2, len(request.prompt) + made - 1, cache.kv_heads, cache.head_size)
@@ -264,6 +281,7 @@ class NativeEngine:
                 raise RequestError(f"request {request.id} has KV of {tuple(suspended.kv.shape)}, expected {shape}")
         trajectory.tokens = np.asarray(suspended.tokens, dtype=np.int32)
         trajectory.logprobs = np.asarray(suspended.logprobs, dtype=np.float32)
+        trajectory.supports = suspended.supports
         trajectory.past_versions = None if versions is None else np.asarray(versions, dtype=np.int32)
         trajectory.kv = suspended.kv
         trajectory.started_at, trajectory.prefilled = suspended.started_at, suspended.prefilled
@@ -339,11 +357,10 @@ class NativeEngine:
         for trajectory, finish, broken in ended:
             request = trajectory.request
             if broken:
-                what = f"the logits of request {request.id} under version {request.version}"
-                done.append(Failed(request.id, RequestError(f"{what} are not finite")))
+                done.append(Failed(request.id, RequestError(_why_broken(trajectory))))
             else:
                 resident = self._checksums[request.version]
-                done.append(trajectory.completion(trajectory.tokens, trajectory.logprobs, finish, resident, now))
+                done.append(trajectory.completion(finish, resident, now))
             self._counts[trajectory.slot] -= 1
             self._behind -= request.priority > 0
             del self._here[request.id]

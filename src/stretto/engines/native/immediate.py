@@ -66,7 +66,7 @@ class ImmediateSteps:
         gone: list[Ended] = []
         for row, stop in finish.items():
             trajectory = rows.trajectories[row]
-            trajectory.tokens, trajectory.logprobs = rows.output(row)
+            rows.save(trajectory)
             gone.append((trajectory, "stop" if stop else "length", bool(broken[row])))
         if gone:
             rows.remove(list(finish))

@@ -47,7 +47,7 @@ from stretto.engines.native.kernels.attention import CHUNKS, DecodePlan, Sharing
 from stretto.engines.native.kernels.choice import Kernels
 from stretto.engines.native.kernels.draw import draw_workspace
 from stretto.engines.native.kernels.plan import power_of_two
-from stretto.engines.native.sampling import sample, uniforms
+from stretto.engines.native.sampling import Truncation, sample, uniforms
 from stretto.engines.native.schedule import Schedule
 from stretto.engines.native.stock import StockDecoder
 from stretto.engines.native.trajectory import Ended, Prefix, Trajectory
@@ -114,7 +114,7 @@ class LateSteps:
             )
             for decoder in decoders
         ]
-        self._drawn = torch.zeros(2, size, dtype=torch.int32, device=device)  # tokens, bits of log-probabilities
+        self._drawn = torch.zeros(2, size, dtype=torch.int32, device=device)  # see `Pending`
         self._pending: list[Pending] = []
         self.tokens = 0
         self._ended: list[Ended] = []
@@ -169,7 +169,7 @@ class LateSteps:
                     if not self._ends_in_string(trajectory, rows.output(row)[0]):
                         continue
                     finish = "stop"
-                trajectory.tokens, trajectory.logprobs = rows.output(row)
+                rows.save(trajectory)
                 rows.remove([row])
                 self._schedule.release(trajectory)
                 self._ended.append((trajectory, finish, broken))
@@ -244,9 +244,8 @@ class LateSteps:
         if self.observed is not None:
             self.observed.append(chosen.clone())
         ints, floats = rows.ints.index_select(1, index), rows.floats.index_select(1, index)
-        drawn = torch.empty(2, len(starting), dtype=torch.int32, device=device)
-        truncates = bool(rows.truncates[numbers].any())
-        self._draw(chosen, ints, floats, drawn, self._lanes[0].workspace, truncates=truncates)
+        drawn = torch.empty(self._lines(numbers), len(starting), dtype=torch.int32, device=device)
+        self._draw(chosen, ints, floats, drawn, self._lanes[0].workspace)
         rows.ints.index_copy_(1, index, ints)
         self._expect(numbers, drawn, np.arange(len(starting)))
 
@@ -257,11 +256,23 @@ class LateSteps:
         rows = self._rows
         rows.upload()
         numbers = rows.numbers()
+        lines = self._lines(numbers)
+        if lines > len(self._drawn):
+            self.forget()  # what was captured writes to the smaller one
+            self._drawn = self._drawn.new_zeros(lines, self._drawn.shape[1])
         if self._slots.mixed:
             self._launch(0, numbers, None)
         else:
             self._decode_apart(numbers)
-        self._expect(numbers, self._drawn, numbers)
+        self._expect(numbers, self._drawn[:lines], numbers)
+
+    def _lines(self, numbers: NDArray[np.int64]) -> int:
+        """How many numbers a draw of these rows gives each: two, and where any is truncated, its support."""
+        rows = self._rows
+        if not rows.truncates[numbers].any():
+            return 2
+        width = power_of_two(max(1, int(rows.width[numbers].max())))
+        return 3 + min(width, *(decoder.vocabulary for decoder in self._decoders))
 
     def _decode_apart(self, numbers: NDArray[np.int64]) -> None:
         """One launch a tree, each on a stream of its own: small batches leave room for one another."""
@@ -297,10 +308,10 @@ class LateSteps:
             chunk, items = FIXED_CHUNK, items_bound(size, total, FIXED_CHUNK)
         elif shares:
             items = items_bound(2 * size, total, chunk)
-        truncates = bool(rows.truncates[numbers].any())
-        key = (tree, size, chunk, items, truncates, shares, self._decoders[tree].scale)
+        lines = self._lines(numbers)
+        key = (tree, size, chunk, items, lines, shares, self._decoders[tree].scale)
         if not self._graphed or self.observed is not None:
-            logits = self._body(tree, size, chunk, items, truncates, shares, index)
+            logits = self._body(tree, size, chunk, items, lines, shares, index)
             if self.observed is not None:
                 place = numbers if index is None else np.arange(len(numbers))
                 self.observed.append(logits.index_select(0, to_device(place, rows.device)))
@@ -330,12 +341,12 @@ class LateSteps:
 
     def _capture_once(self, key: tuple[Any, ...], index: Tensor | None) -> torch.cuda.CUDAGraph:
         """Run the step once, so that kernels are compiled and libraries set up, take its effect back, and record it."""
-        tree, size, chunk, items, truncates, shares, _ = key
+        tree, size, chunk, items, lines, shares, _ = key
         ints = self._rows.ints
         own = torch.arange(size, device=ints.device) if index is None else index  # others may run beside it
         kept = ints.index_select(1, own)
         try:
-            self._body(tree, size, chunk, items, truncates, shares, index)
+            self._body(tree, size, chunk, items, lines, shares, index)
         finally:
             ints.index_copy_(1, own, kept)
         graph = torch.cuda.CUDAGraph()
@@ -343,25 +354,26 @@ class LateSteps:
         with torch.cuda.graph(
             graph, pool=self._lanes[tree].pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
         ):
-            self._body(tree, size, chunk, items, truncates, shares, index)
+            self._body(tree, size, chunk, items, lines, shares, index)
         return graph
 
     def _body(
-        self, tree: int, size: int, chunk: int, items: int, truncates: bool, shares: bool, index: Tensor | None
+        self, tree: int, size: int, chunk: int, items: int, lines: int, shares: bool, index: Tensor | None
     ) -> Tensor:
         """One decode of rows 0 .. size-1, or of those of `index`; their state on the device moves on by one token."""
         rows, cache, kernels, decoder = self._rows, self._cache, self._kernels, self._decoders[tree]
         lane = self._lanes[tree]
+        outputs = self._drawn[:lines]
         if index is None:
             ints, floats, table, drawn = (
                 rows.ints[:, :size],
                 rows.floats[:, :size],
                 rows.table[:size],
-                self._drawn[:, :size],
+                outputs[:, :size],
             )
         else:
             ints, floats = rows.ints.index_select(1, index), rows.floats.index_select(1, index)
-            table, drawn = rows.table.index_select(0, index), self._drawn.index_select(1, index)
+            table, drawn = rows.table.index_select(0, index), outputs.index_select(1, index)
         contexts = ints[CONTEXT]
         positions = contexts - 1
         page = table.gather(1, (positions // PAGE)[:, None])[:, 0]
@@ -374,23 +386,24 @@ class LateSteps:
             kernels.paged_decode(q, keys, values, table, contexts, lane.plan, chunk, items, scale, out, sharing)
 
         logits = decoder(ints[TOKEN], positions, writes, ints[SLOT], attend, None)
-        self._draw(logits, ints, floats, drawn, lane.workspace, truncates=truncates)
+        self._draw(logits, ints, floats, drawn, lane.workspace)
         if index is not None:
             rows.ints.index_copy_(1, index, ints)
-            self._drawn.index_copy_(1, index, drawn)
+            outputs.index_copy_(1, index, drawn)
         return logits
 
-    def _draw(
-        self, logits: Tensor, ints: Tensor, floats: Tensor, drawn: Tensor, workspace: Tensor, *, truncates: bool
-    ) -> None:
-        """Draw a token a row into `drawn` [2, rows], and move the rows' state `ints` on."""
+    def _draw(self, logits: Tensor, ints: Tensor, floats: Tensor, drawn: Tensor, workspace: Tensor) -> None:
+        """Draw a token a row into `drawn` [lines, rows], and move the rows' state `ints` on; see `Pending`."""
         count = logits.shape[0]
         tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
         logprobs = torch.empty(count, dtype=torch.float32, device=logits.device)
-        if truncates:
+        if len(drawn) > 2:
             uniform = uniforms(ints[SEED], ints[MADE])
-            truncation = (ints[TOP_K], floats[TOP_P], floats[MIN_P])
-            tokens, logprobs = sample(logits, uniform, floats[TEMPERATURE], truncation, any_greedy=True)
+            truncation = Truncation(ints[TOP_K], floats[TOP_P], floats[MIN_P])
+            tokens, logprobs, kept = sample(logits, uniform, floats[TEMPERATURE], truncation, any_greedy=True)
+            assert kept is not None
+            drawn[2].copy_(kept.counts)
+            drawn[3:].copy_(kept.order[:, : len(drawn) - 3].t())
         else:
             self._kernels.draw(logits, floats[TEMPERATURE], ints[SEED], ints[MADE], tokens, logprobs, workspace)
         drawn[0].copy_(tokens)

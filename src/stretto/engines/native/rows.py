@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.engines.native.cache import PAGE
-from stretto.engines.native.sampling import mix_seed, sample, uniforms
+from stretto.engines.native.sampling import Kept, Truncation, mix_seed, sample, uniforms
+from stretto.engines.native.supports import NO_SUPPORTS, SupportTable, support_width
 from stretto.engines.native.trajectory import Trajectory
+from stretto.types import MAX_SUPPORT
 
 TOKEN, CONTEXT, SLOT, SEED, TOP_K = range(5)
 TEMPERATURE, TOP_P, MIN_P = range(3)
@@ -51,6 +53,8 @@ class Rows:
         self._greedy = np.zeros(capacity, dtype=np.bool_)
         self._heated = np.zeros(capacity, dtype=np.bool_)
         self._truncates = np.zeros(capacity, dtype=np.bool_)
+        self._records = np.zeros(capacity, dtype=np.bool_)  # whose supports are kept
+        self._supports = SupportTable(capacity)
         self._stops = np.full((capacity, 1), -1, dtype=np.int64)
         self._tokens = np.zeros((capacity, 64), dtype=np.int32)
         self._logprobs = np.zeros((capacity, 64), dtype=np.float32)
@@ -81,7 +85,9 @@ class Rows:
             self.limit[row], self.held[row] = prompt + how.max_tokens, len(t.pages)
             self.strings[row] = bool(how.stop_strings)
             self._greedy[row], self._heated[row] = how.temperature <= 0, how.temperature != 1.0
-            self._truncates[row] = how.top_k > 0 or how.top_p < 1.0 or how.min_p > 0.0
+            self._truncates[row], self._records[row] = how.truncates, support_width(how) > 0
+            if self._records[row]:
+                self._supports.put(row, t.supports or NO_SUPPORTS)
             self._stops[row] = -1
             self._stops[row, : len(how.stop_tokens)] = how.stop_tokens
             self._tokens[row, :made], self._logprobs[row, :made] = t.tokens, t.logprobs
@@ -148,13 +154,14 @@ class Rows:
             self._draw_ahead(0, n)
         floats, truncation = self.floats, None
         if self._any_truncates:
-            truncation = (self.ints[TOP_K, :n], floats[TOP_P, :n], floats[MIN_P, :n])
+            truncation = Truncation(self.ints[TOP_K, :n], floats[TOP_P, :n], floats[MIN_P, :n])
         heat = floats[TEMPERATURE, :n] if self._any_heated else None
-        drawn = sample(logits, self._uniform[self._drawn, :n], heat, truncation, self._any_greedy)
+        uniform = self._uniform[self._drawn, :n]
+        drawn, under, kept = sample(logits, uniform, heat, truncation, self._any_greedy)
         self._drawn += 1
-        self.ints[TOKEN, :n] = drawn[0]
+        self.ints[TOKEN, :n] = drawn
         self.ints[CONTEXT, :n].add_(1)
-        tokens, logprobs = self._to_host(*drawn)
+        tokens, logprobs = self._to_host(drawn, under)
         context = self.context[:n]
         made = context - self.prompt[:n]
         self._reserve(int(made.max()) + 1)
@@ -163,7 +170,20 @@ class Rows:
         context += 1
         stopped = (tokens[:, None] == self._stops[:n]).any(1)
         broken = np.isnan(logprobs)
+        if kept is not None:
+            broken |= self._record(kept)
         return stopped | broken | (context >= self.limit[:n]), stopped, broken
+
+    def _record(self, kept: Kept) -> NDArray[np.bool_]:
+        """Keep what the rows drew from; which rows had more to draw from than is kept [rows]."""
+        n = len(self.trajectories)
+        counts = kept.counts.int().cpu().numpy()
+        records = self._records[:n]
+        rows = np.nonzero(records)[0]
+        width = min(int(counts[rows].max(initial=1)), MAX_SUPPORT)
+        tokens = kept.order[:, :width].int().cpu().numpy()
+        self._supports.record(rows, counts[rows], tokens[rows])
+        return records & (counts > MAX_SUPPORT)
 
     @staticmethod
     def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -181,6 +201,12 @@ class Rows:
         """Copies of a row's tokens and log-probabilities so far."""
         made = int(self.context[row] - self.prompt[row])
         return self._tokens[row, :made].copy(), self._logprobs[row, :made].copy()
+
+    def save(self, trajectory: Trajectory) -> None:
+        """Write what a row has made to its trajectory."""
+        row = trajectory.row
+        trajectory.tokens, trajectory.logprobs = self.output(row)
+        trajectory.supports = self._supports.of(row) if self._records[row] else None
 
     def remove(self, rows: Sequence[int]) -> None:
         """Take rows out; the last ones move into the holes."""
@@ -201,10 +227,11 @@ class Rows:
             self.cells[target] = self.cells[source]
             for mirror in self._mirrors():
                 mirror[holes] = mirror[movers]
+            self._supports.move(holes, movers)
         del self.trajectories[left:]
         self._look()
 
     def _mirrors(self) -> tuple[NDArray[Any], ...]:
         counted = (self.context, self.prompt, self.limit, self.slot, self.held, self._stops)
-        flags = (self.strings, self._greedy, self._heated, self._truncates)
+        flags = (self.strings, self._greedy, self._heated, self._truncates, self._records)
         return (*counted, *flags, self._tokens, self._logprobs)

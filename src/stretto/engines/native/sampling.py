@@ -6,6 +6,8 @@ by (seed, position), so that a trajectory goes on anywhere as if it had never be
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -45,42 +47,67 @@ def uniforms(mixed_seeds: Tensor, positions: Tensor) -> Tensor:
     return ((z >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
 
 
-def truncate(logprobs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Log-probabilities [rows, vocabulary] cut to top-k, then top-p, then min-p, and renormalized.
+class Truncation(NamedTuple):
+    """How each row's distribution is cut. All are [rows]."""
+
+    top_k: Tensor  # int64; 0: off
+    top_p: Tensor  # 1: off
+    min_p: Tensor  # 0: off
+
+    @property
+    def uses(self) -> Tensor:
+        """Which rows are cut at all."""
+        return (self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0.0)
+
+
+class Kept(NamedTuple):
+    """What truncation left of each row: the first `counts` of `order`."""
+
+    counts: Tensor  # [rows] int64, at least 1
+    order: Tensor  # [rows, vocabulary] int64, likely tokens first
+
+
+def truncate(logprobs: Tensor, how: Truncation) -> tuple[Tensor, Kept]:
+    """Log-probabilities [rows, vocabulary] cut to top-k, then top-p, then min-p, and renormalized; what was kept.
 
     A row that uses none of them comes back bit for bit as it was, so that it draws the same beside a row that does.
     """
     ranked, order = logprobs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logprobs.shape[-1], device=logprobs.device)
-    keep = (rank < top_k[:, None]) | (top_k[:, None] <= 0)
+    top_k, top_p, min_p = (values[:, None] for values in how)
+    keep = (rank < top_k) | (top_k <= 0)
     mass = ranked.exp().to(torch.float64).masked_fill(~keep, 0.0)
     # A token stays while what lies above it has not reached `top_p` of the mass: the first always does.
-    keep &= (mass.cumsum(-1) - mass < top_p[:, None] * mass.sum(-1, keepdim=True)) | (top_p[:, None] >= 1.0)
-    keep &= (ranked >= ranked[:, :1] + min_p[:, None].log()) | (min_p[:, None] <= 0.0)
-    keep[:, 0] = True
-    kept = torch.zeros_like(keep).scatter_(1, order, keep)
+    keep &= (mass.cumsum(-1) - mass < top_p * mass.sum(-1, keepdim=True)) | (top_p >= 1.0)
+    keep &= (ranked >= ranked[:, :1] + min_p.log()) | (min_p <= 0.0)
+    # Each condition keeps the first of the ranking, but for rounding in the sum of the mass.
+    counts = keep.sum(-1).clamp_min_(1)
+    kept = torch.zeros_like(keep).scatter_(1, order, rank < counts[:, None])
     cut = logprobs.masked_fill(~kept, -torch.inf)
     cut = cut - cut.logsumexp(-1, keepdim=True)
-    uses = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
-    return torch.where(uses[:, None], cut, logprobs)
+    return torch.where(how.uses[:, None], cut, logprobs), Kept(counts, order)
 
 
 def sample(
     logits: Tensor,  # [rows, vocabulary]
     uniform: Tensor,  # [rows], float64
     temperature: Tensor | None,  # [rows]; 0: greedy; None: 1 for all, which gives the same bits
-    truncation: tuple[Tensor, Tensor, Tensor] | None,  # top_k, top_p, min_p, each [rows]; None: no row uses them
+    truncation: Truncation | None,  # None: no row is cut
     any_greedy: bool,
-) -> tuple[Tensor, Tensor]:
-    """Tokens [rows] int64 and their log-probabilities [rows] float32; NaN where the logits of a row are no numbers."""
+) -> tuple[Tensor, Tensor, Kept | None]:
+    """Tokens [rows] int64, their log-probabilities [rows] float32, and what truncation left to draw from.
+
+    Log-probabilities are NaN where the logits of a row are no numbers.
+    """
     logits = logits.float()
     heated = logits
     if temperature is not None:
         heat = torch.where(temperature > 0, temperature, 1.0) if any_greedy else temperature
         heated = logits / heat[:, None]
     logprobs = torch.log_softmax(heated, dim=-1)
+    kept = None
     if truncation is not None:
-        logprobs = truncate(logprobs, *truncation)
+        logprobs, kept = truncate(logprobs, truncation)
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     threshold = uniform.unsqueeze(1) * cumulative[:, -1:]
     # The first token whose cumulative mass exceeds the threshold has mass of its own, so it is never a cut one.
@@ -90,4 +117,4 @@ def sample(
         greedy = temperature <= 0
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
         drawn = torch.where(greedy, drawn - drawn, drawn)  # 0, or NaN where the logits are no numbers
-    return tokens, drawn
+    return tokens, drawn, kept

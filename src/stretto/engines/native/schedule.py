@@ -96,7 +96,7 @@ class Schedule:
 
     def _out_of_row(self, trajectory: Trajectory, *, kv: bool) -> None:
         row = trajectory.row
-        trajectory.tokens, trajectory.logprobs = self.rows.output(row)
+        self.rows.save(trajectory)
         if kv:
             trajectory.kv = self.cache.read(trajectory.pages, int(self.rows.context[row]) - 1)
         self.rows.remove([row])

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stretto.types import Completion, FinishReason, Request, Sampling, Suspended
+from stretto.types import Completion, FinishReason, Request, Sampling, Supports, Suspended
 
 NO_TOKENS: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
 NO_LOGPROBS: NDArray[np.float32] = np.zeros(0, dtype=np.float32)
@@ -17,13 +17,15 @@ NO_LOGPROBS: NDArray[np.float32] = np.zeros(0, dtype=np.float32)
 
 @dataclass(slots=True, eq=False)
 class Trajectory:
-    """`tokens` and `logprobs` are what it had when it last entered the queue; while it decodes, its row has more."""
+    """`tokens`, `logprobs`, `supports` are what it had when it last entered the queue; its row, while it has one, has
+    more."""
 
     request: Request
     arrival: int
     slot: int
     tokens: NDArray[np.int32] = field(default_factory=lambda: NO_TOKENS)
     logprobs: NDArray[np.float32] = field(default_factory=lambda: NO_LOGPROBS)
+    supports: Supports | None = None  # of its tokens, where its sampling records them
     past_versions: NDArray[np.int32] | None = None  # of the first tokens, where other weights made them
     kv: Tensor | None = None  # on the host, while it is out of the cache
     pages: list[int] = field(default_factory=list)
@@ -68,21 +70,24 @@ class Trajectory:
             self.kv,
             self.started_at,
             self.prefilled,
+            self.supports,
         )
 
-    def completion(
-        self,
-        tokens: NDArray[np.int32],
-        logprobs: NDArray[np.float32],
-        finish: FinishReason,
-        checksum: str,
-        now: float,
-    ) -> Completion:
+    def completion(self, finish: FinishReason, checksum: str, now: float) -> Completion:
         """What it became. Its version is that of its first token."""
-        versions = self.token_versions(len(tokens))
-        first = self.request.version if versions is None else int(versions[0])
+        versions = self.token_versions(len(self.tokens))
         return Completion(
-            self.request.id, first, tokens, logprobs, finish, checksum, versions, self.started_at, now, self.prefilled
+            self.request.id,
+            self.request.version if versions is None else int(versions[0]),
+            self.tokens,
+            self.logprobs,
+            finish,
+            checksum,
+            versions,
+            self.started_at,
+            now,
+            self.prefilled,
+            self.supports,
         )
 
 

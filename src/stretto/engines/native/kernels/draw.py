@@ -149,6 +149,6 @@ def plain_draw(
     workspace: Tensor,
 ) -> None:
     """The twin of `draw`; it needs no workspace."""
-    tokens, logprobs = sample(logits, uniforms(mixed_seeds, positions), temperature, None, any_greedy=True)
+    tokens, logprobs, _ = sample(logits, uniforms(mixed_seeds, positions), temperature, None, any_greedy=True)
     tokens_out.copy_(torch.where(logprobs.isnan(), 0, tokens))
     logprobs_out.copy_(logprobs)

@@ -1,0 +1,73 @@
+"""The supports of the rows' tokens: ragged, in two tables that grow as tokens arrive, with no loop over rows."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.types import MAX_SUPPORT, Sampling, Supports
+
+NO_SUPPORTS = Supports(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32))
+
+
+def support_width(sampling: Sampling) -> int:
+    """The most tokens that a support may have to be recorded; 0 where none is."""
+    if not (sampling.truncates and sampling.supports):
+        return 0
+    return min(sampling.top_k or MAX_SUPPORT, MAX_SUPPORT)
+
+
+def too_wide(supports: Supports | None) -> int:
+    """The size of the first support that was too large to be recorded; 0 where there is none."""
+    if supports is None:
+        return 0
+    above = np.nonzero(supports.counts > MAX_SUPPORT)[0]
+    return int(supports.counts[above[0]]) if len(above) else 0
+
+
+class SupportTable:
+    """Up to `capacity` rows. A support above `MAX_SUPPORT` is counted, and its tokens are not kept."""
+
+    def __init__(self, capacity: int) -> None:
+        self._counts = np.zeros((capacity, 0), dtype=np.int32)
+        self._tokens = np.zeros((capacity, 0), dtype=np.int32)
+        self._made = np.zeros(capacity, dtype=np.int64)  # tokens that have a support here
+        self._used = np.zeros(capacity, dtype=np.int64)  # of the row in `_tokens`
+
+    def put(self, row: int, supports: Supports) -> None:
+        """Begin a row with what its trajectory has already."""
+        made, used = len(supports.counts), len(supports.tokens)
+        self._reserve(made, used)
+        self._counts[row, :made], self._tokens[row, :used] = supports.counts, supports.tokens
+        self._made[row], self._used[row] = made, used
+
+    def record(self, rows: NDArray[np.int64], counts: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
+        """One draw of each of `rows`: sizes [n], and the tokens [n, width] of which the first `count` are meant."""
+        if not len(rows):
+            return
+        made, used = self._made[rows], self._used[rows]
+        sizes = np.where(counts > MAX_SUPPORT, 0, counts).astype(np.int64)
+        self._reserve(int(made.max()) + 1, int((used + sizes).max()))
+        self._counts[rows, made] = counts
+        meant = np.arange(tokens.shape[1]) < sizes[:, None]
+        owner, within = np.nonzero(meant)
+        self._tokens[rows[owner], used[owner] + within] = tokens[meant]
+        self._made[rows], self._used[rows] = made + 1, used + sizes
+
+    def of(self, row: int) -> Supports:
+        """A copy of what a row has."""
+        return Supports(self._counts[row, : self._made[row]].copy(), self._tokens[row, : self._used[row]].copy())
+
+    def move(self, target: NDArray[np.int64] | list[int], source: NDArray[np.int64] | list[int]) -> None:
+        """Rows `source` take the places `target`."""
+        for table in (self._counts, self._tokens, self._made, self._used):
+            table[target] = table[source]
+
+    def _reserve(self, made: int, used: int) -> None:
+        self._counts, self._tokens = _grown(self._counts, made), _grown(self._tokens, used)
+
+
+def _grown(table: NDArray[np.int32], width: int) -> NDArray[np.int32]:
+    """The table, at least `width` wide: grown by doubling."""
+    have = table.shape[1]
+    return table if width <= have else np.pad(table, ((0, 0), (0, max(width, 2 * have) - have)))
