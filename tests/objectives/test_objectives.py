@@ -1,0 +1,189 @@
+"""Values and gradients of the objectives, against plain references and under what must not change them."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from objective_cases import CASES, VARIANTS, gradient, on_policy, options_of, random_data
+from reference import reference
+
+from stretto.objectives import OBJECTIVES
+from stretto.objectives.base import MAX_LOG_RATIO, Anchor, ObjectiveOptions, sequence_mean, sequence_sum
+from stretto.training.losses import token_weights
+
+every_case = pytest.mark.parametrize(("name", "options"), CASES, ids=[f"{name}-{i}" for i, (name, _) in enumerate(CASES)])
+
+
+def shares_of(options, data):
+    return token_weights(np.array(data.lengths), options.average, options.average_tokens)[data.owner]
+
+
+def test_the_cases_use_every_option_of_every_objective():
+    assert set(VARIANTS) == set(OBJECTIVES)
+    common = set(ObjectiveOptions.model_fields)
+    for name, kind in OBJECTIVES.items():
+        used = {key for options in VARIANTS[name] for key in options}
+        own = set(kind.model_fields) - common - {"critic"}  # which is no part of the loss
+        if "anchor" in own and kind.model_fields["anchor"].annotation != Anchor:
+            own.remove("anchor")  # it has one value
+        assert own <= used, name
+
+
+@every_case
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 2**32), spread=st.sampled_from([0.02, 0.4, 1.5]), sequences=st.integers(1, 7))
+def test_loss_and_gradient_are_those_of_the_formula(name, options, seed, spread, sequences):
+    options = options_of(name, options)
+    data = random_data(seed, spread=spread, sequences=sequences)
+    shares = shares_of(options, data)
+    losses, _, slopes = gradient(options, data, shares)
+    expected_losses, expected_slopes = reference(options, data, shares)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-10, atol=1e-13)
+    np.testing.assert_allclose(slopes, expected_slopes, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "gspo"])
+def test_advantages_may_differ_between_the_tokens_of_a_sequence(name):
+    options = options_of(name, VARIANTS[name][0])
+    data = random_data(3, by_token=True)
+    shares = shares_of(options, data)
+    losses, _, slopes = gradient(options, data, shares)
+    expected_losses, expected_slopes = reference(options, data, shares)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-10, atol=1e-13)
+    np.testing.assert_allclose(slopes, expected_slopes, rtol=1e-10, atol=1e-13)
+
+
+def test_gspo_gives_each_token_its_own_advantage_under_the_ratio_of_its_sequence():
+    options = options_of("gspo", {"clip_low": 0.3, "clip_high": 0.3})
+    data = random_data(4, by_token=True, spread=0.1)
+    losses, _, slopes = gradient(options, data, np.ones(len(data.current)))
+    logs = data.current - data.behaviour
+    means = np.array([logs[data.owner == i].mean() for i in range(len(data.lengths))])
+    ratio = np.exp(means)[data.owner]
+    assert (np.abs(ratio - 1) < 0.3).all()
+    np.testing.assert_allclose(losses, -ratio * data.advantages, rtol=1e-12)
+    np.testing.assert_allclose(slopes, -ratio * data.advantages, rtol=1e-12)
+
+
+SMOOTH = [
+    "grpo",
+    "ppo",
+    "dapo",
+    "dr-grpo",
+    "reinforce-plus-plus",
+    "gspo",
+    "decoupled-ppo",
+    "kimi",
+    "dora",
+    "hispo",
+    "naive",
+]
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_autograd_agrees_with_finite_differences_where_nothing_is_stopped(name):
+    """Objectives with a stopped gradient inside are none of these: a finite difference sees through the stop."""
+    for options in VARIANTS[name]:
+        options = options_of(name, options)
+        tokens = random_data(11, spread=0.5).tokens()
+        shares = torch.tensor(shares_of(options, random_data(11, spread=0.5)))
+
+        def total(logprobs, options=options, tokens=tokens, shares=shares):
+            parts = {key: getattr(tokens, key) for key in type(tokens).__dataclass_fields__}
+            return torch.dot(options.loss(type(tokens)(**{**parts, "logprobs": logprobs}))[0], shares)
+
+        assert torch.autograd.gradcheck(total, (tokens.logprobs,), eps=1e-7, atol=1e-6)
+
+
+PLAIN = {
+    **{name: variants for name, variants in VARIANTS.items() if name not in ("tis", "topr")},
+    "tis": [{}, {"cap": 1.4}],  # a cap below 1 acts on fresh data too
+    "topr": [{}, {"cap": 1.3, "threshold": 0.5}],  # both weights 1
+}
+
+
+@pytest.mark.parametrize(("name", "options"), [(name, each) for name, variants in PLAIN.items() for each in variants])
+def test_on_policy_the_gradient_is_that_of_plain_policy_gradient(name, options):
+    """Shares of tokens are equal inside a sequence, as every `average` makes them: GSPO's gradient needs that."""
+    options = options_of(name, options)
+    data = on_policy(random_data(5))
+    shares = shares_of(options, data)
+    _, diagnostics, slopes = gradient(options, data, shares)
+    np.testing.assert_allclose(slopes, -shares * data.advantages, rtol=1e-12)
+    for key, values in diagnostics.items():
+        if key != "positive_fraction":
+            assert not values.any(), key
+
+
+@every_case
+def test_the_order_of_sequences_and_cuts_between_them_change_nothing(name, options):
+    options = options_of(name, options)
+    data = random_data(6, sequences=7)
+    shares = shares_of(options, data)
+    losses, diagnostics, slopes = gradient(options, data, shares)
+    for parts in ([[3, 0, 6, 1, 5, 2, 4]], [[5, 1], [0], [6, 3, 2, 4]], [[i] for i in range(7)]):
+        for part in parts:
+            piece, chosen = data.of_sequences(part)
+            piece_losses, piece_diagnostics, piece_slopes = gradient(options, piece, shares[chosen])
+            np.testing.assert_allclose(piece_losses, losses[chosen], rtol=1e-12)
+            np.testing.assert_allclose(piece_slopes, slopes[chosen], rtol=1e-12, atol=1e-15)
+            assert piece_diagnostics.keys() == diagnostics.keys()
+            for key, values in diagnostics.items():
+                np.testing.assert_allclose(piece_diagnostics[key], values[chosen], rtol=1e-12)
+
+
+@every_case
+def test_ratios_out_of_range_leave_loss_and_gradient_finite_in_single_precision(name, options):
+    options = options_of(name, options)
+    data = random_data(7)
+    rng = np.random.default_rng(7)
+    data.behaviour = data.current + rng.choice([-500.0, 0.0, 500.0], size=len(data.current))
+    data.proximal = data.current + rng.choice([-500.0, 0.0, 500.0], size=len(data.current))
+    tokens = data.tokens(torch.float32)
+    losses, diagnostics = options.loss(tokens)
+    losses.sum().backward()
+    assert losses.dtype == torch.float32
+    assert torch.isfinite(losses).all()
+    assert torch.isfinite(tokens.logprobs.grad).all()
+    for values in diagnostics.values():
+        assert values.shape == losses.shape
+        assert not values.requires_grad
+        assert torch.isfinite(values).all()
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "custom"])
+def test_no_gradient_reaches_anything_but_the_current_log_probabilities(name):
+    options = options_of(name, VARIANTS[name][0])
+    tokens = random_data(8).tokens()
+    for other in (tokens.behaviour, tokens.proximal, tokens.advantages):
+        assert not other.requires_grad
+    options.loss(tokens)[0].sum().backward()
+    assert tokens.logprobs.grad is not None
+
+
+def test_the_ratio_is_taken_against_the_policy_that_the_anchor_names():
+    tokens = random_data(9).tokens()
+    for anchor in ("behaviour", "proximal"):
+        assert tokens.anchored(anchor) is getattr(tokens, anchor)
+        options = options_of("grpo", {"anchor": anchor})
+        expected = (tokens.logprobs - getattr(tokens, anchor)).exp()
+        torch.testing.assert_close(options.ratio(tokens), expected)
+
+
+def test_sums_and_means_over_sequences_come_back_to_their_tokens():
+    data = random_data(10)
+    tokens = data.tokens()
+    values = torch.arange(float(len(data.current)))
+    sums, means = sequence_sum(values, tokens), sequence_mean(values, tokens)
+    for index, length in enumerate(data.lengths):
+        own = torch.from_numpy(data.owner == index)
+        assert sums[own].tolist() == [values[own].sum()] * length
+        torch.testing.assert_close(means[own], values[own].mean().expand(length))
+
+
+def test_a_ratio_stops_growing_at_its_bound():
+    data = random_data(1, sequences=1)
+    data.current = data.behaviour + 100.0
+    ratio = options_of("grpo", {}).ratio(data.tokens())
+    assert ratio.tolist() == pytest.approx([np.exp(MAX_LOG_RATIO)] * len(data.current))
