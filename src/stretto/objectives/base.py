@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from stretto.objectives.correction_options import CorrectionOptions
+from stretto.objectives.shaping_options import LengthOptions
 from stretto.objectives.term_options import EntropyOptions, KlOptions, SupervisedOptions
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class ObjectiveOptions(BaseModel):
     kl: KlOptions | None = Field(None, description="Keeps the policy near a reference")
     entropy: EntropyOptions | None = Field(None, description="A bonus for entropy")
     supervised: SupervisedOptions | None = Field(None, description="Imitates trajectories with a good reward")
+    length: LengthOptions | None = Field(None, description="Changes rewards by the length of a completion")
 
     @model_validator(mode="after")
     def _refuse_what_cannot_work(self) -> ObjectiveOptions:
