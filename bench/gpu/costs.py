@@ -7,7 +7,8 @@ the device, for each tail and batch. On one device the ideal gain of full rows o
 
     (a * longest + b * tokens + kv + training) / (a * tokens / rows + b * tokens + kv + training)
 
-with `kv = c * (sum over tokens of the context that each reads)`, which no paradigm saves.
+with `kv = c * (sum over tokens of the context that each reads)`, which no paradigm saves, and `longest` summed over the
+updates. The report computes it for the very lengths of the runs that it stands beside.
 """
 
 from __future__ import annotations
@@ -65,18 +66,24 @@ def fit(points: Sequence[tuple[float, float, float]]) -> StepCost:
     return StepCost(*parts.tolist())
 
 
-def ideal_gain(cost: StepCost, lengths: Sequence[int], prompt: int, rows: int, training_s: float) -> dict[str, float]:
-    """Seconds of one update, synchronous and with rows always full, and their ratio."""
-    tokens, longest = sum(lengths), max(lengths)
-    kv = cost.c * sum(prompt * n + n * (n + 1) / 2 for n in lengths)
-    common = cost.b * tokens + kv + training_s
-    synchronous, full = cost.a * longest + common, cost.a * tokens / rows + common
+def ideal_gain(
+    cost: StepCost, batches: Sequence[Sequence[int]], prompt: int, rows: int, training_s: float
+) -> dict[str, float]:
+    """Seconds of these updates, synchronous and with rows always full, and their ratio.
+
+    `batches` are the lengths of each update's trajectories, `training_s` the training of all of them together.
+    """
+    every = [length for batch in batches for length in batch]
+    kv = cost.c * sum(prompt * n + n * (n + 1) / 2 for n in every)
+    common = cost.b * sum(every) + kv + training_s
+    synchronous = cost.a * sum(max(batch) for batch in batches) + common
+    full = cost.a * sum(every) / rows + common
     return {"synchronous_s": synchronous, "full_rows_s": full, "kv_s": kv, "gain": synchronous / full}
 
 
-def batch_lengths(tail: str, groups: int, seed: int = 0) -> list[int]:
-    """The lengths of the first update of `bench.gpu.update`."""
-    return TAILS[tail].draw(groups * GROUP, seed).tolist()
+def batch_lengths(tail: str, groups: int, updates: int = 1, seed: int = 0) -> list[list[int]]:
+    """The lengths of the first updates of `bench.gpu.update`, an update each: the first of many draws are the same."""
+    return TAILS[tail].draw(updates * groups * GROUP, seed).reshape(updates, groups * GROUP).tolist()
 
 
 def step_cells(options: argparse.Namespace) -> list[Cell]:
@@ -146,7 +153,7 @@ def measure_training(options: argparse.Namespace) -> None:
         return time.perf_counter() - began
 
     def one(cell: Cell) -> dict[str, Any]:
-        lengths = batch_lengths(str(cell.parameters["tail"]), int(cell.parameters["groups"]))
+        (lengths,) = batch_lengths(str(cell.parameters["tail"]), int(cell.parameters["groups"]))
         update(lengths)
         seconds = [update(lengths) for _ in range(options.repeats)]
         return {"training_s": statistics.median(seconds), "seconds": seconds, "tokens": sum(lengths)}

@@ -24,16 +24,16 @@ MARGIN = 48  # tokens a row beyond what is asked for: pages are whole, and some 
 
 
 def cells_of(side: str, size: str, loras: Sequence[int], options: argparse.Namespace) -> list[Cell]:
-    """What there is to measure for one size on one side, filled contexts last."""
+    """What there is to measure for one size on one side, in the order of the batches, filled contexts last."""
     short = [
         Cell("decode", side, {"size": size, "batch": b, "lora": n, "prompt": options.prompt, "tokens": options.tokens})
-        for n in loras
         for b in options.batches
+        for n in loras
     ]
     filled = [
         Cell("filled", side, {"size": size, "batch": b, "lora": n, "prompt": options.filled, "tokens": options.steps})
-        for n in loras
         for b in options.filled_batches
+        for n in loras
     ]
     return short + (filled if options.filled else [])
 

@@ -24,12 +24,16 @@ WARM_STEPS = 4  # before filled steps are timed, so that nothing is captured or 
 
 
 class NativeSide:
-    """The native engine over one model, with `SLOTS` adapters loaded or with its base weights alone."""
+    """The native engine over one model, with `versions` adapters loaded, or its base weights so many times.
+
+    By default these are `SLOTS` adapters, or the base weights once.
+    """
 
     name = "native"
 
-    def __init__(self, size: str, *, lora: bool, device: str, prefill_tokens: int) -> None:
+    def __init__(self, size: str, *, lora: bool, device: str, prefill_tokens: int, versions: int | None = None) -> None:
         self.size, self.lora, self.device, self.prefill_tokens = size, lora, torch.device(device), prefill_tokens
+        self.versions = (SLOTS if lora else 1) if versions is None else versions
         self.model = make_model(size, device)
         self.traffic = traffic(size, dtype_of(device))
         self._engine: NativeEngine | None = None
@@ -46,7 +50,7 @@ class NativeSide:
             return CPU_ROOM
         free = torch.cuda.mem_get_info(self.device)[0]
         if not self.lora:
-            free -= self.traffic.weight_bytes  # the slot has a copy of its own
+            free -= self.versions * self.traffic.weight_bytes  # every slot has a copy of its own
         return int(KV_SHARE * free) // self.traffic.kv_bytes_per_token
 
     def prepare(self, rows: int, kv_tokens: int, max_context: int) -> None:
@@ -54,16 +58,16 @@ class NativeSide:
         engine = self._engine = NativeEngine(
             self.model,
             kind="lora" if self.lora else "full",
-            slots=SLOTS if self.lora else 1,
+            slots=self.versions,
             rows=rows,
             kv_tokens=kv_tokens,
             max_context=max_context,
             lora_rank=RANK if self.lora else None,
             prefill_tokens=self.prefill_tokens,
         )
-        versions = [adapter(self.model, v) for v in range(SLOTS)] if self.lora else [base_weights(self.model)]
-        for weights in versions:
-            engine.load(weights)
+        make = adapter if self.lora else base_weights
+        for version in range(self.versions):
+            engine.load(make(self.model, version))
 
     def _drop_engine(self) -> None:
         if self._engine is not None:
@@ -73,7 +77,7 @@ class NativeSide:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -91,7 +95,7 @@ class NativeSide:
         It is there only where every ask has a row at once.
         """
         engine, requests = self.engine, list(self.requests(asks))
-        self._synchronize()
+        self.synchronize()
         before, captured, made = engine.report(), num_captured(engine), 0
         to_prefill = before.prefilled + _prompt_tokens(asks)
         full: list[tuple[float, int]] = []  # (time, steps) when all rows decode, and when the first ends
@@ -130,14 +134,14 @@ class NativeSide:
             _none(engine.step())
         for _ in range(WARM_STEPS):
             _none(engine.step())
-        self._synchronize()
+        self.synchronize()
         load = engine.report()
         if load.running != len(asks) or load.preemptions > before.preemptions:
             raise RuntimeError(f"{load.running} of {len(asks)} rows run, {load.preemptions} were preempted")
         captured, began = num_captured(engine), time.perf_counter()
         for _ in range(steps):
             _none(engine.step())
-        self._synchronize()
+        self.synchronize()
         seconds = time.perf_counter() - began
         made = engine.report().tokens - load.tokens
         tokens = (load.tokens - before.tokens) + made / 2  # decoded so far, in the middle of what was timed
@@ -171,9 +175,9 @@ class NativeSide:
             done = len(lengths(engine.step()))
             ended, waiting = ended + done, waiting - done
             if not began and ended >= warm:
-                self._synchronize()
+                self.synchronize()
                 captured, began, before = num_captured(engine), time.perf_counter(), engine.report()
-        self._synchronize()
+        self.synchronize()
         seconds, after = time.perf_counter() - began, engine.report()
         row_share = (after.row_s - before.row_s) / (seconds * engine.capacity.rows)
         details = {

@@ -20,6 +20,7 @@ import torch
 from bench.gpu.lengths import Tail as Lengths
 from bench.gpu.native_side import num_captured
 from bench.gpu.shapes import RANK, SHAPES, make_model
+from bench.gpu.timeline import Timeline, Watched
 
 from stretto.core.brain import Brain
 from stretto.core.plan import Plan
@@ -69,10 +70,14 @@ class Coin:
 
 
 class ForcedLengths:
-    """An engine whose every trajectory has the length that `lengths` holds at its id, and no stop token."""
+    """An engine whose every trajectory has the length that `lengths` holds at its id, and no stop token.
+
+    Without `lengths` trajectories end as they do. `admitted_at` is when the last one so far was asked for.
+    """
 
     def __init__(self, engine: ThreadedEngine, lengths: Sequence[int]) -> None:
         self._engine, self._lengths = engine, lengths
+        self.admitted_at = 0.0
 
     @property
     def capacity(self) -> Capacity:
@@ -82,6 +87,9 @@ class ForcedLengths:
         return self._engine.report()
 
     async def generate(self, request: Request) -> Completion:
+        self.admitted_at = time.time()
+        if not self._lengths:
+            return await self._engine.generate(request)
         # Trajectories beyond the planned ones replace those that a paradigm dropped.
         tokens = self._lengths[request.id % len(self._lengths)]
         sampling = replace(request.sampling, max_tokens=tokens, stop_tokens=())
@@ -198,8 +206,9 @@ def warm_up(engine: NativeEngine, trainer: LocalTrainer, work: Work) -> None:
 
 async def run(work: Work, engine: NativeEngine, trainer: LocalTrainer, folder: Path) -> dict[str, Any]:
     """One run to its last update; its summary and what the engine had done when each update ended."""
-    plan, lengths = work.plan, work.drawn()
-    threaded = ThreadedEngine(lambda: engine, name="engine")
+    plan, timeline = work.plan, Timeline()
+    threaded = ThreadedEngine(lambda: Watched(engine, timeline), name="engine")
+    seam = ForcedLengths(threaded, work.drawn())
     role = TrainerRole(trainer, torch.get_num_threads(), deadline_s=600.0)
     marks = Marks(threaded)
     at_start = threaded.report()
@@ -212,7 +221,7 @@ async def run(work: Work, engine: NativeEngine, trainer: LocalTrainer, folder: P
             sampling = Sampling(work.max_tokens, stop_tokens=work.stop_tokens)
             loop = Loop(
                 Brain(plan),
-                engines={0: ForcedLengths(threaded, lengths) if lengths else threaded},
+                engines={0: seam},  # type: ignore[dict-item]
                 trainer=role,
                 environment=Coin(),
                 prompts=SyntheticPrompts(work.size, work.prompt, work.seed),  # type: ignore[arg-type]
@@ -243,7 +252,8 @@ async def run(work: Work, engine: NativeEngine, trainer: LocalTrainer, folder: P
     }
     return {
         "started": started,
-        "generated_before": at_start.tokens,
+        "admitted_at": seam.admitted_at,
+        "timeline": timeline,
         "summary": tally.summary(),
         "marks": marks.lines,
         "engine": totals,

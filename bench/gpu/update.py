@@ -5,9 +5,11 @@
     python -m bench.gpu.update --tail stop-tokens --groups 64 --paradigms synchronous,multi-version --out RESULTS
 
 Every paradigm is given the same prompts and the same lengths, trajectory by trajectory; each runs in a process of its
-own, warmed up before the first admission. `tokens_per_s` is over the whole run, filling and draining included;
-`steady_tokens_per_s` leaves out the last K updates, for which nothing is admitted any more. With `--tail stop-tokens`
-lengths are not forced: 380 tokens of the vocabulary end a completion, as beside TRL (`trl_update`).
+own, warmed up before the first admission. `tokens_per_s` is over the whole run, filling and draining included: a run
+admits as many groups as it trains, so its end drains under every paradigm, and a run of few updates is mostly its end.
+`generated_per_s_while_admitting` is over the part that a long run consists of: from the end of the first update to the
+last admission, all tokens generated in that time, whoever trains on them later. With `--tail stop-tokens` lengths are
+not forced: 380 tokens of the vocabulary end a completion, as beside TRL (`trl_update`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from bench.gpu.cells import Cell, add_options, from_options, integers, run_child
 from bench.gpu.lengths import TAILS
 from bench.gpu.runs import Work, run_once
 from bench.gpu.shapes import SHAPES
+from bench.gpu.timeline import Timeline
 
 from stretto.core.paradigms import PARADIGMS
 from stretto.core.plan import resolve_plan
@@ -102,21 +106,20 @@ def measure(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def results(made: dict[str, Any], work: Work) -> dict[str, Any]:
-    """Rates and the split of an update's time, from what was recorded at the end of every update."""
+    """Rates and the split of an update's time, from what was recorded at the end of every update and at every step."""
     summary, marks = made["summary"], made["marks"]
     updates, wall = len(marks), summary["wall_seconds"]
-    last = max(1, updates - work.plan.staleness)  # updates while groups are still admitted
-    steady_s = marks[last - 1]["at"] - made["started"]
+    half, whole = work.plan.rows / 2, (made["started"], marks[-1]["at"])
     training = sum(mark["update_seconds"] for mark in marks)
     return {
         "tokens_per_s": summary["tokens_per_second"],
+        **while_admitting(made["timeline"], [mark["at"] for mark in marks], made["admitted_at"], half),
         "seconds_per_update": wall / updates,
-        "steady_tokens_per_s": sum(mark["tokens"] for mark in marks[:last]) / steady_s,
-        "steady_generated_per_s": (marks[last - 1]["generated"] - made["generated_before"]) / steady_s,
         "tokens": summary["tokens"],
         "wall_s": wall,
         "training_s_per_update": training / updates,
         "trainer_idle_share": summary["trainer_idle_share"],
+        "half_rows_share": made["timeline"].share_at_least(half, *whole),
         "row_idle_share": summary["row_idle_share"],
         "rollout_idle_share": summary["rollout_idle_share"],
         "staleness_mean": summary["staleness"]["mean"],
@@ -131,6 +134,22 @@ def results(made: dict[str, Any], work: Work) -> dict[str, Any]:
         "ready_s": made["ready_s"],
         "engine": made["engine"],
         "marks": marks,
+    }
+
+
+def while_admitting(timeline: Timeline, ended: Sequence[float], admitted: float, half: float) -> dict[str, Any]:
+    """The window from the end of the first update to the last admission; nothing where no update ended inside it.
+
+    `ended` are the ends of all updates, `half` is half of the rows. `admitting_updates` are those that ended inside.
+    """
+    start, inside = ended[0], sum(at <= admitted for at in ended[1:])
+    if not inside:
+        return {}
+    return {
+        "generated_per_s_while_admitting": timeline.tokens_between(start, admitted) / (admitted - start),
+        "half_rows_share_while_admitting": timeline.share_at_least(half, start, admitted),
+        "admitting_s": admitted - start,
+        "admitting_updates": inside,
     }
 
 

@@ -19,13 +19,29 @@ OVERHEAD_BYTES = 8 << 30  # of activations and graphs, where vLLM does not say h
 
 
 class VllmSide:
-    """One vLLM engine with dummy weights, with adapters as PEFT folders or without LoRA."""
+    """One vLLM engine with adapters as PEFT folders or without LoRA, with dummy weights or those of `model_folder`.
+
+    What vLLM compiles is kept under `compile_cache`, where it is given. vLLM finds it again only for a model at the
+    same path, so what it is given of the model then lies there too, and not in `folder`.
+    """
 
     name = "vllm"
 
-    def __init__(self, size: str, *, lora: bool, max_context: int, folder: Path, flat_logprobs: bool = False) -> None:
+    def __init__(
+        self,
+        size: str,
+        *,
+        lora: bool,
+        max_context: int,
+        folder: Path,
+        flat_logprobs: bool = False,
+        model_folder: Path | None = None,
+        compile_cache: Path | None = None,
+    ) -> None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # read when vLLM is imported
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process has used CUDA already
+        if compile_cache is not None:
+            os.environ["VLLM_CACHE_ROOT"] = str(compile_cache.resolve())
         from vllm import LLM, SamplingParams
 
         self.size, self.lora = size, lora
@@ -41,10 +57,15 @@ class VllmSide:
             for version in range(SLOTS):
                 path = write_adapter_folder(folder / f"adapter-{version}", size, version)
                 self._adapters.append(LoRARequest(f"version-{version}", version + 1, str(path)))
+        if model_folder is None:
+            place = folder if compile_cache is None else compile_cache.resolve() / "shapes" / size
+            model, load_format = write_config_folder(place / "model", size), "dummy"
+        else:
+            model, load_format = model_folder, "auto"
         began = time.perf_counter()
         self._llm: Any = LLM(
-            model=str(write_config_folder(folder / "model", size)),
-            load_format="dummy",
+            model=str(model),
+            load_format=load_format,
             skip_tokenizer_init=True,
             dtype="bfloat16",
             max_model_len=max_context,
@@ -55,6 +76,7 @@ class VllmSide:
             **extra,
         )
         self.start_s = time.perf_counter() - began
+        print(f"vLLM started in {self.start_s:.1f} s", flush=True)
 
     def room(self) -> int:
         cache = self._llm.llm_engine.vllm_config.cache_config
@@ -75,6 +97,19 @@ class VllmSide:
         expect(made, asks)
         assert outputs[0].outputs[0].logprobs is not None
         return Outcome(seconds, made, {"cached": sum(output.num_cached_tokens or 0 for output in outputs)})
+
+    def completions(self, asks: Sequence[Ask]) -> list[tuple[list[int], list[float]]]:
+        """Tokens of each ask, and the log-probability of each token."""
+        _, outputs = self._run(asks, [ask.tokens for ask in asks])
+        made = [output.outputs[0] for output in outputs]
+        expect(sum(len(each.token_ids) for each in made), asks)
+        return [
+            (
+                list(each.token_ids),
+                [here[token].logprob for token, here in zip(each.token_ids, each.logprobs, strict=True)],
+            )
+            for each in made
+        ]
 
     def filled_steps(self, asks: Sequence[Ask], steps: int) -> Outcome:
         """The prompts are in the cache of prefixes, so that runs to 1 and to `steps + 1` tokens differ by the steps."""

@@ -118,8 +118,8 @@ def test_the_fit_of_a_step_finds_its_parts_and_none_below_zero() -> None:
 
 def test_lengths_that_are_all_alike_leave_nothing_to_gain() -> None:
     cost = costs.StepCost(1e-3, 1e-6, 1e-9)
-    assert costs.ideal_gain(cost, [100] * 16, 8, 16, 0.5)["gain"] == pytest.approx(1.0)
-    assert costs.ideal_gain(cost, [10] * 15 + [1_000], 8, 16, 0.0)["gain"] > 5
+    assert costs.ideal_gain(cost, [[100] * 16], 8, 16, 0.5)["gain"] == pytest.approx(1.0)
+    assert costs.ideal_gain(cost, [[10] * 15 + [1_000]], 8, 16, 0.0)["gain"] > 5
 
 
 # -- cells -------------------------------------------------------------------------------------------------------------
