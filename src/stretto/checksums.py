@@ -11,20 +11,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    triton: Any
-    tl: Any
-else:
-    try:
-        import triton
-        import triton.language as tl
-    except ModuleNotFoundError:  # without it there is no GPU to launch on
-        triton = tl = None
+from stretto.jit import kernel, tl
 
 ODD = 0x9E3779B97F4A7C1
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # values folded at once
@@ -99,9 +90,10 @@ def fold_into_reference(values: Tensor, start: int, total: Tensor) -> None:
 def fold_into(values: Tensor, start: int, total: Tensor) -> None:
     """What `fold_into_reference` does, in one launch. The order of the programs does not matter: sums wrap."""
     count = values.numel()
-    _kernel()[(-(-count // BLOCK),)](values, total, count, start, MULTIPLIER=ODD, BLOCK=BLOCK, num_warps=8)
+    _fold_kernel[(-(-count // BLOCK),)](values, total, count, start, MULTIPLIER=ODD, BLOCK=BLOCK, num_warps=8)
 
 
+@kernel("count", "start")
 def _fold_kernel(  # type: ignore[no-untyped-def]
     values, total, count, start, MULTIPLIER: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -110,13 +102,3 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
     value = tl.load(values + index, mask=inside, other=0).to(tl.int64)
     term = (value + 1) * MULTIPLIER * (2 * (start + index) + 1)
     tl.atomic_add(total, tl.sum(tl.where(inside, term, 0), 0))
-
-
-def _kernel() -> Any:
-    global _compiled
-    if _compiled is None:
-        _compiled = triton.jit(_fold_kernel, do_not_specialize=["count", "start"])
-    return _compiled
-
-
-_compiled: Any = None

@@ -18,8 +18,6 @@ copy rate is what to expect when at least `PROGRAMS_PER_MULTIPROCESSOR` programs
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import Tensor
 
@@ -31,19 +29,11 @@ from stretto.engines.native.kernels.plan import (
     check_plan,
     choose_chunk,
     items_bound,
-    kernel,
     plan_items,
     plan_items_reference,
     power_of_two,
 )
-
-if TYPE_CHECKING:
-    tl: Any
-else:
-    try:
-        import triton.language as tl
-    except ModuleNotFoundError:
-        tl = None
+from stretto.jit import kernel, tl
 
 __all__ = [
     "CHUNKS",

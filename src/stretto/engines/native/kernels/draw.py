@@ -13,13 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stretto.engines.native.kernels.layers import jit
 from stretto.engines.native.sampling import sample, uniforms
-
-try:
-    import triton.language as tl
-except ModuleNotFoundError:  # the twin works without it
-    tl = None
+from stretto.jit import kernel, tl
 
 # What to sweep on a device. A thread of the first kernel holds BLOCK / (32 * REDUCE_WARPS) logits at once.
 BLOCK = 4096
@@ -27,7 +22,7 @@ REDUCE_WARPS = 4
 PICK_WARPS = 8
 
 
-@jit()
+@kernel()
 def _uniform(seed, position):  # type: ignore[no-untyped-def]
     """`sampling.uniforms` of one row: the same bits."""
     z = seed.to(tl.uint64) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
@@ -37,13 +32,13 @@ def _uniform(seed, position):  # type: ignore[no-untyped-def]
     return (z >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2 ** -53
 
 
-@jit()
+@kernel()
 def _reciprocal(temperature):  # type: ignore[no-untyped-def]
     """What logits are multiplied by: 1 for a greedy row."""
     return tl.div_rn(1.0, tl.where(temperature > 0.0, temperature, 1.0))
 
 
-@jit()
+@kernel()
 def _reduce_kernel(  # type: ignore[no-untyped-def]
     logits, temperature, maxima, sums, STRIDE: tl.constexpr, VOCABULARY: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -60,7 +55,7 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
     tl.store(sums + row * BLOCKS + block, tl.sum(tl.exp(value - shift), 0))
 
 
-@jit()
+@kernel()
 def _pick_kernel(  # type: ignore[no-untyped-def]
     logits, temperature, seeds, positions, maxima, sums, tokens, logprobs, STRIDE: tl.constexpr,
     VOCABULARY: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,

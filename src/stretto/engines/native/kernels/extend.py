@@ -12,8 +12,6 @@ A short chunk after a very long context is bound by its few programs, because th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from torch import Tensor
 
 from stretto.engines.native.cache import PAGE
@@ -24,15 +22,8 @@ from stretto.engines.native.kernels.attention import (
     dense_attention,
     tile_tokens,
 )
-from stretto.engines.native.kernels.plan import kernel, power_of_two
-
-if TYPE_CHECKING:
-    tl: Any
-else:
-    try:
-        import triton.language as tl
-    except ModuleNotFoundError:
-        tl = None
+from stretto.engines.native.kernels.plan import power_of_two
+from stretto.jit import kernel, tl
 
 EXTEND_PAIRS = 128  # (token, head) pairs a program; fewer for short chunks and for wide vectors
 EXTEND_STAGES = 3

@@ -16,18 +16,11 @@ element of `slots` [tokens] is in [0, num_slots).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ModuleNotFoundError:  # the twins work without it
-    triton = tl = None
+from stretto.jit import kernel, tl
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
@@ -43,19 +36,7 @@ ADD_NORM_ROWS = 512
 NORM_CHUNK = 16  # rows of `b` that `add_norm` may load at once, a power of two
 
 
-class _Missing:
-    """Stands for a kernel where Triton is not installed."""
-
-    def __getitem__(self, grid: object) -> Any:
-        raise ModuleNotFoundError("kernels on a CUDA device need the package `triton`: install it, or use the CPU")
-
-
-def jit(**options: Any) -> Callable[[Callable[..., None]], Any]:
-    """`triton.jit`, in a way that a module of kernels can be imported without Triton."""
-    return (lambda function: _Missing()) if triton is None else triton.jit(**options)
-
-
-@jit()
+@kernel()
 def _own_adapter(  # type: ignore[no-untyped-def]
     h, b, slots, inside_rows, columns, inside_columns, B_STRIDE: tl.constexpr, NUM_SLOTS: tl.constexpr,
     RANK: tl.constexpr, RANK_PADDED: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
@@ -79,7 +60,7 @@ def _own_adapter(  # type: ignore[no-untyped-def]
     return total
 
 
-@jit()
+@kernel()
 def _add_norm_kernel(  # type: ignore[no-untyped-def]
     stream, weight, slots, b, out, epsilon, scale, STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr,
     HIDDEN: tl.constexpr, EXTRA: tl.constexpr, B_STRIDE: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
@@ -113,7 +94,7 @@ def _add_norm_kernel(  # type: ignore[no-untyped-def]
         tl.store(start + HIDDEN + extra, zero, mask=extra < EXTRA)
 
 
-@jit(do_not_specialize=("tokens",))
+@kernel("tokens")
 def _add_kernel(  # type: ignore[no-untyped-def]
     stream, slots, b, tokens, scale, STRIDE: tl.constexpr, HIDDEN: tl.constexpr, B_STRIDE: tl.constexpr,
     NUM_SLOTS: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
@@ -131,7 +112,7 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     tl.store(place, value.to(stream.dtype.element_ty), mask=inside)
 
 
-@jit()
+@kernel()
 def _adapted(  # type: ignore[no-untyped-def]
     start, h, b, slots, inside_rows, columns, inside_columns, scale, B_STRIDE: tl.constexpr, NUM_SLOTS: tl.constexpr,
     RANK: tl.constexpr, RANK_PADDED: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
@@ -146,7 +127,7 @@ def _adapted(  # type: ignore[no-untyped-def]
     return value
 
 
-@jit()
+@kernel()
 def _head(  # type: ignore[no-untyped-def]
     start, h, b, slots, own, head, weight, cos_sin, position, place, epsilon, scale, ROTATED: tl.constexpr,
     TABLE_STRIDE: tl.constexpr, SIZE: tl.constexpr, B_STRIDE: tl.constexpr, NUM_SLOTS: tl.constexpr,
@@ -185,7 +166,7 @@ def _head(  # type: ignore[no-untyped-def]
         tl.store(place + SIZE // 2, second.to(place.dtype.element_ty), mask=inside)
 
 
-@jit(do_not_specialize=("tokens",))
+@kernel("tokens")
 def _split_heads_kernel(  # type: ignore[no-untyped-def]
     qkv, q_weight, k_weight, cos_sin, positions, slots, b_q, b_k, b_v, write_slots, keys, values, q_out, tokens,
     epsilon, scale, STRIDE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
@@ -223,7 +204,7 @@ def _split_heads_kernel(  # type: ignore[no-untyped-def]
               SIZE, BV_STRIDE, NUM_SLOTS, RANK, RANK_PADDED, TILE, HALF_PADDED)  # fmt: skip
 
 
-@jit(do_not_specialize=("tokens",))
+@kernel("tokens")
 def _gate_kernel(  # type: ignore[no-untyped-def]
     gate_up, slots, b_gate, b_up, out, tokens, scale, STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr,
     WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr,

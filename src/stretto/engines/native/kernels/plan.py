@@ -9,24 +9,13 @@ several rows attend to are read once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from stretto.engines.native.cache import PAGE
-
-if TYPE_CHECKING:
-    triton: Any
-    tl: Any
-else:
-    try:
-        import triton
-        import triton.language as tl
-    except ModuleNotFoundError:  # builds of torch for the CPU come without it, and nothing there launches a kernel
-        triton = tl = None
+from stretto.jit import kernel, tl
 
 CHUNKS = (64, 128, 256, 512, 1024, 2048)  # tokens of context an item
 PROGRAMS_PER_MULTIPROCESSOR = 4  # that have to be resident before the memory is kept busy
@@ -34,20 +23,6 @@ DIRECT_CONTEXT = 512  # up to here a second launch costs more than the longest r
 MIN_SPARE_ITEMS = 64  # the smallest step in which `max_items` grows
 
 PLAN_ROWS, PLAN_WARPS = 1024, 4
-
-
-class _Unavailable:
-    """Stands for a kernel where triton is not installed."""
-
-    def __getitem__(self, grid: object) -> Any:
-        raise RuntimeError("a kernel was launched, but `triton` is not installed: install it, or run with CPU tensors")
-
-
-def kernel(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
-    """`triton.jit` that does not compile anew for special values of the arguments named; inert without triton."""
-    if triton is None:
-        return lambda function: _Unavailable()
-    return triton.jit(do_not_specialize=list(unspecialized))  # type: ignore[no-any-return]
 
 
 def items_bound(rows: int, total_tokens: int, chunk: int) -> int:
