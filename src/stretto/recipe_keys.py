@@ -8,7 +8,7 @@ writes it between the two marks of that file.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -25,11 +25,11 @@ BEGIN, END = "<!-- keys: begin -->", "<!-- keys: end -->"
 
 def describe_keys() -> str:
     """A table of Markdown a section, a line a key: type, default, meaning."""
-    parts = ["### Beside the tables\n", *_table(_plain(Recipe), "")]
+    parts = ["### Beside the tables\n", *table(_plain(Recipe), "")]
     for name, variants in sections(Recipe).items():
         for tag, model in variants.items():
             title = f"### `[{name}]`" + (f', `type = "{tag}"`' if tag else "")
-            parts += [f"\n{title}\n", f"{model.__doc__}\n", *_table(_rows(model), name)]
+            parts += [f"\n{title}\n", f"{model.__doc__}\n", *table(rows(model), name)]
     return "\n".join(parts) + "\n"
 
 
@@ -38,22 +38,24 @@ def _plain(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
     return ((name, field) for name, field in model.model_fields.items() if name not in tables)
 
 
-def _rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+def rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """The keys of a table, and after each that is a table itself its own."""
     for name, field in model.model_fields.items():
         yield f"{prefix}{name}", field
-        for inner in _models(field.annotation):
-            yield from _rows(inner, f"{prefix}{name}.")
+        for inner in models(field.annotation):
+            yield from rows(inner, f"{prefix}{name}.")
 
 
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+def models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The tables that a value may be."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):
-        yield from _models(part)
+        yield from models(part)
 
 
-def _table(rows: Iterator[tuple[str, FieldInfo]], section: str) -> list[str]:
+def table(rows: Iterable[tuple[str, FieldInfo]], section: str) -> list[str]:
+    """The lines of a table of Markdown, one a key."""
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, field in rows:
         key = f"{section}.{name}" if section else name
@@ -68,6 +70,8 @@ def _default(field: FieldInfo) -> str:
     value = field.default if field.default is not PydanticUndefined else field.get_default(call_default_factory=True)
     if value is None:
         return "left out"
+    if isinstance(value, BaseModel):
+        return "its defaults"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if isinstance(value, str):
@@ -83,7 +87,7 @@ def _type(annotation: Any) -> str:
     if origin is Literal:
         return ", ".join(f'`"{value}"`' for value in arguments)
     if origin in (Union, UnionType):
-        return " or ".join(_type(part) for part in arguments if part is not NoneType)
+        return " or ".join(dict.fromkeys(_type(part) for part in arguments if part is not NoneType))
     if origin is tuple:
         return f"array of {_type(arguments[0])}s"
     if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
@@ -91,11 +95,11 @@ def _type(annotation: Any) -> str:
     return {int: "integer", float: "number", str: "string", bool: "true or false"}[annotation]
 
 
-def write_between_marks(path: Path) -> None:
+def write_between_marks(path: Path, describe: Callable[[], str] = describe_keys) -> None:
     """Replace what stands between the marks of a file."""
     before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    path.write_text(f"{before}{BEGIN}\n\n{describe_keys()}\n{END}{after}", encoding="utf-8")
+    path.write_text(f"{before}{BEGIN}\n\n{describe()}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

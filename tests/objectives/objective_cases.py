@@ -24,7 +24,7 @@ VARIANTS = {
         {"average_tokens": 12, "clip_low": 0.3, "clip_high": 0.1, "dual_clip": 1.5},
     ],
     "reinforce": [{}, {"level": "sequence"}, {"cap": 1.1, "anchor": "proximal"}, {"level": "sequence", "cap": 1.2}],
-    "rloo": [{}, {"level": "token", "anchor": "proximal"}, {"cap": None}, {"cap": 5.0, "average": "sequence"}],
+    "rloo": [{}, {"level": "token", "anchor": "proximal"}, {"cap": 5.0, "average": "sequence"}],
     "reinforce-plus-plus": [{}, {"anchor": "proximal"}, {"clip_low": 0.15, "clip_high": 0.35, "dual_clip": 1.4}],
     "gspo": [
         {},
@@ -48,7 +48,7 @@ VARIANTS = {
     "dora": [
         {"average_tokens": 9},
         {"average_tokens": 9, "weight_cap": 1.1, "clip_low": 0.1, "clip_high": 0.1, "dual_clip": 1.2},
-        {"average": "token", "anchor": "behaviour", "dual_clip": None},
+        {"average": "token", "anchor": "behaviour", "clip_low": 0.1},
     ],
     "hispo": [
         {},

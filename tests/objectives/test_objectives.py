@@ -12,7 +12,9 @@ from stretto.objectives import OBJECTIVES
 from stretto.objectives.base import MAX_LOG_RATIO, Anchor, ObjectiveOptions, sequence_mean, sequence_sum
 from stretto.training.losses import token_weights
 
-every_case = pytest.mark.parametrize(("name", "options"), CASES, ids=[f"{name}-{i}" for i, (name, _) in enumerate(CASES)])
+every_case = pytest.mark.parametrize(
+    ("name", "options"), CASES, ids=[f"{name}-{i}" for i, (name, _) in enumerate(CASES)]
+)
 
 
 def shares_of(options, data):

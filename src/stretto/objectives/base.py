@@ -124,7 +124,7 @@ class ObjectiveOptions(BaseModel):
         if self.advantage == "gae" and not self.uses_critic:
             raise ValueError(
                 f'`algorithm.advantage = "gae"` needs a critic, and `algorithm.type = "{self.type}"` has none; '
-                'choose "group", "group-mean", "leave-one-out" or "whiten"'
+                'choose "group", "group-mean", "leave-one-out" or "whiten", or `algorithm.type = "ppo"`'
             )
         if self.correction is not None and self.correction.mode == "cap" and self.corrects:
             raise ValueError(

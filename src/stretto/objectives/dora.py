@@ -18,7 +18,7 @@ class DoraOptions(ClipOptions):
     """
 
     formula: ClassVar[str] = (
-        f"sg(min(w, weight_cap)) times {CLIP_FORMULA}; w = pi_old / mu, and 1 where the anchor is mu; "
+        f"sg(min(w, weight_cap)) times {CLIP_FORMULA}; w = pi_old / mu, or 1 where r = pi / mu; "
         "summed over tokens, over average_tokens times the sequences"
     )
     when: ClassVar[str] = (
@@ -33,7 +33,7 @@ class DoraOptions(ClipOptions):
         "of the update, with a weight of the one over the other",
     )
     clip_high: float = Field(0.28, gt=0, description="The ratio is clipped above at 1 + clip_high")
-    dual_clip: float | None = Field(
+    dual_clip: float = Field(
         3.0, gt=1, description="Where the advantage is negative, the ratio is also bounded by this, above 1"
     )
     weight_cap: float = Field(2.0, ge=1, description="Largest weight, at least 1")

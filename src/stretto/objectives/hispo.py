@@ -14,7 +14,7 @@ class HispoOptions(ClipOptions):
     """Hierarchical importance sampling: whole sequences, then single tokens that have drifted too far are left out."""
 
     formula: ClassVar[str] = (
-        f"{CLIP_FORMULA}, r = r_dis r_stale, r_dis = pi_old / mu, r_stale = pi / pi_old; 0 unless "
+        f"{CLIP_FORMULA}; r = r_dis r_stale, r_dis = pi_old / mu, r_stale = pi / pi_old; 0 unless "
         "|geomean(r_dis) - 1| < sequence_bound and |r_dis - 1| < token_bound"
     )
     when: ClassVar[str] = (

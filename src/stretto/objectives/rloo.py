@@ -19,4 +19,4 @@ class RlooOptions(WeightOptions):
     type: Literal["rloo"] = "rloo"
     advantage: AdvantageName = Field("leave-one-out", description="As in every objective")
     level: Level = Field("sequence", description="Ratio of each token by itself, or of the whole completion")
-    cap: float | None = Field(2.0, ge=1, description="Largest ratio, at least 1; left out: no bound")
+    cap: float = Field(2.0, ge=1, description="Largest ratio, at least 1")
