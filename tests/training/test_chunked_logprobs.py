@@ -1,7 +1,10 @@
+import numpy as np
 import pytest
 import torch
 
+from stretto.training.logit_supports import pack_supports
 from stretto.training.logprobs import token_logprobs
+from stretto.types import Supports
 
 
 def case(dtype=torch.float64, rows=9, width=6, vocabulary=13):
@@ -158,6 +161,146 @@ def test_on_cuda_values_and_gradients_are_those_of_the_processor(trained):
         hidden = inputs[0].clone().to(device).requires_grad_()
         weight = inputs[1].clone().to(device).requires_grad_(trained)
         got, entropies = token_logprobs(hidden, weight, index.to(device), targets.to(device), **settings)
+        got.square().mean().backward()
+        results.append([got, entropies, hidden.grad, *([weight.grad] if trained else [])])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(other.cpu(), one, atol=1e-3, rtol=1e-2)
+
+
+SUPPORTS = [[12, 3, 0], [0], [5, 2], list(range(13)), [4, 1, 7, 9]]  # of the targets of `case`
+
+
+def packed(supports, targets, device="cpu"):
+    tokens = np.array([token for one in supports for token in one], np.int32)
+    together = Supports(np.array([len(one) for one in supports], np.int32), tokens)
+    return pack_supports([together], targets.numpy(), device)
+
+
+def naive_over_supports(hidden, weight, bias, predicts, targets, temperature, softcap, multiplier):
+    """One token at a time, from the logits of its support alone."""
+    logprobs, entropies = [], []
+    for row, target, support in zip(predicts, targets, SUPPORTS, strict=True):
+        logits = (hidden[row] @ weight.t() + (0 if bias is None else bias))[support] * multiplier
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        logits = logits / temperature
+        logprobs.append(logits[support.index(int(target))] - logits.logsumexp(-1))
+        own = logits.log_softmax(-1)
+        entropies.append(-(own.exp() * own).sum())
+    return torch.stack(logprobs), torch.stack(entropies)
+
+
+SETTINGS = pytest.mark.parametrize(
+    ("temperature", "softcap", "multiplier"), [(1.0, None, 1.0), (0.7, None, 0.5), (1.3, 2.0, 0.5)]
+)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 2, 5, 100])
+@SETTINGS
+@pytest.mark.parametrize("entropy_gradient", [True, False])
+def test_over_supports_values_entropies_and_gradients_are_the_naive_ones(
+    chunk_tokens, temperature, softcap, multiplier, entropy_gradient
+):
+    hidden, weight, bias, predicts, targets = case()
+    settings = {"temperature": temperature, "softcap": softcap, "multiplier": multiplier}
+    got = token_logprobs(
+        hidden, weight, predicts, targets, bias=bias, entropy=True, entropy_gradient=entropy_gradient,
+        chunk_tokens=chunk_tokens, supports=packed(SUPPORTS, targets), **settings,
+    )  # fmt: skip
+    expected = naive_over_supports(hidden, weight, bias, predicts, targets, **settings)
+    for one, other in zip(got, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-12)
+    assert got[1].requires_grad is entropy_gradient
+    kept = 2 if entropy_gradient else 1
+    upstream = [torch.randn_like(each) for each in got[:kept]]
+    inputs = (hidden, weight, bias)
+    ours = torch.autograd.grad(got[:kept], inputs, upstream)
+    for one, other in zip(ours, torch.autograd.grad(expected[:kept], inputs, upstream), strict=True):
+        assert torch.allclose(one, other, atol=1e-12)
+
+
+@SETTINGS
+@pytest.mark.parametrize("directions", [True, False])
+def test_gradcheck_over_supports(temperature, softcap, multiplier, directions):
+    hidden, weight, bias, predicts, targets = case()
+    weight, bias = weight.detach(), bias.detach()
+    settings = {"temperature": temperature, "softcap": softcap, "multiplier": multiplier, "chunk_tokens": 2}
+    supports = packed(SUPPORTS, targets)
+
+    def work(hidden):
+        return token_logprobs(
+            hidden, weight, predicts, targets, bias=bias, directions=directions, supports=supports, **settings
+        )[0]
+
+    assert torch.autograd.gradcheck(work, (hidden,))
+    assert torch.allclose(
+        work(hidden), naive_over_supports(hidden, weight, bias, predicts, targets, temperature, softcap, multiplier)[0]
+    )
+
+
+def test_the_support_of_the_whole_vocabulary_changes_nothing_but_rounding():
+    hidden, weight, bias, predicts, targets = case()
+    everything = packed([list(range(13))] * 5, targets)
+    for entropy_gradient in (True, False):
+        settings = {"bias": bias, "entropy": True, "temperature": 0.6, "entropy_gradient": entropy_gradient}
+        got = token_logprobs(hidden, weight, predicts, targets, supports=everything, **settings)
+        plain = token_logprobs(hidden, weight, predicts, targets, **settings)
+        for one, other in zip(got, plain, strict=True):
+            assert torch.allclose(one, other, atol=1e-12)
+        (one,), (other,) = (torch.autograd.grad(x[0].square().sum(), (weight,)) for x in (got, plain))
+        assert torch.allclose(one, other, atol=1e-12)
+
+
+def test_a_token_that_is_alone_in_its_support_is_certain_and_gives_no_gradient():
+    hidden, weight, _, predicts, targets = case(torch.float32)
+    alone = packed([[token] for token in targets.tolist()], targets)
+    got, entropies = token_logprobs(hidden, weight, predicts, targets, entropy=True, supports=alone)
+    assert got.tolist() == entropies.tolist() == [0.0] * 5
+    got.sum().backward()
+    assert not hidden.grad.any()
+
+
+def test_half_precision_over_supports_is_reduced_in_float32():
+    hidden, weight, _, predicts, targets = case(torch.bfloat16)
+    got, _ = token_logprobs(hidden, weight, predicts, targets, chunk_tokens=2, supports=packed(SUPPORTS, targets))
+    got.sum().backward()
+    logits = torch.nn.functional.linear(hidden[predicts], weight).float()
+    expected = [row[t] - row[own].logsumexp(-1) for row, t, own in zip(logits, targets, SUPPORTS, strict=True)]
+    torch.testing.assert_close(got, torch.stack(expected))
+    assert got.dtype == torch.float32
+    assert weight.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("supports", "said"),
+    [
+        ([[12], [1], [5], [5], [1]], "not among those"),
+        ([[12, 12], [0], [5], [5], [1]], "there twice"),
+        ([[12], [0], [5], [5]], "4 supports"),
+    ],
+)
+def test_a_target_outside_of_its_support_is_an_error(supports, said):
+    with pytest.raises(ValueError, match=said):
+        packed(supports, case()[4])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("trained", [False, True])
+def test_on_cuda_supports_give_what_they_give_on_the_processor(trained):
+    torch.manual_seed(0)
+    rows, width, vocabulary = 300, 64, 5003
+    settings = {"temperature": 0.8, "softcap": 3.0, "multiplier": 0.7, "entropy": True, "chunk_tokens": 128}
+    inputs = torch.randn(rows, width), torch.randn(vocabulary, width) / 8
+    index, targets = torch.arange(0, rows, 2), torch.randint(0, vocabulary, (150,))
+    sets = [[int(t), *range(n % 40)] if int(t) >= 40 else list(range(40)) for n, t in enumerate(targets)]
+    results = []
+    for device in ("cpu", "cuda"):
+        hidden = inputs[0].clone().to(device).requires_grad_()
+        weight = inputs[1].clone().to(device).requires_grad_(trained)
+        supports = packed(sets, targets, device)
+        got, entropies = token_logprobs(
+            hidden, weight, index.to(device), targets.to(device), supports=supports, **settings
+        )
         got.square().mean().backward()
         results.append([got, entropies, hidden.grad, *([weight.grad] if trained else [])])
     for one, other in zip(*results, strict=True):

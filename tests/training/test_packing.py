@@ -10,6 +10,7 @@ from training_cases import random_batch
 from stretto.errors import TrainerError
 from stretto.training.attention import bucket_lengths, layout_of
 from stretto.training.packing import first_fit_decreasing, input_lengths, micro_batch, ragged_arange
+from stretto.types import Supports
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)
 
@@ -96,3 +97,35 @@ def test_tokens_without_their_logprobs_are_refused_by_name():
 def test_ragged_arange_counts_each_length_from_zero():
     assert ragged_arange(np.array([2, 0, 3])).tolist() == [0, 1, 0, 1, 2]
     assert ragged_arange(np.array([], dtype=np.int64)).tolist() == []
+
+
+def with_supports(sample, width=3):
+    """The same sample, each token drawn from itself and those after it."""
+    tokens = sample.completion.tokens
+    others = (tokens[:, None] + np.arange(width, dtype=np.int32)) % 23
+    supports = Supports(np.full(len(tokens), width, np.int32), others[:, ::-1].reshape(-1).astype(np.int32))
+    return dataclasses.replace(sample, completion=dataclasses.replace(sample.completion, supports=supports))
+
+
+def test_supports_follow_the_targets():
+    samples = [with_supports(sample, 2 + place % 3) for place, sample in enumerate(random_batch().samples)]
+    micro = micro_batch(samples, [3, 0, 7], np.zeros(12), np.zeros(12))
+    assert micro.supports is not None
+    starts = np.cumsum(micro.supports.sizes) - micro.supports.sizes
+    assert micro.supports.sizes.tolist() == micro.supports.counts.tolist()
+    assert set(micro.supports.sizes.tolist()) == {2, 3}
+    drawn = micro.supports.tokens[torch.from_numpy(starts) + micro.supports.hits]
+    assert torch.equal(drawn, micro.targets)
+
+
+def test_supports_that_cannot_be_right_are_errors():
+    one, other = random_batch().samples[:2]
+    with pytest.raises(TrainerError, match="trajectory 1 was drawn from the whole vocabulary and trajectory 0"):
+        micro_batch([with_supports(one), other], [0, 1], np.zeros(2), np.zeros(2))
+    full = with_supports(one).completion.supports
+    short = Supports(full.counts[:-1], full.tokens[:-3])
+    wrong = Supports(full.counts, (full.tokens + 5) % 23)
+    for supports, said in ((short, "supports"), (wrong, "not among those that it was drawn from")):
+        broken = dataclasses.replace(one, completion=dataclasses.replace(one.completion, supports=supports))
+        with pytest.raises(TrainerError, match=said):
+            micro_batch([broken], [0], np.zeros(1), np.zeros(1))

@@ -217,9 +217,9 @@ def attempt_failed(db: sqlite3.Connection, trajectory: int, kind: Attempt, reaso
 
 def generated(db: sqlite3.Connection, trajectory: int, completion: Completion, text: str, at: float) -> None:
     _change_state(db, trajectory, "scoring", at)
-    versions = completion.token_versions
+    versions, supports = completion.token_versions, completion.supports
     db.execute(
-        "INSERT INTO completions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO completions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             trajectory,
             completion.version,
@@ -233,6 +233,7 @@ def generated(db: sqlite3.Connection, trajectory: int, completion: Completion, t
             blob(completion.tokens, "<i4"),
             blob(completion.logprobs, "<f4"),
             None if versions is None else blob(versions, "<i4"),
+            None if supports is None else blob(supports.counts, "<i4") + blob(supports.tokens, "<i4"),
         ),
     )
 

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from stretto.checksums import checksum
 from stretto.errors import RunError
-from stretto.types import Request, Sampling, Suspended, Weights
+from stretto.types import Request, Sampling, Supports, Suspended, Weights
 
 FORMAT = 1
 PREVIOUS = ".previous"  # ends the name of a checkpoint that another of the same update replaces
@@ -149,6 +149,9 @@ def _tensors_of(item: Suspended) -> dict[str, torch.Tensor]:
     }
     if item.token_versions is not None:
         tensors[f"{name}.token_versions"] = torch.from_numpy(np.ascontiguousarray(item.token_versions))
+    if item.supports is not None:
+        tensors[f"{name}.support_counts"] = torch.from_numpy(np.ascontiguousarray(item.supports.counts))
+        tensors[f"{name}.support_tokens"] = torch.from_numpy(np.ascontiguousarray(item.supports.tokens))
     return tensors
 
 
@@ -177,7 +180,8 @@ def _suspended_from(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor
     asked = dict(facts["request"])
     asked["prompt"] = tuple(asked["prompt"])
     name = str(asked["id"])
-    versions = tensors.get(f"{name}.token_versions")
+    versions, counts = tensors.get(f"{name}.token_versions"), tensors.get(f"{name}.support_counts")
+    supports = None if counts is None else Supports(counts.numpy(), tensors[f"{name}.support_tokens"].numpy())
     return Suspended(
         request=Request(sampling=Sampling(**sampling), **asked),
         tokens=tensors[f"{name}.tokens"].numpy(),
@@ -186,4 +190,5 @@ def _suspended_from(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor
         token_versions=None if versions is None else versions.numpy(),
         started_at=facts["started_at"],
         prefilled=facts["prefilled"],
+        supports=supports,
     )

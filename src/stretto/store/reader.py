@@ -12,13 +12,15 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stretto.errors import JournalError
 from stretto.store.schema import UNDER_WAY, RunFacts, connect_readonly, journal_path
-from stretto.types import Completion, Prompt, Sample
+from stretto.types import Completion, Prompt, Sample, Supports
 
 _COMPLETION = (
-    "c.version, c.tokens, c.logprobs, c.finish, c.checksum, c.token_versions, c.started_at, c.finished_at, c.prefilled"
+    "c.version, c.tokens, c.logprobs, c.finish, c.checksum, c.token_versions, c.started_at, c.finished_at, "
+    "c.prefilled, c.supports"
 )
 
 
@@ -283,7 +285,7 @@ class JournalReader:
 
 
 def _completion(trajectory: int, row: tuple[Any, ...]) -> Completion:
-    version, tokens, logprobs, finish, checksum, token_versions, started_at, finished_at, prefilled = row
+    version, tokens, logprobs, finish, checksum, token_versions, started_at, finished_at, prefilled, supports = row
     return Completion(
         id=trajectory,
         version=version,
@@ -295,4 +297,9 @@ def _completion(trajectory: int, row: tuple[Any, ...]) -> Completion:
         started_at=started_at,
         finished_at=finished_at,
         prefilled=prefilled,
+        supports=None if supports is None else _supports(np.frombuffer(supports, "<i4"), len(tokens) // 4),
     )
+
+
+def _supports(values: NDArray[np.int32], num_tokens: int) -> Supports:
+    return Supports(values[:num_tokens].astype(np.int32), values[num_tokens:].astype(np.int32))

@@ -23,7 +23,8 @@
 States: `running` (admitted; on an instance or queued there), `suspended` (between instances, or its run was stopped),
 `scoring` (has its last token), `scored`, `training` (in a batch that was taken), and the ends `trained`, `failed`,
 `filtered`, `dropped`. Times are `time.time()` seconds. Blobs are little-endian: tokens and versions int32,
-log-probabilities float32.
+log-probabilities float32; supports int32, how many tokens each token was drawn from and then those tokens, NULL where
+all were drawn from the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from stretto.core.paradigms import PARADIGMS
 from stretto.errors import JournalError, RunError
 
 JOURNAL_NAME = "journal.sqlite"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 State = Literal["running", "suspended", "scoring", "scored", "training", "trained", "failed", "filtered", "dropped"]
 ENDS: tuple[State, ...] = ("trained", "failed", "filtered", "dropped")
@@ -67,7 +68,7 @@ CREATE INDEX trajectories_by_state ON trajectories (state);
 CREATE TABLE completions (
     trajectory INTEGER PRIMARY KEY, version INTEGER NOT NULL, checksum TEXT NOT NULL, num_tokens INTEGER NOT NULL,
     finish TEXT NOT NULL, started_at REAL NOT NULL, finished_at REAL NOT NULL, prefilled INTEGER NOT NULL,
-    text TEXT NOT NULL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL, token_versions BLOB);
+    text TEXT NOT NULL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL, token_versions BLOB, supports BLOB);
 CREATE TABLE transitions (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, trajectory INTEGER NOT NULL, from_state TEXT, to_state TEXT NOT NULL,
     at REAL NOT NULL, reason TEXT NOT NULL);

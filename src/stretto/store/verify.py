@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stretto.errors import JournalError
 from stretto.store.checks import CHECKS
@@ -114,10 +115,10 @@ def _check_tokens(db: sqlite3.Connection, run: _Run) -> None:
     """Law 1 and the log-probabilities of law 2, inside the blobs."""
     published: dict[int, str] = dict(db.execute("SELECT version, checksum FROM versions"))
     rows = db.execute(
-        "SELECT c.trajectory, t.version, c.version, c.checksum, c.num_tokens, c.tokens, c.logprobs, c.token_versions "
-        "FROM completions c JOIN trajectories t USING (trajectory)"
+        "SELECT c.trajectory, t.version, c.version, c.checksum, c.num_tokens, c.tokens, c.logprobs, c.token_versions, "
+        "c.supports FROM completions c JOIN trajectories t USING (trajectory)"
     )
-    for trajectory, version, stamp, checksum, num_tokens, tokens, logprobs, token_versions in rows:
+    for trajectory, version, stamp, checksum, num_tokens, tokens, logprobs, token_versions, supports in rows:
         run.num_tokens += num_tokens
         sizes = [len(part) for part in (tokens, logprobs, token_versions) if part is not None]
         if any(size != 4 * num_tokens for size in sizes):
@@ -126,11 +127,22 @@ def _check_tokens(db: sqlite3.Connection, run: _Run) -> None:
         values = np.frombuffer(logprobs, "<f4")
         if not (np.isfinite(values).all() and (values <= LOGPROB_SLACK).all()):
             run.breaks["2"].append(f"trajectory {trajectory} has log-probabilities that are none")
+        if supports is not None and not _drawn_from(np.frombuffer(tokens, "<i4"), np.frombuffer(supports, "<i4")):
+            run.breaks["2"].append(f"trajectory {trajectory} has a token that is not among those it was drawn from")
         drawn = [version] if token_versions is None else np.frombuffer(token_versions, "<i4").tolist()
         mixed = any(other != version for other in drawn)
         for sentence in _voice(run, version, stamp, checksum, drawn if mixed else [version], published):
             run.breaks["1"].append(f"trajectory {trajectory} {sentence}")
         run.mixed += mixed
+
+
+def _drawn_from(tokens: NDArray[np.int32], supports: NDArray[np.int32]) -> bool:
+    """Whether each token is in its own support, once."""
+    counts, members = supports[: len(tokens)], supports[len(tokens) :]
+    if len(counts) != len(tokens) or (counts < 1).any() or int(counts.sum()) != len(members):
+        return False
+    owners = np.repeat(np.arange(len(tokens)), counts)
+    return np.array_equal(owners[members == tokens[owners]], np.arange(len(tokens)))
 
 
 def _voice(

@@ -126,6 +126,7 @@ class PackedModel:
             softcap=self.softcap,
             multiplier=self.multiplier,
             entropy=True,
+            supports=micro.supports,
         )
 
     def _probe(self) -> list[torch.Tensor]:

@@ -11,6 +11,8 @@ time and reduced to two numbers a token. For the gradient there are two ways:
   so the gradient of the weight cannot be made ahead.
 
 On CUDA the directions are used wherever they can be. A processor keeps to the first way: its sums keep their bits.
+
+With `supports`, probabilities are those over each token's support alone, and zero elsewhere: `logit_supports`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from stretto.training.logit_kernels import LogitScale, deltas_from, deltas_with_entropy, reduce_logits
+from stretto.training.logit_supports import PackedSupports, deltas_of_supports, reduce_supports
 
 # Logits held at once. A processor wants them in its cache; a GPU wants products with enough rows (883 of Qwen3's
 # vocabulary) and, where the head is trained, few sums over its float32 gradient.
@@ -41,11 +44,13 @@ def token_logprobs(
     multiplier: float = 1.0,  # of the logits, before the cap
     entropy: bool = False,
     entropy_gradient: bool = False,
+    supports: PackedSupports | None = None,  # of the targets; None: the whole vocabulary
     chunk_tokens: int | None = None,
     directions: bool | None = None,  # None: by the device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-probability of each target under `softmax(logits / temperature)` [C], and the entropy there [C].
 
+    With `supports` the softmax is that over each target's support, and so is the entropy.
     Both are float32, or float64 for float64 inputs. The entropy is zero where not asked for. It carries a gradient only
     with `entropy_gradient`, which makes the logits again: what comes in for it is not known ahead.
     The result does not depend on `chunk_tokens`, except for rounding.
@@ -60,12 +65,13 @@ def token_logprobs(
     if directions and not trained and not entropy_gradient:
         with_gradient = torch.is_grad_enabled() and hidden.requires_grad
         logprobs, entropies = _DirectedLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, predicts, targets, scale, chunk_tokens, with_gradient
+            hidden, weight, bias, predicts, targets, scale, chunk_tokens, with_gradient, supports
         )
     else:
         logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, predicts, targets, scale, entropy or entropy_gradient, entropy_gradient, chunk_tokens
-        )
+            hidden, weight, bias, predicts, targets, scale, entropy or entropy_gradient, entropy_gradient, chunk_tokens,
+            supports,
+        )  # fmt: skip
     return logprobs, entropies if entropy or entropy_gradient else torch.zeros_like(entropies)
 
 
@@ -83,6 +89,7 @@ class _DirectedLogprobs(torch.autograd.Function):
         scale: LogitScale,
         chunk_tokens: int,
         with_gradient: bool,
+        supports: PackedSupports | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, entropies = torch.empty(2, len(targets), dtype=dtype, device=hidden.device).unbind()
@@ -90,7 +97,12 @@ class _DirectedLogprobs(torch.autograd.Function):
         for start in range(0, len(targets), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             logits = F.linear(hidden.index_select(0, predicts[chunk]), weight, bias)
-            logprobs[chunk], _, entropies[chunk] = reduce_logits(logits, targets[chunk], scale, delta=with_gradient)
+            if supports is None:
+                reduced = reduce_logits(logits, targets[chunk], scale, delta=with_gradient)
+            else:
+                block = supports.block(start, start + len(logits), logits.shape[1])
+                reduced = reduce_supports(logits, block, scale, delta=with_gradient)
+            logprobs[chunk], _, entropies[chunk] = reduced
             if with_gradient:
                 torch.mm(logits, weight, out=directions[chunk])
         ctx.save_for_backward(directions, predicts)
@@ -104,7 +116,7 @@ class _DirectedLogprobs(torch.autograd.Function):
         directions, predicts = ctx.saved_tensors
         grad_hidden = directions.new_zeros((ctx.num_tokens, directions.shape[1]))
         scaled = (directions * grads[0][:, None]).to(directions.dtype)
-        return (grad_hidden.index_copy_(0, predicts, scaled), *([None] * 7))
+        return (grad_hidden.index_copy_(0, predicts, scaled), *([None] * 8))
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -122,6 +134,7 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy: bool,
         entropy_gradient: bool,
         chunk_tokens: int,
+        supports: PackedSupports | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = torch.empty(len(targets), dtype=dtype, device=hidden.device)
@@ -130,6 +143,10 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, len(targets), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             logits = F.linear(hidden.index_select(0, predicts[chunk]), weight, bias)
+            if supports is not None:
+                block = supports.block(start, start + len(logits), logits.shape[1])
+                logprobs[chunk], normalizers[chunk], entropies[chunk] = reduce_supports(logits, block, scale)
+                continue
             if logits.is_cuda:
                 logprobs[chunk], normalizers[chunk], entropies[chunk] = reduce_logits(logits, targets[chunk], scale)
                 continue
@@ -142,6 +159,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 entropies[chunk] = normalizer - torch.linalg.vecdot(chances, logits)
         ctx.save_for_backward(hidden, weight, bias, predicts, targets, normalizers, entropies)
         ctx.scale, ctx.chunk_tokens, ctx.entropy_gradient = scale, chunk_tokens, entropy_gradient
+        ctx.supports = supports
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -163,7 +181,11 @@ class _TokenLogprobs(torch.autograd.Function):
             logits = F.linear(rows, weight, bias)
             if not logits.is_cuda:
                 logits = logits.to(dtype)
-            if ctx.entropy_gradient:
+            if ctx.supports is not None:
+                block = ctx.supports.block(start, start + len(logits), logits.shape[1])
+                with_entropy = (entropies[chunk], grads[1][chunk]) if ctx.entropy_gradient else ()
+                delta = deltas_of_supports(logits, block, normalizers[chunk], grads[0][chunk], ctx.scale, *with_entropy)
+            elif ctx.entropy_gradient:
                 delta = deltas_with_entropy(
                     logits, targets[chunk], normalizers[chunk], entropies[chunk], grads[0][chunk], grads[1][chunk],
                     ctx.scale,
@@ -185,5 +207,5 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *([None] * 6),
+            *([None] * 7),
         )

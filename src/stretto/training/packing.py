@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from stretto.errors import TrainerError
 from stretto.training.attention import PackedLayout, layout_of
+from stretto.training.logit_supports import PackedSupports, pack_supports
 from stretto.types import Sample
 
 
@@ -56,6 +57,7 @@ class MicroBatch:
     advantages: torch.Tensor  # [C]
     weights: torch.Tensor  # [C], of each token in the batch's loss
     sequences: torch.Tensor  # [C] int64: which of `samples`, from 0
+    supports: PackedSupports | None = None  # of the targets, where they were drawn from a part of the vocabulary
 
 
 def input_lengths(samples: Sequence[Sample]) -> NDArray[np.int64]:
@@ -131,7 +133,32 @@ def micro_batch(
         advantages=token_advantages,
         weights=token_shares,
         sequences=sequences,
+        supports=_supports([samples[index] for index in chosen], targets, device),
     )
+
+
+def _supports(
+    chosen: Sequence[Sample], targets: NDArray[np.int64], device: torch.device | str
+) -> PackedSupports | None:
+    """What the targets were drawn from; None where that was the whole vocabulary."""
+    recorded = [(sample, sample.completion.supports) for sample in chosen if sample.completion.supports is not None]
+    if not recorded:
+        return None
+    if len(recorded) < len(chosen):
+        other = next(sample for sample in chosen if sample.completion.supports is None)
+        raise TrainerError(
+            f"trajectory {other.trajectory} was drawn from the whole vocabulary and trajectory "
+            f"{recorded[0][0].trajectory} from a part of it: one update cannot have both"
+        )
+    for sample, supports in recorded:
+        length = len(sample.completion.tokens)
+        if len(supports) != length:
+            raise TrainerError(f"trajectory {sample.trajectory} has {length} tokens and {len(supports)} supports")
+    try:
+        return pack_supports([supports for _, supports in recorded], targets, device)
+    except ValueError as error:
+        first, last = chosen[0].trajectory, chosen[-1].trajectory
+        raise TrainerError(f"among trajectories {first} to {last}: {error}") from error
 
 
 def _transfer(
