@@ -6,10 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from objective_cases import CASES, VARIANTS, gradient, on_policy, options_of, random_data
-from reference import reference
+from objective_reference import reference
 
 from stretto.objectives import OBJECTIVES
 from stretto.objectives.base import MAX_LOG_RATIO, Anchor, ObjectiveOptions, sequence_mean, sequence_sum
+from stretto.training.advantages import outcome_advantages
 from stretto.training.losses import token_weights
 
 every_case = pytest.mark.parametrize(
@@ -116,6 +117,24 @@ def test_on_policy_the_gradient_is_that_of_plain_policy_gradient(name, options):
     for key, values in diagnostics.items():
         if key != "positive_fraction":
             assert not values.any(), key
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "cispo"])
+def test_scaled_and_shifted_rewards_leave_the_gradient_of_group_advantages_as_it_is(name):
+    """Beyond the epsilon beside the standard deviation, here 1e-6 beside 0.3 or more."""
+    options = options_of(name, {})
+    assert options.advantage == "group"
+    data = random_data(12, sequences=6)
+    rewards = np.array([0.0, 1.0, 0.25, 1.0, 0.0, 0.5])
+
+    def slopes(rewards):
+        data.advantages = outcome_advantages(options.advantage, rewards, [0, 0, 0, 1, 1, 1]).values[data.owner]
+        return gradient(options, data, shares_of(options, data))[2]
+
+    plain = slopes(rewards)
+    assert np.abs(plain).max() > 0.01
+    np.testing.assert_allclose(slopes(10 * rewards), plain, rtol=1e-5)
+    np.testing.assert_allclose(slopes(rewards + 3), plain, rtol=1e-9)
 
 
 @every_case
