@@ -115,9 +115,13 @@ class RolloutSection(Section):
     in_flight: int | None = Field(None, ge=1, description="Most groups outstanding; default: 1.5 * B")
     max_tokens: int = Field(256, ge=1, description="Longest completion")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature")
-    top_p: float = Field(1.0, gt=0, le=1, description="Refused in training unless 1")
-    top_k: int = Field(0, ge=0, description="Refused in training unless 0")
-    min_p: float = Field(0.0, ge=0, lt=1, description="Refused in training unless 0")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Draw from the likeliest tokens with this share of the probability; 1: from all"
+    )
+    top_k: int = Field(0, ge=0, le=4_096, description="Draw from so many of the likeliest tokens; 0: from all")
+    min_p: float = Field(
+        0.0, ge=0, lt=1, description="Draw from tokens at least this fraction as likely as the likeliest; 0: from all"
+    )
     stop: tuple[str, ...] = Field((), description="Strings that end a completion")
     retries: int = Field(2, ge=0, description="Tries after the first, for a request and again for its reward")
     kv_tokens: int | None = Field(None, ge=16, description="Tokens of context over all rows; default: what rows need")

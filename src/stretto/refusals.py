@@ -69,12 +69,6 @@ def refusals(recipe: Recipe) -> list[str]:
 
 def _impossible(recipe: Recipe) -> Iterable[str]:
     rollout = recipe.rollout
-    for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-        if getattr(rollout, name) != off:
-            yield (
-                f"`rollout.{name} = {getattr(rollout, name)}` is refused: the trainer cannot yet renormalize over the "
-                f"tokens that it leaves, so every ratio would be wrong; use `{name} = {off}`"
-            )
     if rollout.group == 1:
         yield "`rollout.group = 1` gives every trajectory an advantage of 0 under `grpo`; use at least 2"
     try:

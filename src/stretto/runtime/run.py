@@ -160,6 +160,9 @@ class _Parts:
         sampling = Sampling(
             max_tokens=recipe.rollout.max_tokens,
             temperature=recipe.rollout.temperature,
+            top_p=recipe.rollout.top_p,
+            top_k=recipe.rollout.top_k,
+            min_p=recipe.rollout.min_p,
             stop_tokens=_stop_tokens(model, tokenizer),
             stop_strings=recipe.rollout.stop,
         )
@@ -410,6 +413,7 @@ def _evaluator(recipe: Recipe, parts: _Parts, environment: SingleTurn, journal: 
         parts.sampling,
         temperature=recipe.rollout.temperature if wanted.temperature is None else wanted.temperature,
         max_tokens=wanted.max_tokens or recipe.rollout.max_tokens,
+        supports=False,  # nothing of it is trained on
     )
     count = min(wanted.prompts, parts.inputs.held_out.num_rows)
     return Evaluator(
