@@ -1,9 +1,14 @@
-"""What is measured in an update. Values of each token stay on the device until the last micro-batch is done."""
+"""What is measured in an update. Values of each token stay on the device until the last micro-batch is done.
+
+Two ratios are told apart. The *ratio* is the one of the objective: the policy that is trained over its anchor. The
+*weight* is the policy at the start of the update over the one that sampled, which says how far off policy the data is,
+whatever the objective makes of it. `docs/metrics.md` lists every name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,14 +22,21 @@ from stretto.types import Batch
 Values = NDArray[np.float64]
 
 
+QUANTILES = (("p01", 0.01), ("p50", 0.5), ("p99", 0.99))
+
+
 @dataclass(frozen=True, slots=True)
 class TokenValues:
     """Values of the completion tokens of a batch, in the order in which they were trained. All are [C]."""
 
     samples: NDArray[np.int64]  # which sample of the batch
-    log_ratios: Values  # trainer minus engine
+    log_ratios: Values  # trainer minus engine, at the start of the update
     entropies: Values
     diagnostics: Mapping[str, Values]
+    # Policy minus the objective's anchor, at the token's step; and the loss by the token's log-probability. Empty where
+    # they were not watched.
+    log_anchored: Values = field(default_factory=lambda: np.zeros(0))
+    gradients: Values = field(default_factory=lambda: np.zeros(0))
 
 
 class Collector:
@@ -36,21 +48,36 @@ class Collector:
         self._rows: list[torch.Tensor] = []
         self._samples: list[NDArray[np.int64]] = []
         self._losses: list[torch.Tensor] = []
+        self._num_watched = 0
+        self._watched: list[torch.Tensor] = []  # of the micro-batch under way: its log-ratio, then its gradient
+
+    def watch(self, logprobs: torch.Tensor, anchor: torch.Tensor) -> None:
+        """Call before the backward pass of a micro-batch, for its ratio and its gradient; of all or of none."""
+        self._watched = [logprobs.detach() - anchor]
+        logprobs.register_hook(self._keep)  # type: ignore[no-untyped-call]
+
+    def _keep(self, gradient: torch.Tensor) -> None:
+        self._watched.append(gradient.detach())
 
     def add(
         self,
         micro: MicroBatch,
         loss: torch.Tensor,
-        logprobs: torch.Tensor,
+        proximal: torch.Tensor,  # log-probabilities under the policy at the start of the update
         entropies: torch.Tensor,
         diagnostics: Mapping[str, torch.Tensor],
     ) -> None:
+        """Call after the backward pass of a micro-batch."""
         self.num_micro_batches += 1
         self._names = tuple(diagnostics)
         self._losses.append(loss.detach())
-        log_ratios = logprobs.detach() - micro.behaviour_logprobs
-        self._rows.append(torch.stack([log_ratios, entropies, *diagnostics.values()]))
+        log_ratios = proximal.detach() - micro.behaviour_logprobs
+        if len(self._watched) == 1:  # no path leads from the loss to the log-probabilities
+            self._watched.append(torch.zeros_like(log_ratios))
+        rows = [log_ratios, entropies.detach(), *diagnostics.values(), *self._watched]
+        self._rows.append(torch.stack(rows))
         self._samples.append(np.repeat(np.asarray(micro.samples), micro.num_targets))
+        self._num_watched, self._watched = len(self._watched), []
 
     def finish(self, norm: torch.Tensor) -> tuple[float, float, TokenValues]:
         """The loss of the batch, the value of `norm`, and the values of its tokens: one wait for the device."""
@@ -58,12 +85,16 @@ class Collector:
         numbers = torch.stack([torch.stack(self._losses).double().sum(), norm.to(rows)])
         read = torch.cat([numbers, rows.reshape(-1)]).cpu().numpy()
         values = read[2:].reshape(rows.shape)
-        diagnostics = dict(zip(self._names, values[2:], strict=True))
-        return (
-            float(read[0]),
-            float(read[1]),
-            TokenValues(np.concatenate(self._samples), values[0], values[1], diagnostics),
+        count = len(self._names)
+        tokens = TokenValues(
+            np.concatenate(self._samples),
+            log_ratios=values[0],
+            entropies=values[1],
+            diagnostics=dict(zip(self._names, values[2 : 2 + count], strict=True)),
+            log_anchored=values[2 + count] if self._num_watched else np.zeros(0),
+            gradients=values[3 + count] if self._num_watched else np.zeros(0),
         )
+        return float(read[0]), float(read[1]), tokens
 
 
 def batch_measures(batch: Batch, advantages: Advantages) -> dict[str, float]:
@@ -87,24 +118,54 @@ def batch_measures(batch: Batch, advantages: Advantages) -> dict[str, float]:
         "truncated": float(np.mean([s.completion.finish == "length" for s in batch.samples])),
         "staleness_mean": float(ages.mean()),
         "staleness_max": float(ages.max()),
+        **_by_age(ages, advantages.values),
     }
 
 
+def _by_age(ages: NDArray[np.int64], advantages: Values) -> dict[str, float]:
+    """Statistics of the advantages of each age: data of every age should be worth the same."""
+    found = {}
+    for age in np.unique(ages).tolist():
+        chosen = advantages[ages == age]
+        found[f"advantage_mean_age_{age}"] = float(chosen.mean())
+        found[f"advantage_std_age_{age}"] = float(chosen.std())
+        found[f"advantage_count_age_{age}"] = float(len(chosen))
+    return found
+
+
 def token_measures(tokens: TokenValues, num_samples: int) -> dict[str, float]:
-    """How far the policy is from those that sampled the batch."""
+    """How far the policy is from those that sampled the batch, and what the objective made of it."""
     if len(tokens.log_ratios) == 0:
         return {}
-    ratios = np.exp(np.clip(tokens.log_ratios, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    return {
+    weights = _ratios(tokens.log_ratios)
+    ratios = _ratios(tokens.log_anchored) if len(tokens.log_anchored) else weights
+    measured = {
         "ratio_mean": float(ratios.mean()),
         "ratio_min": float(ratios.min()),
         "ratio_max": float(ratios.max()),
+        **_quantiles("ratio", ratios),
+        "weight_mean": float(weights.mean()),
+        "weight_max": float(weights.max()),
+        **_quantiles("weight", weights),
         **{name: float(values.mean()) for name, values in tokens.diagnostics.items()},
         "entropy": float(tokens.entropies.mean()),
         "effective_sample_size": effective_sample_size(
             np.bincount(tokens.samples, tokens.log_ratios, minlength=num_samples).astype(np.float64)
         ),
+        "token_effective_sample_size": effective_sample_size(tokens.log_ratios),
     }
+    if len(tokens.gradients):
+        measured["share_without_gradient"] = float(np.mean(tokens.gradients == 0.0))
+    return measured
+
+
+def _ratios(log_ratios: Values) -> Values:
+    return np.exp(np.clip(log_ratios, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def _quantiles(name: str, values: Values) -> dict[str, float]:
+    found = np.quantile(values, [share for _, share in QUANTILES])
+    return {f"{name}_{suffix}": float(value) for (suffix, _), value in zip(QUANTILES, found, strict=True)}
 
 
 def effective_sample_size(log_weights: Values) -> float:
@@ -113,21 +174,50 @@ def effective_sample_size(log_weights: Values) -> float:
     return float(weights.sum() ** 2 / (len(weights) * np.square(weights).sum()))
 
 
-def mismatch(batch: Batch, tokens: TokenValues) -> tuple[float, int]:
-    """Engine against trainer at the same version: the sum over tokens of `exp(d) - 1 - d`, and their number.
-
-    This is the estimate of the divergence that is never negative. Only tokens sampled from version `batch.update`
-    count: the trainer holds exactly that version, so `d` is how differently the two compute, and nothing else.
-    """
-    current = np.array([s.version == batch.update for s in batch.samples])[tokens.samples]
+def token_ages(batch: Batch, tokens: TokenValues) -> NDArray[np.int64]:
+    """How many versions before that of the trainer each token was sampled [C]; a trajectory may have several."""
+    versions = np.array([s.version for s in batch.samples])[tokens.samples]
     if any(s.completion.token_versions is not None for s in batch.samples):
         order = tokens.samples[np.flatnonzero(np.diff(tokens.samples, prepend=-1))].tolist()
-        versions = [
-            np.full(len(s.completion.tokens), s.version)
-            if s.completion.token_versions is None
-            else s.completion.token_versions
-            for s in (batch.samples[index] for index in order)
-        ]
-        current = np.concatenate(versions) == batch.update
-    differences = np.clip(tokens.log_ratios[current], -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return float((np.expm1(differences) - differences).sum()), int(current.sum())
+        versions = np.concatenate(
+            [
+                np.full(len(s.completion.tokens), s.version)
+                if s.completion.token_versions is None
+                else s.completion.token_versions
+                for s in (batch.samples[index] for index in order)
+            ]
+        )
+    ages: NDArray[np.int64] = batch.update - versions
+    return ages
+
+
+def divergences(tokens: TokenValues) -> Values:
+    """`exp(d) - 1 - d` of each token [C], with `d` trainer minus engine.
+
+    Its mean estimates the divergence of the policy that sampled from the trainer's, and it is never negative.
+    """
+    differences = np.clip(tokens.log_ratios, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return np.expm1(differences) - differences
+
+
+def staleness_measures(batch: Batch, tokens: TokenValues) -> dict[str, float]:
+    """The divergence of older versions from the trainer's: over all tokens that are not of its version, and by age.
+
+    It holds what `mismatch` measures too: the engine computed these log-probabilities.
+    """
+    ages, apart = token_ages(batch, tokens), divergences(tokens)
+    old = ages > 0
+    found = {"staleness_kl": float(apart[old].mean()) if old.any() else 0.0}
+    for age in np.unique(ages[old]).tolist():
+        found[f"staleness_kl_age_{age}"] = float(apart[ages == age].mean())
+    return found
+
+
+def mismatch(batch: Batch, tokens: TokenValues) -> tuple[float, int]:
+    """Engine against trainer at the same version: the sum over tokens of `divergences`, and their number.
+
+    Only tokens sampled from version `batch.update` count: the trainer holds exactly that version, so the difference is
+    how differently the two compute, and nothing else.
+    """
+    current = token_ages(batch, tokens) == 0
+    return float(divergences(tokens)[current].sum()), int(current.sum())
