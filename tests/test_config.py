@@ -8,8 +8,8 @@ import pytest
 
 from stretto.config import PARADIGM_NAMES, Recipe, load_recipe, paradigm_overrides, parse_recipe
 from stretto.errors import RecipeError
-from stretto.types import MAX_SUPPORT
 from stretto.explanations import all_keys
+from stretto.types import MAX_SUPPORT
 
 MINIMAL: dict[str, Any] = {"model": {"path": "tiny"}, "task": {"type": "countdown-chain"}}
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
