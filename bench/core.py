@@ -53,7 +53,7 @@ def simulate(plan: Plan, instances: int, seed: int) -> tuple[list[m.Event], dict
         events.append(event)
         commands_given += len(commands)
         if isinstance(event, m.Generated):
-            after(SCORE_S, m.Scored(event.trajectory))
+            after(SCORE_S, m.Scored(event.trajectory, 1.0))
         for command in commands:
             if isinstance(command, m.Start):
                 versions[command.group] = command.version

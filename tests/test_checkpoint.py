@@ -51,6 +51,7 @@ def save(root: Path, updates: int = 4, save_trainer: Callable[[Path], None] | No
         updates=updates,
         snapshot={"next_update": updates},
         totals={"steps": updates, "ages": {0: 3}},
+        prompts={"rows": [2]},
         weights={version: weights(version) for version in (updates - 1, updates)},
         suspended=[suspended(10, 4), suspended(11, 0), suspended(12, 2, versions=True)],
         save_trainer=save_trainer or trainer,
@@ -73,6 +74,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert found.folder == folder == tmp_path / "000004"
     assert found.snapshot == {"next_update": 4}
     assert found.totals == {"steps": 4, "ages": {"0": 3}}
+    assert found.prompts == {"rows": [2]}
     assert (folder / "trainer" / "state").read_text() == "4"
     assert sorted(found.weights) == [3, 4]
     for version, item in found.weights.items():
@@ -86,7 +88,14 @@ def test_everything_comes_back(tmp_path: Path) -> None:
 
 def test_a_run_with_nothing_under_way_comes_back_too(tmp_path: Path) -> None:
     save_checkpoint(
-        tmp_path, updates=1, snapshot={}, totals={}, weights={1: weights(1)}, suspended=[], save_trainer=Path.mkdir
+        tmp_path,
+        updates=1,
+        snapshot={},
+        prompts={},
+        totals={},
+        weights={1: weights(1)},
+        suspended=[],
+        save_trainer=Path.mkdir,
     )
     assert load_checkpoint(tmp_path).suspended == {}
 

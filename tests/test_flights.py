@@ -106,13 +106,13 @@ def flights(
 
 
 def test_a_trajectory_flies_from_its_prompt_to_its_reward() -> None:
-    flight, engine = Flight(0, 7, 2, 9, PROMPT), Engine(completion(2))
+    flight, engine = Flight(0, 7, 2, 9, PROMPT, 0), Engine(completion(2))
     made, recorder, events = flights(flight, {0: engine}, outcome=0.5)
     asyncio.run(made.fly(flight, 2, 0))
     assert engine.generated == [replace(request(0, 2), group=7)]
     assert (flight.completion, flight.reward, flight.instance) == (engine.done, 0.5, None)
     assert [name for name, _ in recorder.told] == ["generated", "member_ended", "scored"]
-    assert events == [core.Generated(0, 4), core.Scored(0)]
+    assert events == [core.Generated(0, 4), core.Scored(0, 0.5)]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_trajectory_flies_from_its_prompt_to_its_reward() -> None:
 def test_a_suspended_trajectory_goes_on_and_says_which_versions_its_tokens_are_of(
     before: list[int] | None, version: int, after: list[int] | None
 ) -> None:
-    flight, engine = Flight(0, 0, 1, 9, PROMPT, suspended=suspended(1, before)), Engine(completion(version))
+    flight, engine = Flight(0, 0, 1, 9, PROMPT, 0, suspended=suspended(1, before)), Engine(completion(version))
     made, _, _ = flights(flight, {0: engine})
     asyncio.run(made.fly(flight, version, 0))
     (asked,) = engine.resumed
@@ -134,7 +134,7 @@ def test_a_suspended_trajectory_goes_on_and_says_which_versions_its_tokens_are_o
 
 
 def test_one_that_began_anew_under_newer_weights_says_so_of_every_token() -> None:
-    flight, engine = Flight(0, 0, 1, 9, PROMPT), Engine(completion(3))
+    flight, engine = Flight(0, 0, 1, 9, PROMPT, 0), Engine(completion(3))
     made, _, _ = flights(flight, {0: engine})
     asyncio.run(made.fly(flight, 3, 0))
     assert flight.completion is not None
@@ -151,21 +151,21 @@ def test_one_that_began_anew_under_newer_weights_says_so_of_every_token() -> Non
     ],
 )
 def test_what_goes_wrong_with_one_trajectory_is_an_event(done: Any, outcome: Any, event: core.Event) -> None:
-    flight = Flight(0, 0, 1, 9, PROMPT)
+    flight = Flight(0, 0, 1, 9, PROMPT, 0)
     made, _, events = flights(flight, {0: Engine(done)}, outcome)
     asyncio.run(made.fly(flight, 1, 0))
     assert events[-1] == event
 
 
 def test_what_goes_wrong_with_the_run_is_raised() -> None:
-    flight = Flight(0, 0, 1, 9, PROMPT)
+    flight = Flight(0, 0, 1, 9, PROMPT, 0)
     made, _, _ = flights(flight, {0: Engine(completion(1))}, JournalError("full"))
     with pytest.raises(JournalError, match="full"):
         asyncio.run(made.fly(flight, 1, 0))
 
 
 def test_a_lost_instance_is_told_once_and_the_last_one_ends_the_run() -> None:
-    flight, error = Flight(0, 0, 1, 9, PROMPT), EngineError("gone")
+    flight, error = Flight(0, 0, 1, 9, PROMPT, 0), EngineError("gone")
     made, recorder, events = flights(flight, {0: Engine(error), 1: Engine(error)})
     asyncio.run(made.fly(flight, 1, 0))
     made.instance_failed(0, error)
@@ -176,9 +176,9 @@ def test_a_lost_instance_is_told_once_and_the_last_one_ends_the_run() -> None:
 
 
 def test_what_is_thrown_away_is_recorded_with_the_tokens_that_it_had() -> None:
-    running = Flight(0, 0, 1, 9, PROMPT, instance=0)
-    done = Flight(1, 0, 1, 9, PROMPT, completion=completion(1))
-    waiting = Flight(2, 0, 1, 9, PROMPT)
+    running = Flight(0, 0, 1, 9, PROMPT, 0, instance=0)
+    done = Flight(1, 0, 1, 9, PROMPT, 0, completion=completion(1))
+    waiting = Flight(2, 0, 1, 9, PROMPT, 0)
     made, recorder, _ = flights(running, {0: Engine(completion(1))})
     asyncio.run(made.discard([running, done, waiting]))
     counted = [told for name, told in recorder.told if name == "dropped"]

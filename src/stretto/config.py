@@ -9,6 +9,7 @@ refusing them.
 from __future__ import annotations
 
 import copy
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from stretto.core.paradigms import PARADIGMS, Paradigm
 from stretto.core.plan import Plan, resolve_plan
 from stretto.errors import RecipeError
 from stretto.explanations import explain
-from stretto.refusals import idle_keys, refusals, without_effect
+from stretto.refusals import idle_keys, refusals, replays_nothing, without_effect
 
 PARADIGM_NAMES = tuple(PARADIGMS)
 UNREFUSED = "unrefused"  # as the context of a validation: types alone are checked
@@ -66,6 +67,12 @@ class TaskSection(Section):
 
     reward_seconds: float = Field(10.0, gt=0, description="Deadline of one call of the reward function")
     reward_workers: int = Field(1, ge=1, description="Processes that run the reward function")
+    order: Literal["shuffled", "pass-rate"] = Field(
+        "shuffled", description="Every row once an epoch, or the more often the less it was solved of late"
+    )
+    pass_reward: float | None = Field(
+        None, gt=0, description='The reward that counts as solved, for `order = "pass-rate"`; default: 1'
+    )
 
 
 class CountdownChainSection(TaskSection):
@@ -124,6 +131,12 @@ class RolloutSection(Section):
     )
     stop: tuple[str, ...] = Field((), description="Strings that end a completion")
     retries: int = Field(2, ge=0, description="Tries after the first, for a request and again for its reward")
+    filter: Literal["none", "no-signal"] = Field(
+        "none", description="Replace groups whose rewards are all equal by the next prompts (dynamic sampling)"
+    )
+    filter_limit: int | None = Field(
+        None, ge=1, description="Most groups filtered for one update; what comes then is trained; default: 10 * B"
+    )
     kv_tokens: int | None = Field(None, ge=16, description="Tokens of context over all rows; default: what rows need")
     prefill_tokens: int = Field(2_048, ge=16, description="Most prompt tokens prefilled in one step")
 
@@ -136,6 +149,13 @@ class GrpoSection(Section):
     clip_high: float = Field(0.2, gt=0, description="Ratio is clipped above at 1 + clip_high")
     normalize_std: bool = Field(True, description="Divide the advantage by the group's standard deviation")
     average: Literal["token", "sequence"] = Field("token", description="Mean over tokens, or over sequences' means")
+
+
+class ReplaySection(Section):
+    """Use trained groups again in later updates, while they are not older than `staleness`."""
+
+    ratio: float = Field(gt=0, description="Groups used again in an update, as a share of `prompts`")
+    uses: int = Field(1, ge=1, description="Later uses of one group at most")
 
 
 class TrainingSection(Section):
@@ -153,6 +173,7 @@ class TrainingSection(Section):
     epsilon: float = Field(1e-8, gt=0, description="AdamW's denominator")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm")
     micro_tokens: int = Field(8_192, ge=1, description="Tokens of one packed micro-batch")
+    replay: ReplaySection | None = Field(None, description="Leave out to use every group once")
 
 
 class EvaluationSection(Section):
@@ -209,6 +230,8 @@ class Recipe(Section):
         rollout = self.rollout
         staleness = rollout.staleness
         auto = staleness == "auto"
+        replay = None if replays_nothing(self) else self.training.replay
+        again = 0 if replay is None else math.floor(replay.ratio * rollout.prompts + 0.5)
         bound: int | None = (rollout.staleness_cap or 4) if auto else (2 if staleness is None else int(staleness))
         return resolve_plan(
             rollout.paradigm,
@@ -221,6 +244,9 @@ class Recipe(Section):
             in_flight=rollout.in_flight,
             retries=rollout.retries,
             evaluate_every=self.evaluation.every if self.evaluation.prompts else 0,
+            filter_limit=0 if rollout.filter == "none" else rollout.filter_limit or 10 * rollout.prompts,
+            replay_groups=again,
+            replay_uses=replay.uses if replay is not None and again else 0,
         )
 
     @property
@@ -297,6 +323,8 @@ def paradigm_overrides(raw: Mapping[str, Any], paradigm: str) -> dict[str, Any]:
             rollout.pop(key, None)
     if row.one_batch:
         rollout.pop("in_flight", None)
+        if isinstance(result.get("training"), dict):
+            result["training"].pop("replay", None)
         defaults = RolloutSection()
         most = rollout.get("prompts", defaults.prompts) * rollout.get("group", defaults.group)
         if rollout.get("rows", 0) > most:  # more than one batch has

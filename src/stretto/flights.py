@@ -35,6 +35,7 @@ class Flight:
     version: int
     seed: int
     prompt: Prompt
+    row_number: int  # of the data set, where the prompt was drawn from
     completion: Completion | None = None  # filled by the engine
     reward: float | None = None  # filled by the environment
     suspended: Suspended | None = None  # filled when it left an engine before its end
@@ -103,7 +104,7 @@ class Flights:
         self.failed_in_a_row = 0
         self._tail.member_ended(flight.group, scored=True)
         self._journal.scored(flight.id, reward, at=time.time())
-        self._post(core.Scored(flight.id))
+        self._post(core.Scored(flight.id, reward))
 
     async def _generate(self, flight: Flight, version: int, instance: int | None, tokens: Sequence[int]) -> Completion:
         engine = None if instance is None else self.engines.get(instance)

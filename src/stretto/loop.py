@@ -101,8 +101,10 @@ class Loop:
         settings: Settings,
         weights: Mapping[int, Weights],
         flights: Mapping[int, Flight],
+        kept: Mapping[int, Flight] | None = None,
         checkpointing: Checkpointing | None = None,
     ) -> None:
+        """`flights` are under way, and `kept` were trained and may be used again, as a checkpoint has it."""
         self.brain = brain
         self.weights: dict[int, Weights] = dict(weights)  # the weight store: a version lives here while anyone needs it
         self._trainer = trainer
@@ -138,6 +140,7 @@ class Loop:
             trainer,
             self._flights,
             self.weights,
+            kept=(kept or {}) if brain.plan.replay_groups else None,
             journal=journal,
             tally=tally,
             tail=self._tail,
@@ -151,6 +154,11 @@ class Loop:
     def flights(self) -> dict[int, Flight]:
         """The trajectories that are under way."""
         return self._flights.under_way
+
+    @property
+    def prompts(self) -> PromptStream:
+        """Where prompts are drawn from."""
+        return self._prompts
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -195,8 +203,10 @@ class Loop:
         self._wake.set()
 
     def _record(self, event: core.Event) -> None:
-        """Record a failed attempt or an evaluation as the core counts it, so that a checkpoint and the files agree."""
-        if isinstance(event, core.GenerationFailed | core.ScoringFailed) and event.trajectory in self.flights:
+        """Record what the core counts as it counts it, so that a checkpoint and the files agree."""
+        if isinstance(event, core.Scored) and (flight := self.flights.get(event.trajectory)) is not None:
+            self._prompts.scored(flight.row_number, event.reward)
+        elif isinstance(event, core.GenerationFailed | core.ScoringFailed) and event.trajectory in self.flights:
             kind: Attempt = "generation" if isinstance(event, core.GenerationFailed) else "scoring"
             self._journal.attempt_failed(event.trajectory, kind, event.reason, at=time.time())
         elif isinstance(event, core.Evaluated):
@@ -264,7 +274,8 @@ class Loop:
 
     def _start(self, command: core.Start) -> None:
         now = time.time()
-        prompt = self._prompts.prompt(command.group)
+        draw = self._prompts.draw(command.group)
+        prompt = self._prompts.prompt(command.group, draw.row_number)
         seeds = [trajectory_seed(self._settings.seed, id) for id in command.trajectories]
         self._journal.group_admitted(
             command.group,
@@ -272,8 +283,9 @@ class Loop:
             deadline=command.deadline,
             staleness=command.deadline - command.version,
             prompt=prompt,
-            epoch=self._prompts.epoch(command.group),
-            row_number=self._prompts.row_number(command.group),
+            epoch=draw.epoch,
+            row_number=draw.row_number,
+            draw=draw.reason,
             trajectories=command.trajectories,
             seeds=seeds,
             instance=command.instance,
@@ -282,7 +294,7 @@ class Loop:
         self._open_window(now)
         self._tail.admitted(command.group, len(command.trajectories))
         for id, seed in zip(command.trajectories, seeds, strict=True):
-            flight = self.flights[id] = Flight(id, command.group, command.version, seed, prompt)
+            flight = self.flights[id] = Flight(id, command.group, command.version, seed, prompt, draw.row_number)
             self._launch(flight, command.version, command.instance)
 
     def _open_window(self, now: float) -> None:
@@ -309,7 +321,7 @@ class Loop:
 
     def _score(self, flight: Flight) -> None:
         if flight.reward is not None:
-            self.post(core.Scored(flight.id))  # scored as the run ended, and recorded
+            self.post(core.Scored(flight.id, flight.reward))  # scored as the run ended, and recorded
         else:
             self._spawn(self._flights.fly(flight, flight.version, None), f"score {flight.id}")
 
@@ -334,6 +346,25 @@ class Loop:
         task = self._spawn(self._flights.discard(flights), f"drop {command.group}")
         self._discards.add(task)
         task.add_done_callback(self._discards.discard)
+
+    def _filter(self, command: core.Filter) -> None:
+        flights = [self.flights.pop(id) for id in command.trajectories]
+        reason = f"no signal: every reward of the group is {flights[0].reward:g}"
+        for flight in flights:
+            self._journal.filtered(flight.id, reason, at=time.time())
+        lengths = [0 if flight.completion is None else len(flight.completion.tokens) for flight in flights]
+        self._tally.filtered(lengths, flights[0].reward or 0.0)
+
+    def _spare(self, command: core.Spare) -> None:
+        text = (
+            f"group {command.group} has no signal and is trained as it is: {self.brain.plan.filter_limit} groups "
+            f"(`rollout.filter_limit`) were filtered before update {command.update}, and hardly any had a signal"
+        )
+        self._journal.note("filter limit", text, at=time.time())
+        self._failures.warn(text)
+
+    def _forget(self, command: core.Forget) -> None:
+        self._updates.forget(command.trajectories)
 
     def _train(self, command: core.Train) -> None:
         self._open_window(time.time())  # a resumed run may begin with an update
@@ -413,7 +444,10 @@ _HANDLERS: dict[type[Any], Callable[[Loop, Any], None]] = {
     core.Rescore: Loop._rescore,
     core.Fail: Loop._fail,
     core.Drop: Loop._drop,
+    core.Filter: Loop._filter,
+    core.Spare: Loop._spare,
     core.Train: Loop._train,
+    core.Forget: Loop._forget,
     core.Load: Loop._load,
     core.Swap: Loop._swap,
     core.Unload: Loop._unload,

@@ -31,6 +31,16 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
         found["model", "warm_start"] = (
             f'`model.warm_start` has no effect on `model.path = {recipe.model.path!r}`: only "tiny" is warm-started'
         )
+    if rollout.filter == "none":
+        found["rollout", "filter_limit"] = (
+            '`rollout.filter_limit` has no effect: it bounds `filter = "no-signal"`; set that, or leave the limit out'
+        )
+    if recipe.task.order == "shuffled":
+        found["task", "pass_reward"] = (
+            '`task.pass_reward` has no effect: it is for `order = "pass-rate"`; set that, or leave it out'
+        )
+    if reason := replays_nothing(recipe):
+        found["training", "replay"] = f"`training.replay` has no effect: {reason}; leave it out"
     if recipe.training.schedule == "constant":
         found["training", "final_fraction"] = (
             '`training.final_fraction` has no effect with `schedule = "constant"`; choose "linear" or "cosine"'
@@ -52,6 +62,18 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
     return found
 
 
+def replays_nothing(recipe: Recipe) -> str:
+    """Why nothing can be used again under this staleness; empty where something can."""
+    if recipe.paradigm.one_batch:
+        return (
+            f"under `{recipe.paradigm.name}` every group is as old as it may be when it is trained, so nothing can be "
+            'used again (`paradigm = "multi-version"` leaves room for it)'
+        )
+    if recipe.rollout.staleness == 0:
+        return "with `rollout.staleness = 0` a group is too old after its first update; allow staleness"
+    return ""
+
+
 def idle_keys(recipe: Recipe) -> dict[tuple[str, str], str]:
     """Keys that were set by hand and cannot act, with the reason. One that is set to its default asks for nothing."""
     found = {}
@@ -69,6 +91,17 @@ def refusals(recipe: Recipe) -> list[str]:
 
 def _impossible(recipe: Recipe) -> Iterable[str]:
     rollout = recipe.rollout
+    if rollout.filter == "no-signal" and rollout.group == 1:
+        yield (
+            '`rollout.filter = "no-signal"` with `rollout.group = 1` would filter everything: one reward has no other '
+            "to differ from; use at least 2, or leave the filter out"
+        )
+    replay = recipe.training.replay
+    if replay is not None and replay.ratio * rollout.prompts < 0.5:
+        yield (
+            f"`training.replay.ratio = {replay.ratio}` of `rollout.prompts = {rollout.prompts}` is not one group; use "
+            f"at least {0.5 / rollout.prompts:.3g}, or leave `training.replay` out"
+        )
     if rollout.group == 1:
         yield "`rollout.group = 1` gives every trajectory an advantage of 0 under `grpo`; use at least 2"
     try:

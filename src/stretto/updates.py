@@ -6,12 +6,12 @@ Decides nothing: the core says which trajectories are the batch, and is told whe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from stretto.core import messages as core
 from stretto.core.waits import Wait
-from stretto.flights import Flights
+from stretto.flights import Flight, Flights
 from stretto.observe.metrics import Tally
 from stretto.observe.progress import Observer
 from stretto.observe.tail import Tail
@@ -29,13 +29,17 @@ class Updates:
         flights: Flights,
         weights: dict[int, Weights],
         *,
+        kept: Mapping[int, Flight] | None,
         journal: Journal,
         tally: Tally,
         tail: Tail,
         observer: Observer,
         post: Callable[[core.Event], None],
     ) -> None:
+        """`kept` are trained trajectories that may be used again; None: none ever is."""
         self.free_at = 0.0  # since when the trainer has nothing to do
+        self._replays = kept is not None
+        self._kept: dict[int, Flight] = dict(kept or {})
         self._trainer = trainer
         self._flights = flights
         self._weights = weights  # the weight store: a new version is put into it
@@ -51,22 +55,24 @@ class Updates:
         self._waits_for = next((wait.reason for wait in waits if wait.owner == "trainer"), self._waits_for)
 
     def begin(self, command: core.Train) -> Coroutine[Any, Any, None]:
-        """The update as a task, with what was waited for until now."""
+        """The update as a task, with what was waited for until now. The batch is recorded in the order of decisions."""
         waited_for, self._waits_for = self._waits_for, ""
+        uses = [0] * len(command.trajectories) + [use for _, use in command.again]
+        ids = [*command.trajectories, *(id for id, _ in command.again)]
+        self._journal.batch_taken(command.update, ids, at=time.time(), uses=uses)
         return self._update(command, waited_for)
+
+    def forget(self, trajectories: Sequence[int]) -> None:
+        """These are not used again."""
+        for id in trajectories:
+            del self._kept[id]
 
     async def _update(self, command: core.Train, waited_for: str) -> None:
         flights = [self._flights.under_way[id] for id in command.trajectories]
+        samples = [_sample(flight, 0) for flight in flights]
+        samples += [_sample(self._kept[id], use) for id, use in command.again]
         idle_s = time.time() - self.free_at
-        self._journal.batch_taken(command.update, command.trajectories, at=time.time())
         await self._journal.durable()
-        samples = []
-        for flight in flights:
-            assert flight.completion is not None, flight
-            assert flight.reward is not None, flight
-            samples.append(
-                Sample(flight.id, flight.group, flight.version, flight.prompt.tokens, flight.completion, flight.reward)
-            )
         started = time.time()
         report, weights = await self._trainer.update(Batch(command.update, samples))
         ended = time.time()
@@ -74,6 +80,8 @@ class Updates:
         self._weights[weights.version] = weights
         for flight in flights:
             del self._flights.under_way[flight.id]
+            if self._replays:
+                self._kept[flight.id] = flight
         self._tail.updated(ended - started)
         line = self._tally.trained(samples, report, started=started, ended=ended, idle_s=idle_s, waited_for=waited_for)
         self._journal.update_done(command.update, line, at=ended)
@@ -83,3 +91,9 @@ class Updates:
         self._post(core.Updated(command.update))
         if (measured := self._tail.measure()) is not None:
             self._post(core.Measured(*measured))
+
+
+def _sample(flight: Flight, use: int) -> Sample:
+    assert flight.completion is not None, flight
+    assert flight.reward is not None, flight
+    return Sample(flight.id, flight.group, flight.version, flight.prompt.tokens, flight.completion, flight.reward, use)

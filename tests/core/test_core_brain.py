@@ -37,7 +37,7 @@ class Run:
         for group in groups:
             for trajectory in range(group * size, (group + 1) * size):
                 commands += self.send(m.Generated(trajectory, 5))
-                commands += self.send(m.Scored(trajectory))
+                commands += self.send(m.Scored(trajectory, float(trajectory % size)))
         self.last = commands
         return commands
 
@@ -149,8 +149,8 @@ def test_one_step_off_publishes_when_nothing_runs_and_admits_nothing_until_then(
     run.send(m.Generated(2, 5))
     assert run.last == []
     assert run.send(m.Generated(3, 5))[:2] == [m.Publish(1), m.Load(0, 1)]
-    run.send(m.Scored(3))
-    assert trains(run.send(m.Scored(2))) == [(1, (2, 3))]
+    run.send(m.Scored(3, 1.0))
+    assert trains(run.send(m.Scored(2, 1.0))) == [(1, (2, 3))]
     assert starts(run.send(m.Loaded(0, 1))) == [(4, 1, 2), (5, 1, 2)]
 
 
@@ -193,7 +193,7 @@ def test_a_failed_trajectory_is_retried_under_its_version_and_then_left_out_of_i
     assert run.send(m.GenerationFailed(0, "second")) == [m.Fail(0, "second")]
     run.send(m.Generated(1, 5))
     assert run.send(m.ScoringFailed(1, "first")) == [m.Rescore(1)]
-    run.send(m.Scored(1))
+    run.send(m.Scored(1, 1.0))
     assert trains(run.finish(1)) == [(0, (1, 2, 3))]
     assert run.brain.counters.failed == 1
 
@@ -300,7 +300,7 @@ def test_a_restored_run_resumes_rescores_and_trains_again_when_the_first_instanc
     assert brain.versions == {0: 2}
     assert brain.handle(m.Joined(5, 3)) == [m.Rescore(2), m.Train(0, (0, 1)), m.Load(5, 0)]
     assert brain.handle(m.Loaded(5, 0)) == [m.Resume(4, 0, 5), m.Resume(5, 0, 5)]
-    assert trains(brain.handle(m.Updated(0)) + brain.handle(m.Scored(2))) == [(1, (2, 3))]
+    assert trains(brain.handle(m.Updated(0)) + brain.handle(m.Scored(2, 1.0))) == [(1, (2, 3))]
 
 
 def test_a_snapshot_is_refused_by_a_plan_that_does_not_fit_it():
@@ -337,5 +337,120 @@ def test_a_run_can_begin_at_a_later_version():
     assert brain.handle(m.Joined(0, 1)) == [m.Load(0, 4)]
     assert brain.handle(m.Loaded(0, 4)) == [m.Start(0, 4, 4, 0, (0,))]
     brain.handle(m.Generated(0, 1))
-    assert brain.handle(m.Scored(0)) == [m.Train(4, (0,))]
+    assert brain.handle(m.Scored(0, 1.0)) == [m.Train(4, (0,))]
     assert brain.handle(m.Updated(4))[-1] == m.Finish(stopped=False)
+
+
+# -- groups without signal ---------------------------------------------------------------------------------------------
+
+
+def score(run, group, *rewards):
+    """Generate a group and give it these rewards; the commands of the last of them."""
+    first = group * run.plan.group_size
+    for trajectory, reward in enumerate(rewards, first):
+        run.send(m.Generated(trajectory, 5))
+        run.send(m.Scored(trajectory, reward))
+    return run.last
+
+
+def test_a_group_without_signal_is_filtered_and_the_next_prompt_starts_at_the_newest_version():
+    run = Run(group_size=2, staleness=1, in_flight=2, filter_limit=4)
+    score(run, 0, 1.0, 0.0)
+    score(run, 1, 0.0, 1.0)
+    run.update()
+    assert run.brain.newest == 1
+    assert score(run, 2, 1.0, 1.0) == [m.Filter(2, (4, 5)), m.Start(4, 1, 2, 0, (8, 9))]
+    assert (run.brain.counters.filtered_groups, run.brain.counters.filtered) == (1, 2)
+    score(run, 3, 0.5, 0.0)
+    assert trains(score(run, 4, 0.0, 0.5)) == [(1, (6, 7, 8, 9))]
+
+
+def test_without_the_option_a_group_without_signal_is_trained():
+    run = Run(group_size=2)
+    score(run, 0, 1.0, 1.0)
+    assert trains(score(run, 1, 0.0, 0.0)) == [(0, (0, 1, 2, 3))]
+
+
+def test_what_is_left_of_a_group_counts_when_the_last_of_it_fails():
+    run = Run("synchronous", group_size=3, retries=0, filter_limit=4)
+    score(run, 0, 1.0, 1.0)
+    assert run.send(m.GenerationFailed(2, "cut off"))[:2] == [m.Fail(2, "cut off"), m.Filter(0, (0, 1))]
+    assert starts(run.last) == [(2, 0, 0)]
+    score(run, 1, 1.0)
+    run.send(m.GenerationFailed(4, "cut off"))
+    assert run.send(m.GenerationFailed(5, "cut off"))[1] == m.Filter(1, (3,)), "one alone has nothing to compare with"
+
+
+def test_past_the_limit_groups_are_trained_as_they_are_and_the_next_batch_counts_anew():
+    run = Run("synchronous", group_size=2, filter_limit=3)
+    for group in (0, 1, 2):
+        assert score(run, group, 0.0, 0.0)[0] == m.Filter(group, (2 * group, 2 * group + 1))
+    assert score(run, 3, 0.0, 0.0) == [m.Spare(3, 0)]
+    assert trains(score(run, 4, 1.0, 1.0)) == [(0, (6, 7, 8, 9))]
+    assert (run.brain.counters.filtered_groups, run.brain.counters.spared_groups) == (3, 2)
+    run.update()
+    assert run.given(m.Start)
+    assert score(run, 5, 0.0, 0.0)[0] == m.Filter(5, (10, 11))
+
+
+def test_rewards_and_the_count_of_filtered_groups_survive_a_restore():
+    run = Run("synchronous", group_size=2, filter_limit=1)
+    score(run, 0, 0.0, 0.0)
+    score(run, 1, 1.0)
+    brain = Brain.restore(run.plan, json.loads(json.dumps(run.brain.snapshot())))
+    brain.handle(m.Joined(0, 8))
+    brain.handle(m.Loaded(0, 0))
+    brain.handle(m.Generated(3, 5))
+    assert brain.handle(m.Scored(3, 1.0)) == [m.Spare(1, 0)]
+
+
+# -- replay ------------------------------------------------------------------------------------------------------------
+
+
+def batches(commands):
+    return [(c.trajectories, c.again) for c in commands if isinstance(c, m.Train)]
+
+
+def test_young_groups_are_used_again_after_the_fresh_ones_and_forgotten_when_they_are_too_old():
+    run = Run(staleness=1, in_flight=2, replay_groups=1, replay_uses=1)
+    assert batches(run.finish(0, 1)) == [((0, 1), ())]  # nothing was trained before
+    assert run.given(m.Forget) == []
+    run.update()
+    assert batches(run.finish(2, 3)) == [((2, 3), ((0, 1),))]
+    run.send(m.Updated(1))
+    # Group 0 has had its later use; the others are of version 0 and were due by update 1.
+    assert run.given(m.Forget) == [m.Forget((0, 1, 2, 3))]
+    assert run.brain.counters.replayed_groups == 1
+
+
+def test_those_with_fewest_uses_and_then_the_newest_are_used_again_first():
+    run = Run(staleness=4, in_flight=2, replay_groups=1, replay_uses=2)
+    used = []
+    for update in range(4):
+        (batch,) = batches(run.finish(2 * update, 2 * update + 1))
+        used.append(batch[1])
+        run.update()
+    assert [run.brain.replay.kept[group].version for group in (2, 4)] == [0, 1]
+    assert used == [(), ((0, 1),), ((1, 1),), ((4, 1),)]  # at update 3 group 4, of version 1, is the newest of those
+
+
+def test_a_batch_that_is_trained_again_after_a_restore_uses_the_same_groups_again():
+    run = Run(staleness=2, in_flight=2, replay_groups=2, replay_uses=3)
+    run.finish(0, 1)
+    run.update()
+    (command,) = [c for c in run.finish(2, 3) if isinstance(c, m.Train)]
+    assert command.again == ((0, 1), (1, 1))
+    brain = Brain.restore(run.plan, json.loads(json.dumps(run.brain.snapshot())))
+    assert command in brain.handle(m.Joined(0, 8))
+    brain.handle(m.Updated(1))
+    assert {group: each.uses for group, each in brain.replay.kept.items()} == {0: 2, 1: 2, 2: 1, 3: 1}
+
+
+def test_members_that_failed_are_not_used_again():
+    run = Run(staleness=2, group_size=2, in_flight=2, retries=0, replay_groups=2, replay_uses=1)
+    run.send(m.GenerationFailed(0, "cut off"))
+    run.send(m.Generated(1, 5))
+    run.send(m.Scored(1, 1.0))
+    run.finish(1)
+    run.update()
+    assert batches(run.finish(2, 3))[0][1] == ((1, 1), (2, 1), (3, 1))

@@ -15,7 +15,7 @@ def admitted(version=0, deadline=1, size=2):
 def test_every_state_has_its_transitions_and_only_ends_have_none():
     assert set(TRANSITIONS) == set(State)
     ends = {state for state, following in TRANSITIONS.items() if not following}
-    assert ends == {State.TRAINED, State.FAILED, State.DROPPED}
+    assert ends == {State.TRAINED, State.FAILED, State.DROPPED, State.FILTERED}
 
 
 def test_what_cannot_follow_is_an_error_that_names_the_trajectory():
@@ -23,7 +23,7 @@ def test_what_cannot_follow_is_an_error_that_names_the_trajectory():
     with pytest.raises(
         TransitionError, match=r"trajectory 1 \(group 0, version 0\) is running and cannot become scored"
     ):
-        ledger.score(group.trajectories[1])
+        ledger.score(group.trajectories[1], 1.0)
     ledger.generate(group.trajectories[1])
     with pytest.raises(TransitionError, match="is scoring and cannot become pending"):
         ledger.interrupt(group.trajectories[1])
@@ -34,9 +34,9 @@ def test_a_group_is_trained_with_what_is_left_of_it_and_then_forgotten():
     for trajectory in group.trajectories:
         ledger.generate(trajectory)
     assert (ledger.num_active, instance.load, instance.running, ledger.running) == (0, 0, {}, {})
-    assert not ledger.score(group.trajectories[0])
+    assert not ledger.score(group.trajectories[0], 1.0)
     assert not ledger.fail(group.trajectories[1])
-    assert ledger.score(group.trajectories[2])
+    assert ledger.score(group.trajectories[2], 0.5)
     assert ledger.finished_at == {1: 1}
     ledger.take([group])
     assert ledger.batch_members() == (0, 2)
@@ -69,7 +69,7 @@ def test_dropping_a_group_ends_whatever_state_its_trajectories_are_in():
     ledger.interrupt(first)
     ledger.generate(second)
     ledger.generate(third)
-    ledger.score(third)
+    ledger.score(third, 1.0)
     ledger.fail(fourth)
     assert ledger.drop(group) == (0, 1, 2, 4)
     assert (ledger.num_active, ledger.pending, ledger.running, instance.load) == (0, {}, {}, 0)

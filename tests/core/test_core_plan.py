@@ -60,6 +60,10 @@ def test_paradigms_of_one_batch_fix_staleness_and_in_flight(paradigm, staleness)
         ("rows", 0),
         ("retries", -1),
         ("evaluate_every", -1),
+        ("filter_limit", -1),
+        ("replay_groups", -1),
+        ("replay_uses", -1),
+        ("replay_groups", 2),
         ("in_flight", 3),
         ("in_flight", 13),
     ],
@@ -82,3 +86,12 @@ def test_an_unknown_paradigm_is_refused_with_those_there_are():
 def test_a_paradigm_without_a_staleness_of_its_own_must_be_given_one():
     with pytest.raises(ValueError, match="`staleness` is missing: the paradigm `partial` has none"):
         plan_of("partial", batch=1, group_size=1, updates=1)
+
+
+def test_a_replay_needs_groups_that_may_grow_older():
+    options = {"batch": 4, "group_size": 2, "updates": 3, "replay_groups": 1, "replay_uses": 1}
+    assert plan_of("multi-version", staleness=1, **options).replay_groups == 1
+    with pytest.raises(ValueError, match="`replay_groups` is 1, but with `staleness` 0"):
+        plan_of("synchronous", **options)
+    with pytest.raises(ValueError, match="`replay_groups` is 1, but with `staleness` 0"):
+        plan_of("drop", staleness=0, **options)

@@ -39,6 +39,7 @@ class Piece:
     instance: int | None
     under: int  # version it runs under
     slow: bool
+    reward: float | None = None
     generation_failures: int = 0
     scoring_failures: int = 0
 
@@ -52,6 +53,7 @@ class Odds:
     loss: float = 0.0
     restore: float = 0.0
     slow: float = 0.0
+    no_signal: float = 0.0  # groups whose rewards are all equal
     weights: dict[str, float] = field(default_factory=dict)
     losses: int = 3
 
@@ -71,6 +73,12 @@ class World:
         self.outstanding: set[int] = set()
         self.ended: dict[int, str] = {}  # trajectory -> how, exactly once
         self.trained_groups = self.dropped_groups = self.replaced_groups = 0
+        self.filtered_groups = self.spared_groups = self.filtered_in_a_row = 0
+        self.uses: dict[int, int] = {}  # trained group that is not forgotten -> uses
+        self.again: tuple[tuple[int, int], ...] = ()  # of the batch in training
+        self.replayed_groups = 0
+        self.forgotten: set[int] = set()  # trajectories
+        self.equal: dict[int, bool] = {}  # group -> whether its rewards are all the same
         self.next_update, self.newest = 0, 0
         self.training: tuple[int, tuple[int, ...]] | None = None
         self.training_again = False
@@ -193,7 +201,8 @@ class World:
             assert (expected in commands) or (self.stopping and not last)
         else:
             piece.state = "scored"
-            self.send(m.Scored(trajectory))
+            piece.reward = 0.0 if self.equal[piece.group] else float(trajectory % 2)
+            self.send(m.Scored(trajectory, piece.reward))
 
     def update(self, updates: list[int]) -> None:
         assert self.training is not None
@@ -201,7 +210,12 @@ class World:
         self.training = None
         for each in ids:
             self.end(each, "trained")
-        self.trained_groups += len({self.pieces[each].group for each in ids})
+        groups = {self.pieces[each].group for each in ids}
+        self.trained_groups += len(groups)
+        for group in {each // self.plan.group_size for each, _ in self.again}:
+            self.uses[group] += 1
+        if self.plan.replay_groups:
+            self.uses |= dict.fromkeys(groups, 1)
         for each in ids:
             del self.pieces[each]
         self.updated += 1
@@ -299,6 +313,7 @@ class World:
         self.members[command.group] = command.trajectories
         self.outstanding.add(command.group)
         assert len(self.outstanding) <= self.plan.in_flight
+        self.equal[command.group] = self.rng.random() < self.odds.no_signal
         for each in command.trajectories:
             slow = self.rng.random() < self.odds.slow
             self.pieces[each] = Piece(command.group, "running", command.instance, command.version, slow)
@@ -331,6 +346,7 @@ class World:
         assert not self.stopping
         if self.training_again:
             assert self.training == (command.update, command.trajectories)
+            assert self.again == command.again
             self.training_again = False
             return
         assert self.training is None
@@ -353,10 +369,62 @@ class World:
             assert self.pieces[each].state == "scored"
             self.pieces[each].state = "taken"
         self.outstanding -= groups
+        self.check_replay(command)
+        self.filtered_in_a_row = 0
         self.training = (command.update, command.trajectories)
         self.next_update += 1
         if self.plan.paradigm.at_limit == "drop":
             self.to_drop = {each for each in self.outstanding if self.groups[each][1] <= command.update}
+
+    def check_replay(self, command: m.Train) -> None:
+        """Later uses are of whole groups that were trained, are young enough and have uses left; none idles."""
+        self.again = command.again
+        groups = sorted(
+            {each // self.plan.group_size for each, _ in command.again}, key=lambda g: (self.groups[g][0], g)
+        )
+        expected = [
+            (each, self.uses[group])
+            for group in groups
+            for each in self.members[group]
+            if self.ended[each] == "trained"
+        ]
+        assert list(command.again) == expected
+        assert all(self.groups[group][1] >= command.update for group in groups), "law 3"
+        assert all(self.uses[group] <= self.plan.replay_uses for group in groups)
+        young = [group for group in self.uses if self.groups[group][1] >= command.update]
+        assert len(groups) == min(self.plan.replay_groups, len(young))
+        self.replayed_groups += len(groups)
+
+    def do_forget(self, command: m.Forget) -> None:
+        assert not self.forgotten & set(command.trajectories), "forgotten once"
+        self.forgotten |= set(command.trajectories)
+        for group in {each // self.plan.group_size for each in command.trajectories}:
+            uses = self.uses.pop(group)
+            assert self.groups[group][1] < self.next_update or uses > self.plan.replay_uses
+
+    def do_filter(self, command: m.Filter) -> None:
+        assert self.filtered_in_a_row < self.plan.filter_limit
+        self.filtered_in_a_row += 1
+        self.filtered_groups += 1
+        self.check_no_signal(command.group)
+        self.outstanding.remove(command.group)
+        alive = [each for each in self.members[command.group] if each not in self.ended]
+        assert list(command.trajectories) == alive
+        for each in command.trajectories:
+            self.end(each, "filtered")
+        for each in self.members[command.group]:
+            del self.pieces[each]
+
+    def do_spare(self, command: m.Spare) -> None:
+        assert self.filtered_in_a_row == self.plan.filter_limit > 0
+        assert command.update == self.next_update
+        self.spared_groups += 1
+        self.check_no_signal(command.group)
+
+    def check_no_signal(self, group: int) -> None:
+        pieces = [self.pieces[each] for each in self.members[group]]
+        assert all(piece.state in ("scored", "failed") for piece in pieces)
+        assert len({piece.reward for piece in pieces if piece.state == "scored"}) == 1
 
     def do_drop(self, command: m.Drop) -> None:
         assert self.plan.paradigm.at_limit == "drop"
@@ -407,7 +475,7 @@ class World:
         if self.plan.paradigm.bounded_by == "deadlines":
             for count, deadline in enumerate(deadlines, 1):
                 assert count <= self.plan.batch * (deadline - self.next_update + 1), "the deadline invariant"
-        net = len(self.groups) - self.replaced_groups - self.dropped_groups
+        net = len(self.groups) - self.replaced_groups - self.dropped_groups - self.filtered_groups
         assert net <= self.plan.updates * self.plan.batch
         if self.plan.paradigm.staleness == 0 and self.training and not self.training_again:
             assert not any(piece.state in ("running", "pending") for piece in self.pieces.values())
@@ -428,6 +496,10 @@ class World:
         assert counters.dropped == ends.count("dropped")
         assert (counters.replaced_groups, counters.dropped_groups) == (self.replaced_groups, self.dropped_groups)
         assert counters.admitted_groups == len(self.groups)
+        assert counters.filtered == ends.count("filtered")
+        assert (counters.filtered_groups, counters.spared_groups) == (self.filtered_groups, self.spared_groups)
+        assert counters.replayed_groups == self.replayed_groups
+        assert self.brain.replay.kept.keys() == self.uses.keys(), "what is not forgotten is kept"
         if self.finished:
             return
         assert self.updated == self.newest == self.plan.updates
@@ -452,6 +524,7 @@ def worlds(draw: st.DrawFn) -> World:
     staleness = draw(st.integers(0, 8)) if row.staleness is None else row.staleness
     batch, group_size = draw(st.integers(1, 6)), draw(st.integers(1, 4))
     most = batch if row.one_batch else (staleness + 1) * batch
+    replays = staleness > 0 and draw(st.booleans())
     plan = resolve_plan(
         row.name,
         batch=batch,
@@ -463,6 +536,9 @@ def worlds(draw: st.DrawFn) -> World:
         in_flight=draw(st.integers(batch, most)),
         retries=draw(st.integers(0, 2)),
         evaluate_every=draw(st.integers(0, 3)),
+        filter_limit=draw(st.sampled_from([0, 0, 1, 3, 10 * batch])),
+        replay_groups=draw(st.integers(1, 2 * batch)) if replays else 0,
+        replay_uses=draw(st.integers(1, 3)) if replays else 0,
     )
     return World(plan, draw(layouts(plan)), draw(behaviours()), draw(st.integers(0, 2**32)))
 
@@ -491,6 +567,7 @@ def behaviours(draw: st.DrawFn) -> Odds:
         loss=draw(st.sampled_from([0.0, 0.01, 0.05])),
         restore=draw(st.sampled_from([0.0, 0.0, 0.01])),
         slow=draw(st.sampled_from([0.0, 0.1, 0.3])),
+        no_signal=draw(st.sampled_from([0.0, 0.2, 0.9, 1.0])),
         weights={name: draw(weight) for name in ("load", "generate", "score", "update", "evaluate")},
         losses=draw(st.integers(0, 6)),
     )

@@ -19,6 +19,9 @@ LINE: dict[str, Any] = {
     "staleness_max": 2,
     "tokens": 30,
     "num_sequences": 3,
+    "replayed_sequences": 0,
+    "filtered_groups": 0,
+    "filtered_share": 0.0,
     "trainer_idle_seconds": 4.0,
     "trainer_waited_for": "group 7 [version 1]",
 }

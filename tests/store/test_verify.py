@@ -160,7 +160,7 @@ DAMAGES = {
     "2 a batch of another size": (["UPDATE run SET value = '3' WHERE key = 'batch'"], "not 3"),
     "2 a group of another size": (
         [
-            "INSERT INTO groups SELECT 8, 1, 8, row_number, version, deadline, staleness, '', x'', '{}', 1 "
+            "INSERT INTO groups SELECT 8, 1, 8, row_number, version, deadline, staleness, '', x'', '{}', 1, '' "
             "FROM groups WHERE group_id = 7"
         ],
         "group 8",
@@ -253,11 +253,45 @@ def test_only_the_first_offenders_are_named_and_the_rest_counted(finished_run):
     assert "and 19 more" in format_findings(findings)
 
 
-def test_a_later_use_is_no_second_training_but_obeys_law_3(finished_run):
-    assert broken(damage(finished_run, "INSERT INTO members VALUES (3, 99, 12, 1)")) == set()
-    findings = damage(finished_run, "INSERT INTO members VALUES (3, 100, 0, 1)")
-    assert broken(findings) == {"3"}
-    assert "2 later uses" in format_findings(findings)
+REPLAYS = [f"UPDATE run SET value = '1' WHERE key = '{key}'" for key in ("replay_groups", "replay_uses")]
+AGAIN = "INSERT INTO members SELECT 3, trajectory + 90, trajectory, 1 FROM trajectories WHERE group_id = "
+
+
+def test_a_later_use_is_no_second_training(finished_run):
+    findings = damage(finished_run, *REPLAYS, AGAIN + "4")
+    assert broken(findings) == set(), format_findings(findings)
+    assert "24 trained once, 3 later uses" in format_findings(findings)
+
+
+@pytest.mark.parametrize(
+    ("law", "statements", "offender"),
+    [
+        ("once", [AGAIN + "4"], "trajectory 12 is used again 1 times, the recipe allows 0"),
+        ("3", [*REPLAYS, AGAIN + "0"], "trajectory 0 of version 0 is in the batch of update 3, 3 updates later"),
+        ("once", [*REPLAYS, AGAIN + "4 AND member > 0"], "uses 2 of the 3 trajectories of group 4 again"),
+        ("once", [*REPLAYS, AGAIN + "4", AGAIN + "5"], "update 3 uses 2 groups again, the recipe allows 1"),
+        (
+            "once",
+            ["UPDATE run SET value = '9' WHERE key = 'replay_uses'", REPLAYS[0], AGAIN.replace("1", "2") + "4"],
+            "trajectory 12 is used again in update 3 as use 2, and use 1 was not before it",
+        ),
+        ("once", [*REPLAYS, AGAIN + "6"], "trajectory 18 is used again in update 3 as use 1, and use 0 was not"),
+        (
+            "2",
+            [*REPLAYS, AGAIN + "4", "UPDATE members SET position = 200 WHERE update_id = 3 AND position = 0"],
+            "used again, comes before one that is not",
+        ),
+        (
+            "2",
+            [*REPLAYS, AGAIN + "4", "UPDATE members SET position = 200 WHERE trajectory = 12 AND use = 1"],
+            "trajectory 12, used again, does not follow by version, group and member",
+        ),
+    ],
+)
+def test_a_later_use_obeys_the_recipe_and_law_3_and_is_of_a_whole_group(finished_run, law, statements, offender):
+    findings = damage(finished_run, *statements)
+    assert law in broken(findings), format_findings(findings)
+    assert offender in format_findings(findings)
 
 
 def test_a_group_trains_with_the_rest_of_its_members_when_some_failed(recorder, tmp_path):
@@ -412,8 +446,16 @@ def test_drop_counts_what_it_threw_away_and_exits_0(recorder, tmp_path):
     assert exit_code(findings) == 1, "the paradigm excuses what it dropped and nothing else"
 
 
+FILTERED_WRONGLY = {
+    "UPDATE trajectories SET reward = 1.0 WHERE trajectory = 7": "group 2 is filtered, and its rewards differ: 0.5 and",
+    "UPDATE trajectories SET reward = NULL WHERE trajectory = 7": "group 2 is filtered, and not all of it was scored",
+    "UPDATE trajectories SET state = 'scored' WHERE trajectory = 7": "group 2 is filtered, and others of it are not",
+    "UPDATE run SET value = '0' WHERE key = 'filter_limit'": "trajectory 6 is filtered, and the recipe filters nothing",
+}
+
+
 def test_filtering_is_allowed_where_the_recipe_asks_for_it(recorder, tmp_path):
-    run = recorder(replace(FACTS, updates=1, filters=True))
+    run = recorder(replace(FACTS, updates=1, filter_limit=1))
     run.publish(0)
     for group in (0, 1, 2):
         run.admit(group)
@@ -424,9 +466,53 @@ def test_filtering_is_allowed_where_the_recipe_asks_for_it(recorder, tmp_path):
     run.done(0)
     run.journal.finished(stopped=False, at=run.now())
     run.journal.close()
-    findings = verify(tmp_path)
+    findings = damage(tmp_path, "UPDATE trajectories SET reward = 0.5 WHERE group_id = 2")
     assert exit_code(findings) == 0, format_findings(findings)
     assert "3 filtered" in format_findings(findings)
+    for statement, offender in FILTERED_WRONGLY.items():
+        shutil.copy(tmp_path / JOURNAL_NAME, tmp_path / "kept")
+        findings = damage(tmp_path, statement)
+        assert offender in format_findings(findings), statement
+        assert exit_code(findings) == 1
+        shutil.copy(tmp_path / "kept", tmp_path / JOURNAL_NAME)
+
+
+def test_filtering_has_its_limit(recorder, tmp_path):
+    run = recorder(replace(FACTS, batch=1, updates=1, filter_limit=1))
+    run.publish(0)
+    for group in range(3):
+        run.admit(group)
+        for id in run.ids(group):
+            run.generate(id)
+            run.journal.scored(id, 1.0, at=run.now())
+    for id in (*run.ids(1), *run.ids(2)):
+        run.journal.filtered(id, "no signal", at=run.now())
+    run.journal.flush()
+    findings = verify(tmp_path)
+    assert "2 groups are filtered, and the recipe allows 1 in so many updates" in format_findings(findings)
+    assert broken(findings) == {"2"}
+    run.take(0)
+    run.journal.flush()
+    assert broken(verify(tmp_path)) == set(), "the next update may have a limit of its own"
+    run.done(0)
+    run.journal.finished(stopped=False, at=run.now())
+    run.journal.close()
+    assert broken(verify(tmp_path)) == {"2"}, "in a run that is finished there is no other"
+
+
+def test_rows_by_pass_rate_come_as_often_as_they_like_and_say_why(finished_run):
+    by_rate = [
+        "UPDATE run SET value = '\"pass-rate\"' WHERE key = 'order'",
+        "UPDATE groups SET epoch = NULL, row_number = 3, draw = 'pass rate 0.25'",
+    ]
+    assert broken(damage(finished_run, *by_rate)) == set()
+    findings = damage(finished_run, "UPDATE groups SET draw = '' WHERE group_id = 4")
+    assert broken(findings) == {"2"}
+    assert "group 4 does not say why its row was drawn" in format_findings(findings)
+    findings = damage(finished_run, "UPDATE groups SET epoch = 0 WHERE group_id = 4")
+    assert "group 4 is of epoch 0, and rows that come by their pass rate have none" in format_findings(findings)
+    findings = damage(finished_run, "UPDATE run SET value = '\"shuffled\"' WHERE key = 'order'")
+    assert "are both drawn from row 3" in format_findings(findings)
 
 
 def test_a_run_that_went_back_to_a_checkpoint_keeps_every_law_and_says_so(recorder, tmp_path):

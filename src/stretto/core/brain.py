@@ -17,7 +17,7 @@ Who waits for what, and who ends it:
 | trainer | the unfinished groups that the batch rule names, or `B` finished ones | `Scored`, or a failure for good |
 | trainer | a version that is not yet published | publish, below |
 | admission | `rows` trajectories run or wait for an instance | `Generated` |
-| admission | `in_flight` groups are outstanding, or all that the run needs | the next batch; a group replaced |
+| admission | `in_flight` groups are outstanding, or all that the run needs | the next batch; one replaced, filtered |
 | admission | the deadline invariant | the next batch; `Updated` (a newer version has a later deadline) |
 | admission | no instance, or none has confirmed a version | `Joined`, `Loaded` |
 | admission | all but instances that are loading have their share of the work | `Loaded`, `Lost`, `Generated` |
@@ -29,7 +29,9 @@ Who waits for what, and who ends it:
 
 Every wait ends with an event that comes from work already under way, so there is no cycle: work runs on an instance to
 its end whatever else waits; the trainer waits only for such work; admission is open whenever nothing is under way and
-fewer than `B` groups are outstanding, as the invariant holds with any group of the newest version then.
+fewer than `B` groups are outstanding, as the invariant holds with any group of the newest version then. Filtering takes
+finished groups away, which the invariant allows, and at most `filter_limit` of them before each batch: a data set
+without any signal is trained as it is, and the run comes to its end.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ from stretto.core.messages import (
     Evaluated,
     Event,
     Fail,
+    Filter,
     Finish,
+    Forget,
     Generated,
     GenerationFailed,
     Joined,
@@ -61,6 +65,7 @@ from stretto.core.messages import (
     Scored,
     ScoringFailed,
     SkipEvaluation,
+    Spare,
     Start,
     StopRequested,
     Swap,
@@ -70,6 +75,7 @@ from stretto.core.messages import (
 )
 from stretto.core.placement import Hold, Instance
 from stretto.core.plan import Plan
+from stretto.core.replay import Replay
 from stretto.core.waits import Wait, explain
 from stretto.core.window import Window
 from stretto.errors import TransitionError
@@ -88,6 +94,8 @@ class Brain:
         self.staleness = min(plan.staleness, 1) if plan.auto else plan.staleness  # K for groups admitted from now on
         self.next_update = first_version  # the next update whose batch is not yet taken
         self.next_group = 0
+        self.filtered_in_a_row = 0  # groups, since the last batch was taken
+        self.replay = Replay(plan.replay_groups, plan.replay_uses)
         self.training: int | None = None  # the update that runs
         self.unpublished: int | None = None  # a version whose publish waits
         self.evaluating: Hold | None = None
@@ -218,8 +226,8 @@ class Brain:
 
     def _on_scored(self, event: Scored) -> None:
         trajectory = self._find(event.trajectory)
-        if trajectory is not None and self.ledger.score(trajectory):
-            self._batch_due = True
+        if trajectory is not None and self.ledger.score(trajectory, event.reward):
+            self._finished(trajectory.group)
 
     def _on_generation_failed(self, event: GenerationFailed) -> None:
         trajectory = self._find(event.trajectory)
@@ -251,6 +259,8 @@ class Brain:
         if event.update != self.training:
             raise TransitionError(f"update {event.update} was reported as done, but the trainer runs {self.training}")
         self.training = None
+        if forgotten := self.replay.trained(self.ledger.batch, self.next_update):
+            self._commands.append(Forget(forgotten))
         self.ledger.train()
         self.unpublished = event.update + 1
         self._batch_due = True
@@ -320,6 +330,8 @@ class Brain:
             if group.deadline < update:
                 raise TransitionError(f"group {group.id} was due by update {group.deadline}, not update {update}")
         ledger.take(groups)
+        self.filtered_in_a_row = 0
+        self.counters.replayed_groups += self.replay.choose(update)
         self._train(update)
         self.next_update = update + 1
         if plan.paradigm.at_limit == "drop":
@@ -329,7 +341,7 @@ class Brain:
 
     def _train(self, update: int) -> None:
         self.training = update
-        self._commands.append(Train(update, self.ledger.batch_members()))
+        self._commands.append(Train(update, self.ledger.batch_members(), self.replay.members()))
 
     def _place(self) -> None:
         """Resume what waits, load what is wanted, unload and retire what is not."""
@@ -434,7 +446,22 @@ class Brain:
     def _fail(self, trajectory: Trajectory, reason: str) -> None:
         self._commands.append(Fail(trajectory.id, reason))
         if self.ledger.fail(trajectory):
-            self._batch_due = self._open = True
+            self._open = True
+            self._finished(trajectory.group)
+
+    def _finished(self, group: Group) -> None:
+        """A group has ended its way; where the plan asks for it, one without signal makes room for the next prompt."""
+        self._batch_due = True
+        limit = self.plan.filter_limit
+        if not limit or group.id not in self.ledger.finished or group.has_signal:
+            return
+        if self.filtered_in_a_row < limit:
+            self.filtered_in_a_row += 1
+            self._commands.append(Filter(group.id, self.ledger.filter(group)))
+            self._open = True
+        else:
+            self.counters.spared_groups += 1
+            self._commands.append(Spare(group.id, self.next_update))
 
     def _evaluate(self, version: int, instance: Instance) -> None:
         self.evaluations_due.remove(version)

@@ -26,17 +26,19 @@ class State(IntEnum):
     TRAINED = 5
     FAILED = 6
     DROPPED = 7
+    FILTERED = 8
 
 
 TRANSITIONS: Mapping[State, frozenset[State]] = {
     State.PENDING: frozenset({State.RUNNING, State.DROPPED}),
     State.RUNNING: frozenset({State.PENDING, State.SCORING, State.FAILED, State.DROPPED}),
     State.SCORING: frozenset({State.SCORED, State.FAILED, State.DROPPED}),
-    State.SCORED: frozenset({State.TAKEN, State.DROPPED}),
+    State.SCORED: frozenset({State.TAKEN, State.DROPPED, State.FILTERED}),
     State.TAKEN: frozenset({State.TRAINED}),
     State.TRAINED: frozenset(),
     State.FAILED: frozenset(),
     State.DROPPED: frozenset(),
+    State.FILTERED: frozenset(),
 }
 
 
@@ -51,6 +53,7 @@ class Trajectory:
     instance: Instance | None = None  # while it runs
     generation_failures: int = 0
     scoring_failures: int = 0
+    reward: float | None = None  # once it is scored
 
     def become(self, state: State) -> None:
         """Change state, or raise if that cannot follow."""
@@ -73,6 +76,12 @@ class Group:
     unfinished: int = 0  # still to be generated or scored
     scored: int = 0
 
+    @property
+    def has_signal(self) -> bool:
+        """Whether the rewards so far differ: a group relative to itself learns from nothing else."""
+        rewards = {each.reward for each in self.trajectories if each.reward is not None}
+        return len(rewards) > 1
+
 
 @dataclass(slots=True)
 class Counters:
@@ -82,10 +91,14 @@ class Counters:
     trained_groups: int = 0
     replaced_groups: int = 0  # every trajectory failed; the next prompt took the place
     dropped_groups: int = 0
+    filtered_groups: int = 0  # without signal; the next prompt took the place
+    spared_groups: int = 0  # without signal and trained, because the limit of filtered ones was reached
+    replayed_groups: int = 0  # uses after the first
     admitted: int = 0  # trajectories, here and below
     trained: int = 0
     failed: int = 0
     dropped: int = 0
+    filtered: int = 0
     generation_retries: int = 0
     scoring_retries: int = 0
     interrupted: int = 0  # by the loss of an instance
@@ -189,6 +202,17 @@ class Ledger:
         self.counters.dropped += len(ended)
         return tuple(trajectory.id for trajectory in ended)
 
+    def filter(self, group: Group) -> tuple[int, ...]:
+        """A finished group is not trained on; the trajectories that this ends."""
+        ended = [trajectory for trajectory in group.trajectories if trajectory.state is not State.FAILED]
+        for trajectory in ended:
+            trajectory.become(State.FILTERED)
+        self._leave(group)
+        self._forget(group)
+        self.counters.filtered_groups += 1
+        self.counters.filtered += len(ended)
+        return tuple(trajectory.id for trajectory in ended)
+
     # -- what happens to a trajectory ----------------------------------------------------------------------------------
 
     def run(self, trajectory: Trajectory, instance: Instance, version: int) -> None:
@@ -212,9 +236,10 @@ class Ledger:
         self._stop_running(trajectory)
         self.num_active -= 1
 
-    def score(self, trajectory: Trajectory) -> bool:
+    def score(self, trajectory: Trajectory, reward: float) -> bool:
         """A trajectory has its reward; whether its group is finished with that."""
         trajectory.become(State.SCORED)
+        trajectory.reward = reward
         trajectory.group.scored += 1
         return self._finish_one(trajectory.group)
 

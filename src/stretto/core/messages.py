@@ -43,6 +43,7 @@ class Scored:
     """A trajectory has its reward."""
 
     trajectory: int
+    reward: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +175,38 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class Filter:
+    """Where the plan filters only: a scored group has no signal; the next prompt takes its place."""
+
+    group: int
+    trajectories: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spare:
+    """A scored group has no signal and is trained all the same: the plan's limit of filtered ones is reached."""
+
+    group: int
+    update: int  # the next whose batch is not yet taken
+
+
+@dataclass(frozen=True, slots=True)
 class Train:
-    """Run update `update` on these trajectories, in this order: (version, group, member)."""
+    """Run update `update` on these trajectories, in this order: (version, group, member).
+
+    After them come those that are used again, in the same order, each with the number of its use; 1 is the first after
+    the use that law 2 speaks of.
+    """
 
     update: int
+    trajectories: tuple[int, ...]
+    again: tuple[tuple[int, int], ...] = ()  # (trajectory, use)
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Where the plan replays only: these trained trajectories are not used again."""
+
     trajectories: tuple[int, ...]
 
 
@@ -227,7 +256,10 @@ Command = (
     | Rescore
     | Fail
     | Drop
+    | Filter
+    | Spare
     | Train
+    | Forget
     | Publish
     | Retire
     | Evaluate

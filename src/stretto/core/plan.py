@@ -22,12 +22,26 @@ class Plan:
     auto: bool  # K follows the measured tail
     retries: int  # per trajectory, for generation, and again for scoring
     evaluate_every: int  # versions; 0: never
+    filter_limit: int = 0  # groups without signal that are replaced before one batch, at most; 0: all are trained
+    replay_groups: int = 0  # groups that are used again in each update, where there are so many
+    replay_uses: int = 0  # of one group, after its first, at most
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("group_size", 1), ("staleness", 0), ("rows", 1), ("updates", 1)):
             _at_least(name, getattr(self, name), least)
         _at_least("retries", self.retries, 0)
-        _at_least("evaluate_every", self.evaluate_every, 0)
+        for name in ("evaluate_every", "filter_limit", "replay_groups", "replay_uses"):
+            _at_least(name, getattr(self, name), 0)
+        if bool(self.replay_groups) != bool(self.replay_uses):
+            raise ValueError(
+                f"`replay_groups` is {self.replay_groups} and `replay_uses` is {self.replay_uses}; "
+                "a replay needs both, or neither"
+            )
+        if self.replay_groups and self.staleness == 0:
+            raise ValueError(
+                f"`replay_groups` is {self.replay_groups}, but with `staleness` 0 a group is too old after its first "
+                "update: allow staleness, or replay nothing"
+            )
         row = self.paradigm
         if row.staleness is not None and (self.auto or self.staleness != row.staleness):
             got = "auto" if self.auto else self.staleness
@@ -68,6 +82,9 @@ def resolve_plan(
     rows: int | None = None,
     in_flight: int | None = None,
     evaluate_every: int = 0,
+    filter_limit: int = 0,
+    replay_groups: int = 0,
+    replay_uses: int = 0,
 ) -> Plan:
     """A plan with what follows from the rest filled in: the paradigm's own `staleness`, `rows` and `in_flight`."""
     row = PARADIGMS.get(paradigm)
@@ -93,6 +110,9 @@ def resolve_plan(
         auto=auto,
         retries=retries,
         evaluate_every=evaluate_every,
+        filter_limit=filter_limit,
+        replay_groups=replay_groups,
+        replay_uses=replay_uses,
     )
 
 

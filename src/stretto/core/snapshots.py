@@ -12,7 +12,7 @@ from stretto.core.window import Window
 if TYPE_CHECKING:
     from stretto.core.brain import Brain
 
-FORMAT = 1
+FORMAT = 2
 
 
 def record(brain: Brain) -> dict[str, Any]:
@@ -35,6 +35,8 @@ def record(brain: Brain) -> dict[str, Any]:
         "outstanding": [_record_group(group) for group in ledger.groups.values()],
         "finished": list(ledger.finished),
         "training": [_record_group(group) for group in ledger.batch],
+        "filtered_in_a_row": brain.filtered_in_a_row,
+        "replay": brain.replay.record(),
     }
 
 
@@ -68,6 +70,8 @@ def restore(brain: Brain, snapshot: Mapping[str, Any]) -> None:
         ledger.enter_again(_restore_group(each), taken=True)
     for each in snapshot["finished"]:
         ledger.finish_again(ledger.groups[each])
+    brain.filtered_in_a_row = snapshot["filtered_in_a_row"]
+    brain.replay.restore(snapshot["replay"])
 
 
 def _record_group(group: Group) -> dict[str, Any]:
@@ -82,6 +86,7 @@ def _record_group(group: Group) -> dict[str, Any]:
                 "state": each.state.name.lower(),
                 "generation_failures": each.generation_failures,
                 "scoring_failures": each.scoring_failures,
+                "reward": each.reward,
             }
             for each in group.trajectories
         ],
@@ -100,6 +105,7 @@ def _restore_group(record: Mapping[str, Any]) -> Group:
                 state=State.PENDING if state is State.RUNNING else state,
                 generation_failures=each["generation_failures"],
                 scoring_failures=each["scoring_failures"],
+                reward=each["reward"],
             )
         )
     return group

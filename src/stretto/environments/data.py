@@ -2,6 +2,7 @@
 
 Position `index` of the stream is row `permutation(seed, epoch)[index % rows]` with `epoch = index // rows`: it depends
 on nothing that happened before, so a resumed run goes on exactly where it was, in whatever order prompts are asked for.
+With `PassRates` (`order.py`) it depends on what was scored before it, and is drawn once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.environments.order import Draw, PassRates
 from stretto.errors import RecipeError
 from stretto.types import Prompt
 
@@ -53,9 +55,13 @@ class PromptStream:
         seed: int,
         max_prompt_tokens: int,
         shuffle: bool = True,
+        pass_rates: PassRates | None = None,
         name: str = "the data set",
     ) -> None:
-        """`name` is what errors call the rows. `shuffle = False` keeps their order, for evaluation."""
+        """`name` is what errors call the rows. `shuffle = False` keeps their order, for evaluation.
+
+        With `pass_rates` those draw; `shuffle` is then the order in which lengths are checked, no more.
+        """
         if len(rows) == 0:
             raise RecipeError(f"{name} has no rows; there is nothing to ask the model")
         self._rows = rows
@@ -63,6 +69,7 @@ class PromptStream:
         self._seed = seed
         self._max_prompt_tokens = max_prompt_tokens
         self._shuffle = shuffle
+        self._pass_rates = pass_rates
         self._name = name
         self._permutation = lru_cache(maxsize=2)(self._permute)
         self._tokenized = lru_cache(maxsize=CACHED_PROMPTS)(self._tokenize)
@@ -81,17 +88,37 @@ class PromptStream:
         return self._rows[0].messages is not None and self._tokenizer.chat_template is not None
 
     def epoch(self, index: int) -> int:
-        """How many times every row has come before position `index`."""
+        """How many times every row has come before position `index`, where rows come in epochs."""
         return index // len(self._rows)
 
-    def prompt(self, index: int) -> Prompt:
-        """The prompt at position `index`."""
-        number = self.row_number(index)
+    def draw(self, index: int) -> Draw:
+        """The row at position `index`, and why. With pass rates each position is drawn once, in order."""
+        if self._pass_rates is not None:
+            return self._pass_rates.draw(index)
+        return Draw(self.row_number(index), self.epoch(index), "shuffled" if self._shuffle else "in order")
+
+    def scored(self, row_number: int, reward: float) -> None:
+        """A trajectory of a row has its reward, which later draws may follow."""
+        if self._pass_rates is not None:
+            self._pass_rates.scored(row_number, reward)
+
+    def state(self) -> dict[str, Any]:
+        """What later draws follow besides their position, of types that JSON has."""
+        return {} if self._pass_rates is None else self._pass_rates.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` gave: later draws are then the same."""
+        if self._pass_rates is not None:
+            self._pass_rates.restore(state)
+
+    def prompt(self, index: int, row_number: int | None = None) -> Prompt:
+        """The prompt at position `index`, made from `row_number` where that was drawn before."""
+        number = self.row_number(index) if row_number is None else row_number
         text, tokens, columns = self._tokenized(number)
         return Prompt(index=index, text=text, tokens=tokens, row=columns)
 
     def row_number(self, index: int) -> int:
-        """The row at position `index`."""
+        """The row at position `index`, where rows come in epochs."""
         epoch, place = divmod(index, len(self._rows))
         return int(self._permutation(epoch)[place]) if self._shuffle else place
 

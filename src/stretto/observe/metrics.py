@@ -74,25 +74,32 @@ class Totals:
     rollout_busy_s: float = 0.0  # summed over instances
     rollout_s: float = 0.0  # wall time summed over instances
     row_s: float = 0.0  # integral of running rows
-    tokens: int = 0  # completion tokens trained on
+    tokens: int = 0  # completion tokens trained on, those of later uses not among them, here and below
     trained: int = 0  # trajectories
     sampled_tokens: int = 0  # of every trajectory that ended with tokens, however it ended
     sampled: int = 0  # those trajectories
     dropped: int = 0
+    filtered: int = 0  # trajectories of groups without signal, which were replaced
+    filtered_tokens: int = 0
+    filtered_groups: int = 0
+    filtered_reward: float = 0.0  # sum over those groups, each of which has one reward
+    filtered_before: tuple[int, int, int, float] = (0, 0, 0, 0.0)  # the four above when the last update ended
+    replayed: int = 0  # trajectories used again
+    replayed_tokens: int = 0
     failed: int = 0
     mixed: int = 0
     truncated: int = 0
     groups_without_signal: int = 0
     mismatch_kl_sum: float = 0.0
     mismatch_tokens: int = 0
-    ages: dict[int, int] = field(default_factory=dict)  # updates late -> trajectories trained
+    ages: dict[int, int] = field(default_factory=dict)  # updates late -> trajectories trained, later uses too
     evaluations: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Totals:
         """Read back what `dataclasses.asdict` wrote; JSON has turned the ages into strings."""
         ages = {int(age): count for age, count in values["ages"].items()}
-        return cls(**{**values, "ages": ages})
+        return cls(**{**values, "ages": ages, "filtered_before": tuple(values["filtered_before"])})
 
 
 class Tally:
@@ -152,6 +159,16 @@ class Tally:
         self.totals.dropped += 1
         self._sampled(num_tokens)
 
+    def filtered(self, lengths: Sequence[int], reward: float) -> None:
+        """A group without signal was replaced: the completions' lengths, and the reward that each had."""
+        totals = self.totals
+        totals.filtered_groups += 1
+        totals.filtered += len(lengths)
+        totals.filtered_tokens += sum(lengths)
+        totals.filtered_reward += reward
+        for length in lengths:
+            self._sampled(length)
+
     def evaluated(self, result: EvaluationResult) -> None:
         elapsed = self.totals.wall_s + (result.at - self._opened_at if self._opened_at is not None else 0.0)
         record = asdict(result) | {"elapsed_s": elapsed}
@@ -170,17 +187,21 @@ class Tally:
     ) -> dict[str, Any]:
         """One update; returns its line of `metrics.jsonl`."""
         totals = self.totals
-        tokens = sum(len(sample.completion.tokens) for sample in samples)
+        fresh = [sample for sample in samples if sample.use == 0]
+        tokens = sum(len(sample.completion.tokens) for sample in fresh)
+        again = sum(len(sample.completion.tokens) for sample in samples) - tokens
         ages = Counter(report.update - sample.version for sample in samples)
         totals.steps += 1
         totals.trainer_busy_s += ended - started
         totals.tokens += tokens
-        totals.trained += len(samples)
+        totals.trained += len(fresh)
+        totals.replayed += len(samples) - len(fresh)
+        totals.replayed_tokens += again
         totals.mismatch_kl_sum += report.mismatch_kl_sum
         totals.mismatch_tokens += report.mismatch_tokens
         for age, count in ages.items():
             totals.ages[age] = totals.ages.get(age, 0) + count
-        for sample in samples:
+        for sample in fresh:
             self._sampled(len(sample.completion.tokens))
             totals.mixed += is_mixed(sample.completion)
             totals.truncated += sample.completion.finish == "length"
@@ -200,9 +221,21 @@ class Tally:
             "staleness_mean": sum(age * count for age, count in ages.items()) / max(1, len(samples)),
             "staleness_max": max(ages, default=0),
             "staleness_histogram": {str(age): ages[age] for age in sorted(ages)},
+            "replayed_sequences": len(samples) - len(fresh),
+            "replayed_tokens": again,
+            **self._filtered_since(len({sample.group for sample in fresh})),
         }
         self._sink.write(line)
         return line
+
+    def _filtered_since(self, trained_groups: int) -> dict[str, float]:
+        """What was filtered since the last update, beside the groups that were trained for the first time."""
+        totals = self.totals
+        now = (totals.filtered, totals.filtered_tokens, totals.filtered_groups, totals.filtered_reward)
+        count, tokens, groups, reward = (a - b for a, b in zip(now, totals.filtered_before, strict=True))
+        totals.filtered_before = now
+        means = {"filtered_length": tokens / count, "filtered_reward": reward / groups} if groups else {}
+        return {"filtered_groups": groups, "filtered_share": _ratio(groups, groups + trained_groups), **means}
 
     def _sampled(self, num_tokens: int) -> None:
         """Count a length. What never got a token has none: a request that failed is no short completion."""
@@ -215,11 +248,12 @@ class Tally:
     def summary(self) -> dict[str, Any]:
         """What `summary.json` holds."""
         totals = self.totals
-        trained = sum(totals.ages.values())
+        uses = sum(totals.ages.values())
         before = [e for e in totals.evaluations if e["moment"] == "before"]
         after = [e for e in totals.evaluations if e["moment"] == "after"]
         mean_trained = totals.tokens / totals.trained if totals.trained else 0.0
         mean_sampled = totals.sampled_tokens / totals.sampled if totals.sampled else 0.0
+        ended = totals.trained + totals.dropped + totals.failed + totals.filtered
         return {
             "steps": totals.steps,
             "wall_seconds": totals.wall_s,
@@ -231,7 +265,7 @@ class Tally:
             "eval_after_version": after[-1]["version"] if after else None,
             "evaluations": totals.evaluations,
             "staleness": {
-                "mean": _ratio(sum(age * count for age, count in totals.ages.items()), trained),
+                "mean": _ratio(sum(age * count for age, count in totals.ages.items()), uses),
                 "max": max(totals.ages, default=0),
                 "histogram": {str(age): totals.ages[age] for age in sorted(totals.ages)},
             },
@@ -241,7 +275,15 @@ class Tally:
             "row_idle_share": max(0.0, 1.0 - _ratio(totals.row_s, totals.wall_s * self._rows)),
             "trained_trajectories": totals.trained,
             "dropped_trajectories": totals.dropped,
-            "dropped_share": _ratio(totals.dropped, totals.trained + totals.dropped + totals.failed),
+            "dropped_share": _ratio(totals.dropped, ended),
+            "filtered_trajectories": totals.filtered,
+            "filtered_groups": totals.filtered_groups,
+            "filtered_share": _ratio(totals.filtered, ended),
+            "filtered_length": totals.filtered_tokens / totals.filtered if totals.filtered else None,
+            "filtered_reward": totals.filtered_reward / totals.filtered_groups if totals.filtered_groups else None,
+            "trained_length": mean_trained,
+            "replayed_trajectories": totals.replayed,
+            "replayed_tokens": totals.replayed_tokens,
             "failed_trajectories": totals.failed,
             "truncated_trajectories": totals.truncated,
             "mixed_version_trajectories": totals.mixed,

@@ -69,8 +69,12 @@ def describe_update(line: Mapping[str, Any], steps: int) -> str:
     text = (
         f"{line['update'] + 1} of {steps} updates done  reward {line['reward_mean']:.3f}  "
         f"{line['tokens_per_second']:,.0f} tok/s  age {line['staleness_mean']:.2f} (max {line['staleness_max']})  "
-        f"length {line['tokens'] / max(1, line['num_sequences']):.0f}"
+        f"length {line['tokens'] / max(1, line['num_sequences'] - line['replayed_sequences']):.0f}"
     )
+    if line["filtered_groups"]:
+        text += f"  filtered {line['filtered_groups']} groups ({line['filtered_share']:.0%})"
+    if line["replayed_sequences"]:
+        text += f"  used again {line['replayed_sequences']}"
     if line["trainer_idle_seconds"] >= 1.0 and line["trainer_waited_for"]:
         text += f"  trainer idle {line['trainer_idle_seconds']:.0f} s: {line['trainer_waited_for']}"
     return text if len(text) <= LONGEST_LINE else f"{text[: LONGEST_LINE - 3]}..."

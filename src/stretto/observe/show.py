@@ -73,13 +73,18 @@ def _times(count: int) -> str:
 
 
 def _updates(updates: list[UpdateRecord]) -> Table:
-    table = _table("update", "reward", "samples", "tokens", "age", "oldest", "seconds")
+    again = any(record.num_again for record in updates)
+    filtered = any(record.metrics.get("filtered_groups") for record in updates)
+    columns = ["reward", "samples", *["used again"] * again, *["filtered groups"] * filtered]
+    table = _table("update", *columns, "tokens", "age", "oldest", "seconds")
     for record in updates:
         seconds = "training" if record.finished_at is None else f"{record.finished_at - record.taken_at:.1f}"
         table.add_row(
             str(record.update),
             f"{record.reward:.4f}",
             str(record.num_samples),
+            *[str(record.num_again)] * again,
+            *[str(record.metrics.get("filtered_groups", "-"))] * filtered,
             f"{record.tokens:.1f}",
             f"{record.age:.2f}",
             str(record.oldest),

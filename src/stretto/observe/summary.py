@@ -27,6 +27,19 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table.add_row("trainer idle", f"{summary['trainer_idle_share']:.0%}")
     table.add_row("rollout idle", f"{summary['rollout_idle_share']:.0%}, {summary['row_idle_share']:.0%} of the rows")
     table.add_row("dropped / failed", f"{summary['dropped_trajectories']} / {summary['failed_trajectories']}")
+    if summary["filtered_groups"]:
+        table.add_row(
+            "groups filtered, without signal",
+            f"{summary['filtered_groups']}, {summary['filtered_share']:.0%} of all that ended; "
+            f"rewarded {summary['filtered_reward']:.3f}",
+        )
+        table.add_row(
+            "length of filtered / of trained", f"{summary['filtered_length']:.1f} / {summary['trained_length']:.1f}"
+        )
+    if summary["spared_groups"]:
+        table.add_row("groups without signal beyond `filter_limit`", f"{summary['spared_groups']}, trained as they are")
+    if summary["replayed_trajectories"]:
+        table.add_row("trajectories used again", f"{summary['replayed_trajectories']}")
     if summary["replaced_groups"]:
         table.add_row("groups that failed and were replaced", f"{summary['replaced_groups']}")
     table.add_row("mixed versions", f"{summary['mixed_version_trajectories']}")

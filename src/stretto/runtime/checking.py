@@ -50,6 +50,10 @@ def effective(recipe: Recipe) -> str:
     if rollout.staleness == "auto":
         values["rollout"]["staleness_cap"] = plan.staleness
     values["rollout"] |= {"rows": plan.rows, "in_flight": plan.in_flight}
+    if plan.filter_limit:
+        values["rollout"]["filter_limit"] = plan.filter_limit
+    if recipe.task.order == "pass-rate" and recipe.task.pass_reward is None:
+        values["task"]["pass_reward"] = 1.0
     if lora is not None:
         values["model"]["lora"]["alpha"] = 2.0 * lora.rank if lora.alpha is None else lora.alpha
     if recipe.model.path == "tiny":

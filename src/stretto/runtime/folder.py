@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.config import Recipe
+from stretto.core.replay import Replay
 from stretto.environments.data import PromptStream
 from stretto.errors import RunError
 from stretto.flights import Flight
@@ -44,6 +45,7 @@ def take_checkpoint(
     """Take what the run is now; what is returned writes it, once the journal has all that it speaks of."""
     brain = loop.brain
     updates, snapshot, needed = brain.newest, brain.snapshot(), brain.needed_versions
+    prompts = loop.prompts.state()
     weights = {version: weights for version, weights in loop.weights.items() if version in needed}
     suspended = [flight.suspended for flight in loop.flights.values() if flight.suspended is not None]
 
@@ -54,6 +56,7 @@ def take_checkpoint(
             updates=updates,
             snapshot=snapshot,
             totals=asdict(totals),
+            prompts=prompts,
             weights=weights,
             suspended=suspended,
             save_trainer=trainer.save,
@@ -67,16 +70,32 @@ def flights_again(prompts: PromptStream, journal: Journal, checkpoint: Checkpoin
     flights: dict[int, Flight] = {}
     with JournalReader(journal.path) as reader:
         for group in reader.outstanding():
-            prompt = prompts.prompt(group.group)
+            prompt = prompts.prompt(group.group, group.row_number)
             for record in group.trajectories:
                 if record.state not in UNDER_WAY:
                     continue
-                flight = Flight(record.trajectory, group.group, group.version, record.seed, prompt)
+                flight = Flight(record.trajectory, group.group, group.version, record.seed, prompt, group.row_number)
                 if record.state in ("scoring", "scored"):
                     flight.completion, flight.reward = reader.load_completion(record.trajectory)
                 flight.suspended = checkpoint.suspended.get(record.trajectory)
                 flights[record.trajectory] = flight
     return flights
+
+
+def kept_again(prompts: PromptStream, journal: Journal, replay: Replay) -> dict[int, Flight]:
+    """The trained trajectories that may be used again, with their tokens and rewards from the journal."""
+    kept: dict[int, Flight] = {}
+    with JournalReader(journal.path) as reader:
+        for group in reader.groups(replay.kept):
+            prompt = prompts.prompt(group.group, group.row_number)
+            for record in group.trajectories:
+                if record.trajectory in replay.kept[group.group].trajectories:
+                    completion, reward = reader.load_completion(record.trajectory)
+                    kept[record.trajectory] = Flight(
+                        record.trajectory, group.group, group.version, record.seed, prompt, group.row_number,
+                        completion=completion, reward=reward,
+                    )  # fmt: skip
+    return kept
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from stretto.config import CountdownChainSection, ReasoningGymSection, Recipe
 from stretto.environments.data import PromptStream
+from stretto.environments.order import PassRates
 from stretto.environments.rewards import RewardPool
 from stretto.environments.tasks import (
     CountdownChainOptions,
@@ -63,7 +64,12 @@ def load_inputs(recipe: Recipe, tokenizer: Any, *, context: int, model_path: str
     """Read the data set and check it against the tokenizer and the model's `context`. Raises `RecipeError`."""
     limits = _prompt_limits(recipe, model_path, context)
     task = load_task(task_options(recipe), num_evaluation=recipe.evaluation.prompts)
-    prompts = PromptStream(task.train, tokenizer, seed=recipe.seed, max_prompt_tokens=limits[0], name=task.name)
+    rates = None
+    if recipe.task.order == "pass-rate":
+        rates = PassRates(len(task.train), seed=recipe.seed, pass_reward=recipe.task.pass_reward or 1.0)
+    prompts = PromptStream(
+        task.train, tokenizer, seed=recipe.seed, max_prompt_tokens=limits[0], pass_rates=rates, name=task.name
+    )
     held_out = None
     if recipe.evaluation.prompts:
         if not task.evaluation:

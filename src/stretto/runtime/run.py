@@ -49,7 +49,7 @@ from stretto.observe.progress import Observer, make_observer
 from stretto.observe.summary import summary_table
 from stretto.runtime.device import as_begun, choose_device, choose_dtype, on_device, resolved
 from stretto.runtime.export import export_policy
-from stretto.runtime.folder import find_checkpoint, flights_again, make_folder, take_checkpoint, write_json
+from stretto.runtime.folder import find_checkpoint, flights_again, kept_again, make_folder, take_checkpoint, write_json
 from stretto.runtime.inputs import Inputs, load_inputs, reward_pool
 from stretto.runtime.memory import context_length, engine_rows, footprint, out_of_memory
 from stretto.runtime.roles import TrainerRole
@@ -295,7 +295,7 @@ async def _run(
     environment = SingleTurn(rewards, parts.decode)
     journal.begin(_facts(recipe, parts.inputs.prompts.num_rows), at=time.time())
     if checkpoint is None:
-        brain, totals, flights = Brain(plan), Totals(), dict[int, Flight]()
+        brain, totals, flights, kept = Brain(plan), Totals(), dict[int, Flight](), dict[int, Flight]()
         weights: dict[int, Weights] = {0: await role.weights(0)}
         journal.version_published(0, weights[0].checksum, at=time.time())
     else:
@@ -318,6 +318,8 @@ async def _run(
         metrics.rewind(brain.newest, measured)
         totals.dropped = brain.counters.dropped  # with those that were being thrown away as the checkpoint was made
         flights, device = flights_again(parts.inputs.prompts, journal, checkpoint), parts.trainer.device
+        kept = kept_again(parts.inputs.prompts, journal, brain.replay)
+        parts.inputs.prompts.restore(checkpoint.prompts)
         await role.call(lambda: parts.trainer.load(checkpoint.folder / "trainer"), "loading the checkpoint")
         saved = checkpoint.weights
         weights = await role.call(
@@ -351,6 +353,7 @@ async def _run(
         ),
         weights=weights,
         flights=flights,
+        kept=kept,
         checkpointing=checkpointing,
     )
     with _stops_on_interrupt(loop):
@@ -380,6 +383,8 @@ async def _conclude(
         "generation_retries": counters.generation_retries,
         "scoring_retries": counters.scoring_retries,
         "replaced_groups": counters.replaced_groups,
+        "spared_groups": counters.spared_groups,
+        "replayed_groups": counters.replayed_groups,
         "evaluations_skipped": counters.evaluations_skipped,
         "kv_given_back": role.kv_given_back,
         "stopped": stopped,
@@ -433,6 +438,10 @@ def _facts(recipe: Recipe, data_rows: int) -> RunFacts:
         seed=recipe.seed,
         data_rows=data_rows,
         retries=plan.retries,
+        filter_limit=plan.filter_limit,
+        order=recipe.task.order,
+        replay_groups=plan.replay_groups,
+        replay_uses=plan.replay_uses,
     )
 
 

@@ -139,8 +139,9 @@ def group_admitted(
     deadline: int,
     staleness: int,
     prompt: Prompt,
-    epoch: int,
+    epoch: int | None,
     row_number: int,
+    draw: str,
     trajectories: Sequence[int],
     seeds: Sequence[int],
     at: float,
@@ -149,8 +150,21 @@ def group_admitted(
     tokens = blob(prompt.tokens, "<i4")
     row = json.dumps(dict(prompt.row), default=str)  # for people: a resumed run draws its prompts from the task
     db.execute(
-        "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (group, epoch, prompt.index, row_number, version, deadline, staleness, storable(prompt.text), tokens, row, at),
+        "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            group,
+            epoch,
+            prompt.index,
+            row_number,
+            version,
+            deadline,
+            staleness,
+            storable(prompt.text),
+            tokens,
+            row,
+            at,
+            draw,
+        ),
     )
     db.executemany(
         "INSERT INTO trajectories (trajectory, group_id, member, version, seed, state, instance) "

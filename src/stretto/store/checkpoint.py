@@ -31,7 +31,7 @@ from stretto.checksums import checksum
 from stretto.errors import RunError
 from stretto.types import Request, Sampling, Supports, Suspended, Weights
 
-FORMAT = 1
+FORMAT = 2
 PREVIOUS = ".previous"  # ends the name of a checkpoint that another of the same update replaces
 
 
@@ -42,6 +42,7 @@ class Checkpoint:
     folder: Path
     snapshot: Mapping[str, Any]  # of the core
     totals: Mapping[str, Any]
+    prompts: Mapping[str, Any]  # what later draws of prompts follow
     weights: Mapping[int, Weights]
     suspended: Mapping[int, Suspended]
 
@@ -52,6 +53,7 @@ def save_checkpoint(
     updates: int,
     snapshot: Mapping[str, Any],
     totals: Mapping[str, Any],
+    prompts: Mapping[str, Any],
     weights: Mapping[int, Weights],
     suspended: Sequence[Suspended],
     save_trainer: Callable[[Path], None],
@@ -77,6 +79,7 @@ def save_checkpoint(
             "format": FORMAT,
             "snapshot": snapshot,
             "totals": totals,
+            "prompts": prompts,
             "versions": {
                 str(v): {"kind": w.kind, "checksum": w.checksum, "scale": w.scale} for v, w in weights.items()
             },
@@ -125,7 +128,7 @@ def _read(folder: Path) -> Checkpoint:
         weights[int(name)] = Weights(int(name), facts["kind"], tensors, facts["checksum"], facts["scale"])
     tensors = load_file(folder / "suspended.safetensors")
     suspended = {facts["request"]["id"]: _suspended_from(facts, tensors) for facts in state["suspended"]}
-    return Checkpoint(folder, state["snapshot"], state["totals"], weights, suspended)
+    return Checkpoint(folder, state["snapshot"], state["totals"], state["prompts"], weights, suspended)
 
 
 def _complete(root: Path) -> list[Path]:

@@ -82,8 +82,8 @@ CHECKS: tuple[tuple[str, str], ...] = (
     (
         "2",
         """SELECT 'groups ' || MIN(group_id) || ' and ' || MAX(group_id) || ' are both drawn from row ' || row_number ||
-            ' in epoch ' || epoch
-        FROM groups GROUP BY epoch, row_number HAVING COUNT(*) > 1""",
+            ' in epoch ' || COALESCE(epoch, 'none')
+        FROM groups WHERE :order = 'shuffled' GROUP BY epoch, row_number HAVING COUNT(*) > 1""",
     ),
     (
         "2",
@@ -92,9 +92,15 @@ CHECKS: tuple[tuple[str, str], ...] = (
     ),
     (
         "2",
-        """SELECT 'group ' || group_id || ' is of epoch ' || epoch || ', and prompt ' || prompt_index || ' of ' ||
-            :data_rows || ' rows is of epoch ' || (prompt_index / :data_rows)
-        FROM groups WHERE epoch <> prompt_index / :data_rows""",
+        """SELECT 'group ' || group_id || ' is of epoch ' || COALESCE(epoch, 'none') || ', and prompt ' ||
+            prompt_index || ' of ' || :data_rows || ' rows is of epoch ' || (prompt_index / :data_rows)
+        FROM groups WHERE :order = 'shuffled' AND epoch IS NOT prompt_index / :data_rows""",
+    ),
+    (
+        "2",
+        """SELECT 'group ' || group_id || iif(epoch IS NULL, ' does not say why its row was drawn',
+            ' is of epoch ' || epoch || ', and rows that come by their pass rate have none')
+        FROM groups WHERE :order = 'pass-rate' AND (epoch IS NOT NULL OR draw = '')""",
     ),
     (
         "2",
@@ -177,6 +183,18 @@ CHECKS: tuple[tuple[str, str], ...] = (
     ),
     (
         "2",
+        """SELECT 'in the batch of update ' || update_id || ' trajectory ' || trajectory || ', used again, ' ||
+            iif(next_use = 0, 'comes before one that is not', 'does not follow by version, group and member')
+        FROM (SELECT update_id, trajectory, use, g.version, group_id, member, LEAD(use) OVER batch AS next_use,
+                LAG(use) OVER batch AS before, LAG(g.version) OVER batch AS previous_version,
+                LAG(group_id) OVER batch AS previous_group, LAG(member) OVER batch AS previous_member
+            FROM members JOIN trajectories USING (trajectory) JOIN groups g USING (group_id)
+            WINDOW batch AS (PARTITION BY update_id ORDER BY position))
+        WHERE use <> 0 AND (next_use = 0 OR (before <> 0 AND
+            (version, group_id, member) < (previous_version, previous_group, previous_member)))""",
+    ),
+    (
+        "2",
         """SELECT 'update ' || (previous + 1) || ' is missing: update ' || update_id || ' came next'
         FROM (SELECT update_id, LAG(update_id, 1, -1) OVER (ORDER BY update_id) AS previous FROM updates)
         WHERE update_id <> previous + 1""",
@@ -213,7 +231,24 @@ CHECKS: tuple[tuple[str, str], ...] = (
     (
         "2",
         """SELECT 'trajectory ' || trajectory || ' is filtered, and the recipe filters nothing' FROM trajectories
-        WHERE state = 'filtered' AND NOT :filters""",
+        WHERE state = 'filtered' AND NOT :filter_limit""",
+    ),
+    (
+        "2",
+        """SELECT 'group ' || group_id || ' is filtered, and ' || iif(SUM(state NOT IN ('filtered', 'failed')),
+            'others of it are not', iif(SUM(state = 'filtered' AND reward IS NULL), 'not all of it was scored',
+            'its rewards differ: ' || MIN(reward) || ' and ' || MAX(reward)))
+        FROM trajectories WHERE :filter_limit GROUP BY group_id
+        HAVING SUM(state = 'filtered') AND (SUM(state NOT IN ('filtered', 'failed'))
+            OR SUM(state = 'filtered' AND reward IS NULL) OR MIN(reward) <> MAX(reward))""",
+    ),
+    # Counted over the run: a batch that a rewind undid is taken again later, after what was filtered behind it.
+    (
+        "2",
+        """SELECT filtered || ' groups are filtered, and the recipe allows ' || allowed || ' in so many updates'
+        FROM (SELECT COUNT(DISTINCT group_id) AS filtered FROM trajectories WHERE state = 'filtered'),
+            (SELECT :filter_limit * (COUNT(*) + NOT :finished) AS allowed FROM updates)
+        WHERE :filter_limit AND filtered > allowed""",
     ),
     (
         "2",
@@ -288,5 +323,36 @@ CHECKS: tuple[tuple[str, str], ...] = (
         "once",
         """SELECT 'trajectory ' || trajectory || ' was used again and never trained' FROM members WHERE use <> 0
             AND trajectory NOT IN (SELECT trajectory FROM members WHERE use = 0)""",
+    ),
+    (
+        "once",
+        """SELECT 'trajectory ' || trajectory || ' is used again in update ' || update_id || ' as use ' || use ||
+            ', and use ' || (use - 1) || ' was not before it'
+        FROM members m WHERE use <> 0 AND trajectory IN (SELECT trajectory FROM members WHERE use = 0)
+            AND NOT EXISTS (SELECT 1 FROM members b
+                WHERE b.trajectory = m.trajectory AND b.use = m.use - 1 AND b.update_id < m.update_id)""",
+    ),
+    (
+        "once",
+        """SELECT 'trajectory ' || trajectory || ' is used again ' || MAX(use) || ' times, the recipe allows ' ||
+            :replay_uses
+        FROM members GROUP BY trajectory HAVING MAX(use) > :replay_uses""",
+    ),
+    (
+        "once",
+        """SELECT 'update ' || update_id || ' uses ' || COUNT(DISTINCT group_id) ||
+            ' groups again, the recipe allows ' || :replay_groups
+        FROM members JOIN trajectories USING (trajectory) WHERE use <> 0
+        GROUP BY update_id HAVING COUNT(DISTINCT group_id) > :replay_groups""",
+    ),
+    (
+        "once",
+        """WITH again AS (SELECT update_id, group_id, use, COUNT(*) AS num FROM members JOIN trajectories
+                USING (trajectory) WHERE use <> 0 GROUP BY update_id, group_id, use),
+            first AS (SELECT group_id, COUNT(*) AS num FROM members JOIN trajectories USING (trajectory)
+                WHERE use = 0 GROUP BY group_id)
+        SELECT 'update ' || update_id || ' uses ' || again.num || ' of the ' || first.num ||
+            ' trajectories of group ' || group_id || ' again'
+        FROM again JOIN first USING (group_id) WHERE again.num <> first.num""",
     ),
 )

@@ -114,8 +114,8 @@ class Journal:
     # -- the run ----------------------------------------------------------------------------------------------------
 
     def begin(self, facts: RunFacts, at: float) -> None:
-        """Start a session. A resumed run keeps its paradigm, batch, group, seed and data; the rest may be changed."""
-        for name in ("paradigm", "batch", "group", "seed", "data_rows"):
+        """Start a session. A resumed run keeps its paradigm, batch, group, seed, data and their order; no more."""
+        for name in ("paradigm", "batch", "group", "seed", "data_rows", "order"):
             if self._stored is not None and getattr(self._stored, name) != getattr(facts, name):
                 raise RunError(
                     f"`{name} = {getattr(facts, name)!r}` cannot resume `{self.path}`, which was recorded with "
@@ -161,16 +161,18 @@ class Journal:
         deadline: int,
         staleness: int,
         prompt: Prompt,
-        epoch: int,
+        epoch: int | None,
         row_number: int,
         trajectories: Sequence[int],
         seeds: Sequence[int],
         at: float,
+        draw: str = "shuffled",
         instance: int | None = None,
     ) -> None:
         """A group starts: its trajectories, in the order of members and with a seed each, are `running`.
 
-        `row_number` is the row of the data set, from 0, that the prompt was drawn from.
+        `row_number` is the row of the data set, from 0, that the prompt was drawn from, and `draw` why; `epoch` is None
+        where rows come as often as their priority has it.
         """
         self._writer.record(
             changes.group_admitted,
@@ -181,6 +183,7 @@ class Journal:
             prompt,
             epoch,
             row_number,
+            draw,
             trajectories,
             seeds,
             at,
@@ -231,7 +234,10 @@ class Journal:
     def batch_taken(
         self, update: int, trajectories: Sequence[int], at: float, uses: Sequence[int] | None = None
     ) -> None:
-        """These trajectories, in this order, are the batch of `update`. Await `durable()` before it trains."""
+        """These trajectories, in this order, are the batch of `update`. Await `durable()` before it trains.
+
+        `uses` are 0 for those that are trained for the first time, and count up for each time that one is used again.
+        """
         self._writer.record(changes.batch_taken, update, trajectories, uses or (0,) * len(trajectories), at)
 
     def update_done(self, update: int, metrics: Mapping[str, Any], at: float) -> None:

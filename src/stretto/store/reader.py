@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -45,7 +45,8 @@ class GroupRecord:
     """An admitted group with all of its trajectories, ended ones too."""
 
     group: int
-    epoch: int
+    epoch: int | None  # None: rows come as often as their priority has it
+    row_number: int  # of the data set
     version: int
     deadline: int
     staleness: int
@@ -63,6 +64,7 @@ class UpdateRecord:
     finished_at: float | None
     metrics: Mapping[str, Any]
     num_samples: int
+    num_again: int  # of them used before
     reward: float  # mean
     tokens: float  # mean of a completion
     age: float  # mean, in updates
@@ -193,17 +195,23 @@ class JournalReader:
     def outstanding(self) -> list[GroupRecord]:
         """The groups with trajectories under way, by id: what a resumed run goes on with."""
         marks = ", ".join("?" * len(UNDER_WAY))
+        return self._groups(f"(SELECT group_id FROM trajectories WHERE state IN ({marks}))", *UNDER_WAY)
+
+    def groups(self, ids: Collection[int]) -> list[GroupRecord]:
+        """These groups, in order of their ids."""
+        return [record for id in sorted(ids) for record in self._groups("(?)", id)]
+
+    def _groups(self, chosen: str, *args: Any) -> list[GroupRecord]:
         rows = self._rows(
-            "SELECT group_id, epoch, version, deadline, staleness, prompt_index, prompt_text, prompt_tokens, row, "
-            "admitted_at FROM groups WHERE group_id IN "
-            f"(SELECT group_id FROM trajectories WHERE state IN ({marks})) ORDER BY group_id",
-            *UNDER_WAY,
+            "SELECT group_id, epoch, row_number, version, deadline, staleness, prompt_index, prompt_text, "
+            f"prompt_tokens, row, admitted_at FROM groups WHERE group_id IN {chosen} ORDER BY group_id",
+            *args,
         )
         groups = []
-        for group, epoch, version, deadline, staleness, index, text, tokens, row, at in rows:
+        for group, epoch, number, version, deadline, staleness, index, text, tokens, row, at in rows:
             prompt = Prompt(index, text, tuple(np.frombuffer(tokens, "<i4").tolist()), json.loads(row))
             members = tuple(self._trajectories("WHERE group_id = ? ORDER BY member", group))
-            groups.append(GroupRecord(group, epoch, version, deadline, staleness, prompt, at, members))
+            groups.append(GroupRecord(group, epoch, number, version, deadline, staleness, prompt, at, members))
         return groups
 
     def _trajectories(self, where: str, *args: Any) -> list[TrajectoryRecord]:
@@ -233,29 +241,41 @@ class JournalReader:
     def batch(self, update: int) -> list[Sample]:
         """The batch of an update as the trainer got it."""
         rows = self._rows(
-            f"SELECT m.trajectory, t.group_id, t.version, g.prompt_tokens, t.reward, {_COMPLETION} FROM members m "
-            "JOIN trajectories t USING (trajectory) JOIN groups g USING (group_id) JOIN completions c "
+            f"SELECT m.trajectory, t.group_id, t.version, g.prompt_tokens, t.reward, m.use, {_COMPLETION} "
+            "FROM members m JOIN trajectories t USING (trajectory) JOIN groups g USING (group_id) JOIN completions c "
             "USING (trajectory) WHERE m.update_id = ? ORDER BY m.position",
             update,
         )
         return [
-            Sample(row[0], row[1], row[2], np.frombuffer(row[3], "<i4").tolist(), _completion(row[0], row[5:]), row[4])
-            for row in rows
+            Sample(
+                trajectory, group, version, np.frombuffer(prompt, "<i4").tolist(), _completion(trajectory, made), *rest
+            )
+            for trajectory, group, version, prompt, *rest, made in ((*row[:6], row[6:]) for row in rows)
         ]
 
     def updates(self) -> list[UpdateRecord]:
         """Every update whose batch was taken, in order."""
         rows = self._rows(
-            "SELECT u.update_id, u.taken_at, u.finished_at, u.metrics, COUNT(m.trajectory), AVG(t.reward), "
+            "SELECT u.update_id, u.taken_at, u.finished_at, u.metrics, COUNT(m.trajectory), "
+            "COALESCE(SUM(m.use <> 0), 0), AVG(t.reward), "
             "AVG(c.num_tokens), AVG(u.update_id - t.version), MAX(u.update_id - t.version) FROM updates u "
             "LEFT JOIN members m USING (update_id) LEFT JOIN trajectories t USING (trajectory) "
             "LEFT JOIN completions c USING (trajectory) GROUP BY u.update_id ORDER BY u.update_id"
         )
         return [
             UpdateRecord(
-                update, taken, finished, json.loads(metrics), count, reward or 0.0, tokens or 0.0, age or 0.0, old or 0
+                update,
+                taken,
+                finished,
+                json.loads(line),
+                count,
+                again,
+                reward or 0.0,
+                tokens or 0.0,
+                age or 0.0,
+                old or 0,
             )
-            for update, taken, finished, metrics, count, reward, tokens, age, old in rows
+            for update, taken, finished, line, count, again, reward, tokens, age, old in rows
         ]
 
     def samples(self, update: int) -> list[SampleRecord]:

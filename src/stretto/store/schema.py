@@ -5,7 +5,8 @@
     versions       every version of the policy with the checksum of its weights; `published_after` and `loaded_after`
                    are the last transition recorded before it was published, and before an engine first held it
     groups         one row an admitted prompt: version, deadline (`version + staleness`), the prompt itself, its place
-                   in the stream of prompts (`prompt_index`), and the row of the data set that it was drawn from
+                   in the stream of prompts (`prompt_index`), the row of the data set that it was drawn from and why
+                   (`draw`); `epoch` is NULL where rows come as often as their priority has it
     trajectories   one small row each, changed as it moves through its states
     completions    what a trajectory generated, with the version and checksum that the engine stamped on it; written
                    once, apart from `trajectories` so that a change of state never rewrites the blobs
@@ -46,6 +47,7 @@ ENDS: tuple[State, ...] = ("trained", "failed", "filtered", "dropped")
 UNDER_WAY: tuple[State, ...] = ("running", "suspended", "scoring", "scored", "training")
 
 Attempt = Literal["generation", "scoring"]
+Order = Literal["shuffled", "pass-rate"]
 
 EvaluationKind = Literal["before", "during", "after", "skipped"]
 
@@ -56,9 +58,9 @@ CREATE TABLE versions (
     version INTEGER PRIMARY KEY, checksum TEXT NOT NULL, published_at REAL NOT NULL,
     published_after INTEGER NOT NULL, loaded_at REAL, loaded_after INTEGER);
 CREATE TABLE groups (
-    group_id INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, prompt_index INTEGER NOT NULL, row_number INTEGER NOT NULL,
+    group_id INTEGER PRIMARY KEY, epoch INTEGER, prompt_index INTEGER NOT NULL, row_number INTEGER NOT NULL,
     version INTEGER NOT NULL, deadline INTEGER NOT NULL, staleness INTEGER NOT NULL, prompt_text TEXT NOT NULL,
-    prompt_tokens BLOB NOT NULL, row TEXT NOT NULL, admitted_at REAL NOT NULL);
+    prompt_tokens BLOB NOT NULL, row TEXT NOT NULL, admitted_at REAL NOT NULL, draw TEXT NOT NULL);
 CREATE TABLE trajectories (
     trajectory INTEGER PRIMARY KEY, group_id INTEGER NOT NULL, member INTEGER NOT NULL, version INTEGER NOT NULL,
     seed INTEGER NOT NULL, state TEXT NOT NULL, instance INTEGER, reward REAL, scored_at REAL,
@@ -105,7 +107,10 @@ class RunFacts:
     seed: int
     data_rows: int  # in the data set, which is one epoch
     retries: int  # tries after the first, to generate a trajectory and again to score it
-    filters: bool = False  # the recipe asked for groups without signal to be replaced
+    filter_limit: int = 0  # groups without signal that are replaced before one batch, at most; 0: none
+    order: Order = "shuffled"  # of the rows
+    replay_groups: int = 0  # groups that an update uses again, at most
+    replay_uses: int = 0  # of one group, after its first, at most
 
     @property
     def laws_broken(self) -> tuple[int, ...]:

@@ -1,0 +1,71 @@
+"""Which row of a data set comes next, where that follows from how often each was solved.
+
+A row is drawn with a probability in proportion to `FLOOR + 1 - rate`, where its rate is what it was scored of late: the
+mean of its rewards as shares of the reward that counts as solved, halved in weight whenever the row is drawn again. A
+row that was never scored counts as never solved. A draw follows from the seed, its position in the stream and what was
+scored and drawn before it; nothing else, so whoever has the history can draw it again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stretto.errors import RecipeError
+
+FLOOR = 0.1  # against 1 for a row that is never solved: what is solved always is still looked at now and then
+DECAY = 0.5  # of what was known of a row, when it is drawn again
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A row of the data set, and why it was drawn."""
+
+    row_number: int
+    epoch: int | None  # None: rows come as often as their priority has it
+    reason: str
+
+
+class PassRates:
+    """How often each row was solved of late, and draws by that. Not thread-safe."""
+
+    def __init__(self, num_rows: int, *, seed: int, pass_reward: float = 1.0) -> None:
+        if not (math.isfinite(pass_reward) and pass_reward > 0):
+            raise RecipeError(f"`task.pass_reward = {pass_reward}` must be a number above 0")
+        self._seed = seed
+        self._pass_reward = pass_reward
+        self._solved = np.zeros(num_rows)  # decayed sums over the trajectories of a row
+        self._scored = np.zeros(num_rows)
+
+    def draw(self, index: int) -> Draw:
+        """The row of position `index`, by what is known now. Each position is drawn once, in order."""
+        rates = np.divide(self._solved, self._scored, out=np.zeros_like(self._solved), where=self._scored > 0)
+        ends = np.cumsum(FLOOR + 1.0 - rates)
+        spot = np.random.default_rng([self._seed, index]).random() * ends[-1]
+        row = min(int(np.searchsorted(ends, spot, side="right")), len(ends) - 1)
+        known = f"pass rate {rates[row]:.4f}" if self._scored[row] > 0 else "not scored yet"
+        share = (FLOOR + 1.0 - rates[row]) / ends[-1]
+        self._solved[row] *= DECAY
+        self._scored[row] *= DECAY
+        return Draw(row, None, f"{known}, drawn with probability {share:.3g}")
+
+    def scored(self, row_number: int, reward: float) -> None:
+        """A trajectory of a row has its reward."""
+        self._solved[row_number] += min(1.0, max(0.0, reward / self._pass_reward))
+        self._scored[row_number] += 1.0
+
+    def state(self) -> dict[str, Any]:
+        """What was learnt of the rows so far, of types that JSON has."""
+        known = np.flatnonzero(self._scored).tolist()
+        return {"rows": known, "solved": self._solved[known].tolist(), "scored": self._scored[known].tolist()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` gave: later draws are then the same."""
+        self._solved[:] = 0.0
+        self._scored[:] = 0.0
+        self._solved[state["rows"]] = state["solved"]
+        self._scored[state["rows"]] = state["scored"]
