@@ -8,16 +8,17 @@ A ratio whose two sides come from different sittings carries a star.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.gpu import report_device
 from bench.gpu.cells import read_cells
 from bench.gpu.costs import StepCost, batch_lengths, fit, ideal_gain
 from bench.gpu.rollout import GROUP
+from bench.gpu.tables import MISSING, Record, by, decimal, rate, ratio, share, table, value
 
-Record = Mapping[str, Any]
-MISSING = "-"
+WHILE_ADMITTING = "generated_per_s_while_admitting"
 
 
 def report(records: Sequence[Record]) -> str:
@@ -28,55 +29,14 @@ def report(records: Sequence[Record]) -> str:
         _rollout(records),
         _updates(records),
         _costs(records),
+        report_device.publish(records),
+        report_device.slots(records),
+        report_device.sharing(records),
+        report_device.mismatch(records),
         _learning(records),
         _where(records),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    body = ["| " + " | ".join(row) + " |" for row in rows]
-    if not body:
-        return ""
-    return "\n".join([f"## {title}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head), *body])
-
-
-def _by(records: Sequence[Record], bench: str, *names: str) -> dict[tuple[Any, ...], dict[str, Record]]:
-    """Cells of a bench by some parameters, then by side."""
-    found: dict[tuple[Any, ...], dict[str, Record]] = {}
-    for record in records:
-        if record["bench"] == bench:
-            key = tuple(record["parameters"][name] for name in names)
-            found.setdefault(key, {})[record["side"]] = record
-    return dict(sorted(found.items()))
-
-
-def _value(record: Record | None, name: str, show: Callable[[float], str]) -> str:
-    if record is None:
-        return MISSING
-    if "does_not_fit" in record["results"]:
-        return "does not fit"
-    value = record["results"].get(name)
-    return MISSING if value is None else show(value)
-
-
-def _ratio(one: Record | None, other: Record | None, name: str = "tokens_per_s") -> str:
-    if one is None or other is None or not one["results"].get(name) or not other["results"].get(name):
-        return MISSING
-    star = "" if one["sitting"] == other["sitting"] else "*"
-    return f"{one['results'][name] / other['results'][name]:.2f}{star}"
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def _ms(value: float) -> str:
-    return f"{value:.2f}"
-
-
-def _share(value: float) -> str:
-    return f"{value:.0%}"
 
 
 def _generation(records: Sequence[Record], bench: str, title: str) -> str:
@@ -93,25 +53,25 @@ def _generation(records: Sequence[Record], bench: str, title: str) -> str:
         "of floor",
     ]
     rows = []
-    for key, sides in _by(records, bench, "size", "prompt", "tokens", "lora", "batch").items():
+    for key, sides in by(records, bench, "size", "prompt", "tokens", "lora", "batch").items():
         size, prompt, tokens, lora, batch = key
         ours, theirs = sides.get("native"), sides.get("vllm")
         rows.append(
             [
                 *(size, f"{prompt:,} + {tokens:,}", str(lora), str(batch)),
-                *(_value(side, "tokens_per_s", _rate) for side in (ours, theirs)),
-                _ratio(ours, theirs),
-                *(_value(ours, name, _ms) for name in ("step_ms", "floor_step_ms")),
-                _value(ours, "share_of_floor", _share),
+                *(value(side, "tokens_per_s", rate) for side in (ours, theirs)),
+                ratio(ours, theirs),
+                *(value(ours, name, decimal) for name in ("step_ms", "floor_step_ms")),
+                value(ours, "share_of_floor", share),
             ]
         )
-    return _table(title, head, rows)
+    return table(title, head, rows)
 
 
 def _rollout(records: Sequence[Record]) -> str:
     """The drain of both sides, and the sustained rate over each of them."""
-    drains = _by(records, "drain", "size", "tail", "groups", "lora")
-    sustained = _by(records, "sustained", "size", "tail", "groups")
+    drains = by(records, "drain", "size", "tail", "groups", "lora")
+    sustained = by(records, "sustained", "size", "tail", "groups")
     head = [
         "size",
         "tail",
@@ -131,42 +91,48 @@ def _rollout(records: Sequence[Record]) -> str:
         rows.append(
             [
                 *(size, tail, f"{groups} x {GROUP}", str(lora)),
-                *(_value(side, "tokens_per_s", _rate) for side in (ours, theirs)),
-                _ratio(ours, theirs),
-                _value(full, "tokens_per_s", _rate),
-                *(_ratio(full, side) for side in (ours, theirs)),
+                *(value(side, "tokens_per_s", rate) for side in (ours, theirs)),
+                ratio(ours, theirs),
+                value(full, "tokens_per_s", rate),
+                *(ratio(full, side) for side in (ours, theirs)),
             ]
         )
-    return _table("Rollout, tokens a second", head, rows)
+    return table("Rollout, tokens a second", head, rows)
 
 
 def _updates(records: Sequence[Record]) -> str:
-    head = ["size", "tail", "groups", "paradigm", "K", "tok/s", "steady", "s/update", "training s", "rows idle"]
-    head += ["age", "dropped", "over synchronous", "over TRL"]
+    """Whole runs. A ratio is between runs of the same work: over synchronous as many updates, of the same groups."""
+    head = ["size", "tail", "groups", "updates", "paradigm", "K", "tok/s", "while admitting", "s/update", "training s"]
+    head += ["rows idle", "half of rows", "age", "dropped", "over synchronous", "while admitting", "over TRL"]
     found = [record for record in records if record["bench"] == "update"]
 
     def of(record: Record, *names: str) -> tuple[Any, ...]:
         return tuple(record["parameters"].get(name) for name in names)
 
+    def same(record: Record, *names: str) -> list[Record]:
+        return [r for r in found if of(r, *names) == of(record, *names)]
+
     rows = []
-    for record in sorted(found, key=lambda r: (*of(r, "size", "tail", "groups"), r["side"], *of(r, "paradigm"))):
-        same = [r for r in found if of(r, "size", "tail", "groups") == of(record, "size", "tail", "groups")]
-        plain = next((r for r in same if r["parameters"].get("paradigm") == "synchronous"), None)
-        trl = next((r for r in same if r["side"] == "trl"), None)
-        size, tail, groups, paradigm, staleness = of(record, "size", "tail", "groups", "paradigm", "staleness")
+    work = ("size", "tail", "groups")
+    for record in sorted(found, key=lambda r: (*of(r, *work), r["side"], of(r, "updates"), str(of(r, "paradigm")))):
+        alike = same(record, *work, "updates", "prompt")
+        plain = next((r for r in alike if r["parameters"].get("paradigm") == "synchronous"), None)
+        trl = next((r for r in same(record, *work) if r["side"] == "trl"), None)
+        size, tail, groups, updates, paradigm, staleness = of(record, *work, "updates", "paradigm", "staleness")
         rows.append(
             [
-                *(size, tail, f"{groups} x {GROUP}", paradigm or record["side"], str(staleness or 0)),
-                *(_value(record, name, _rate) for name in ("tokens_per_s", "steady_tokens_per_s")),
-                *(_value(record, name, _ms) for name in ("seconds_per_update", "training_s_per_update")),
-                _value(record, "row_idle_share", _share),
-                _value(record, "staleness_mean", _ms),
-                _value(record, "dropped_share", _share),
-                _ratio(record, plain),
-                _ratio(record, trl),
+                *(size, tail, f"{groups} x {GROUP}", str(updates), paradigm or record["side"], str(staleness or 0)),
+                *(value(record, name, rate) for name in ("tokens_per_s", WHILE_ADMITTING)),
+                *(value(record, name, decimal) for name in ("seconds_per_update", "training_s_per_update")),
+                *(value(record, name, share) for name in ("row_idle_share", "half_rows_share")),
+                value(record, "staleness_mean", decimal),
+                value(record, "dropped_share", share),
+                ratio(record, plain),
+                ratio(record, plain, WHILE_ADMITTING),
+                ratio(record, trl),
             ]
         )
-    return _table("Updates", head, rows)
+    return table("Updates", head, rows)
 
 
 def step_cost(records: Sequence[Record], size: str) -> StepCost | None:
@@ -188,36 +154,58 @@ def step_cost(records: Sequence[Record], size: str) -> StepCost | None:
 
 
 def _costs(records: Sequence[Record]) -> str:
-    head = ["size", "a, ms a step", "b, us a row", "c, ns a token", "tail", "groups", "training s"]
-    head += ["synchronous s", "full rows s", "ideal gain", "measured gain"]
+    """Ideal gains for the work of the runs that were made, or of one update where there are none.
+
+    The gain while groups are admitted is that of the updates between the first and the last, which is what the window
+    of the synchronous run holds.
+    """
+    head = ["size", "a, ms a step", "b, us a row", "c, ns a token", "tail", "groups", "updates", "training s"]
+    head += ["synchronous s", "full rows s", "ideal gain", "measured", "ideal while admitting", "measured"]
     rows = []
     for record in (r for r in records if r["bench"] == "training"):
         parameters = record["parameters"]
         cost = step_cost(records, parameters["size"])
         if cost is None or "training_s" not in record["results"]:
             continue
-        tail, groups, training = parameters["tail"], parameters["groups"], record["results"]["training_s"]
-        ideal = ideal_gain(cost, batch_lengths(tail, groups), parameters["prompt"], groups * GROUP, training)
-        rows.append(
-            [
-                *(parameters["size"], f"{1e3 * cost.a:.3f}", f"{1e6 * cost.b:.2f}", f"{1e9 * cost.c:.2f}"),
-                *(tail, f"{groups} x {GROUP}", f"{training:.2f}"),
-                *(f"{ideal[name]:.1f}" for name in ("synchronous_s", "full_rows_s")),
-                f"{ideal['gain']:.2f}",
-                _measured_gain(records, parameters),
-            ]
-        )
-    return _table("Cost of a step and the ideal gain", head, rows)
+        runs = _runs_of(records, parameters)
+        for updates in sorted(runs) or [1]:
+            batches = batch_lengths(parameters["tail"], parameters["groups"], updates)
+            ideal = _ideal(cost, batches, record)
+            between = _ideal(cost, batches[1:-1], record) if updates > 2 else None
+            pair = [runs.get(updates, {}).get(paradigm) for paradigm in ("multi-version", "synchronous")]
+            rows.append(
+                [
+                    *(parameters["size"], f"{1e3 * cost.a:.3f}", f"{1e6 * cost.b:.2f}", f"{1e9 * cost.c:.2f}"),
+                    *(parameters["tail"], f"{parameters['groups']} x {GROUP}", str(updates)),
+                    *(f"{ideal[name]:.1f}" for name in ("training_s", "synchronous_s", "full_rows_s")),
+                    *(f"{ideal['gain']:.2f}", ratio(*pair)),
+                    *(MISSING if between is None else f"{between['gain']:.2f}", ratio(*pair, WHILE_ADMITTING)),
+                ]
+            )
+    return table("Cost of a step and the ideal gain", head, rows)
 
 
-def _measured_gain(records: Sequence[Record], parameters: Mapping[str, Any]) -> str:
-    same = {
-        r["parameters"].get("paradigm"): r
-        for r in records
-        if r["bench"] == "update"
-        and all(r["parameters"].get(name) == parameters[name] for name in ("size", "tail", "groups"))
-    }
-    return _ratio(same.get("multi-version"), same.get("synchronous"))
+def _ideal(cost: StepCost, batches: Sequence[Sequence[int]], training: Record) -> dict[str, float]:
+    """The ideal of some updates; their training takes as long a token as that of the batch that was measured."""
+    prompt, rows = training["parameters"]["prompt"], training["parameters"]["groups"] * GROUP
+
+    def tokens(work: Sequence[Sequence[int]]) -> int:
+        return sum(prompt + length for batch in work for length in batch)
+
+    measured = tokens(batch_lengths(training["parameters"]["tail"], training["parameters"]["groups"]))
+    training_s = training["results"]["training_s"] * tokens(batches) / measured
+    return {**ideal_gain(cost, batches, prompt, rows, training_s), "training_s": training_s}
+
+
+def _runs_of(records: Sequence[Record], parameters: Mapping[str, Any]) -> dict[int, dict[str, Record]]:
+    """Runs of the same size, tail, groups and prompt, by their number of updates and by paradigm."""
+    found: dict[int, dict[str, Record]] = {}
+    for record in records:
+        own = record["parameters"]
+        alike = all(own.get(name) == parameters[name] for name in ("size", "tail", "groups", "prompt"))
+        if record["bench"] == "update" and record["side"] == "native" and alike:
+            found.setdefault(own["updates"], {})[own["paradigm"]] = record
+    return found
 
 
 def _learning(records: Sequence[Record]) -> str:
@@ -225,13 +213,13 @@ def _learning(records: Sequence[Record]) -> str:
     rows = [
         [
             *(str(r["parameters"][name]) for name in ("paradigm", "staleness", "seed", "updates")),
-            *(_value(r, name, "{:.3f}".format) for name in ("eval_before", "eval_after", "eval_best")),
-            *(_value(r, name, "{:,.1f}".format) for name in ("wall_s", "staleness_mean", "tokens_per_s")),
+            *(value(r, name, "{:.3f}".format) for name in ("eval_before", "eval_after", "eval_best")),
+            *(value(r, name, "{:,.1f}".format) for name in ("wall_s", "staleness_mean", "tokens_per_s")),
         ]
         for r in records
         if r["bench"] == "learning"
     ]
-    return _table("Learning", head, rows)
+    return table("Learning", head, rows)
 
 
 def _where(records: Sequence[Record]) -> str:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +42,14 @@ from stretto.types import Batch, Capacity, Completion, Load, Prompt, Request, Sa
 EPOCH = 1 << 20  # prompts before one comes again
 
 
+class Drawn(NamedTuple):
+    """Which row a group gets, and why."""
+
+    row_number: int
+    epoch: int
+    reason: str = "shuffled"
+
+
 class SyntheticPrompts:
     """An endless stream of random prompts of one length; a group's prompt hangs on its place in the stream alone."""
 
@@ -50,7 +58,7 @@ class SyntheticPrompts:
     def __init__(self, size: str, length: int, seed: int) -> None:
         self._vocabulary, self._length, self._seed = SHAPES[size].vocab_size, length, seed
 
-    def prompt(self, index: int) -> Prompt:
+    def prompt(self, index: int, row_number: int | None = None) -> Prompt:
         drawn = np.random.default_rng([self._seed, index]).integers(0, self._vocabulary, self._length)
         return Prompt(index, "", tuple(drawn.tolist()), {})
 
@@ -59,6 +67,12 @@ class SyntheticPrompts:
 
     def row_number(self, index: int) -> int:
         return index % EPOCH
+
+    def draw(self, index: int) -> Drawn:
+        return Drawn(self.row_number(index), self.epoch(index))
+
+    def scored(self, row_number: int, reward: float) -> None:
+        """Rewards are coins: they change nothing."""
 
 
 class Coin:
