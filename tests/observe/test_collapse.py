@@ -1,12 +1,17 @@
 """Whether a collapsing run is told from one that learns."""
 
+import io
 import json
 import random
 from dataclasses import asdict
 
 import pytest
+from rich.console import Console
 
 from stretto.observe.collapse import LEAST, PAST, RECENT, History
+from stretto.observe.metrics import Tally
+from stretto.observe.progress import Plain
+from stretto.types import UpdateReport
 
 # 100 updates of the quickstart under `multi-version` with K = 2: entropy falls while it learns.
 REWARD_MEAN = (
@@ -179,3 +184,28 @@ def test_the_history_is_bounded_and_goes_on_where_a_checkpoint_left_it():
     assert len(resumed.last) == RECENT + PAST
     assert len(resumed.first) == PAST
     assert list(resumed.seen) == ["entropy"]
+
+
+class Kept:
+    """A sink that keeps what it is given."""
+
+    def __init__(self):
+        self.records = []
+
+    def write(self, record):
+        self.records.append(json.loads(json.dumps(record)))
+
+
+def test_a_collapse_is_recorded_with_its_update_and_shown_once():
+    sink, screen = Kept(), io.StringIO()
+    tally, observer = Tally(rows=1, sink=sink), Plain(Console(file=screen, width=500), steps=1_000, every_s=1e9)
+    for update, line in enumerate(steady(40) + steady(10, seed=1, entropy=0.05)):
+        report = UpdateReport(update, {**line, "num_sequences": 1.0}, 0.0, 0, 1.0)
+        observer.updated(tally.trained([], report, started=0.0, ended=1.0, idle_s=0.0, waited_for=""))
+    kinds = [record["collapsing"] for record in sink.records]
+    began = kinds.index(["entropy"])
+    assert 40 < began < 40 + RECENT
+    assert not any(kinds[:began])
+    assert [bool(record["warnings"]) for record in sink.records] == [update == began for update in range(50)]
+    assert screen.getvalue().count("the run may be collapsing: entropy fell") == 1
+    assert tally.summary()["collapsing"] == {"entropy": began}

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_cases import random_batch
 
+from stretto.observe.metrics import Tally
 from stretto.training.advantages import group_relative
 from stretto.training.measures import (
     Collector,
@@ -21,7 +22,7 @@ from stretto.training.measures import (
     token_measures,
 )
 from stretto.training.packing import micro_batch
-from stretto.types import Batch
+from stretto.types import Batch, UpdateReport
 
 
 def values(log_ratios, samples=None, **others) -> TokenValues:
@@ -161,3 +162,17 @@ def test_every_measure_of_a_batch_is_documented():
         **staleness_measures(batch, tokens),
     }
     assert {general(name) for name in found} <= documented()
+
+
+def test_every_name_on_the_line_of_an_update_is_documented():
+    class Nowhere:
+        def write(self, record):
+            pass
+
+    batch = random_batch()
+    tally = Tally(rows=1, sink=Nowhere())
+    tally.filtered([3, 4], 1.0)
+    line = tally.trained(
+        batch.samples, UpdateReport(0, {}, 0.0, 0, 1.0), started=0.0, ended=1.0, idle_s=0.0, waited_for=""
+    )
+    assert set(line) <= documented()

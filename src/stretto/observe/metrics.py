@@ -19,6 +19,7 @@ import numpy as np
 
 from stretto.errors import RunError
 from stretto.evaluation import EvaluationResult
+from stretto.observe.collapse import History
 from stretto.types import Completion, Load, Sample, UpdateReport
 
 
@@ -94,12 +95,18 @@ class Totals:
     mismatch_tokens: int = 0
     ages: dict[int, int] = field(default_factory=dict)  # updates late -> trajectories trained, later uses too
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    history: History = field(default_factory=History)  # by which a collapse is seen
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Totals:
         """Read back what `dataclasses.asdict` wrote; JSON has turned the ages into strings."""
         ages = {int(age): count for age, count in values["ages"].items()}
-        return cls(**{**values, "ages": ages, "filtered_before": tuple(values["filtered_before"])})
+        read = {
+            "ages": ages,
+            "filtered_before": tuple(values["filtered_before"]),
+            "history": History(**values["history"]),
+        }
+        return cls(**{**values, **read})
 
 
 class Tally:
@@ -225,6 +232,7 @@ class Tally:
             "replayed_tokens": again,
             **self._filtered_since(len({sample.group for sample in fresh})),
         }
+        line["collapsing"], line["warnings"] = totals.history.add(line)
         self._sink.write(line)
         return line
 
@@ -290,6 +298,7 @@ class Tally:
             "mixed_version_share": _ratio(totals.mixed, totals.trained),
             "groups_without_signal": totals.groups_without_signal,
             "length_ratio": _ratio(mean_trained, mean_sampled),
+            "collapsing": totals.history.seen,
             "mismatch_kl": totals.mismatch_kl_sum / totals.mismatch_tokens if totals.mismatch_tokens else None,
             "mismatch_tokens": totals.mismatch_tokens,
         }

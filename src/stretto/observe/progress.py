@@ -106,6 +106,8 @@ class Plain:
         pass
 
     def updated(self, line: Mapping[str, Any]) -> None:
+        for warning in line.get("warnings", ()):
+            self.message(warning)
         now = time.monotonic()
         if now - self._shown_at >= self._every_s or line["update"] + 1 == self._steps:
             if self._shown_at == 0.0:
@@ -142,6 +144,8 @@ class Terminal:
             self._live.start()
 
     def updated(self, line: Mapping[str, Any]) -> None:
+        for warning in line.get("warnings", ()):
+            self.message(warning)
         self._line = line
 
     def evaluated(self, result: EvaluationResult) -> None:

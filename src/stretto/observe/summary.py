@@ -44,6 +44,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         table.add_row("groups that failed and were replaced", f"{summary['replaced_groups']}")
     table.add_row("mixed versions", f"{summary['mixed_version_trajectories']}")
     table.add_row("trained length over sampled", f"{summary['length_ratio']:.3f}")
+    for kind, update in summary["collapsing"].items():
+        table.add_row(f"collapsing ({kind})", f"since update {update}")
     mismatch = summary["mismatch_kl"]
     table.add_row("engine against trainer (KL)", "not measured" if mismatch is None else f"{mismatch:.1e}")
     return table
