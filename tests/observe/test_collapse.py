@@ -200,7 +200,7 @@ def test_a_collapse_is_recorded_with_its_update_and_shown_once():
     sink, screen = Kept(), io.StringIO()
     tally, observer = Tally(rows=1, sink=sink), Plain(Console(file=screen, width=500), steps=1_000, every_s=1e9)
     for update, line in enumerate(steady(40) + steady(10, seed=1, entropy=0.05)):
-        report = UpdateReport(update, {**line, "num_sequences": 1.0}, 0.0, 0, 1.0)
+        report = UpdateReport(update, {**line, "update": update, "num_sequences": 1.0}, 0.0, 0, 1.0)
         observer.updated(tally.trained([], report, started=0.0, ended=1.0, idle_s=0.0, waited_for=""))
     kinds = [record["collapsing"] for record in sink.records]
     began = kinds.index(["entropy"])
