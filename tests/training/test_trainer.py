@@ -8,7 +8,8 @@ from training_cases import VOCABULARY, random_batch, reference_logprobs, tiny
 from stretto.checksums import checksum
 from stretto.errors import ModelError, TrainerError
 from stretto.models import second_tree
-from stretto.training.losses import GrpoOptions
+from stretto.objectives.grpo import GrpoOptions
+from stretto.training.advantages import outcome_advantages
 from stretto.training.trainer import LocalTrainer, LoraOptions, TrainerOptions
 from stretto.types import Batch, Completion, Sample
 
@@ -19,7 +20,7 @@ def gradients(trainer, batch):
     """The gradient that an update would step along, without the step."""
     taken = {}
 
-    def take(*_):
+    def take(*_, **__):
         taken.update({n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None})
         raise KeyboardInterrupt
 
@@ -32,7 +33,8 @@ def gradients(trainer, batch):
 
 def reference_loss(model, batch, algorithm, temperature):
     """The loss from its definition: one sequence at a time, by the model's own forward pass."""
-    advantages = algorithm.advantages([s.reward for s in batch.samples], [s.group for s in batch.samples]).values
+    rewards, groups = [s.reward for s in batch.samples], [s.group for s in batch.samples]
+    advantages = outcome_advantages(algorithm.advantage, rewards, groups).values
     tokens, means = [], []
     for sample, advantage in zip(batch.samples, advantages, strict=True):
         logprobs = reference_logprobs(model, sample, temperature)
@@ -62,7 +64,7 @@ def relative_error(got, expected):
     ("algorithm", "temperature"),
     [
         (GrpoOptions(), 1.0),
-        (GrpoOptions(average="sequence", normalize_std=False), 0.7),
+        (GrpoOptions(average="sequence", advantage="group-mean"), 0.7),
     ],
 )
 def test_gradients_are_those_of_the_definition_whatever_the_micro_batches(kind, algorithm, temperature):

@@ -114,7 +114,9 @@ class PackedModel:
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 
-    def logprobs(self, micro: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs(
+        self, micro: MicroBatch, temperature: float, *, entropy_gradient: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The log-probability of every completion token [C], with gradient, and the entropy there [C], without."""
         return token_logprobs(
             self.hidden(micro.input_ids, micro.position_ids, micro.layout),
@@ -126,6 +128,7 @@ class PackedModel:
             softcap=self.softcap,
             multiplier=self.multiplier,
             entropy=True,
+            entropy_gradient=entropy_gradient,
             supports=micro.supports,
         )
 

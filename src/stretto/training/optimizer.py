@@ -29,7 +29,9 @@ class TrainerOptions:
     eps: float = 1e-8
     max_grad_norm: float = 1.0  # 0: no clipping
     micro_tokens: int = 8192  # tokens through the model at once
+    optimizer_steps: int = 1  # the batch of an update is cut into so many parts of whole groups, one step each
     temperature: float = 1.0  # that the engine samples with
+    max_tokens: int = 0  # longest completion of the run, which overlong ones are punished by
     seed: int = 0  # of the adapters' first values
     compile: bool | None = None  # the decoder's layers, by `torch.compile`; None: on CUDA, where the model is plain
     checkpointing: bool = False  # keep one hidden state a layer, and make the rest again in the backward pass
@@ -52,8 +54,9 @@ class TrainerOptions:
                 f"`temperature = {self.temperature}` leaves nothing to learn from: greedy samples have no "
                 "log-probability; choose one above 0"
             )
-        if self.micro_tokens < 1:
-            raise RecipeError(f"`micro_tokens = {self.micro_tokens}` must be at least 1")
+        for name in ("micro_tokens", "optimizer_steps"):
+            if getattr(self, name) < 1:
+                raise RecipeError(f"`{name} = {getattr(self, name)}` must be at least 1")
 
 
 def learning_rate(step: int, options: TrainerOptions) -> float:
@@ -109,19 +112,23 @@ class Optimizer:
         gradients = [p.grad for p in self._stepped.values() if p.grad is not None]
         return nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
 
-    def step(self, norm: torch.Tensor | None = None, value: float | None = None) -> tuple[float, float]:
+    def step(
+        self, norm: torch.Tensor | None = None, value: float | None = None, *, update: int | None = None
+    ) -> tuple[float, float]:
         """Clip, step and clear the gradients. Returns the norm before clipping and the learning rate.
 
-        `norm` is what `norm()` gave, and `value` the same number where it has been read from the device already. Raises
+        `norm` is what `norm()` gave, and `value` the same number where it has been read from the device already. The
+        rate is that of `update`, by default the number of steps so far: an update may take several. Raises
         `TrainerError` before anything has changed when the norm is not finite.
         """
+        update = self.step_count if update is None else update
         norm = self.norm() if norm is None else norm
         value = float(norm) if value is None else value
         if not math.isfinite(value):
-            raise TrainerError(f"the gradient's norm is {value} at update {self.step_count}: nothing was stepped")
+            raise TrainerError(f"the gradient's norm is {value} at update {update}: nothing was stepped")
         if self.options.max_grad_norm and value > self.options.max_grad_norm:
             nn.utils.clip_grads_with_norm_(self._stepped.values(), self.options.max_grad_norm, norm)
-        rate = learning_rate(self.step_count, self.options)
+        rate = learning_rate(update, self.options)
         for group in self._adam.param_groups:
             group["lr"] = rate
         self._adam.step()

@@ -1,33 +1,43 @@
 """The seam between the loop and training, and the trainer that runs in this process.
 
-An update is: advantages from the rewards; the batch cut into micro-batches without padding; for each of them one
-forward pass, the log-probabilities of the completion tokens, the objective, one backward pass; one optimizer step. The
-algorithm is an argument, and nothing here knows which.
+An update is: the batch cut into parts, one an optimizer step, and those into micro-batches without padding; what has to
+be known before the first step (log-probabilities under the policy as it is, and under a reference); advantages from the
+rewards; then for each part, for each of its micro-batches one forward pass, the log-probabilities of the completion
+tokens, the objective, one backward pass; and one optimizer step. The algorithm is an argument, and nothing here knows
+which.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from stretto.checksums import checksum
 from stretto.errors import ModelError, TrainerError
-from stretto.training.advantages import Advantages
+from stretto.objectives.base import ObjectiveOptions, Tokens
+from stretto.objectives.grpo import GrpoOptions
+from stretto.training.advantages import Advantages, outcome_advantages
+from stretto.training.correction import correction_weights
 from stretto.training.flops import Costs, peak_flops, utilization
 from stretto.training.forward import PackedModel
 from stretto.training.lora import LoraOptions, inject_lora, lora_tensors, write_adapter
-from stretto.training.losses import Algorithm, BatchView, GrpoOptions, token_weights
-from stretto.training.measures import Collector, batch_measures, mismatch, token_measures
+from stretto.training.measures import Collector, TokenValues, batch_measures, mismatch, token_measures
 from stretto.training.optimizer import Optimizer, TrainerOptions
-from stretto.training.packing import first_fit_decreasing, input_lengths, micro_batch
+from stretto.training.packing import MicroBatch, micro_batch
+from stretto.training.parts import Part, Piece, cut_batch
+from stretto.training.reference import Reference
+from stretto.training.shaping import Shaped, shape
+from stretto.training.terms import divergence
 from stretto.types import Batch, UpdateReport, Weights
 
 __all__ = ["GrpoOptions", "LocalTrainer", "LoraOptions", "Trainer", "TrainerOptions"]
@@ -75,6 +85,35 @@ class Trainer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What one optimizer step did."""
+
+    loss: float
+    norm: float  # of the gradient, before clipping
+    rate: float
+    tokens: TokenValues
+
+
+def pieces_of(parts: Iterable[Part]) -> Iterator[Piece]:
+    """Every micro-batch of an update."""
+    return (piece for part in parts for piece in part.pieces)
+
+
+def joined(parts: Sequence[TokenValues]) -> TokenValues:
+    """The values of the tokens of all steps of an update, in the order in which they were trained."""
+    if len(parts) == 1:
+        return parts[0]
+    values: dict[str, Any] = {}
+    for field in fields(TokenValues):
+        each = [getattr(part, field.name) for part in parts]
+        if isinstance(each[0], Mapping):
+            values[field.name] = {name: np.concatenate([one[name] for one in each]) for name in each[0]}
+        else:
+            values[field.name] = np.concatenate(each)
+    return TokenValues(**values)
+
+
 class LocalTrainer:
     """Trains a Hugging Face causal LM in this process, in full or by LoRA.
 
@@ -90,15 +129,16 @@ class LocalTrainer:
         *,
         lora: LoraOptions | None = None,
         options: TrainerOptions | None = None,
-        algorithm: Algorithm | None = None,
+        algorithm: ObjectiveOptions | None = None,
         tokenizer: Any = None,  # exported beside the model
         base: str | None = None,  # what an adapter says it belongs to; None: the model's own `name_or_path`
+        reference: nn.Module | None = None,  # what a divergence is measured against; None: the policy without adapters
     ) -> None:
         if any(parameter.is_inference() for parameter in model.parameters()):
             raise ModelError("the model was loaded under `torch.inference_mode`, so it cannot train: load it outside")
         self.model: Any = model
         self.options = options or TrainerOptions()
-        self.algorithm: Algorithm = algorithm or GrpoOptions()
+        self.algorithm: ObjectiveOptions = algorithm or GrpoOptions()
         self.lora = lora
         self.tokenizer = tokenizer
         self.base = base if base is not None else str(getattr(model, "name_or_path", ""))
@@ -115,10 +155,18 @@ class LocalTrainer:
         self.optimizer = Optimizer(trainable, self.options)
         self.costs = Costs(model, trains_weights=lora is None)
         self.peak = peak_flops(self.device, self.packed.head.weight.dtype)
+        self.reference: Reference | None = None
+        if self.algorithm.kl is not None:
+            self.reference = (
+                Reference.without_adapters(self.packed)
+                if reference is None
+                else Reference.of_model(reference, self.packed)
+            )
+        self._version = 0
 
     @property
     def version(self) -> int:
-        return self.optimizer.step_count
+        return self._version
 
     def update(self, batch: Batch) -> UpdateReport:
         started = time.perf_counter()
@@ -126,59 +174,189 @@ class LocalTrainer:
             raise TrainerError(f"update {batch.update} was asked for, but the trainer holds version {self.version}")
         if not batch.samples:
             raise TrainerError(f"update {batch.update} has an empty batch")
+        parts = cut_batch(
+            batch.samples, self.algorithm, num_parts=self.options.optimizer_steps,
+            micro_tokens=self.options.micro_tokens,
+        )  # fmt: skip
+        # A later step may fail when earlier ones are done, and then nothing may have changed.
+        before = self.optimizer.state() if len(parts) > 1 else None
         try:
-            advantages = self.algorithm.advantages([s.reward for s in batch.samples], [s.group for s in batch.samples])
-        except ValueError as error:
-            raise TrainerError(f"update {batch.update}: {error}") from error
-        collector = Collector()
-        try:
-            with torch.inference_mode(False), torch.enable_grad():
-                self._accumulate(batch, advantages, collector)
-            norm = self.optimizer.norm()
-            loss, norm_value, tokens = collector.finish(norm)
-            if not math.isfinite(loss):
-                raise TrainerError(
-                    f"the loss of update {batch.update} is {loss}: a log-probability, the engine's or the trainer's, "
-                    "is not finite"
-                )
-            _, rate = self.optimizer.step(norm, norm_value)
+            with torch.inference_mode(False):
+                self._look_ahead(batch, parts)
+                shaped = self._rewards(batch, parts)
+                advantages = self._advantages(batch, shaped.rewards)
+                steps = [self._step(batch, part, advantages) for part in parts]
         except BaseException:
             self.optimizer.discard()
+            if before is not None:
+                self.optimizer.restore(before)
             raise
+        self._version += 1
+        tokens = joined([step.tokens for step in steps])
         kl_sum, kl_tokens = mismatch(batch, tokens)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # the update has ended when its time is taken
         seconds = time.perf_counter() - started
         metrics = {
-            "loss": loss,
-            "grad_norm": norm_value,
-            "learning_rate": rate,
+            "loss": sum(step.loss for step in steps) / len(steps),
+            "grad_norm": sum(step.norm for step in steps) / len(steps),
+            "learning_rate": steps[-1].rate,
             **batch_measures(batch, advantages),
+            **shaped.metrics,
             **token_measures(tokens, len(batch.samples)),
             "mismatch_kl": kl_sum / max(1, kl_tokens),
-            "micro_batches": float(collector.num_micro_batches),
+            "micro_batches": float(sum(len(part.pieces) for part in parts)),
+            "optimizer_steps": float(len(parts)),
             "seconds": seconds,
             **utilization(self.costs.update(batch), seconds, self.peak),
         }
         return UpdateReport(batch.update, metrics, kl_sum, kl_tokens, seconds)
 
-    def _accumulate(self, batch: Batch, advantages: Advantages, collector: Collector) -> None:
-        """Sum the gradient of the whole batch's loss over its micro-batches."""
-        samples = batch.samples
-        weights = token_weights(np.array([len(s.completion.tokens) for s in samples]), self.algorithm.average)
-        dtype = torch.float64 if self.packed.head.weight.dtype == torch.float64 else torch.float32
-        for chosen in first_fit_decreasing(input_lengths(samples), self.options.micro_tokens):
-            micro = micro_batch(
-                samples, chosen, advantages.values, weights, device=self.device, dtype=dtype,
-                flash=self.packed.flash, multiple=self.packed.multiple,
-            )  # fmt: skip
-            logprobs, entropies = self.packed.logprobs(micro, self.options.temperature)
-            view = BatchView(micro.behaviour_logprobs, micro.advantages, micro.sequences, len(chosen))
-            losses, diagnostics = self.algorithm.objective(logprobs, view)
-            loss = torch.dot(losses, micro.weights)
-            loss.backward()  # type: ignore[no-untyped-call]
-            self.optimizer.collect()
-            collector.add(micro, loss, logprobs, entropies, diagnostics)
+    # -- before the first step -----------------------------------------------------------------------------------------
+
+    def _look_ahead(self, batch: Batch, parts: list[Part]) -> None:
+        """Fill in what has to be known of each token before anything is stepped, a pass over the batch each."""
+        if len(parts) > 1:  # a single step has it from its own forward pass
+            with torch.no_grad():
+                for piece in pieces_of(parts):
+                    piece.proximal, _ = self.packed.logprobs(self._micro(batch, piece), self.options.temperature)
+        if self.reference is not None:
+            with self.reference.active() as packed:
+                for piece in pieces_of(parts):
+                    micro = self._micro(batch, piece, packed=packed)
+                    piece.reference, _ = packed.logprobs(micro, self.options.temperature)
+
+    def _rewards(self, batch: Batch, parts: list[Part]) -> Shaped:
+        """What advantages are made of: the rewards, shaped by length, less the divergence from the reference."""
+        shaped = shape(
+            [s.reward for s in batch.samples],
+            [s.group for s in batch.samples],
+            [len(s.completion.tokens) for s in batch.samples],
+            self.algorithm.length,
+            max_tokens=self.options.max_tokens,
+        )
+        kl = self.algorithm.kl
+        if kl is None or kl.place != "reward":
+            return shaped
+        return replace(shaped, rewards=shaped.rewards - kl.coefficient * self._divergences(batch, parts, kl.estimator))
+
+    def _advantages(self, batch: Batch, rewards: NDArray[np.float64]) -> Advantages:
+        """From the rewards of the whole batch, whatever its parts."""
+        try:
+            return outcome_advantages(self.algorithm.advantage, rewards, [s.group for s in batch.samples])
+        except ValueError as error:
+            raise TrainerError(f"update {batch.update}: {error}") from error
+
+    def _divergences(self, batch: Batch, parts: list[Part], estimator: str) -> NDArray[np.float64]:
+        """How far from the reference the policy that sampled each sample was, summed over its tokens [n]."""
+        sums = np.zeros(len(batch.samples))
+        for piece in pieces_of(parts):
+            assert piece.reference is not None
+            completions = [batch.samples[index].completion.logprobs for index in piece.chosen]
+            sampled = torch.from_numpy(np.concatenate(completions).astype(np.float64))
+            values = divergence(estimator, sampled, piece.reference.double().cpu()).numpy()
+            ends = np.cumsum([len(each) for each in completions])[:-1]
+            for index, tokens in zip(piece.chosen, np.split(values, ends), strict=True):
+                sums[index] = tokens.sum()
+        return sums
+
+    def _micro(
+        self,
+        batch: Batch,
+        piece: Piece,
+        advantages: NDArray[np.float64] | None = None,  # [n]
+        weights: NDArray[np.float64] | None = None,  # [n]
+        packed: PackedModel | None = None,
+    ) -> MicroBatch:
+        nothing = np.zeros(len(batch.samples))
+        packed = packed or self.packed
+        return micro_batch(
+            batch.samples, piece.chosen, nothing if advantages is None else advantages,
+            nothing if weights is None else weights, device=self.device, dtype=self._dtype,
+            flash=packed.flash, multiple=packed.multiple,
+        )  # fmt: skip
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of everything that is computed of log-probabilities."""
+        return torch.float64 if self.packed.head.weight.dtype == torch.float64 else torch.float32
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def _step(self, batch: Batch, part: Part, advantages: Advantages) -> _Step:
+        """Sum the gradient of a part's loss over its micro-batches, and step along it."""
+        collector = Collector()
+        with torch.enable_grad():
+            for piece in part.pieces:
+                self._accumulate(batch, part, piece, advantages, collector)
+        norm = self.optimizer.norm()
+        loss, value, tokens = collector.finish(norm)
+        if not math.isfinite(loss):
+            raise TrainerError(
+                f"the loss of update {batch.update} is {loss}: a log-probability, the engine's or the trainer's, "
+                "is not finite"
+            )
+        _, rate = self.optimizer.step(norm, value, update=batch.update)
+        return _Step(loss, value, rate, tokens)
+
+    def _accumulate(self, batch: Batch, part: Part, piece: Piece, advantages: Advantages, collector: Collector) -> None:
+        micro = self._micro(batch, piece, advantages.values, part.weights)
+        logprobs, entropies = self.packed.logprobs(
+            micro, self.options.temperature, entropy_gradient=self.algorithm.entropy is not None
+        )
+        tokens = Tokens(
+            logprobs=logprobs,
+            behaviour=micro.behaviour_logprobs,
+            proximal=logprobs.detach() if piece.proximal is None else piece.proximal,
+            advantages=self._token_advantages(batch, piece, advantages, micro),
+            rewards=self._of_sequences([batch.samples[index].reward for index in piece.chosen])[micro.sequences],
+            sequences=micro.sequences,
+            num_sequences=len(piece.chosen),
+            lengths=self._of_sequences(micro.num_targets, torch.int64),
+        )
+        loss, diagnostics = self._loss(tokens, entropies, micro, part, piece)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.collect()
+        collector.add(micro, loss, tokens.proximal, entropies.detach(), diagnostics)
+
+    def _loss(
+        self, tokens: Tokens, entropies: torch.Tensor, micro: MicroBatch, part: Part, piece: Piece
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The micro-batch's share of the part's loss, with the diagnostics of its tokens."""
+        algorithm = self.algorithm
+        losses, diagnostics = algorithm.loss(tokens)
+        if algorithm.correction is not None:
+            weights, measured = correction_weights(algorithm.correction, tokens)
+            losses, diagnostics = losses * weights, {**diagnostics, **measured}
+        if algorithm.kl is not None:
+            assert piece.reference is not None
+            apart = divergence(algorithm.kl.estimator, tokens.logprobs, piece.reference)
+            diagnostics["reference_kl"] = apart.detach()
+            if algorithm.kl.place == "loss":
+                losses = losses + algorithm.kl.coefficient * apart
+        if algorithm.entropy is not None:
+            losses = losses - algorithm.entropy.coefficient * entropies
+        loss = torch.dot(losses, micro.weights)
+        if algorithm.supervised is not None:
+            assert part.imitated is not None
+            imitated = self._of_sequences(part.imitated[list(piece.chosen)])[micro.sequences]
+            loss = loss - algorithm.supervised.coefficient * torch.dot(tokens.logprobs, imitated)
+            diagnostics["imitated_fraction"] = (imitated > 0).to(imitated.dtype)
+        return loss, diagnostics
+
+    def _token_advantages(self, batch: Batch, piece: Piece, advantages: Advantages, micro: MicroBatch) -> torch.Tensor:
+        """Of each token of a micro-batch [C]."""
+        if advantages.tokens is None:
+            return micro.advantages
+        ends = np.cumsum([len(sample.completion.tokens) for sample in batch.samples])
+        slices = np.split(advantages.tokens, ends[:-1])
+        return self._of_sequences(np.concatenate([slices[index] for index in piece.chosen]))
+
+    def _of_sequences(self, values: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Numbers of the host on the device."""
+        return torch.as_tensor(np.asarray(values)).to(self.device, dtype or self._dtype)
+
+    # -- weights and state ---------------------------------------------------------------------------------------------
 
     def weights(self, version: int) -> Weights:
         if version != self.version:
@@ -192,10 +370,12 @@ class LocalTrainer:
         return Weights(version, "full", tensors, checksum(tensors))
 
     def state(self) -> dict[str, torch.Tensor]:
-        return self.optimizer.state()
+        return {**self.optimizer.state(), "version": torch.tensor(self._version)}
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
         self.optimizer.restore(state)
+        # Where an update was always one step, it was not written apart.
+        self._version = int(state["version"]) if "version" in state else self.optimizer.step_count
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
