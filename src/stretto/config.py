@@ -22,6 +22,8 @@ from stretto.core.paradigms import PARADIGMS, Paradigm
 from stretto.core.plan import Plan, resolve_plan
 from stretto.errors import RecipeError
 from stretto.explanations import explain
+from stretto.objectives import AlgorithmSection
+from stretto.objectives.grpo import GrpoOptions
 from stretto.refusals import idle_keys, refusals, replays_nothing, without_effect
 
 PARADIGM_NAMES = tuple(PARADIGMS)
@@ -141,16 +143,6 @@ class RolloutSection(Section):
     prefill_tokens: int = Field(2_048, ge=16, description="Most prompt tokens prefilled in one step")
 
 
-class GrpoSection(Section):
-    """Group-relative policy optimization, its ratio anchored on the behaviour policy."""
-
-    type: Literal["grpo"] = "grpo"
-    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratio is clipped below at 1 - clip_low")
-    clip_high: float = Field(0.2, gt=0, description="Ratio is clipped above at 1 + clip_high")
-    normalize_std: bool = Field(True, description="Divide the advantage by the group's standard deviation")
-    average: Literal["token", "sequence"] = Field("token", description="Mean over tokens, or over sequences' means")
-
-
 class ReplaySection(Section):
     """Use trained groups again in later updates, while they are not older than `staleness`."""
 
@@ -162,6 +154,9 @@ class TrainingSection(Section):
     """How the policy is updated."""
 
     steps: int = Field(100, ge=1, description="Updates")
+    optimizer_steps: int = Field(
+        1, ge=1, description="Optimizer steps an update: its batch is cut into so many parts of whole groups"
+    )
     learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate")
     warmup_steps: int = Field(0, ge=0, description="Updates of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="After the warm-up")
@@ -209,7 +204,7 @@ class Recipe(Section):
     model: ModelSection
     task: AnyTask
     rollout: RolloutSection = RolloutSection()
-    algorithm: GrpoSection = GrpoSection()
+    algorithm: AlgorithmSection = GrpoOptions()
     training: TrainingSection = TrainingSection()
     evaluation: EvaluationSection = EvaluationSection()
     runtime: RuntimeSection = RuntimeSection()
@@ -329,9 +324,9 @@ def paradigm_overrides(raw: Mapping[str, Any], paradigm: str) -> dict[str, Any]:
         most = rollout.get("prompts", defaults.prompts) * rollout.get("group", defaults.group)
         if rollout.get("rows", 0) > most:  # more than one batch has
             rollout.pop("rows")
-    if row.staleness == 0 and isinstance(result.get("algorithm"), dict):
-        for key in ("clip_low", "clip_high"):
-            result["algorithm"].pop(key, None)
+    for section, key in _idle(result) - _idle(raw):
+        if section == "algorithm":  # such as clips that cannot act without staleness
+            del result[section][key]
     return result
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-# Pydantic names the variant of a union too.
-_TAGS = {"countdown-chain", "reasoning-gym", "file", "grpo", "constrained-int"}
+_KINDS = {"constrained-int"}  # names that pydantic gives to values of a union that are no tables
 
 
 def explain(problems: Iterable[Mapping[str, Any]], recipe: type[BaseModel], raw: Mapping[str, Any]) -> list[str]:
@@ -27,7 +26,9 @@ def _joined(lines: Iterable[str]) -> list[str]:
 
 
 def _sentence(problem: Mapping[str, Any], recipe: type[BaseModel], raw: Mapping[str, Any]) -> str:
-    location = [str(part) for part in problem["loc"] if part not in _TAGS and "[" not in str(part)]
+    # Pydantic names the variant of a union too.
+    tags = _KINDS | tags_of(recipe)
+    location = [str(part) for part in problem["loc"] if part not in tags and "[" not in str(part)]
     name = ".".join(location)
     kind, got = problem["type"], problem.get("input")
     if kind == "extra_forbidden":
@@ -35,7 +36,7 @@ def _sentence(problem: Mapping[str, Any], recipe: type[BaseModel], raw: Mapping[
     if kind == "missing":
         return f"`{name}` is missing"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        return f"`{name}.type` must be one of {', '.join(f'`{tag}`' for tag in sections(recipe)['task'])}"
+        return f"`{name}.type` must be one of {', '.join(f'`{tag}`' for tag in _variants(recipe, location))}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         keys = sorted(key for key in all_keys(recipe) if key.startswith(f"{name}."))
         example = f"; set one of its options, such as `{keys[0]}`" if keys else ""
@@ -47,19 +48,17 @@ def _sentence(problem: Mapping[str, Any], recipe: type[BaseModel], raw: Mapping[
 
 
 def _instead(location: Sequence[str], recipe: type[BaseModel], raw: Mapping[str, Any]) -> str:
-    """What the user may have meant by a key that is none: of another type of task, elsewhere, or misspelled."""
+    """What the user may have meant by a key that is none: of another type of the table, elsewhere, or misspelled."""
     *table, leaf = location
     keys = all_keys(recipe)
     tags = keys.get(".".join(location))
     if tags:
-        types = " or ".join(f'`task.type = "{tag}"`' for tag in tags)
-        task = raw.get("task")
-        now = task.get("type") if isinstance(task, Mapping) else None
-        return f" here: it is one of {types}, and this recipe has `{now}`"
+        types = " or ".join(f'`{location[0]}.type = "{tag}"`' for tag in tags)
+        return f" here: it is one of {types}, and this recipe has `{_type_of(location[0], recipe, raw)}`"
     same = [key for key in keys if key.rpartition(".")[2] == leaf]
     if same:
         return f"; did you mean {' or '.join(f'`{key}`' for key in same)}?"
-    tag = str(raw["task"].get("type")) if isinstance(raw.get("task"), Mapping) else ""
+    tag = _type_of(location[0], recipe, raw) if table else ""
     beside = [
         key.rpartition(".")[2]
         for key, of in keys.items()
@@ -74,20 +73,51 @@ def _instead(location: Sequence[str], recipe: type[BaseModel], raw: Mapping[str,
     return f"; did you mean `{leaves[nearest[0]]}`?" if nearest else ""
 
 
+def _type_of(section: str, recipe: type[BaseModel], raw: Mapping[str, Any]) -> str:
+    """The type of a table that a recipe gives or, where it leaves it out, that it has."""
+    table = raw.get(section)
+    given = table.get("type") if isinstance(table, Mapping) else None
+    if given is None and section in recipe.model_fields:
+        given = getattr(recipe.model_fields[section].default, "type", None)
+    return str(given)
+
+
+def _variants(recipe: type[BaseModel], location: Sequence[str]) -> list[str]:
+    """The types that the table at a location may have."""
+    models: list[type[BaseModel]] = [recipe]
+    for name in location:
+        fields = [model.model_fields[name] for model in models if name in model.model_fields]
+        models = list(dict.fromkeys(inner for field in fields for inner in _models_of(field.annotation)))
+    return [_tag(model) for model in models]
+
+
+def tags_of(model: type[BaseModel]) -> set[str]:
+    """The types of all tables under a model, at any depth."""
+    found = {_tag(model)} if "type" in model.model_fields else set()
+    for field in model.model_fields.values():
+        for inner in _models_of(field.annotation):
+            found |= tags_of(inner)
+    return found
+
+
+def _tag(model: type[BaseModel]) -> str:
+    return str(model.model_fields["type"].annotation.__args__[0])  # type: ignore[union-attr]
+
+
 def sections(recipe: type[BaseModel]) -> dict[str, dict[str, type[BaseModel]]]:
     """The tables of a recipe with their variants: by the tag of the type, or one under the empty tag."""
     found: dict[str, dict[str, type[BaseModel]]] = {}
     for name, field in recipe.model_fields.items():
         models = list(_models_of(field.annotation))
         if len(models) > 1:
-            found[name] = {str(model.model_fields["type"].annotation.__args__[0]): model for model in models}  # type: ignore[union-attr]
+            found[name] = {_tag(model): model for model in models}
         elif models:
             found[name] = {"": models[0]}
     return found
 
 
 def all_keys(recipe: type[BaseModel]) -> dict[str, tuple[str, ...]]:
-    """Every dotted key, with the types of task that have it where not all have."""
+    """Every dotted key, with the types of its table (of task, of algorithm) that have it where not all have."""
     keys: dict[str, tuple[str, ...]] = {}
     tables = sections(recipe)
     for name in recipe.model_fields:
@@ -103,10 +133,9 @@ def all_keys(recipe: type[BaseModel]) -> dict[str, tuple[str, ...]]:
 
 def _keys_of(model: type[BaseModel]) -> Iterator[str]:
     for name, field in model.model_fields.items():
-        inner = next(_models_of(field.annotation), None)
         yield name
-        if inner is not None:
-            yield from (f"{name}.{key}" for key in _keys_of(inner))
+        inner = (key for each in _models_of(field.annotation) for key in _keys_of(each))
+        yield from (f"{name}.{key}" for key in dict.fromkeys(inner))
 
 
 def _models_of(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from stretto.algorithm_refusals import impossible_algorithm, options_without_effect
+
 if TYPE_CHECKING:
     from stretto.config import Recipe
 
@@ -53,13 +55,7 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
             f"`evaluation.every = {recipe.evaluation.every}` has no effect in a run of `training.steps = "
             f"{recipe.training.steps}`, which is evaluated before and after anyway; use less, or leave it out"
         )
-    if paradigm.staleness == 0 or (paradigm.staleness is None and rollout.staleness == 0):
-        for name in ("clip_low", "clip_high"):
-            found["algorithm", name] = (
-                f"`algorithm.{name}` has no effect: with one step an update and no staleness every ratio is 1, so "
-                "nothing is ever clipped; leave it out, or allow staleness"
-            )
-    return found
+    return found | options_without_effect(recipe)
 
 
 def replays_nothing(recipe: Recipe) -> str:
@@ -96,14 +92,20 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
             '`rollout.filter = "no-signal"` with `rollout.group = 1` would filter everything: one reward has no other '
             "to differ from; use at least 2, or leave the filter out"
         )
+    advantage = getattr(recipe.algorithm, "advantage", "group")
+    if rollout.filter == "no-signal" and advantage in ("whiten", "gae"):
+        yield (
+            f'`rollout.filter = "no-signal"` is refused with `algorithm.advantage = "{advantage}"`: there a group whose '
+            "rewards are all equal is held against others and does carry a signal; use an advantage relative to the "
+            "group, or leave the filter out"
+        )
     replay = recipe.training.replay
     if replay is not None and replay.ratio * rollout.prompts < 0.5:
         yield (
             f"`training.replay.ratio = {replay.ratio}` of `rollout.prompts = {rollout.prompts}` is not one group; use "
             f"at least {0.5 / rollout.prompts:.3g}, or leave `training.replay` out"
         )
-    if rollout.group == 1:
-        yield "`rollout.group = 1` gives every trajectory an advantage of 0 under `grpo`; use at least 2"
+    yield from impossible_algorithm(recipe)
     try:
         plan = recipe.plan
     except ValueError as error:

@@ -25,10 +25,11 @@ class KlOptions(Term):
         description="`loss`: added to each token's loss. `reward`: the divergence of the policy that sampled a "
         "trajectory, summed over its tokens, is taken from its reward before advantages are made",
     )
-    estimator: Literal["k1", "k2", "k3"] = Field(
-        "k2",
+    estimator: Literal["k1", "k2", "k3"] | None = Field(
+        None,
         description="`k1`: d, unbiased; in the loss its gradient is zero on average, so it is for the reward alone. "
-        "`k2`: d^2 / 2, whose gradient is that of the divergence. `k3`: exp(-d) - 1 + d, unbiased and never negative",
+        "`k2`: d^2 / 2, whose gradient is that of the divergence. `k3`: exp(-d) - 1 + d, unbiased and never negative. "
+        "Default: `k2` in the loss, `k1` in the reward",
     )
     reference: str | None = Field(
         None,
@@ -36,6 +37,11 @@ class KlOptions(Term):
         description="Model to stay near: a folder, a hub name or the `model.path` itself; default: the policy with "
         "its LoRA adapters switched off, which takes no second model",
     )
+
+    @property
+    def estimate(self) -> Literal["k1", "k2", "k3"]:
+        """The estimator that is used."""
+        return self.estimator or ("k2" if self.place == "loss" else "k1")
 
 
 class EntropyOptions(Term):

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from stretto.config import Recipe
@@ -59,7 +60,6 @@ from stretto.store.journal import Journal
 from stretto.store.schema import RunFacts
 from stretto.tiny import WarmStart, tiny_model
 from stretto.training.lora import LoraOptions
-from stretto.training.losses import GrpoOptions
 from stretto.training.optimizer import TrainerOptions
 from stretto.training.trainer import LocalTrainer
 from stretto.types import Sampling, Weights
@@ -183,11 +183,22 @@ class _Parts:
             model,
             lora=None if lora is None else LoraOptions(lora.rank, lora.alpha, lora.targets),
             options=trainer_options(recipe),
-            algorithm=GrpoOptions(**recipe.algorithm.model_dump(exclude={"type"})),
+            algorithm=recipe.algorithm,
+            reference=_reference(recipe, model_path, device),
             tokenizer=tokenizer,
             base=model_path,
         )
         return cls(inputs, decode, core, trainer, sampling, threads)
+
+
+def _reference(recipe: Recipe, model_path: str, device: torch.device) -> nn.Module | None:
+    """The model that a divergence is measured against, where it is not the policy without its adapters."""
+    kl = recipe.algorithm.kl
+    if kl is None or kl.reference is None:
+        return None
+    path = model_path if kl.reference == recipe.model.path else kl.reference
+    model: nn.Module = load_model(path, choose_dtype(recipe.model.dtype, device), device)
+    return model
 
 
 def trainer_options(recipe: Recipe) -> TrainerOptions:
@@ -204,7 +215,9 @@ def trainer_options(recipe: Recipe) -> TrainerOptions:
         eps=training.epsilon,
         max_grad_norm=training.max_grad_norm,
         micro_tokens=training.micro_tokens,
+        optimizer_steps=training.optimizer_steps,
         temperature=recipe.rollout.temperature,
+        max_tokens=recipe.rollout.max_tokens,
         seed=recipe.seed,
     )
 

@@ -238,7 +238,7 @@ class LocalTrainer:
         kl = self.algorithm.kl
         if kl is None or kl.place != "reward":
             return shaped
-        return replace(shaped, rewards=shaped.rewards - kl.coefficient * self._divergences(batch, parts, kl.estimator))
+        return replace(shaped, rewards=shaped.rewards - kl.coefficient * self._divergences(batch, parts, kl.estimate))
 
     def _advantages(self, batch: Batch, rewards: NDArray[np.float64]) -> Advantages:
         """From the rewards of the whole batch, whatever its parts."""
@@ -330,7 +330,7 @@ class LocalTrainer:
             losses, diagnostics = losses * weights, {**diagnostics, **measured}
         if algorithm.kl is not None:
             assert piece.reference is not None
-            apart = divergence(algorithm.kl.estimator, tokens.logprobs, piece.reference)
+            apart = divergence(algorithm.kl.estimate, tokens.logprobs, piece.reference)
             diagnostics["reference_kl"] = apart.detach()
             if algorithm.kl.place == "loss":
                 losses = losses + algorithm.kl.coefficient * apart

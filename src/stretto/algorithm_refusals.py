@@ -1,0 +1,114 @@
+"""Why an algorithm is refused in its recipe: what corrects nothing, counts twice, or cannot act beside the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from stretto.objectives.shaping_options import length_refusals
+
+if TYPE_CHECKING:
+    from stretto.config import Recipe
+
+COMPARED_IN_GROUPS = ("group", "group-mean", "leave-one-out")  # advantages for which a group of one has no signal
+
+
+def may_be_stale(recipe: Recipe) -> bool:
+    """Whether a trajectory may be trained on by a later version than its own: K > 0."""
+    fixed = recipe.paradigm.staleness
+    return recipe.rollout.staleness != 0 if fixed is None else fixed > 0
+
+
+def options_without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
+    """Options of the algorithm that cannot act in this combination, each with the reason, set or not."""
+    algorithm = recipe.algorithm
+    found = {("algorithm", name): reason for name, reason in algorithm.without_effect().items()}
+    why = _why_every_ratio_is_one(recipe)
+    if why:
+        for name in algorithm.ratio_options:
+            found["algorithm", name] = f"`algorithm.{name}` has no effect: {why}"
+    return found
+
+
+def _why_every_ratio_is_one(recipe: Recipe) -> str:
+    """With what to do about it; empty where ratios differ from 1."""
+    if recipe.training.optimizer_steps > 1:
+        return ""
+    if _anchor(recipe) == "proximal":
+        instead = ', set `algorithm.anchor = "behaviour"`' if _may_be_anchored_on_behaviour(recipe) else ""
+        return (
+            "its ratio is taken against the policy at the start of the update, and with `training.optimizer_steps = 1` "
+            f"that is the policy itself, so every ratio is 1; leave it out{instead}, or raise "
+            "`training.optimizer_steps`"
+        )
+    if not may_be_stale(recipe):
+        return (
+            "with one step an update and no staleness every ratio is 1, so nothing is ever clipped; leave it out, or "
+            "allow staleness"
+        )
+    return ""
+
+
+def _anchor(recipe: Recipe) -> str | None:
+    """What the ratio is taken against; None where there is no ratio."""
+    return getattr(recipe.algorithm, "anchor", None)
+
+
+def _may_be_anchored_on_behaviour(recipe: Recipe) -> bool:
+    annotation = type(recipe.algorithm).model_fields["anchor"].annotation
+    return "behaviour" in getattr(annotation, "__args__", ())
+
+
+def impossible_algorithm(recipe: Recipe) -> Iterable[str]:
+    """A sentence for each thing about the algorithm that keeps the recipe from being run."""
+    yield from _corrects_nothing(recipe)
+    yield from _reference(recipe)
+    algorithm, rollout, steps = recipe.algorithm, recipe.rollout, recipe.training.optimizer_steps
+    if steps > rollout.prompts:
+        yield (
+            f"`training.optimizer_steps = {steps}` cuts a batch into parts of whole groups, and `rollout.prompts = "
+            f"{rollout.prompts}`; use at most {rollout.prompts}"
+        )
+    if rollout.group == 1 and algorithm.advantage in COMPARED_IN_GROUPS:
+        yield (
+            f"`rollout.group = 1` gives every trajectory an advantage of 0 under `{algorithm.type}`: "
+            f'`algorithm.advantage = "{algorithm.advantage}"` compares the members of a group; use at least 2, or '
+            '`advantage = "whiten"`'
+        )
+    if algorithm.length is not None:
+        yield from length_refusals(algorithm.length, max_tokens=rollout.max_tokens, group=rollout.group)
+
+
+def _corrects_nothing(recipe: Recipe) -> Iterable[str]:
+    """The trap: the anchor is recomputed, one step is made of it, and nothing weighs the age of the data."""
+    algorithm = recipe.algorithm
+    if (
+        _anchor(recipe) == "proximal"
+        and recipe.training.optimizer_steps == 1
+        and algorithm.correction is None
+        and not algorithm.corrects
+        and may_be_stale(recipe)
+    ):
+        instead = 'set `algorithm.anchor = "behaviour"`, ' if _may_be_anchored_on_behaviour(recipe) else ""
+        yield (
+            '`algorithm.anchor = "proximal"` corrects nothing here: the ratio is taken against the policy at the start '
+            "of the update, and with `training.optimizer_steps = 1` that is the policy itself, so every ratio is 1 "
+            f"while trajectories may be stale; {instead}add `[algorithm.correction]`, or raise "
+            "`training.optimizer_steps`"
+        )
+
+
+def _reference(recipe: Recipe) -> Iterable[str]:
+    kl = recipe.algorithm.kl
+    if kl is None:
+        return
+    if kl.reference is None and recipe.model.lora is None:
+        yield (
+            "`algorithm.kl.reference` is missing: without `model.lora` there are no adapters to switch off; name the "
+            f"model to stay near, such as `reference = {recipe.model.path!r}`, which is loaded a second time"
+        )
+    if kl.place == "loss" and kl.estimator == "k1":
+        yield (
+            '`algorithm.kl.estimator = "k1"` has no effect in the loss: its gradient is zero on average, whatever the '
+            'reference; use "k2" or "k3", or `algorithm.kl.place = "reward"`'
+        )
