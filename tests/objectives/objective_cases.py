@@ -37,7 +37,7 @@ VARIANTS = {
         {"clip_low": 0.2, "clip_high": 0.2, "anchor": "proximal"},
         {"clip_low": 0.1, "clip_high": 0.3, "mask": True},
     ],
-    "tis": [{}, {"cap": 1.4, "anchor": "proximal"}, {"cap": 0.7}],
+    "tis": [{}, {"cap": 1.4, "anchor": "proximal"}],
     "topr": [
         {},
         {"positive_weight": 0.3, "negative_weight": 1.7, "cap": 1.3},

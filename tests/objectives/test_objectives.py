@@ -99,11 +99,7 @@ def test_autograd_agrees_with_finite_differences_where_nothing_is_stopped(name):
         assert torch.autograd.gradcheck(total, (tokens.logprobs,), eps=1e-7, atol=1e-6)
 
 
-PLAIN = {
-    **{name: variants for name, variants in VARIANTS.items() if name not in ("tis", "topr")},
-    "tis": [{}, {"cap": 1.4}],  # a cap below 1 acts on fresh data too
-    "topr": [{}, {"cap": 1.3, "threshold": 0.5}],  # both weights 1
-}
+PLAIN = {**VARIANTS, "topr": [{}, {"cap": 1.3, "threshold": 0.5}]}  # both of its weights 1
 
 
 @pytest.mark.parametrize(("name", "options"), [(name, each) for name, variants in PLAIN.items() for each in variants])

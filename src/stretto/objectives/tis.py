@@ -17,7 +17,7 @@ class TisOptions(RatioOptions):
     ratio_options: ClassVar[tuple[str, ...]] = ("cap",)
 
     type: Literal["tis"] = "tis"
-    cap: float = Field(1.0, gt=0, description="Largest weight")
+    cap: float = Field(1.0, ge=1, description="Largest weight, at least 1")
 
     def loss(self, tokens: Tokens) -> Loss:
         ratio = self.ratio(tokens).detach()

@@ -23,7 +23,7 @@ class ToprOptions(RatioOptions):
     threshold: float = Field(0.0, description="Rewards above this are those of good answers")
     positive_weight: float = Field(1.0, ge=0, description="Weight of good answers")
     negative_weight: float = Field(1.0, ge=0, description="Weight of the others")
-    cap: float = Field(1.0, gt=0, description="Largest ratio of the others")
+    cap: float = Field(1.0, ge=1, description="Largest ratio of the others, at least 1")
 
     def loss(self, tokens: Tokens) -> Loss:
         import torch
