@@ -7,6 +7,7 @@ writes it between the two marks of that file.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -20,16 +21,23 @@ from pydantic_core import PydanticUndefined
 from stretto.config import Recipe
 from stretto.explanations import sections
 
+HEAD = 2  # lines of a table of Markdown before its first row
 BEGIN, END = "<!-- keys: begin -->", "<!-- keys: end -->"
 
 
 def describe_keys() -> str:
-    """A table of Markdown a section, a line a key: type, default, meaning."""
+    """A table of Markdown a section, a line a key: type, default, meaning. What all types of a table have comes once."""
     parts = ["### Beside the tables\n", *table(_plain(Recipe), "")]
     for name, variants in sections(Recipe).items():
+        tables = {tag: table(rows(model), name) for tag, model in variants.items()}
+        first, *others = tables.values()
+        shared = [line for line in first[HEAD:] if all(line in other for other in others)] if others else []
+        if shared:
+            parts += [f"\n### `[{name}]`, whatever its type\n", *first[:HEAD], *shared]
         for tag, model in variants.items():
             title = f"### `[{name}]`" + (f', `type = "{tag}"`' if tag else "")
-            parts += [f"\n{title}\n", f"{model.__doc__}\n", *table(rows(model), name)]
+            own = [line for line in tables[tag] if line not in shared]
+            parts += [f"\n{title}\n", f"{inspect.cleandoc(model.__doc__ or '')}\n", *own]
     return "\n".join(parts) + "\n"
 
 
