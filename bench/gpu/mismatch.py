@@ -114,12 +114,16 @@ def draw_vllm(options: argparse.Namespace, scratch: Path) -> list[Completion]:
         del model
         _release(options.device)
     command = [options.vllm_python, "-m", "bench.gpu.mismatch", *options.given]
-    subprocess.run([*command, "--draw-vllm", str(drawn), "--folder", str(folder)], check=True)
+    _run([*command, "--draw-vllm", str(drawn), "--folder", str(folder)])
     with np.load(drawn) as file:
         return [
             Completion(i, 0, tokens, logprobs, "length", "")
             for i, (tokens, logprobs) in enumerate(zip(file["tokens"], file["logprobs"], strict=True))
         ]
+
+
+def _run(command: Sequence[str]) -> None:
+    subprocess.run(command, check=True)
 
 
 def write_drawn(options: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import types
 import weakref
@@ -283,21 +284,28 @@ class _FakeLLM:
             tokens = tuple(prompt["prompt_token_ids"])
             cached = len(tokens) // 16 * 16 if tokens in self.seen else 0
             self.seen.add(tokens)
-            completion = types.SimpleNamespace(token_ids=[0] * sampling["max_tokens"], logprobs=[{}])
+            made = list(range(sampling["max_tokens"]))
+            logprobs = [{token: types.SimpleNamespace(logprob=-0.5 * token)} for token in made]
+            completion = types.SimpleNamespace(token_ids=made, logprobs=logprobs)
             outputs.append(types.SimpleNamespace(outputs=[completion], num_cached_tokens=cached))
         return outputs
 
 
-def test_the_side_of_vllm_asks_for_forced_lengths_and_deals_adapters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = types.ModuleType("vllm")
     fake.LLM, fake.SamplingParams = _FakeLLM, lambda **options: options  # type: ignore[attr-defined]
     request = types.ModuleType("vllm.lora.request")
     request.LoRARequest = lambda name, number, path: (name, number, path)  # type: ignore[attr-defined]
     for name, module in (("vllm", fake), ("vllm.lora", types.ModuleType("vllm.lora")), ("vllm.lora.request", request)):
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    for name in ("VLLM_USE_FLASHINFER_SAMPLER", "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_CACHE_ROOT"):
+        monkeypatch.setenv(name, "")  # so that it is as before when the test has ended
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("fake_vllm")
+def test_the_side_of_vllm_asks_for_forced_lengths_and_deals_adapters(tmp_path: Path) -> None:
     from bench.gpu.vllm_side import VllmSide
 
     side = VllmSide("tiny", lora=True, max_context=256, folder=tmp_path)
@@ -312,3 +320,27 @@ def test_the_side_of_vllm_asks_for_forced_lengths_and_deals_adapters(
     assert filled.details["cached_share"] == 1.0
     with pytest.raises(RuntimeError, match="were cached"):
         side.filled_steps([Ask(tuple(range(24)), 0)], 4)
+
+
+@pytest.mark.usefixtures("fake_vllm")
+def test_the_side_of_vllm_keeps_what_it_compiled_beside_a_model_at_a_path_that_stays(tmp_path: Path) -> None:
+    from bench.gpu.vllm_side import VllmSide
+
+    paths = set()
+    for start in ("first", "second"):
+        side = VllmSide("tiny", lora=False, max_context=64, folder=tmp_path / start, compile_cache=tmp_path / "kept")
+        paths.add(side._llm.options["model"])
+    assert os.environ["VLLM_CACHE_ROOT"] == str(tmp_path / "kept")
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    (path,) = paths
+    assert Path(path).is_relative_to(tmp_path / "kept")
+    assert (Path(path) / "config.json").exists()
+
+
+@pytest.mark.usefixtures("fake_vllm")
+def test_the_side_of_vllm_hands_over_tokens_with_their_log_probabilities(tmp_path: Path) -> None:
+    from bench.gpu.vllm_side import VllmSide
+
+    side = VllmSide("tiny", lora=False, max_context=64, folder=tmp_path, model_folder=tmp_path / "weights")
+    assert (side._llm.options["model"], side._llm.options["load_format"]) == (str(tmp_path / "weights"), "auto")
+    assert side.completions([Ask((1, 2), 3), Ask((3,), 1)]) == [([0, 1, 2], [0.0, -0.5, -1.0]), ([0], [0.0])]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
 import sys
 import threading
 import types
@@ -78,8 +77,9 @@ def test_a_run_of_three_updates_tells_its_rate_while_admitting_and_its_time_with
     assert results["admitting_updates"] == 1
     made = marks[1]["generated"] - marks[0]["generated"]
     between = marks[1]["at"] - marks[0]["at"]
-    assert results["admitting_s"] == pytest.approx(between, rel=0.2, abs=0.05)
-    assert results["generated_per_s_while_admitting"] * results["admitting_s"] == pytest.approx(made, rel=0.1)
+    assert between <= results["admitting_s"] < marks[2]["at"] - marks[0]["at"]
+    # A token a row may lie on either side of a bound.
+    assert results["generated_per_s_while_admitting"] * results["admitting_s"] == pytest.approx(made, abs=16)
     assert 0 < results["half_rows_share"] < 1
 
 
@@ -259,8 +259,7 @@ def test_what_vllm_drew_is_scored_under_the_very_same_weights(tmp_path: Path, mo
     """Stands in for vLLM's process: our own engine over the folder that vLLM would have loaded."""
     commands = []
 
-    def draw(command: list[str], *, check: bool) -> None:
-        assert check
+    def draw(command: list[str]) -> None:
         commands.append(command)
         options = mismatch.parse(command[3:])
         model = mismatch.load_model(str(options.folder), torch.float32, torch.device("cpu"))
@@ -271,7 +270,7 @@ def test_what_vllm_drew_is_scored_under_the_very_same_weights(tmp_path: Path, mo
             logprobs=np.array([each.logprobs for each in drawn]) - 0.25,
         )
 
-    monkeypatch.setattr(subprocess, "run", draw)
+    monkeypatch.setattr(mismatch, "_run", draw)
     assert mismatch.main(["--tiny", "--device", "cpu", "--sides", "vllm", "--out", str(tmp_path)]) == 0
     (record,) = read_cells([tmp_path])
     assert record["side"] == "vllm"
