@@ -26,7 +26,7 @@ BEGIN, END = "<!-- keys: begin -->", "<!-- keys: end -->"
 
 
 def describe_keys() -> str:
-    """A table of Markdown a section, a line a key: type, default, meaning. What all types of a table have comes once."""
+    """A table of Markdown a section, a line a key. What all types of a table have is said once."""
     parts = ["### Beside the tables\n", *table(_plain(Recipe), "")]
     for name, variants in sections(Recipe).items():
         tables = {tag: table(rows(model), name) for tag, model in variants.items()}
