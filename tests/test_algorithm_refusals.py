@@ -1,0 +1,153 @@
+"""Algorithms in a recipe: what is refused, in which words, and what is not."""
+
+import tomllib
+from typing import Any
+
+import pytest
+
+from stretto.config import PARADIGM_NAMES, paradigm_overrides, parse_recipe
+from stretto.errors import RecipeError
+from stretto.objectives import OBJECTIVES
+
+STALE = {"rollout": {"staleness": 2}}
+FRESH = {"rollout": {"paradigm": "synchronous"}}
+LORA = {"model": {"path": "tiny", "lora": {"rank": 4}}}
+PROXIMAL = {"anchor": "proximal"}
+
+
+def parsed(algorithm: dict[str, Any], **sections: Any) -> Any:
+    raw = {"model": {"path": "tiny"}, "task": {"type": "countdown-chain"}, **sections, "algorithm": algorithm}
+    return parse_recipe(raw)
+
+
+def required(name: str) -> dict[str, Any]:
+    kind = OBJECTIVES[name]
+    found: dict[str, Any] = {"type": name}
+    if kind.model_fields["average"].default == "constant":
+        found["average_tokens"] = 256
+    if name == "custom":
+        found["function"] = "test_algorithm_refusals:user_objective"
+    return found
+
+
+def user_objective(tokens: Any, options: Any) -> Any:
+    return -tokens.logprobs, {}
+
+
+@pytest.mark.parametrize("paradigm", PARADIGM_NAMES)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_is_a_recipe_under_every_paradigm_and_survives_being_written_out(
+    name: str, paradigm: str
+) -> None:
+    recipe = parsed(required(name), rollout={"paradigm": paradigm})
+    assert recipe.algorithm.type == name
+    assert type(recipe.algorithm) is OBJECTIVES[name]
+    assert parse_recipe(tomllib.loads(recipe.dumps())).model_dump() == recipe.model_dump()
+    assert parse_recipe(tomllib.loads(recipe.source_toml())) == recipe
+
+
+def test_an_algorithm_without_a_type_is_grpo() -> None:
+    assert parsed({"clip_low": 0.1}).algorithm.type == "grpo"
+
+
+def anchored_on_the_proximal_policy() -> list[str]:
+    """Objectives whose anchor may be the policy at the start of the update."""
+    anchors = {name: kind.model_fields.get("anchor") for name, kind in OBJECTIVES.items()}
+    return [name for name, field in anchors.items() if field is not None and "proximal" in field.annotation.__args__]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", anchored_on_the_proximal_policy())
+def test_where_every_ratio_is_one_and_nothing_else_corrects_a_stale_run_is_refused(name: str) -> None:
+    algorithm = required(name) | PROXIMAL
+    made = parsed(algorithm, **FRESH).algorithm
+    if made.corrects:
+        parsed(algorithm, **STALE)
+        return
+    with pytest.raises(RecipeError, match=r"corrects nothing here.*every ratio is 1.*`\[algorithm.correction\]`"):
+        parsed(algorithm, **STALE)
+    parsed(algorithm | {"correction": {}}, **STALE)
+    parsed(algorithm, training={"optimizer_steps": 2}, **STALE)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sections", "words"),
+    [
+        (PROXIMAL | {"correction": {}, "clip_low": 0.1}, STALE, "`algorithm.clip_low` has no effect"),
+        (PROXIMAL | {"correction": {}, "dual_clip": 3.0}, STALE, "`algorithm.dual_clip` has no effect"),
+        ({"type": "cispo", "mask": True}, FRESH, "`algorithm.mask` has no effect"),
+        ({"type": "decoupled-ppo", "clip_high": 0.3}, STALE, "or raise `training.optimizer_steps`"),
+        ({"correction": {}}, STALE, "would count the age of a trajectory twice"),
+        ({"average_tokens": 30}, STALE, "`algorithm.average_tokens = 30` has no effect"),
+        ({"average": "constant"}, STALE, "`algorithm.average_tokens` is missing"),
+        ({"advantage": "gae"}, STALE, '`algorithm.advantage = "gae"` needs a critic'),
+        ({"critic": {}}, STALE, '`algorithm.critic` is not an option here: it is one of `algorithm.type = "ppo"`'),
+        ({"tau": 0.1}, STALE, 'it is one of `algorithm.type = "kimi"`, and this recipe has `grpo`'),
+        ({"type": "cispo", "clip_lwo": 0.1}, STALE, "did you mean `algorithm.clip_low`?"),
+        ({"type": "gpro"}, STALE, "`algorithm.type` must be one of `grpo`, "),
+        ({"dual_clip": 1.0}, STALE, "`algorithm.dual_clip = 1.0`: input should be greater than 1"),
+        ({"clip_low": -0.1}, STALE, "`algorithm.clip_low = -0.1`"),
+        ({"type": "kimi", "tau": -1.0}, STALE, "`algorithm.tau = -1.0`"),
+        (PROXIMAL | {"correction": {"high": 0.5}}, STALE, "`algorithm.correction.high = 0.5`"),
+        (PROXIMAL | {"correction": {"level": "segment"}}, STALE, "`algorithm.correction.segment_tokens` is missing"),
+        ({"entropy": {"coefficient": -0.1}}, STALE, "`algorithm.entropy.coefficient = -0.1`"),
+        ({"supervised": {}}, STALE, "`algorithm.supervised.coefficient` is missing"),
+        ({"kl": {"coefficient": 0.1}}, STALE, "`algorithm.kl.reference` is missing: without `model.lora`"),
+        (
+            {"kl": {"coefficient": 0.1, "estimator": "k1"}},
+            LORA,
+            '`algorithm.kl.estimator = "k1"` has no effect in the loss',
+        ),
+        ({"kl": {"coefficient": 0.0}}, LORA, "`algorithm.kl.coefficient = 0.0`"),
+        ({"length": {"type": "short"}}, STALE, "`algorithm.length.type` must be one of `overlong`, `relative`"),
+        ({"length": {"type": "overlong", "cache": 300}}, STALE, "`algorithm.length.cache = 300` is longer"),
+        ({}, {"training": {"optimizer_steps": 17}}, "`training.optimizer_steps = 17` cuts a batch into parts"),
+        ({}, {"training": {"optimizer_steps": 0}}, "`training.optimizer_steps = 0`"),
+        ({"type": "rloo"}, {"rollout": {"group": 1}}, "`rollout.group = 1` gives every trajectory an advantage of 0"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_the_name_of_its_option(
+    algorithm: dict[str, Any], sections: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parsed(algorithm, **sections)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sections"),
+    [
+        ({"clip_low": 0.1}, {**FRESH, "training": {"optimizer_steps": 2}}),
+        (PROXIMAL | {"clip_low": 0.1}, {**STALE, "training": {"optimizer_steps": 2}}),
+        ({"correction": {"mode": "filter"}}, STALE),
+        (PROXIMAL | {"correction": {"level": "sequence"}}, FRESH),
+        ({"kl": {"coefficient": 0.1}}, LORA),
+        ({"kl": {"coefficient": 0.1, "place": "reward"}}, LORA),
+        ({"kl": {"coefficient": 0.1, "reference": "tiny"}}, {}),
+        ({"advantage": "whiten"}, {"rollout": {"group": 1}}),
+        ({"type": "naive"}, STALE),
+    ],
+)
+def test_what_can_act_is_a_recipe(algorithm: dict[str, Any], sections: dict[str, Any]) -> None:
+    parsed(algorithm, **sections)
+
+
+def test_compare_drops_clips_that_a_paradigm_leaves_without_effect_and_keeps_them_where_they_act() -> None:
+    raw = {
+        "model": {"path": "tiny"},
+        "task": {"type": "countdown-chain"},
+        "rollout": {"staleness": 2},
+        "algorithm": {"type": "cispo", "clip_high": 3.0},
+    }
+    for paradigm in PARADIGM_NAMES:
+        options = parse_recipe(paradigm_overrides(raw, paradigm)).algorithm
+        assert getattr(options, "clip_high") == (4.0 if paradigm == "synchronous" else 3.0)  # noqa: B009
+    assert raw["algorithm"] == {"type": "cispo", "clip_high": 3.0}, "the recipe itself is not changed"
+
+
+def test_the_estimator_of_a_divergence_follows_its_place_unless_it_is_named() -> None:
+    def estimate(**options: Any) -> str:
+        return str(parsed({"kl": {"coefficient": 0.1, **options}}, **LORA).algorithm.kl.estimate)
+
+    assert estimate() == "k2"
+    assert estimate(place="reward") == "k1"
+    assert estimate(estimator="k3") == estimate(place="reward", estimator="k3") == "k3"
