@@ -45,6 +45,10 @@ def held_out_fail(prompt, completion, answer):
 
 def constant(prompt, completion, answer):
     return 1.0
+
+def often_solved(prompt, completion, answer):
+    """Every third prompt is right whatever is said."""
+    return 1.0 if answer % 3 == 0 else min(1.0, letters(prompt, completion, answer))
 '''
 
 

@@ -51,6 +51,22 @@ def test_an_unknown_key_names_the_nearest_real_one() -> None:
         ({"rollout": {"paradigm": "one-step-off", "in_flight": 20}}, "`rollout.in_flight = 20` has no effect"),
         ({"rollout": {"staleness_cap": 3}}, "`rollout.staleness_cap` has no effect"),
         ({"training": {"final_fraction": 0.1}}, "`training.final_fraction` has no effect"),
+        ({"rollout": {"filter_limit": 3}}, "`rollout.filter_limit` has no effect"),
+        ({"task": {"type": "countdown-chain", "pass_reward": 2.0}}, "`task.pass_reward` has no effect"),
+        (
+            {"rollout": {"paradigm": "synchronous"}, "training": {"replay": {"ratio": 0.25}}},
+            "`training.replay` has no effect: under `synchronous` every group is as old as it may be",
+        ),
+        (
+            {"rollout": {"paradigm": "one-step-off"}, "training": {"replay": {"ratio": 0.25}}},
+            "`training.replay` has no effect: under `one-step-off` every group",
+        ),
+        (
+            {"rollout": {"staleness": 0}, "training": {"replay": {"ratio": 0.25}}},
+            "with `rollout.staleness = 0` a group is too old after its first update",
+        ),
+        ({"training": {"replay": {"ratio": 0.03}}}, "`training.replay.ratio = 0.03` of `rollout.prompts = 16` is not"),
+        ({"rollout": {"filter": "no-signal", "group": 1}}, "`rollout.group = 1` would filter everything"),
         ({"evaluation": {"prompts": 0, "every": 5}}, "`evaluation.every` has no effect"),
         (
             {"evaluation": {"every": 5}, "training": {"steps": 5}},
@@ -259,3 +275,20 @@ def test_every_key_is_known_with_the_types_of_task_that_have_it() -> None:
     assert keys["seed"] == keys["task.reward_seconds"] == keys["model.lora.rank"] == ()
     assert keys["task.path"] == ("file",)
     assert keys["task.size"] == ("countdown-chain", "reasoning-gym")
+
+
+def test_the_rules_of_the_data_reach_the_plan() -> None:
+    plan = parse_recipe(MINIMAL).plan
+    assert (plan.filter_limit, plan.replay_groups, plan.replay_uses) == (0, 0, 0)
+    asked = with_(rollout={"filter": "no-signal"}, training={"replay": {"ratio": 0.25, "uses": 3}})
+    plan = parse_recipe(asked).plan
+    assert (plan.filter_limit, plan.replay_groups, plan.replay_uses) == (160, 4, 3)
+    assert parse_recipe(with_(rollout={"filter": "no-signal", "filter_limit": 7})).plan.filter_limit == 7
+    assert parse_recipe(with_(rollout={"prompts": 6}, training={"replay": {"ratio": 0.25}})).plan.replay_groups == 2
+
+
+def test_compare_leaves_a_replay_out_where_nothing_can_be_used_again() -> None:
+    raw = with_(training={"replay": {"ratio": 0.5}})
+    for paradigm in PARADIGM_NAMES:
+        plan = parse_recipe(paradigm_overrides(raw, paradigm)).plan
+        assert plan.replay_groups == (0 if paradigm in ("synchronous", "one-step-off") else 8)

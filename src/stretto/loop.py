@@ -368,6 +368,7 @@ class Loop:
 
     def _train(self, command: core.Train) -> None:
         self._open_window(time.time())  # a resumed run may begin with an update
+        self._prompts.settle(command.update)
         self._spawn(self._updates.begin(command), f"update {command.update}")
 
     # The weights of a version are taken at its command: by the time that the journal is durable it may be retired.

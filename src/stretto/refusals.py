@@ -95,8 +95,8 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
     advantage = getattr(recipe.algorithm, "advantage", "group")
     if rollout.filter == "no-signal" and advantage in ("whiten", "gae"):
         yield (
-            f'`rollout.filter = "no-signal"` is refused with `algorithm.advantage = "{advantage}"`: there a group whose '
-            "rewards are all equal is held against others and does carry a signal; use an advantage relative to the "
+            f'`rollout.filter = "no-signal"` is refused with `algorithm.advantage = "{advantage}"`: a group whose '
+            "rewards are all equal is held against others there and does carry a signal; use one relative to the "
             "group, or leave the filter out"
         )
     replay = recipe.training.replay

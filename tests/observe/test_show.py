@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -152,3 +154,16 @@ def test_how_often_a_run_was_resumed_is_said_in_words(tmp_path: Path, sessions: 
         with Journal.open(tmp_path / JOURNAL_NAME, resume=session > 0) as journal:
             journal.begin(RunFacts("multi-version", 1, False, 1, 2, 3, 0, 9, 0), at=float(session))
     assert words in render(show(tmp_path))
+
+
+def test_the_overview_counts_what_was_used_again_and_what_was_filtered(run_folder):
+    with sqlite3.connect(run_folder / JOURNAL_NAME) as db:
+        db.execute("UPDATE updates SET metrics = ? WHERE update_id = 0", (json.dumps({"filtered_groups": 4}),))
+        db.execute("INSERT INTO members VALUES (1, 2, 0, 1), (1, 3, 1, 1)")
+    text = render(show(run_folder))
+    (header,) = [line for line in text.splitlines() if "used again" in line]
+    assert header.split()[:8] == ["update", "reward", "samples", "used", "again", "filtered", "groups", "tokens"]
+    lines = [line.split() for line in text.splitlines()]
+    assert ["0", "0.5000", "2", "0", "4", "5.5", "0.00", "0", "2.5"] in lines
+    assert any(line[:5] == ["1", "0.4375", "4", "2", "-"] for line in lines)
+    assert "trajectory 1: reward 1.0000, version 0, age 1, 6 tokens, stop, use 1" in render(show(run_folder, update=1))

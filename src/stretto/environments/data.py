@@ -2,7 +2,7 @@
 
 Position `index` of the stream is row `permutation(seed, epoch)[index % rows]` with `epoch = index // rows`: it depends
 on nothing that happened before, so a resumed run goes on exactly where it was, in whatever order prompts are asked for.
-With `PassRates` (`order.py`) it depends on what was scored before it, and is drawn once.
+With `PassRates` (`order.py`) it depends on what was scored before, and is drawn once.
 """
 
 from __future__ import annotations
@@ -101,6 +101,11 @@ class PromptStream:
         """A trajectory of a row has its reward, which later draws may follow."""
         if self._pass_rates is not None:
             self._pass_rates.scored(row_number, reward)
+
+    def settle(self, update: int) -> None:
+        """The batch of an update was taken; what was scored before that counts for the draws from now on."""
+        if self._pass_rates is not None:
+            self._pass_rates.settle(update)
 
     def state(self) -> dict[str, Any]:
         """What later draws follow besides their position, of types that JSON has."""

@@ -2,8 +2,12 @@
 
 A row is drawn with a probability in proportion to `FLOOR + 1 - rate`, where its rate is what it was scored of late: the
 mean of its rewards as shares of the reward that counts as solved, halved in weight whenever the row is drawn again. A
-row that was never scored counts as never solved. A draw follows from the seed, its position in the stream and what was
-scored and drawn before it; nothing else, so whoever has the history can draw it again.
+row that was never scored counts as never solved.
+
+A draw follows from the seed, its position in the stream, what was drawn before it, and what was scored before the last
+batch was taken. What is scored since counts from the next batch on, in an order of its own: which completion of a batch
+was scored first decides nothing, so that a synchronous run is the same run twice, and whoever has the history can draw
+again.
 """
 
 from __future__ import annotations
@@ -40,6 +44,8 @@ class PassRates:
         self._pass_reward = pass_reward
         self._solved = np.zeros(num_rows)  # decayed sums over the trajectories of a row
         self._scored = np.zeros(num_rows)
+        self._waiting: list[tuple[int, float]] = []  # (row, share of the reward), since the last batch was taken
+        self._settled = -1  # the last update whose batch was taken
 
     def draw(self, index: int) -> Draw:
         """The row of position `index`, by what is known now. Each position is drawn once, in order."""
@@ -55,13 +61,28 @@ class PassRates:
 
     def scored(self, row_number: int, reward: float) -> None:
         """A trajectory of a row has its reward."""
-        self._solved[row_number] += min(1.0, max(0.0, reward / self._pass_reward))
-        self._scored[row_number] += 1.0
+        self._waiting.append((row_number, min(1.0, max(0.0, reward / self._pass_reward))))
+
+    def settle(self, update: int) -> None:
+        """The batch of an update was taken: what was scored until now counts. A second time changes nothing."""
+        if update <= self._settled:
+            return
+        self._settled = update
+        for row, share in sorted(self._waiting):  # sums of floats are those of one order
+            self._solved[row] += share
+            self._scored[row] += 1.0
+        self._waiting.clear()
 
     def state(self) -> dict[str, Any]:
         """What was learnt of the rows so far, of types that JSON has."""
         known = np.flatnonzero(self._scored).tolist()
-        return {"rows": known, "solved": self._solved[known].tolist(), "scored": self._scored[known].tolist()}
+        return {
+            "rows": known,
+            "solved": self._solved[known].tolist(),
+            "scored": self._scored[known].tolist(),
+            "waiting": [list(each) for each in self._waiting],
+            "settled": self._settled,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what `state` gave: later draws are then the same."""
@@ -69,3 +90,5 @@ class PassRates:
         self._scored[:] = 0.0
         self._solved[state["rows"]] = state["solved"]
         self._scored[state["rows"]] = state["scored"]
+        self._waiting = [(row, share) for row, share in state["waiting"]]
+        self._settled = state["settled"]
