@@ -155,6 +155,10 @@ def loss_alone(tokens, options):
     return tokens.logprobs
 
 
+def two_tensors(tokens, options):
+    return tokens.logprobs, tokens.logprobs
+
+
 def long_diagnostic(tokens, options):
     return tokens.logprobs, {"scale": math.pi}
 

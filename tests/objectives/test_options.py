@@ -193,6 +193,7 @@ def test_a_function_that_cannot_be_an_objective_is_refused_when_the_recipe_is_re
     [
         ("one_number", r"returned the loss with shape \[\]; return one number a token, \[\d+\]"),
         ("loss_alone", r"returned Tensor; return \(loss, diagnostics\)"),
+        ("two_tensors", r"returned tuple; return \(loss, diagnostics\), a tensor and a dict"),
         ("long_diagnostic", "returned scale with no shape"),
     ],
 )

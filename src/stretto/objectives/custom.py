@@ -63,8 +63,10 @@ class CustomOptions(ObjectiveOptions):
 
     def loss(self, tokens: Tokens) -> Loss:
         result = self.resolved(tokens, dict(self.options))
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise TrainerError(f"`{self.function}` returned {type(result).__name__}; return (loss, diagnostics)")
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
+            raise TrainerError(
+                f"`{self.function}` returned {type(result).__name__}; return (loss, diagnostics), a tensor and a dict"
+            )
         losses, diagnostics = result
         for what, value in {"the loss": losses, **diagnostics}.items():
             shape = getattr(value, "shape", None)
