@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from run_cases import assert_verifies, run
 
+from run_cases import assert_verifies, run
 from stretto.config import load_recipe
 from stretto.objectives import OBJECTIVES
 
