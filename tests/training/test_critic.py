@@ -27,7 +27,6 @@ def fit_once(subject: Critic, hidden: torch.Tensor, returns: torch.Tensor) -> fl
     values = subject.values(hidden, torch.arange(len(hidden)))
     losses = subject.loss(values, values.detach(), returns)
     losses.mean().backward()
-    subject.collect()
     subject.step()
     return float(losses.detach().mean())
 

@@ -7,12 +7,13 @@ the critic's gradient into the model.
 
 Where a trainer calls it, for an objective with `uses_critic`:
 
-1. once, after the model is prepared: `Critic(packed.head.in_features, algorithm.critic, ...)`;
-2. at the start of an update, over every micro-batch without gradient: `values(hidden, micro.predicts)`, gathered in the
-   order of the batch's samples; then `estimate(...)`, which gives the advantages and the returns of every token;
-3. for each micro-batch: `loss(values(hidden, micro.predicts), before, returns)`, weighted like the policy's loss and
-   added to it times `loss_factor`, then one backward pass for both, then `collect()`;
-4. at each optimizer step `norm()` before anything is stepped, then `step()`; `discard()` where the policy's is;
+1. once, after the model is prepared: `make_critic(algorithm, packed.head.in_features, ...)`;
+2. at the start of an update, for every micro-batch without gradient: `piece.values = values(hidden, micro.predicts)`;
+   then `judge(batch, pieces, rewards)`, which gives the advantages and fills in `piece.returns`;
+3. for each micro-batch: `piece_loss(hidden, micro, piece)`, weighted like the policy's loss, is added to it, and one
+   backward pass is for both;
+4. at each optimizer step `check()` before anything is stepped, `step()` after the policy; `discard()` where the
+   policy's is;
 5. `state()` goes into the trainer's own, `restore()` is given the whole of it, `export()` follows the policy's.
 """
 
@@ -32,10 +33,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from stretto.errors import TrainerError
+from stretto.errors import RecipeError, TrainerError
+from stretto.objectives.base import ObjectiveOptions
 from stretto.objectives.critic_options import CriticOptions
 from stretto.training.advantages import Advantages, Groups, Reals, gae, gae_advantages, token_rewards
 from stretto.training.optimizer import Optimizer, TrainerOptions
+from stretto.training.packing import MicroBatch
+from stretto.training.parts import Piece
+from stretto.types import Batch
 
 PREFIX = "critic/"  # of the critic's tensors in a trainer's state
 EXPORT_FILE = "critic.safetensors"
@@ -62,15 +67,12 @@ class Critic:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.options = options
+        self.last_norm = 0.0  # of the head's gradient, at the last optimizer step
         self.weight = nn.Parameter(torch.zeros(hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros((), device=device, dtype=dtype))
         self._optimizer = Optimizer(
             {"weight": self.weight, "bias": self.bias}, TrainerOptions(learning_rate=options.learning_rate)
         )
-
-    @property
-    def loss_factor(self) -> float:
-        return self.options.loss_factor
 
     def values(self, hidden: torch.Tensor, predicts: torch.Tensor) -> torch.Tensor:
         """The value of the state before each completion token [C], with the head's gradient.
@@ -89,6 +91,13 @@ class Critic:
         """
         clipped = before + (values - before).clamp(-self.options.clip, self.options.clip)
         return 0.5 * torch.maximum((values - returns).square(), (clipped - returns).square())
+
+    def piece_loss(self, hidden: torch.Tensor, micro: MicroBatch, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a micro-batch adds to the loss of its step, and the loss of each of its tokens [C], detached."""
+        assert piece.values is not None, "what `values` gave at the start of the update"
+        assert piece.returns is not None, "what `judge` filled in"
+        losses = self.loss(self.values(hidden, micro.predicts), piece.values, piece.returns)
+        return self.options.loss_factor * torch.dot(losses, micro.weights), losses.detach()
 
     def estimate(
         self,
@@ -112,20 +121,35 @@ class Critic:
         }
         return Estimate(gae_advantages(raw, lengths, groups, normalize=self.options.whiten), returns, metrics)
 
+    def judge(self, batch: Batch, pieces: Sequence[Piece], rewards: Reals) -> Estimate:
+        """`estimate` for a batch whose micro-batches have their `values`; fills in their `returns`."""
+        lengths = np.array([len(sample.completion.tokens) for sample in batch.samples], dtype=np.int64)
+        ends = np.cumsum(lengths)
+        order = [index for piece in pieces for index in piece.chosen]
+        # Where each value, as the micro-batches lie, belongs among the tokens of the batch's samples.
+        places = np.concatenate([np.arange(ends[index] - lengths[index], ends[index]) for index in order])
+        given = [piece.values for piece in pieces if piece.values is not None]
+        assert len(given) == len(pieces), "a value for every token"
+        values = np.empty(int(lengths.sum()))
+        values[places] = torch.cat(given).double().cpu().numpy()
+        found = self.estimate(values, rewards, lengths, [sample.group for sample in batch.samples])
+        returns = torch.from_numpy(found.returns[places]).to(given[0])
+        for piece, part in zip(pieces, returns.split_with_sizes([len(each) for each in given]), strict=True):
+            piece.returns = part
+        return found
+
     # -- the optimizer's side, beside the policy's ---------------------------------------------------------------------
 
-    def collect(self) -> None:
-        """Call after each backward pass."""
-        self._optimizer.collect()
+    def check(self) -> None:
+        """Call before anything is stepped. Raises `TrainerError` if the head's gradient is not finite."""
+        self.last_norm = float(self._optimizer.norm())
+        if not math.isfinite(self.last_norm):
+            raise TrainerError(f"the norm of the critic's gradient is {self.last_norm}: nothing was stepped")
 
-    def norm(self) -> torch.Tensor:
-        """The norm of the head's gradient, on the device: nothing waits for it."""
-        return self._optimizer.norm()
-
-    def step(self, norm: torch.Tensor | None = None, value: float | None = None) -> float:
-        """Step and clear the gradient; returns its norm. Raises `TrainerError`, with nothing changed, if not finite."""
-        stepped, _ = self._optimizer.step(norm, value)
-        return stepped
+    def step(self) -> None:
+        """Step and clear the gradient. Raises `TrainerError`, with nothing changed, if it is not finite."""
+        self.check()
+        self._optimizer.step(value=self.last_norm)
 
     def discard(self) -> None:
         """Forget the gradient summed so far."""
@@ -168,3 +192,15 @@ class Critic:
         with torch.no_grad():
             self.weight.copy_(weight)
             self.bias.copy_(bias.reshape(()))
+
+
+def make_critic(
+    algorithm: ObjectiveOptions, hidden_size: int, *, device: torch.device | str, dtype: torch.dtype
+) -> Critic | None:
+    """The critic of an objective, by its table `critic`; None where it has none."""
+    if not algorithm.uses_critic:
+        return None
+    options = getattr(algorithm, "critic", None)
+    if not isinstance(options, CriticOptions):
+        raise RecipeError(f'`algorithm.type = "{algorithm.type}"` uses a critic, and has no options `critic` for it')
+    return Critic(hidden_size, options, device=device, dtype=dtype)

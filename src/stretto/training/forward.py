@@ -114,12 +114,21 @@ class PackedModel:
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 
+    def states(self, micro: MicroBatch) -> torch.Tensor:
+        """The last hidden state of every token of a micro-batch [T, d]."""
+        return self.hidden(micro.input_ids, micro.position_ids, micro.layout)
+
     def logprobs(
-        self, micro: MicroBatch, temperature: float, *, entropy_gradient: bool = False
+        self,
+        micro: MicroBatch,
+        temperature: float,
+        *,
+        entropy_gradient: bool = False,
+        states: torch.Tensor | None = None,  # what `states` gave, where they are needed for something else too
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The log-probability of every completion token [C], with gradient, and the entropy there [C], without."""
         return token_logprobs(
-            self.hidden(micro.input_ids, micro.position_ids, micro.layout),
+            self.states(micro) if states is None else states,
             self.head.weight,
             micro.predicts,
             micro.targets,

@@ -7,8 +7,9 @@ whatever the objective makes of it. `docs/metrics.md` lists every name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +38,20 @@ class TokenValues:
     # they were not watched.
     log_anchored: Values = field(default_factory=lambda: np.zeros(0))
     gradients: Values = field(default_factory=lambda: np.zeros(0))
+
+
+def joined(parts: Sequence[TokenValues]) -> TokenValues:
+    """The values of the tokens of all steps of an update, in the order in which they were trained."""
+    if len(parts) == 1:
+        return parts[0]
+    values: dict[str, Any] = {}
+    for each in fields(TokenValues):
+        found = [getattr(part, each.name) for part in parts]
+        if isinstance(found[0], Mapping):
+            values[each.name] = {name: np.concatenate([one[name] for one in found]) for name in found[0]}
+        else:
+            values[each.name] = np.concatenate(found)
+    return TokenValues(**values)
 
 
 class Collector:

@@ -6,7 +6,7 @@ weights of tokens are those of the part: each step minimizes the average over it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,8 @@ class Piece:
     chosen: tuple[int, ...]  # indices into the batch
     proximal: torch.Tensor | None = None  # None: the only step of the update, so its own log-probabilities, detached
     reference: torch.Tensor | None = None  # where a divergence is measured
+    values: torch.Tensor | None = None  # a critic's, at the start of the update
+    returns: torch.Tensor | None = None  # what they are fitted to
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,11 @@ class Part:
     pieces: list[Piece]
     weights: NDArray[np.float64]  # [n], of each token of a sample in the loss; 0 outside of the part
     imitated: NDArray[np.float64] | None  # [n], of each token in the likelihood term
+
+
+def pieces_of(parts: Iterable[Part]) -> Iterator[Piece]:
+    """Every micro-batch of an update."""
+    return (piece for part in parts for piece in part.pieces)
 
 
 def cut_groups(groups: Sequence[int], num_parts: int) -> list[list[int]]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,13 +28,22 @@ from stretto.objectives.base import ObjectiveOptions, Tokens
 from stretto.objectives.grpo import GrpoOptions
 from stretto.training.advantages import Advantages, outcome_advantages
 from stretto.training.correction import correction_weights
+from stretto.training.critic import make_critic
 from stretto.training.flops import Costs, peak_flops, utilization
 from stretto.training.forward import PackedModel
 from stretto.training.lora import LoraOptions, inject_lora, lora_tensors, write_adapter
-from stretto.training.measures import Collector, TokenValues, batch_measures, mismatch, token_measures
+from stretto.training.measures import (
+    Collector,
+    TokenValues,
+    batch_measures,
+    joined,
+    mismatch,
+    staleness_measures,
+    token_measures,
+)
 from stretto.training.optimizer import Optimizer, TrainerOptions
 from stretto.training.packing import MicroBatch, micro_batch
-from stretto.training.parts import Part, Piece, cut_batch
+from stretto.training.parts import Part, Piece, cut_batch, pieces_of
 from stretto.training.reference import Reference
 from stretto.training.shaping import Shaped, shape
 from stretto.training.terms import divergence
@@ -95,25 +104,6 @@ class _Step:
     tokens: TokenValues
 
 
-def pieces_of(parts: Iterable[Part]) -> Iterator[Piece]:
-    """Every micro-batch of an update."""
-    return (piece for part in parts for piece in part.pieces)
-
-
-def joined(parts: Sequence[TokenValues]) -> TokenValues:
-    """The values of the tokens of all steps of an update, in the order in which they were trained."""
-    if len(parts) == 1:
-        return parts[0]
-    values: dict[str, Any] = {}
-    for field in fields(TokenValues):
-        each = [getattr(part, field.name) for part in parts]
-        if isinstance(each[0], Mapping):
-            values[field.name] = {name: np.concatenate([one[name] for one in each]) for name in each[0]}
-        else:
-            values[field.name] = np.concatenate(each)
-    return TokenValues(**values)
-
-
 class LocalTrainer:
     """Trains a Hugging Face causal LM in this process, in full or by LoRA.
 
@@ -162,6 +152,7 @@ class LocalTrainer:
                 if reference is None
                 else Reference.of_model(reference, self.packed)
             )
+        self.critic = make_critic(self.algorithm, self.packed.head.in_features, device=self.device, dtype=self._dtype)
         self._version = 0
 
     @property
@@ -179,17 +170,21 @@ class LocalTrainer:
             micro_tokens=self.options.micro_tokens,
         )  # fmt: skip
         # A later step may fail when earlier ones are done, and then nothing may have changed.
-        before = self.optimizer.state() if len(parts) > 1 else None
+        before = self.state() if len(parts) > 1 else None
         try:
             with torch.inference_mode(False):
                 self._look_ahead(batch, parts)
                 shaped = self._rewards(batch, parts)
-                advantages = self._advantages(batch, shaped.rewards)
+                advantages, judged = self._advantages(batch, parts, shaped.rewards)
                 steps = [self._step(batch, part, advantages) for part in parts]
+                if self.critic is not None:
+                    judged = {**judged, "critic_grad_norm": self.critic.last_norm}
         except BaseException:
             self.optimizer.discard()
+            if self.critic is not None:
+                self.critic.discard()
             if before is not None:
-                self.optimizer.restore(before)
+                self.restore(before)
             raise
         self._version += 1
         tokens = joined([step.tokens for step in steps])
@@ -203,8 +198,11 @@ class LocalTrainer:
             "learning_rate": steps[-1].rate,
             **batch_measures(batch, advantages),
             **shaped.metrics,
+            **judged,
             **token_measures(tokens, len(batch.samples)),
+            **staleness_measures(batch, tokens),
             "mismatch_kl": kl_sum / max(1, kl_tokens),
+            "mismatch_tokens": float(kl_tokens),
             "micro_batches": float(sum(len(part.pieces) for part in parts)),
             "optimizer_steps": float(len(parts)),
             "seconds": seconds,
@@ -216,10 +214,15 @@ class LocalTrainer:
 
     def _look_ahead(self, batch: Batch, parts: list[Part]) -> None:
         """Fill in what has to be known of each token before anything is stepped, a pass over the batch each."""
-        if len(parts) > 1:  # a single step has it from its own forward pass
+        if len(parts) > 1 or self.critic is not None:
             with torch.no_grad():
                 for piece in pieces_of(parts):
-                    piece.proximal, _ = self.packed.logprobs(self._micro(batch, piece), self.options.temperature)
+                    micro = self._micro(batch, piece)
+                    states = self.packed.states(micro)
+                    if len(parts) > 1:  # a single step has it from its own forward pass
+                        piece.proximal, _ = self.packed.logprobs(micro, self.options.temperature, states=states)
+                    if self.critic is not None:
+                        piece.values = self.critic.values(states, micro.predicts)
         if self.reference is not None:
             with self.reference.active() as packed:
                 for piece in pieces_of(parts):
@@ -240,10 +243,15 @@ class LocalTrainer:
             return shaped
         return replace(shaped, rewards=shaped.rewards - kl.coefficient * self._divergences(batch, parts, kl.estimate))
 
-    def _advantages(self, batch: Batch, rewards: NDArray[np.float64]) -> Advantages:
-        """From the rewards of the whole batch, whatever its parts."""
+    def _advantages(
+        self, batch: Batch, parts: list[Part], rewards: NDArray[np.float64]
+    ) -> tuple[Advantages, Mapping[str, float]]:
+        """From the rewards of the whole batch, whatever its parts, and what a critic says of itself."""
         try:
-            return outcome_advantages(self.algorithm.advantage, rewards, [s.group for s in batch.samples])
+            if self.critic is not None:
+                judged = self.critic.judge(batch, list(pieces_of(parts)), rewards)
+                return judged.advantages, judged.metrics
+            return outcome_advantages(self.algorithm.advantage, rewards, [s.group for s in batch.samples]), {}
         except ValueError as error:
             raise TrainerError(f"update {batch.update}: {error}") from error
 
@@ -296,13 +304,18 @@ class LocalTrainer:
                 f"the loss of update {batch.update} is {loss}: a log-probability, the engine's or the trainer's, "
                 "is not finite"
             )
+        if self.critic is not None:
+            self.critic.check()
         _, rate = self.optimizer.step(norm, value, update=batch.update)
+        if self.critic is not None:
+            self.critic.step()
         return _Step(loss, value, rate, tokens)
 
     def _accumulate(self, batch: Batch, part: Part, piece: Piece, advantages: Advantages, collector: Collector) -> None:
         micro = self._micro(batch, piece, advantages.values, part.weights)
+        states = self.packed.states(micro)
         logprobs, entropies = self.packed.logprobs(
-            micro, self.options.temperature, entropy_gradient=self.algorithm.entropy is not None
+            micro, self.options.temperature, entropy_gradient=self.algorithm.entropy is not None, states=states
         )
         tokens = Tokens(
             logprobs=logprobs,
@@ -315,6 +328,10 @@ class LocalTrainer:
             lengths=self._of_sequences(micro.num_targets, torch.int64),
         )
         loss, diagnostics = self._loss(tokens, entropies, micro, part, piece)
+        if self.critic is not None:
+            critic_loss, diagnostics["value_loss"] = self.critic.piece_loss(states, micro, piece)
+            loss = loss + critic_loss
+        collector.watch(logprobs, tokens.anchored(getattr(self.algorithm, "anchor", "behaviour")))
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.collect()
         collector.add(micro, loss, tokens.proximal, entropies.detach(), diagnostics)
@@ -370,9 +387,12 @@ class LocalTrainer:
         return Weights(version, "full", tensors, checksum(tensors))
 
     def state(self) -> dict[str, torch.Tensor]:
-        return {**self.optimizer.state(), "version": torch.tensor(self._version)}
+        critic = {} if self.critic is None else self.critic.state()
+        return {**self.optimizer.state(), **critic, "version": torch.tensor(self._version)}
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        if self.critic is not None:
+            self.critic.restore(state)
         self.optimizer.restore(state)
         # Where an update was always one step, it was not written apart.
         self._version = int(state["version"]) if "version" in state else self.optimizer.step_count
@@ -392,5 +412,7 @@ class LocalTrainer:
             write_adapter(folder, tensors, options=self.lora, base=self.base, names=self.adapted)
         else:
             self.model.save_pretrained(folder)
+        if self.critic is not None:
+            self.critic.export(folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
