@@ -8,7 +8,7 @@ from transformers import Qwen3Config
 
 from stretto.config import Recipe, parse_recipe
 from stretto.engines.native.cache import KVCache
-from stretto.errors import RecipeError
+from stretto.errors import ModelError, RecipeError
 from stretto.models import load_model
 from stretto.runtime.device import CUDA
 from stretto.runtime.memory import (
@@ -178,3 +178,20 @@ def test_the_plan_for_a_gpu_has_its_free_memory() -> None:
     assert "# device: cuda (" in text
     assert "weights in bfloat16" in text
     assert "GiB free" in text
+
+
+def test_a_model_of_its_own_to_stay_near_and_several_steps_are_planned_for() -> None:
+    kl = {"coefficient": 0.1}
+    own = footprint(recipe(algorithm={"kl": kl | {"reference": "tiny"}}), tiny_config(), 16, CPU)
+    assert own.reference == own.base
+    assert footprint(recipe(lora=True, algorithm={"kl": kl}), tiny_config(), 16, CPU).reference == 0
+    one, several = (
+        footprint(recipe(lora=True, training={"optimizer_steps": n}), tiny_config(), 16, CPU) for n in (1, 4)
+    )
+    assert (one.undo, several.undo) == (0, several.optimizer * 3 // 2)
+
+
+def test_a_model_to_stay_near_that_is_not_there_is_named_by_its_option() -> None:
+    made = recipe(algorithm={"kl": {"coefficient": 0.1, "reference": "./nowhere"}})
+    with pytest.raises(ModelError, match=r"`algorithm\.kl\.reference = '\./nowhere'`: there is no folder"):
+        footprint(made, tiny_config(), 16, CPU)

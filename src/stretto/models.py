@@ -21,13 +21,13 @@ MADE_BY = {"models/smollm2-135m": "make smollm2"}  # folders that this repositor
 ODD = 0x9E3779B97F4A7C1
 
 
-def load_model(path: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Load a causal LM from a folder or by hub name, in evaluation mode; raises `ModelError` by name."""
-    _refuse_other_folders(path)
+def load_model(path: str, dtype: torch.dtype, device: torch.device, *, option: str = "model.path") -> nn.Module:
+    """Load a causal LM from a folder or by hub name, in evaluation mode; a `ModelError` names `option`."""
+    _refuse_other_folders(path, option)
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
-        raise _cannot(path, "cannot be loaded as a causal LM", error) from error
+        raise _cannot(path, "cannot be loaded as a causal LM", error, option) from error
     result: nn.Module = model.to(device).eval()
     return result
 
@@ -41,33 +41,33 @@ def load_tokenizer(path: str) -> Any:
         raise _cannot(path, "has no tokenizer that can be loaded", error) from error
 
 
-def load_config(path: str) -> Any:
+def load_config(path: str, *, option: str = "model.path") -> Any:
     """The model's configuration alone, without its weights."""
-    _refuse_other_folders(path)
+    _refuse_other_folders(path, option)
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        raise _cannot(path, "has no configuration that can be loaded", error) from error
+        raise _cannot(path, "has no configuration that can be loaded", error, option) from error
 
 
-def _refuse_other_folders(path: str) -> None:
+def _refuse_other_folders(path: str, option: str = "model.path") -> None:
     """Refuse a folder that is no model, and a path that can only be a folder where there is none."""
     if not Path(path).exists():
         if path in MADE_BY:
-            raise ModelError(f"`model.path = {path!r}`: there is no folder `{path}`; `{MADE_BY[path]}` makes it")
+            raise ModelError(f"`{option} = {path!r}`: there is no folder `{path}`; `{MADE_BY[path]}` makes it")
         if path.startswith((".", "/", "~")) or path.count("/") > 1:  # a hub name has one slash at most
             hint = "; `~` is not expanded, write the whole path" if path.startswith("~") else ""
-            raise ModelError(f"`model.path = {path!r}`: there is no folder `{path}` (seen from {Path.cwd()}){hint}")
+            raise ModelError(f"`{option} = {path!r}`: there is no folder `{path}` (seen from {Path.cwd()}){hint}")
     elif not (Path(path) / "config.json").exists():
-        raise ModelError(f"`model.path = {path!r}` is no model: the folder has no `config.json`")
+        raise ModelError(f"`{option} = {path!r}` is no model: the folder has no `config.json`")
 
 
-def _cannot(path: str, what: str, error: Exception) -> ModelError:
+def _cannot(path: str, what: str, error: Exception, option: str = "model.path") -> ModelError:
     """What to say of a model that could not be loaded, its being no folder first."""
     if Path(path).exists():
-        return ModelError(f"`model.path = {path!r}` {what}: {error}")
+        return ModelError(f"`{option} = {path!r}` {what}: {error}")
     said = str(error).strip().partition("\n")[0]
-    return ModelError(f"`model.path = {path!r}`: there is no folder `{path}`, and as a hub name it {what}: {said}")
+    return ModelError(f"`{option} = {path!r}`: there is no folder `{path}`, and as a hub name it {what}: {said}")
 
 
 def second_tree(model: nn.Module, *, share: bool) -> nn.Module:

@@ -56,6 +56,8 @@ class Footprint:
     versions: int
     store: int
     trained: int  # 0 where it is the base itself that is stepped
+    reference: int  # a second model, where a divergence is measured against one
+    undo: int  # a copy of what is stepped, while an update of several steps may still fail
     optimizer: int
     gradients: int
     working: int
@@ -77,6 +79,8 @@ class Footprint:
         yield "versions", self.versions
         yield "weight store", self.store
         yield "trained", self.trained
+        yield "reference", self.reference
+        yield "undo", self.undo
         yield "optimizer", self.optimizer
         yield "gradients", self.gradients
         yield "working (estimate)", self.working
@@ -156,6 +160,8 @@ def footprint(
         versions=recipe.num_slots * version,
         store=(recipe.num_slots + 1) * version,
         trained=(stepped if half else 0) if full else stepped + (version if half else 0),
+        reference=_reference_bytes(recipe, base, dtype),
+        undo=3 * stepped if recipe.training.optimizer_steps > 1 else 0,
         optimizer=2 * stepped,
         gradients=stepped + (version if half and full else 0),
         working=max(activations, 3 * stepped) if on_cuda else activations,
@@ -171,6 +177,18 @@ def footprint(
     else:
         tokens = kv_tokens(recipe, text, longest_prompt)
     return _with_kv(need, tokens, per_token)
+
+
+def _reference_bytes(recipe: Recipe, base: int, dtype: torch.dtype) -> int:
+    """Of the model that a divergence is measured against; the policy without its adapters takes nothing."""
+    kl = recipe.algorithm.kl
+    if kl is None or kl.reference is None:
+        return 0
+    if kl.reference == recipe.model.path:
+        return base
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_config(kl.reference, option="algorithm.kl.reference"))
+    return int(sum(parameter.numel() for parameter in model.parameters())) * dtype.itemsize
 
 
 def activation_bytes(

@@ -197,8 +197,7 @@ def _reference(recipe: Recipe, model_path: str, device: torch.device) -> nn.Modu
     if kl is None or kl.reference is None:
         return None
     path = model_path if kl.reference == recipe.model.path else kl.reference
-    model: nn.Module = load_model(path, choose_dtype(recipe.model.dtype, device), device)
-    return model
+    return load_model(path, choose_dtype(recipe.model.dtype, device), device, option="algorithm.kl.reference")
 
 
 def trainer_options(recipe: Recipe) -> TrainerOptions:
