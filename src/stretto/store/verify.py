@@ -99,8 +99,10 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 def _read_run(db: sqlite3.Connection, path: Path) -> _Run:
     facts = {key: json.loads(value) for key, value in db.execute("SELECT key, value FROM run")}
-    names = ("paradigm", "staleness", "batch", "group", "updates", "data_rows", "retries", "filter_limit", "order")
-    names += ("replay_groups", "replay_uses")
+    names = (
+        *("paradigm", "staleness", "batch", "group", "updates", "data_rows", "retries", "filter_limit", "order"),
+        *("replay_groups", "replay_uses"),
+    )
     missing = [name for name in names if name not in facts]
     if missing:
         raise JournalError(f"journal `{path}` does not say what run it is of: no `{missing[0]}`")
