@@ -7,8 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from training_cases import random_batch
+from training_cases import random_batch, tiny
 
+from stretto.objectives import OBJECTIVES
+from stretto.objectives.correction_options import CorrectionOptions
+from stretto.objectives.shaping_options import OverlongOptions
+from stretto.objectives.term_options import EntropyOptions, KlOptions, SupervisedOptions
 from stretto.observe.metrics import Tally
 from stretto.training.advantages import group_relative
 from stretto.training.measures import (
@@ -22,6 +26,7 @@ from stretto.training.measures import (
     token_measures,
 )
 from stretto.training.packing import micro_batch
+from stretto.training.trainer import LocalTrainer, LoraOptions, TrainerOptions
 from stretto.types import Batch, UpdateReport
 
 
@@ -176,3 +181,34 @@ def test_every_name_on_the_line_of_an_update_is_documented():
         batch.samples, UpdateReport(0, {}, 0.0, 0, 1.0), started=0.0, ended=1.0, idle_s=0.0, waited_for=""
     )
     assert set(line) <= documented()
+
+
+EVERYTHING = {
+    "correction": CorrectionOptions(mode="filter", low=0.5),
+    "kl": KlOptions(coefficient=0.1),
+    "entropy": EntropyOptions(coefficient=0.1),
+    "supervised": SupervisedOptions(coefficient=0.1),
+    "length": OverlongOptions(cache=4),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "custom"])
+def test_every_measure_of_an_update_is_documented_whatever_the_objective(name):
+    kind = OBJECTIVES[name]
+    constant = kind.model_fields["average"].default == "constant"
+    algorithm = kind(**EVERYTHING, **({"average_tokens": 20} if constant else {}))
+    trainer = LocalTrainer(tiny(), lora=LoraOptions(rank=2), algorithm=algorithm, options=TrainerOptions(max_tokens=20))
+    batch = aged_batch()
+    trainer.restore({**trainer.state(), "version": torch.tensor(batch.update)})
+    metrics = trainer.update(batch).metrics
+    assert {general(each) for each in metrics} <= documented()
+    assert {"share_without_gradient", "staleness_kl_age_3", "mismatch_tokens", "weight_p99"} <= metrics.keys()
+    assert all(np.isfinite(value) for value in metrics.values())
+
+
+def test_a_batch_without_signal_has_no_token_with_a_gradient():
+    batch = random_batch()
+    equal = Batch(0, [replace(sample, reward=0.5) for sample in batch.samples])
+    metrics = LocalTrainer(tiny(), lora=LoraOptions(rank=2)).update(equal).metrics
+    assert metrics["share_without_gradient"] == 1.0
+    assert metrics["groups_without_signal"] == metrics["groups"]
