@@ -17,7 +17,7 @@ from stretto.checksums import checksum
 from stretto.errors import RunError
 from stretto.store import checkpoint as module
 from stretto.store.checkpoint import load_checkpoint, save_checkpoint
-from stretto.types import Request, Sampling, Suspended, Weights
+from stretto.types import Request, Sampling, Supports, Suspended, Weights
 
 
 def weights(version: int) -> Weights:
@@ -28,8 +28,9 @@ def weights(version: int) -> Weights:
     return Weights(version, "lora", tensors, checksum(tensors, 2.0), 2.0)
 
 
-def suspended(id: int, num_tokens: int, versions: bool = False) -> Suspended:
+def suspended(id: int, num_tokens: int, versions: bool = False, supports: bool = False) -> Suspended:
     sampling = Sampling(max_tokens=9, temperature=0.7, stop_tokens=(1, 5), stop_strings=("\n", "]"))
+    others = np.arange(2 * num_tokens, dtype=np.int32)
     return Suspended(
         request=Request(id, 3, (4, 5, 6), seed=2**62 + id, sampling=sampling, group=id // 2, priority=0),
         tokens=np.arange(num_tokens, dtype=np.int32),
@@ -38,6 +39,7 @@ def suspended(id: int, num_tokens: int, versions: bool = False) -> Suspended:
         token_versions=np.full(num_tokens, 2, dtype=np.int32) if versions else None,
         started_at=12.5,
         prefilled=3,
+        supports=Supports(np.full(num_tokens, 2, dtype=np.int32), others) if supports else None,
     )
 
 
@@ -53,13 +55,17 @@ def save(root: Path, updates: int = 4, save_trainer: Callable[[Path], None] | No
         totals={"steps": updates, "ages": {0: 3}},
         prompts={"rows": [2]},
         weights={version: weights(version) for version in (updates - 1, updates)},
-        suspended=[suspended(10, 4), suspended(11, 0), suspended(12, 2, versions=True)],
+        suspended=[suspended(10, 4), suspended(11, 0), suspended(12, 2, True, supports=True)],
         save_trainer=save_trainer or trainer,
     )
 
 
 def same(a: Suspended, b: Suspended) -> bool:
     arrays = [(a.tokens, b.tokens), (a.logprobs, b.logprobs), (a.token_versions, b.token_versions)]
+    if (a.supports is None) != (b.supports is None):
+        return False
+    if a.supports is not None and b.supports is not None:
+        arrays += [(a.supports.counts, b.supports.counts), (a.supports.tokens, b.supports.tokens)]
     for ours, theirs in arrays:
         if (ours is None) != (theirs is None):
             return False
@@ -83,7 +89,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         assert all(torch.equal(item.tensors[name], tensor) for name, tensor in expected.tensors.items())
     assert same(found.suspended[10], suspended(10, 4))
     assert same(found.suspended[11], suspended(11, 0))
-    assert same(found.suspended[12], suspended(12, 2, versions=True))
+    assert same(found.suspended[12], suspended(12, 2, True, supports=True))
 
 
 def test_a_run_with_nothing_under_way_comes_back_too(tmp_path: Path) -> None:
