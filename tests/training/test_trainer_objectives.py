@@ -32,8 +32,6 @@ def objectives(**beside):
     """Each objective as it comes, and anchored on the proximal policy where it can be, with a correction that it may
     have."""
     for name, kind in OBJECTIVES.items():
-        if kind.uses_critic:
-            continue
         needed = {}
         if name == "custom":
             needed["function"] = f"{__name__}:user_objective"
