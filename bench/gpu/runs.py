@@ -74,6 +74,9 @@ class SyntheticPrompts:
     def scored(self, row_number: int, reward: float) -> None:
         """Rewards are coins: they change nothing."""
 
+    def settle(self, update: int) -> None:
+        """Rows come in their order, whatever was scored."""
+
 
 class Coin:
     """An environment that asks once and rewards 0 or 1 by the trajectory's id."""
