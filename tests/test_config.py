@@ -67,6 +67,10 @@ def test_an_unknown_key_names_the_nearest_real_one() -> None:
         ),
         ({"training": {"replay": {"ratio": 0.03}}}, "`training.replay.ratio = 0.03` of `rollout.prompts = 16` is not"),
         ({"rollout": {"filter": "no-signal", "group": 1}}, "`rollout.group = 1` would filter everything"),
+        (
+            {"rollout": {"filter": "no-signal"}, "algorithm": {"type": "grpo", "advantage": "whiten"}},
+            '`rollout.filter = "no-signal"` is refused with `algorithm.advantage = "whiten"`',
+        ),
         ({"evaluation": {"prompts": 0, "every": 5}}, "`evaluation.every` has no effect"),
         (
             {"evaluation": {"every": 5}, "training": {"steps": 5}},

@@ -92,7 +92,7 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
             '`rollout.filter = "no-signal"` with `rollout.group = 1` would filter everything: one reward has no other '
             "to differ from; use at least 2, or leave the filter out"
         )
-    advantage = getattr(recipe.algorithm, "advantage", "group")
+    advantage = recipe.algorithm.advantage
     if rollout.filter == "no-signal" and advantage in ("whiten", "gae"):
         yield (
             f'`rollout.filter = "no-signal"` is refused with `algorithm.advantage = "{advantage}"`: a group whose '
