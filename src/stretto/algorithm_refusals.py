@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from stretto.objectives.critic_options import CriticOptions
 from stretto.objectives.shaping_options import length_refusals
 
 if TYPE_CHECKING:
@@ -74,6 +75,12 @@ def impossible_algorithm(recipe: Recipe) -> Iterable[str]:
             f"`rollout.group = 1` gives every trajectory an advantage of 0 under `{algorithm.type}`: "
             f'`algorithm.advantage = "{algorithm.advantage}"` compares the members of a group; use at least 2, or '
             '`advantage = "whiten"`'
+        )
+    critic = getattr(algorithm, "critic", None)
+    if steps == 1 and isinstance(critic, CriticOptions) and critic.clip != CriticOptions().clip:
+        yield (
+            f"`algorithm.critic.clip = {critic.clip}` has no effect: with `training.optimizer_steps = 1` a value is the "
+            "one before the update; leave it out, or raise `training.optimizer_steps`"
         )
     if algorithm.length is not None:
         yield from length_refusals(algorithm.length, max_tokens=rollout.max_tokens, group=rollout.group)

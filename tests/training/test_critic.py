@@ -6,7 +6,8 @@ import torch
 from pydantic import ValidationError
 from safetensors import safe_open
 
-from stretto.errors import TrainerError
+from stretto.config import parse_recipe
+from stretto.errors import RecipeError, TrainerError
 from stretto.objectives import OBJECTIVES
 from stretto.objectives.critic_options import CriticOptions
 from stretto.objectives.ppo import PpoOptions
@@ -181,3 +182,20 @@ def test_only_objectives_with_a_critic_take_one():
         assert ("critic" in kind.model_fields) == kind.uses_critic, name
     with pytest.raises(ValidationError, match="advantage"):
         PpoOptions(advantage="group")  # type: ignore[arg-type]
+
+
+def test_a_clip_of_values_that_cannot_act_is_refused():
+    recipe = {
+        "model": {"path": "tiny"},
+        "task": {"type": "countdown-chain"},
+        "algorithm": {"type": "ppo", "critic": {"clip": 0.1}},
+    }
+    with pytest.raises(RecipeError, match=r"`algorithm.critic.clip = 0.1` has no effect"):
+        parse_recipe(recipe)
+    assert parse_recipe({**recipe, "training": {"optimizer_steps": 2}}).algorithm.critic.clip == 0.1
+
+
+def test_a_critic_asked_for_by_an_objective_that_has_none_is_refused_by_name():
+    recipe = {"model": {"path": "tiny"}, "task": {"type": "countdown-chain"}, "algorithm": {"critic": {"lam": 0.9}}}
+    with pytest.raises(RecipeError, match=r"`algorithm.critic` is not an option here"):
+        parse_recipe(recipe)
