@@ -79,8 +79,8 @@ def impossible_algorithm(recipe: Recipe) -> Iterable[str]:
     critic = getattr(algorithm, "critic", None)
     if steps == 1 and isinstance(critic, CriticOptions) and critic.clip != CriticOptions().clip:
         yield (
-            f"`algorithm.critic.clip = {critic.clip}` has no effect: with `training.optimizer_steps = 1` a value is the "
-            "one before the update; leave it out, or raise `training.optimizer_steps`"
+            f"`algorithm.critic.clip = {critic.clip}` has no effect: with `training.optimizer_steps = 1` a value is "
+            "the one before the update; leave it out, or raise `training.optimizer_steps`"
         )
     if algorithm.length is not None:
         yield from length_refusals(algorithm.length, max_tokens=rollout.max_tokens, group=rollout.group)
