@@ -10,7 +10,8 @@ time and reduced to two numbers a token. For the gradient there are two ways:
   the backward pass only scales it: two products, and `[C, d]` more to keep. What comes in differs from token to token,
   so the gradient of the weight cannot be made ahead.
 
-On CUDA the directions are used wherever they can be. A processor keeps to the first way: its sums keep their bits.
+On CUDA the directions are used wherever they can be, on a processor where there is more than one chunk. The gradient of
+a head that is trained takes one product more than the naive way, which is the price of its memory.
 
 With `supports`, probabilities are those over each token's support alone, and zero elsewhere: `logit_supports`.
 """
@@ -28,8 +29,8 @@ from stretto.training.logit_supports import PackedSupports, deltas_of_supports, 
 
 # Logits held at once. A processor wants them in its cache; a GPU wants products with enough rows (883 of Qwen3's
 # vocabulary) and, where the head is trained, few sums over its float32 gradient.
-CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}
-CHUNK_ELEMENTS_TRAINED_HEAD = {"cpu": 1 << 22, "cuda": 1 << 29}
+CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
+CHUNK_ELEMENTS_TRAINED_HEAD = {"cpu": 1 << 25, "cuda": 1 << 29}
 
 
 def token_logprobs(
@@ -61,11 +62,11 @@ def token_logprobs(
         chunk_tokens = max(1, elements.get(hidden.device.type, elements["cuda"]) // weight.shape[0])
     scale = LogitScale(temperature, softcap, multiplier)
     if directions is None:
-        directions = hidden.is_cuda
+        directions = hidden.is_cuda or len(targets) > chunk_tokens
     if directions and not trained and not entropy_gradient:
         with_gradient = torch.is_grad_enabled() and hidden.requires_grad
         logprobs, entropies = _DirectedLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, predicts, targets, scale, chunk_tokens, with_gradient, supports
+            hidden, weight, bias, predicts, targets, scale, entropy, chunk_tokens, with_gradient, supports
         )
     else:
         logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -87,6 +88,7 @@ class _DirectedLogprobs(torch.autograd.Function):
         predicts: torch.Tensor,
         targets: torch.Tensor,
         scale: LogitScale,
+        entropy: bool,
         chunk_tokens: int,
         with_gradient: bool,
         supports: PackedSupports | None,
@@ -94,8 +96,15 @@ class _DirectedLogprobs(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, entropies = torch.empty(2, len(targets), dtype=dtype, device=hidden.device).unbind()
         directions = hidden.new_empty((len(targets) if with_gradient else 0, hidden.shape[1]))
+        plain = not hidden.is_cuda and hidden.dtype == dtype and scale.softcap is None and supports is None
         for start in range(0, len(targets), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
+            if plain:
+                rows = hidden.index_select(0, predicts[chunk])
+                direction = directions[chunk] if with_gradient else None
+                made = _direct(rows, weight, bias, targets[chunk], scale.slope, entropy, direction)
+                logprobs[chunk], entropies[chunk] = made
+                continue
             logits = F.linear(hidden.index_select(0, predicts[chunk]), weight, bias)
             if supports is None:
                 reduced = reduce_logits(logits, targets[chunk], scale, delta=with_gradient)
@@ -116,7 +125,35 @@ class _DirectedLogprobs(torch.autograd.Function):
         directions, predicts = ctx.saved_tensors
         grad_hidden = directions.new_zeros((ctx.num_tokens, directions.shape[1]))
         scaled = (directions * grads[0][:, None]).to(directions.dtype)
-        return (grad_hidden.index_copy_(0, predicts, scaled), *([None] * 8))
+        return (grad_hidden.index_copy_(0, predicts, scaled), *([None] * 9))
+
+
+def _direct(
+    rows: torch.Tensor,  # [rows, d]
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,  # [rows]
+    slope: float,
+    entropy: bool,
+    direction: torch.Tensor | None,  # [rows, d], filled where there is one
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies of a chunk on a processor, in four passes over its logits, five with entropies.
+
+    What multiplies a row of logits as a whole multiplies its hidden state or its direction instead, and the target's
+    share of the direction is a row of the weight: neither is a pass.
+    """
+    logits = F.linear(rows * slope, weight, None if bias is None else bias * slope)
+    highest = logits.amax(-1)
+    shifted = logits.sub_(highest[:, None])
+    chosen = shifted.gather(1, targets[:, None])[:, 0]
+    masses = shifted.exp() if entropy else shifted.exp_()
+    totals = masses.sum(-1)
+    logs = totals.log()
+    entropies = logs - torch.linalg.vecdot(masses, shifted) / totals if entropy else torch.zeros_like(logs)
+    if direction is not None:
+        torch.mm(masses, weight, out=direction)
+        direction.div_(totals[:, None]).neg_().add_(weight.index_select(0, targets)).mul_(slope)
+    return chosen - logs, entropies
 
 
 class _TokenLogprobs(torch.autograd.Function):
