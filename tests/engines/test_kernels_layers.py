@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import sys
 from typing import Any
 
 import pytest
@@ -265,19 +263,6 @@ def test_a_token_has_the_same_bits_whoever_stands_beside_it(device: str, dtype: 
         alone = torch.empty(1, width, **like)
         layers.gate(gate_up[token : token + 1], width, "silu", slots[token : token + 1], bs, rank, SCALE, alone)
         assert torch.equal(alone[0], together[token])
-
-
-def test_without_triton_the_module_is_there_and_a_kernel_says_what_it_needs(monkeypatch: Any) -> None:
-    monkeypatch.setitem(sys.modules, "triton", None)
-    spec = importlib.util.spec_from_file_location("layers_without_triton", layers.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    x, slots, out = torch.ones(1, 4), torch.zeros(1, dtype=torch.int64), torch.empty(1, 2)
-    module.plain_gate(x, 2, "silu", slots, None, 1, 1.0, out)
-    with pytest.raises(ModuleNotFoundError, match="`triton`"):
-        module.gate(x, 2, "silu", slots, None, 1, 1.0, out)
 
 
 def test_an_unknown_activation_is_refused() -> None:

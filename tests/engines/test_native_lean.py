@@ -106,14 +106,19 @@ def test_joined_weights_follow_what_is_written_into_the_parts() -> None:
     assert joined(parts[:2]).data_ptr() != whole.data_ptr()  # a part of the storage is not the matrix they make
 
 
+def put(layer: SlottedLinear, slot: int, a: torch.Tensor, b: torch.Tensor) -> None:
+    for place, part in zip(layer.resident(slot), (a, b), strict=True):
+        place.copy_(part)
+
+
 def test_adapters_in_a_fused_product_are_those_of_their_layer_and_slot() -> None:
     generator = torch.Generator().manual_seed(0)
     mask = SlotMask(2, 3, torch.device("cpu"))
     bases = [torch.nn.Linear(8, n, bias=False) for n in (6, 4, 5)]
     layers: list[Any] = [SlottedLinear(bases[0], 2, 3, mask), bases[1], SlottedLinear(bases[2], 2, 3, mask)]
-    layers[0].put(1, torch.randn(3, 8, generator=generator), torch.randn(6, 3, generator=generator))
+    put(layers[0], 1, torch.randn(3, 8, generator=generator), torch.randn(6, 3, generator=generator))
     fused = Projection(*layers)
-    layers[2].put(0, torch.randn(3, 8, generator=generator), torch.randn(5, 3, generator=generator))
+    put(layers[2], 0, torch.randn(3, 8, generator=generator), torch.randn(5, 3, generator=generator))
     x = torch.randn(7, 8, generator=generator)
     with torch.inference_mode():
         mask.choose(torch.tensor([0, 1, 0, 1, 1, 0, 0]))
