@@ -126,7 +126,7 @@ def test_adapters_in_a_fused_product_are_those_of_their_layer_and_slot() -> None
         expected = torch.cat([layer(x) for layer in layers], dim=1)
         torch.testing.assert_close(fused(x), expected)
         torch.testing.assert_close(fused.add_to(torch.ones(7, 15), x), expected + 1)
-        layers[2].clear(0)
+        put(layers[2], 0, torch.zeros(3, 8), torch.zeros(5, 3))
         assert not fused.b[3:, 10:].any()
 
 
