@@ -168,6 +168,12 @@ class TrainingSection(Section):
     epsilon: float = Field(1e-8, gt=0, description="AdamW's denominator")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm")
     micro_tokens: int = Field(8_192, ge=1, description="Tokens of one packed micro-batch")
+    checkpointing: bool = Field(
+        False, description="Make activations again in the backward pass: much less memory, about a third more time"
+    )
+    compile: bool | None = Field(
+        None, description="Compile the decoder layer; default: on CUDA in half precision, for plain decoders"
+    )
     replay: ReplaySection | None = Field(None, description="Leave out to use every group once")
 
 
@@ -184,6 +190,9 @@ class RuntimeSection(Section):
     """One process, a thread each for engine and trainer, which share the base in the memory of one device."""
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description='"auto": cuda where torch sees one')
+    deterministic: bool = Field(
+        False, description="On CUDA: no bit of a trajectory depends on its neighbours; slower. On the CPU always so"
+    )
     engine_threads: int | None = Field(
         None, ge=1, description="Default: 1 on CUDA; on the CPU every core if it takes turns, else half"
     )

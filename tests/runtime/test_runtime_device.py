@@ -66,3 +66,12 @@ def test_weights_on_another_device_have_the_same_checksum(device: torch.device) 
     moved = on_device(Weights(3, "lora", tensors, checksum(tensors, 2.0), 2.0), device)
     assert {tensor.device for tensor in moved.tensors.values()} == {device}
     assert checksum(moved.tensors, moved.scale) == moved.checksum
+
+
+def test_deterministic_has_no_effect_on_the_cpu_and_is_refused_there() -> None:
+    recipe = parse_recipe(
+        {"model": {"path": "tiny"}, "task": {"type": "countdown-chain"}, "runtime": {"deterministic": True}}
+    )
+    with pytest.raises(RecipeError, match=r"`runtime.deterministic = true` has no effect on the CPU"):
+        resolved(recipe, torch.device("cpu"))
+    assert resolved(recipe, CUDA).runtime.deterministic

@@ -40,6 +40,11 @@ def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
 
 def resolved(recipe: Recipe, device: torch.device) -> Recipe:
     """The recipe with what `auto` stands for on `device`: a run is recorded, and resumed, in that type."""
+    if recipe.runtime.deterministic and device.type == "cpu":
+        raise RecipeError(
+            "`runtime.deterministic = true` has no effect on the CPU, where no trajectory ever depends on its"
+            " neighbours: leave it out"
+        )
     dtype = str(choose_dtype(recipe.model.dtype, device)).removeprefix("torch.")
     return with_section(with_section(recipe, "model", dtype=dtype), "runtime", device=device.type)
 

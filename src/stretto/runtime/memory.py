@@ -129,12 +129,11 @@ def footprint(
     device: torch.device,
     *,
     free: int | None = None,
-    checkpointing: bool = False,
 ) -> Footprint:
     """Plan the memory of a run on `device`, of which `free` bytes are there: on CUDA, by default, what it says itself.
 
     Counts parameters on the meta device; nothing is allocated. On CUDA it raises `RecipeError`, with every number and
-    the options to change, where too little is left for the KV cache. `checkpointing` is the trainer's.
+    the options to change, where too little is left for the KV cache.
     """
     dtype, on_cuda = choose_dtype(recipe.model.dtype, device), device.type == "cuda"
     text = config.get_text_config()
@@ -151,7 +150,13 @@ def footprint(
     half, full = dtype != torch.float32, lora is None
     one = longest_trajectory(recipe, longest_prompt)
     activations = activation_bytes(
-        text, _micro_tokens(recipe, one), dtype, device, packed=packed, trains_head=full, checkpointing=checkpointing
+        text,
+        _micro_tokens(recipe, one),
+        dtype,
+        device,
+        packed=packed,
+        trains_head=full,
+        checkpointing=recipe.training.checkpointing,
     )
     if on_cuda and free is None:
         free = torch.cuda.mem_get_info(device)[0]

@@ -178,6 +178,7 @@ class _Parts:
             lora_targets=None if lora is None else lora.targets or None,
             prefill_tokens=recipe.rollout.prefill_tokens,
             decode=decode,
+            deterministic=recipe.runtime.deterministic,
         )
         trainer = LocalTrainer(
             model,
@@ -214,6 +215,8 @@ def trainer_options(recipe: Recipe) -> TrainerOptions:
         eps=training.epsilon,
         max_grad_norm=training.max_grad_norm,
         micro_tokens=training.micro_tokens,
+        checkpointing=training.checkpointing,
+        compile=training.compile,
         optimizer_steps=training.optimizer_steps,
         temperature=recipe.rollout.temperature,
         max_tokens=recipe.rollout.max_tokens,
