@@ -317,8 +317,8 @@ def test_a_reward_that_does_not_keep_its_own_deadline_is_a_stall(tmp_path: Path)
 
 
 def test_auto_staleness_measures_the_tail_of_generation_and_not_the_wait_for_the_trainer(tmp_path: Path) -> None:
-    auto = plan(staleness=4, auto=True, updates=5)
-    bench = Bench(tmp_path, auto, engines=[FakeEngine(slots=5)], trainer=FakeTrainer(update_s=0.15))
+    auto = plan(staleness=4, auto=True, updates=4)
+    bench = Bench(tmp_path, auto, engines=[FakeEngine(slots=5)], trainer=FakeTrainer(update_s=0.8))
     assert bench.run()
     assert bench.loop.brain.staleness == 2, "a tail far shorter than an update"
 

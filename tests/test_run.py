@@ -465,7 +465,7 @@ def interrupted(self, batch):
         time.sleep(0.3)
         Path("second").write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(60)  # a long update, which the first Ctrl-C waits for
+        time.sleep(150)  # a long update, which the first Ctrl-C waits for
     return original(self, batch)
 
 LocalTrainer.update = interrupted
@@ -479,13 +479,13 @@ def test_a_second_ctrl_c_ends_the_process_at_once(model: Path, tmp_path: Path) -
         [sys.executable, "-c", IMPATIENT],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=140,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )
     took = time.time() - float((tmp_path / "second").read_text())
     assert done.returncode == 130, done.stderr
-    assert took < 3.0, "nothing waits for the update that runs"
+    assert took < 15.0, "nothing waits for the update that runs"
     assert "once more ends the process at once" in done.stdout
     assert_verifies(tmp_path / "run")
     with pytest.raises(RunError, match="ended before its first checkpoint"):
