@@ -6,6 +6,7 @@ a GPU the same tests run over Triton's kernels and captured graphs, in float32.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from engine_cases import assert_same_supports, build, drive, native, prompt_of, weights_of
 
 from stretto.engines.native.device_rows import DeviceRows
+from stretto.engines.native.kernels.plan import DecodePlan
 from stretto.engines.threaded import Failed
 from stretto.errors import RequestError
 from stretto.types import Request, Sampling, Weights
@@ -214,6 +216,7 @@ def test_a_deterministic_engine_gives_the_same_bits_beside_any_neighbours(device
             late(device, kind=kind, versions=(0, 1), deterministic=True, **options), [work[i] for i in numbers]
         )
 
+    assert late(device, kind=kind, deterministic=True)._work._sizes == [16]
     together = generate(range(14))
     for number in (0, 5, 9, 13):
         alone = generate([number])[number]
@@ -240,6 +243,16 @@ def test_rows_that_share_a_long_prompt_read_it_together(device):
     assert saved == 10 * 32 + 10 * 64
     assert engine._rows.saved == 0
     agree(done, drive(known(rows=24, versions=(0, 1)), work))
+
+
+def test_attention_makes_room_where_many_rows_share_a_long_prompt(device):
+    engine = late(device, rows=16, deterministic=True)
+    engine._work._lanes[0] = replace(
+        engine._work._lanes[0], plan=DecodePlan.allocate(17, 20, 4, 32, engine._rows.device)
+    )
+    work = [Request(i, 0, prompt_of(70, 0), i, Sampling(5 + i), group=0) for i in range(16)]
+    agree(drive(engine, work), drive(known(rows=16), work))
+    assert engine._work._lanes[0].plan.capacity >= 80
 
 
 def test_a_draining_batch_moves_into_smaller_ones(device):

@@ -43,9 +43,9 @@ class CorrectionOptions(BaseModel):
                 f"`algorithm.correction.segment_tokens = {self.segment_tokens}` has no effect with "
                 f'`level = "{self.level}"`; choose `level = "segment"`, or leave it out'
             )
-        if self.mode == "filter" and self.low == self.high:
+        if self.low == self.high:
             raise ValueError(
-                f"`algorithm.correction.low = {self.low}` and `high = {self.high}` let nothing pass as a filter; "
-                "set `low` below 1 or `high` above 1"
+                f"`algorithm.correction.low = {self.low}` and `high = {self.high}` leave every weight at 1, or let "
+                "nothing pass as a filter: they correct nothing; set `low` below 1 or `high` above 1"
             )
         return self

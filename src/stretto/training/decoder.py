@@ -150,6 +150,11 @@ class PlainDecoder:
     ) -> Tensor:
         return decoder_layer(self._shape, hidden, cos, sin, ends, limit, weights)
 
+    @property
+    def compiled(self) -> bool:
+        """Whether layers run compiled, which they do with gradients alone."""
+        return self._compiled is not None
+
     def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: PackedLayout) -> Tensor:
         """The last hidden state of every token [T, width]."""
         with torch.no_grad():

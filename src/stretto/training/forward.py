@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,11 @@ class PackedModel:
         """Make what is inside a layer again in the backward pass."""
         for layer in self.decoder.layers:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+    def as_in_training(self) -> AbstractContextManager[object]:
+        """For values that are compared with those of a training pass: a compiled layer rounds in its own way, and it
+        runs with gradients alone. Results are to be detached."""
+        return torch.set_grad_enabled(self.plain is not None and self.plain.compiled)
 
     def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
         """The last hidden state of every token [T, d]."""

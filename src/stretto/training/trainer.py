@@ -170,7 +170,7 @@ class LocalTrainer:
             micro_tokens=self.options.micro_tokens,
         )  # fmt: skip
         # A later step may fail when earlier ones are done, and then nothing may have changed.
-        before = self.state() if len(parts) > 1 else None
+        before = self.state() if len(parts) > 1 or self.critic is not None else None
         try:
             with torch.inference_mode(False):
                 self._look_ahead(batch, parts)
@@ -215,19 +215,21 @@ class LocalTrainer:
     def _look_ahead(self, batch: Batch, parts: list[Part]) -> None:
         """Fill in what has to be known of each token before anything is stepped, a pass over the batch each."""
         if len(parts) > 1 or self.critic is not None:
-            with torch.no_grad():
+            with self.packed.as_in_training():
                 for piece in pieces_of(parts):
                     micro = self._micro(batch, piece)
                     states = self.packed.states(micro)
                     if len(parts) > 1:  # a single step has it from its own forward pass
-                        piece.proximal, _ = self.packed.logprobs(micro, self.options.temperature, states=states)
+                        proximal, _ = self.packed.logprobs(micro, self.options.temperature, states=states)
+                        piece.proximal = proximal.detach()
                     if self.critic is not None:
-                        piece.values = self.critic.values(states, micro.predicts)
+                        piece.values = self.critic.values(states, micro.predicts).detach()
         if self.reference is not None:
-            with self.reference.active() as packed:
+            with self.reference.active() as packed, packed.as_in_training():
                 for piece in pieces_of(parts):
                     micro = self._micro(batch, piece, packed=packed)
-                    piece.reference, _ = packed.logprobs(micro, self.options.temperature)
+                    reference, _ = packed.logprobs(micro, self.options.temperature)
+                    piece.reference = reference.detach()
 
     def _rewards(self, batch: Batch, parts: list[Part]) -> Shaped:
         """What advantages are made of: the rewards, shaped by length, less the divergence from the reference."""

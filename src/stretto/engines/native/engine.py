@@ -151,7 +151,17 @@ class NativeEngine:
             else:
                 probe.batch_experts(tree, self.capacity.rows + self._schedule.prefill_tokens)
                 decoders.append(StockDecoder(tree, attention, self._slots))
-        return LateSteps(self._slots, decoders, self._cache, rows, self._schedule, heads, kernels, self._ends_in_string)
+        return LateSteps(
+            self._slots,
+            decoders,
+            self._cache,
+            rows,
+            self._schedule,
+            heads,
+            kernels,
+            self._ends_in_string,
+            deterministic=deterministic,
+        )
 
     def _immediate_steps(self, model: nn.Module, rows: Rows, attention: Attention, heads: int) -> bool:
         """Find the way to compute that agrees with the model; whether a row comes out the same beside any others.

@@ -17,7 +17,7 @@ import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -308,6 +308,8 @@ class LateSteps:
             chunk, items = FIXED_CHUNK, items_bound(size, total, FIXED_CHUNK)
         elif shares:
             items = items_bound(2 * size, total, chunk)
+        if items > self._lanes[tree].plan.capacity:
+            self._widen(tree, items)
         lines = self._lines(numbers)
         key = (tree, size, chunk, items, lines, shares, self._decoders[tree].scale)
         if not self._graphed or self.observed is not None:
@@ -321,6 +323,16 @@ class LateSteps:
             graph = self._capture(key, index)
         self._graphs.move_to_end(key)
         graph.replay()
+
+    def _widen(self, tree: int, items: int) -> None:
+        """Make room for more items: pages that rows share count once in the cache, and once a row in attention."""
+        old = self._lanes[tree].plan
+        if self._graphed:
+            torch.cuda.synchronize(self._rows.device)  # what was launched still reads the old one
+        self._graphs.clear()
+        rows, (heads, size) = old.first_item.shape[0] - 1, old.partial_out.shape[1:]
+        plan = DecodePlan.allocate(rows, power_of_two(items), heads, size, self._rows.device)
+        self._lanes[tree] = replace(self._lanes[tree], plan=plan)
 
     def _capture(self, key: tuple[Any, ...], index: Tensor | None) -> torch.cuda.CUDAGraph:
         """Capture the step `key`, giving back what was captured before where memory runs out."""
