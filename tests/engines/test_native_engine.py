@@ -421,3 +421,18 @@ def test_a_stop_string_of_many_bytes_a_character_is_found(model):
     engine = native(model, decode=decode)
     done = drive(engine, [request_of(0, tokens=60, stop_strings=(text,))])
     assert (done[0].finish, len(done[0].tokens)) == ("stop", 27)
+
+
+def test_a_refused_swap_changes_nothing(model):
+    engine, expected = native(model), native(model)
+    work = [request_of(number, tokens=20) for number in range(3)]
+    for one in work:
+        engine.add(one)
+    for _ in range(4):
+        assert engine.step() == []
+    bad = adapter(model, 5)
+    next(iter(bad.tensors.values())).fill_(float("nan"))
+    with pytest.raises(ModelError, match="not finite"):
+        engine.swap(0, replace(bad, checksum=checksum(bad.tensors, bad.scale)))
+    theirs = drive(expected, work)
+    assert all(equal(done, theirs[number]) for number, done in drive(engine).items())

@@ -210,8 +210,8 @@ class NativeEngine:
         found = checksum(weights.tensors, weights.scale)
         if found != weights.checksum:
             raise ChecksumError(f"version {weights.version} has checksum `{found}`, expected `{weights.checksum}`")
-        del self._versions[old], self._checksums[old]
         self._slots.put(slot, weights)
+        del self._versions[old], self._checksums[old]
         self._versions[weights.version] = slot
         self._checksums[weights.version] = weights.checksum
         self._schedule.change_version(slot, weights.version)

@@ -85,8 +85,8 @@ class LoraSlots:
             raise ModelError(f"`{bad[0]}` of version {weights.version} has values that are not finite")
 
     def put(self, slot: int, weights: Weights) -> None:
-        self.clear(slot)
         self._check(weights, slot)
+        self.clear(slot)
         resident = self._resident(slot, {name.rpartition(".")[0] for name in weights.tensors})
         for part in ("lora_A", "lora_B"):  # apart: the halves of one kind lie alike, and go in few launches
             own = [name for name in resident if name.endswith(part)]
