@@ -7,40 +7,24 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
-from run_cases import assert_verifies, equal, policy, recipe, rows, run, story, write_task
+from run_cases import assert_verifies, equal, policy, recipe, rows, run, story
 from stretto.config import Recipe
 from stretto.observe.progress import Silent
 from stretto.observe.show import show
 from stretto.observe.summary import summary_table
-from stretto.tiny import WarmStart, tiny_model
 from stretto.training.trainer import LocalTrainer
 from stretto.types import Batch, UpdateReport
 
 FILTER = "rollout.filter=no-signal"
 BY_RATE = "task.order=pass-rate"
 REPLAY = "training.replay={ratio = 0.67, uses = 2}"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return tiny_model(tmp_path_factory.mktemp("model") / "tiny", warm_start=WarmStart(steps=2))
-
-
-@pytest.fixture(autouse=True)
-def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    write_task(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    yield
-    torch.set_num_threads(1)
 
 
 def made(model: Path, folder: Path, *overrides: str) -> Recipe:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +11,14 @@ import pytest
 import torch
 
 import stretto.runtime.run as module
-from run_cases import assert_verifies, equal, policy, recipe, run, story, write_task
+from run_cases import assert_verifies, equal, policy, recipe, run, story
 from stretto.engines.native.engine import NativeEngine
 from stretto.errors import RecipeError, TrainerError
 from stretto.observe.progress import Silent
-from stretto.tiny import WarmStart, tiny_model
 from stretto.training.trainer import LocalTrainer
 from stretto.types import Batch
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return tiny_model(tmp_path_factory.mktemp("model") / "tiny", warm_start=WarmStart(steps=2))
-
-
-@pytest.fixture(autouse=True)
-def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    write_task(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    yield
-    torch.set_num_threads(1)
 
 
 class Listener(Silent):

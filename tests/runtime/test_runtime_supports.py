@@ -6,35 +6,18 @@ import os
 import signal
 import sqlite3
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from run_cases import assert_verifies, recipe, rows, run, write_task
+from run_cases import assert_verifies, recipe, rows, run
 from stretto.store.reader import JournalReader
 from stretto.store.verify import verify
-from stretto.tiny import WarmStart, tiny_model
 from stretto.training.trainer import LocalTrainer
 from stretto.types import Batch, UpdateReport
 
 TRUNCATED = ("rollout.top_k=5", "rollout.top_p=0.9", "rollout.temperature=0.8")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return tiny_model(tmp_path_factory.mktemp("model") / "tiny", warm_start=WarmStart(steps=2))
-
-
-@pytest.fixture(autouse=True)
-def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    write_task(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    yield
-    torch.set_num_threads(1)
 
 
 def drawn_from(folder: Path) -> list[int]:

@@ -29,7 +29,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from stretto.config import Recipe
-from stretto.engines.native import lean
 from stretto.engines.native.cache import PAGE
 from stretto.errors import RecipeError
 from stretto.models import load_config
@@ -139,7 +138,6 @@ def footprint(
     text = config.get_text_config()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    plain = on_cuda and lean.is_plain(model)
     packed = decoder.is_plain(model) and flash_fits(device, dtype, _head_size(text))
     base = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     lora = recipe.model.lora
@@ -175,7 +173,7 @@ def footprint(
         kv=0,
         kv_tokens=0,
     )
-    per_token = kv_bytes_per_token(text, dtype if plain else torch.float32)
+    per_token = kv_bytes_per_token(text, dtype if on_cuda else torch.float32)
     if on_cuda:
         assert free is not None
         tokens = _tokens_left(recipe, need, one, per_token, free)

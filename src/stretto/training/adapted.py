@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import library, nn
 
 from stretto.training.lora import LoraLinear
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "stretto::adapted_linear",
     mutates_args=(),
     schema="(Tensor x, Tensor[] weights, Tensor[] downs, Tensor[] ups, Tensor down, Tensor[] ups_cast, int[] owners, "
@@ -71,7 +71,7 @@ def _(
     )
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "stretto::adapted_linear_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor x, Tensor narrow, Tensor[] weights, Tensor down, Tensor[] ups_cast, int[] owners, "

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import library
 
 MAX_HEAD_SIZE = 256
 HALF = (torch.bfloat16, torch.float16)
@@ -26,7 +27,7 @@ def flash_fits(device: torch.device, dtype: torch.dtype, head_size: int) -> bool
     return device.type == "cuda" and dtype in HALF and head_size <= MAX_HEAD_SIZE and head_size % 8 == 0
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "stretto::causal_varlen",
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, Tensor ends, Tensor longest, float scale) -> (Tensor, Tensor)",
@@ -57,7 +58,7 @@ def _(
     return out, torch.empty((query.shape[1], query.shape[0]), dtype=torch.float32, device=query.device)
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "stretto::causal_varlen_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor normalizers, Tensor ends, "

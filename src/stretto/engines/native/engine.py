@@ -149,7 +149,8 @@ class NativeEngine:
             if is_plain(tree):
                 decoders.append(FusedDecoder(tree, self._cache, heads, kernels, self.capacity.max_context))
             else:
-                probe.batch_experts(tree, self.capacity.rows + self._schedule.prefill_tokens)
+                # Experts that are not batched are grouped by what neighbours chose.
+                self.exact &= probe.batch_experts(tree, self.capacity.rows + self._schedule.prefill_tokens)
                 decoders.append(StockDecoder(tree, attention, self._slots))
         return LateSteps(
             self._slots,

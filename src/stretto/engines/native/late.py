@@ -258,7 +258,7 @@ class LateSteps:
         numbers = rows.numbers()
         lines = self._lines(numbers)
         if lines > len(self._drawn):
-            self.forget()  # what was captured writes to the smaller one
+            self._retire()  # what was captured, and what is launched, writes to the smaller one
             self._drawn = self._drawn.new_zeros(lines, self._drawn.shape[1])
         if self._slots.mixed:
             self._launch(0, numbers, None)
@@ -324,12 +324,16 @@ class LateSteps:
         self._graphs.move_to_end(key)
         graph.replay()
 
+    def _retire(self) -> None:
+        """Let go of memory that captured steps point at, and that launched ones may still use."""
+        if self._graphed:
+            torch.cuda.synchronize(self._rows.device)
+        self.forget()
+
     def _widen(self, tree: int, items: int) -> None:
         """Make room for more items: pages that rows share count once in the cache, and once a row in attention."""
         old = self._lanes[tree].plan
-        if self._graphed:
-            torch.cuda.synchronize(self._rows.device)  # what was launched still reads the old one
-        self._graphs.clear()
+        self._retire()
         rows, (heads, size) = old.first_item.shape[0] - 1, old.partial_out.shape[1:]
         plan = DecodePlan.allocate(rows, power_of_two(items), heads, size, self._rows.device)
         self._lanes[tree] = replace(self._lanes[tree], plan=plan)

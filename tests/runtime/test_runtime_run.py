@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from stretto.observe.progress import Silent
 from stretto.observe.summary import summary_table
 from stretto.runtime.run import _Parts
 from stretto.store.reader import JournalReader
-from stretto.tiny import WarmStart, tiny_model
 from stretto.training.trainer import LocalTrainer
 from stretto.types import Batch, UpdateReport
 
@@ -43,21 +42,6 @@ SUMMARY_KEYS = {
     *("mixed_version_trajectories", "length_ratio", "mismatch_kl", "groups_without_signal", "stopped"),
 }
 TOKENS = torch.arange(40)[None] % 90 + 3
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return tiny_model(tmp_path_factory.mktemp("model") / "tiny", warm_start=WarmStart(steps=2))
-
-
-@pytest.fixture(autouse=True)
-def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A working directory with prompts and rewards in it."""
-    write_task(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    yield
-    torch.set_num_threads(1)
 
 
 @pytest.fixture
