@@ -14,7 +14,7 @@ import pytest
 import torch
 from engine_cases import RANK, prompt_of, sets_of, weights_of
 
-from stretto.engines.fake import FakeEngine
+from stretto.engines.fake import FakeCore, FakeEngine
 from stretto.engines.native.engine import NativeEngine
 from stretto.engines.threaded import ThreadedEngine
 from stretto.errors import (
@@ -262,6 +262,23 @@ def test_an_engine_that_shrinks_goes_on_with_every_trajectory_to_the_same_end(be
             await engine.generate(request_of(1, tokens=510))
         with pytest.raises(ValueError, match=r"`share = 0"):
             await engine.shrink(0.0)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_knows_its_longest_trajectory_keeps_room_for_that_alone() -> None:
+    async def main() -> None:
+        core = FakeCore(slots=2, rows=8, kv_tokens=2048, max_context=4096, median_tokens=4.0)
+        engine = ThreadedEngine(lambda: core, longest=200)
+        await engine.load(Weights(0, "full", {}, ""))
+        assert await engine.shrink(0.01) == engine.capacity.kv_tokens == 200
+        await engine.close()
+        core = FakeCore(slots=2, rows=8, kv_tokens=2048, max_context=4096, median_tokens=4.0)
+        engine = ThreadedEngine(lambda: core, longest=200)
+        await engine.load(Weights(0, "full", {}, ""))
+        await engine.generate(Request(0, 0, (1,) * 11, 0, Sampling(289)))
+        assert await engine.shrink(0.01) == 300, "one was longer than expected"
         await engine.close()
 
     asyncio.run(main())

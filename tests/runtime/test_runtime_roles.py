@@ -111,6 +111,15 @@ def test_after_the_last_try_the_error_has_the_numbers_and_the_options() -> None:
     assert trainer.version == 0
 
 
+def test_an_engine_that_has_nothing_to_give_back_is_told_as_such() -> None:
+    trainer, engine = Hungry(updates=1), FakeEngine(kv_tokens=1000, max_context=1000)
+    _, _, role, notices = updated(trainer, engine)
+    assert role.kv_given_back == 0
+    assert "the engine has no KV to give back, its longest trajectory needs all 1,000 tokens; try 2 of 4" in notices[0]
+    with pytest.raises(TrainerError, match=r"4 times, and no engine has KV to give back: .* 2.00 GiB\. Lower"):
+        updated(Hungry(updates=MORE_TRIES + 1), FakeEngine(kv_tokens=1000, max_context=1000))
+
+
 def test_without_an_engine_there_is_still_another_try() -> None:
     _, _, role, notices = updated(Hungry(updates=1), None)
     assert role.kv_given_back == 0

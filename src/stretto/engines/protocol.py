@@ -9,7 +9,7 @@ Contract, tested for every implementation in `tests/engines/test_contract.py`:
 - `unload` of a version that still has trajectories is an error.
 - After `suspend`, the pending `generate` (or `resume`) of each trajectory raises `SuspendedError`, and the caller holds
   the only copy. After `abort`, it raises `AbortedError`.
-- `shrink` ends no trajectory and changes nothing of what it generates, and refuses no request that was served before.
+- `shrink` ends no trajectory and changes nothing of what it generates, and refuses none that is as long as one before.
 - An engine that fails raises `EngineError` from every pending call, and from every later one.
 - An idle engine uses no processor time.
 """
@@ -68,8 +68,8 @@ class Engine(Protocol):
     async def shrink(self, share: float) -> int:
         """Keep `share` of the KV cache and give the rest of its memory back; returns the new `capacity.kv_tokens`.
 
-        It never falls below what the longest request needs that is served now: where nothing can be given back, nothing
-        happens.
+        It never falls below what the longest trajectory needs that was asked for, or is expected: where nothing can be
+        given back, nothing happens.
         """
         ...
 

@@ -75,10 +75,19 @@ class ThreadedEngine:
     """The `Engine` protocol over a core that is made, and lives, in one thread.
 
     `threads` is the number of threads that torch may use inside the core; None leaves it alone, and torch unimported.
+    `longest` is the most tokens, prompt and completion, that a trajectory is expected to have: `shrink` keeps room for
+    it, and for any longer one that was asked for. None: whatever the core's context allows.
     """
 
-    def __init__(self, make: Callable[[], Core], *, threads: int | None = None, name: str = "engine") -> None:
-        self._name, self._threads = name, threads
+    def __init__(
+        self,
+        make: Callable[[], Core],
+        *,
+        threads: int | None = None,
+        name: str = "engine",
+        longest: int | None = None,
+    ) -> None:
+        self._name, self._threads, self._longest = name, threads, longest
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         # The engine's thread alone uses these three.
         self._inbox: deque[_Call | None] = deque()  # taken from the queue and not applied yet
@@ -138,6 +147,9 @@ class ThreadedEngine:
         await asyncio.to_thread(self._thread.join)
 
     async def _follow(self, work: Request | Suspended, trajectory: int) -> Completion:
+        if self._longest is not None:  # before it is queued: a `shrink` that comes after it knows of it
+            request = work.request if isinstance(work, Suspended) else work
+            self._longest = max(self._longest, len(request.prompt) + request.sampling.max_tokens)
         try:
             result: Completion = await self._call(lambda core: core.add(work), trajectory)
         except asyncio.CancelledError:
@@ -246,9 +258,10 @@ class ThreadedEngine:
             self._settle(gone, AbortedError(f"trajectory {gone} was aborted"))
 
     def _shrink(self, core: Core, share: float) -> int:
-        """Whatever could be asked for before can be asked for afterwards, so the longest request sets the floor."""
+        """What a run may ask for can be asked for afterwards, so its longest trajectory sets the floor."""
         limit = core.capacity
-        kept = max(int(share * limit.kv_tokens), min(limit.max_context, limit.kv_tokens))
+        longest = limit.max_context if self._longest is None else min(self._longest, limit.max_context)
+        kept = max(int(share * limit.kv_tokens), min(longest, limit.kv_tokens))
         if kept < limit.kv_tokens:
             core.shrink(kept)
         self.capacity = core.capacity

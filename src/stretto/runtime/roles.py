@@ -66,6 +66,7 @@ class TrainerRole:
     async def update(self, batch: Batch) -> tuple[UpdateReport, Weights]:
         """One update, and a copy of the weights that it made: version `batch.update + 1`."""
         name, report = f"update {batch.update}", list[UpdateReport]()
+        given_before = self.kv_given_back
 
         def work() -> Weights | str:
             try:
@@ -87,10 +88,13 @@ class TrainerRole:
             raise
         except Exception as error:
             raise TrainerError(f"{name} failed: {type(error).__name__}: {error}") from error
+        if self.kv_given_back > given_before:
+            room = f"although the engine gave the memory of {self.kv_given_back - given_before:,} tokens of KV back"
+        else:
+            room = "and no engine has KV to give back: what is kept is what the longest trajectory needs"
         raise TrainerError(
-            f"{name} ran out of memory {MORE_TRIES + 1} times, although the engine gave the memory of "
-            f"{self.kv_given_back:,} tokens of KV back: {made}. Lower `training.micro_tokens`, `rollout.max_tokens` or "
-            "`rollout.rows`"
+            f"{name} ran out of memory {MORE_TRIES + 1} times, {room}: {made}. Lower `training.micro_tokens`, "
+            "`rollout.max_tokens` or `rollout.rows`"
         )
 
     async def weights(self, version: int) -> Weights:
@@ -116,7 +120,10 @@ class TrainerRole:
                     f"(`runtime.update_seconds`): {engine.report()}"
                 ) from None
             self.kv_given_back += before - kept
-            said.append(f"the engine keeps {kept:,} of {before:,} tokens of KV")
+            if kept < before:
+                said.append(f"the engine keeps {kept:,} of {before:,} tokens of KV")
+            else:
+                said.append(f"the engine has no KV to give back, its longest trajectory needs all {kept:,} tokens")
         free = await self.call(_release_cached, f"releasing memory for {name}")
         if free is not None:
             said.append(f"{free / (1 << 30):.2f} GiB of the device are free now")
