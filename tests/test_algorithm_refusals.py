@@ -57,16 +57,21 @@ def anchored_on_the_proximal_policy() -> list[str]:
 
 
 @pytest.mark.parametrize("name", anchored_on_the_proximal_policy())
-def test_where_every_ratio_is_one_and_nothing_else_corrects_a_stale_run_is_refused(name: str) -> None:
-    algorithm = required(name) | PROXIMAL
-    made = parsed(algorithm, **FRESH).algorithm
+@pytest.mark.parametrize(
+    ("steps", "words"), [(1, "every ratio is 1"), (4, "what these steps change and nothing older")]
+)
+def test_where_the_ratio_knows_no_age_and_nothing_else_corrects_a_stale_run_is_refused(
+    name: str, steps: int, words: str
+) -> None:
+    algorithm, training = required(name) | PROXIMAL, {"optimizer_steps": steps}
+    made = parsed(algorithm, training=training, **FRESH).algorithm
     if made.corrects:
-        parsed(algorithm, **STALE)
+        parsed(algorithm, training=training, **STALE)
         return
-    with pytest.raises(RecipeError, match=r"corrects nothing here.*every ratio is 1.*`\[algorithm.correction\]`"):
-        parsed(algorithm, **STALE)
-    parsed(algorithm | {"correction": {}}, **STALE)
-    parsed(algorithm, training={"optimizer_steps": 2}, **STALE)
+    with pytest.raises(RecipeError, match=rf"corrects nothing here.*{words}.*`\[algorithm.correction\]`"):
+        parsed(algorithm, training=training, **STALE)
+    parsed(algorithm | {"correction": {}}, training=training, **STALE)
+    parsed(algorithm | {"correction": {"mode": "filter"}}, training=training, **STALE)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +94,7 @@ def test_where_every_ratio_is_one_and_nothing_else_corrects_a_stale_run_is_refus
         ({"type": "kimi", "tau": -1.0}, STALE, "`algorithm.tau = -1.0`"),
         (PROXIMAL | {"correction": {"high": 0.5}}, STALE, "`algorithm.correction.high = 0.5`"),
         (PROXIMAL | {"correction": {"level": "segment"}}, STALE, "`algorithm.correction.segment_tokens` is missing"),
+        (PROXIMAL | {"correction": {"mode": "filter", "high": 5e8}}, STALE, "let everything pass as a filter"),
         ({"entropy": {"coefficient": -0.1}}, STALE, "`algorithm.entropy.coefficient = -0.1`"),
         ({"supervised": {}}, STALE, "`algorithm.supervised.coefficient` is missing"),
         ({"kl": {"coefficient": 0.1}}, STALE, "`algorithm.kl.reference` is missing: without `model.lora`"),
@@ -117,7 +123,7 @@ def test_what_cannot_be_meant_is_refused_by_the_name_of_its_option(
     ("algorithm", "sections"),
     [
         ({"clip_low": 0.1}, {**FRESH, "training": {"optimizer_steps": 2}}),
-        (PROXIMAL | {"clip_low": 0.1}, {**STALE, "training": {"optimizer_steps": 2}}),
+        (PROXIMAL | {"correction": {}, "clip_low": 0.1}, {**STALE, "training": {"optimizer_steps": 2}}),
         ({"correction": {"mode": "filter"}}, STALE),
         (PROXIMAL | {"correction": {"level": "sequence"}}, FRESH),
         ({"kl": {"coefficient": 0.1}}, LORA),

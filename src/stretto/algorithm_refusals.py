@@ -87,21 +87,28 @@ def impossible_algorithm(recipe: Recipe) -> Iterable[str]:
 
 
 def _corrects_nothing(recipe: Recipe) -> Iterable[str]:
-    """The trap: the anchor is recomputed, one step is made of it, and nothing weighs the age of the data."""
+    """The trap: the ratio is against the policy of the update alone, and nothing weighs the age of the data.
+
+    More than one optimizer step does not help: the ratio then holds the steps of the update, and still not the policy
+    that sampled.
+    """
     algorithm = recipe.algorithm
     if (
         _anchor(recipe) == "proximal"
-        and recipe.training.optimizer_steps == 1
         and algorithm.correction is None
         and not algorithm.corrects
         and may_be_stale(recipe)
     ):
-        instead = 'set `algorithm.anchor = "behaviour"`, ' if _may_be_anchored_on_behaviour(recipe) else ""
+        instead = 'set `algorithm.anchor = "behaviour"`, or ' if _may_be_anchored_on_behaviour(recipe) else ""
+        steps = recipe.training.optimizer_steps
+        so = (
+            "with `training.optimizer_steps = 1` that is the policy itself, so every ratio is 1"
+            if steps == 1
+            else f"with `training.optimizer_steps = {steps}` it holds what these steps change and nothing older"
+        )
         yield (
             '`algorithm.anchor = "proximal"` corrects nothing here: the ratio is taken against the policy at the start '
-            "of the update, and with `training.optimizer_steps = 1` that is the policy itself, so every ratio is 1 "
-            f"while trajectories may be stale; {instead}add `[algorithm.correction]`, or raise "
-            "`training.optimizer_steps`"
+            f"of the update, and {so}, while trajectories may be stale; {instead}add `[algorithm.correction]`"
         )
 
 

@@ -7,9 +7,12 @@ leaves out: how old a trajectory is, and how differently engine and trainer comp
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_LOG_WEIGHT = 20.0  # as of a ratio: what lies beyond exp(20) is no importance weight any more
 
 
 class CorrectionOptions(BaseModel):
@@ -47,5 +50,11 @@ class CorrectionOptions(BaseModel):
             raise ValueError(
                 f"`algorithm.correction.low = {self.low}` and `high = {self.high}` leave every weight at 1, or let "
                 "nothing pass as a filter: they correct nothing; set `low` below 1 or `high` above 1"
+            )
+        if self.mode == "filter" and self.low <= math.exp(-MAX_LOG_WEIGHT) and self.high >= math.exp(MAX_LOG_WEIGHT):
+            raise ValueError(
+                f"`algorithm.correction.low = {self.low}` and `high = {self.high}` let everything pass as a filter: a "
+                f"weight is held between exp(-{MAX_LOG_WEIGHT:g}) and exp({MAX_LOG_WEIGHT:g}), so they correct "
+                'nothing; set `high` lower, such as 2, or choose `mode = "cap"`'
             )
         return self

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from stretto.objectives.correction_options import CorrectionOptions
+from stretto.objectives.correction_options import MAX_LOG_WEIGHT, CorrectionOptions
 
 if TYPE_CHECKING:
     from stretto.objectives.base import Tokens
-
-MAX_LOG_WEIGHT = 20.0  # as of a ratio: what lies beyond exp(20) is no importance weight any more
 
 
 def correction_weights(options: CorrectionOptions, tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
