@@ -30,7 +30,7 @@ from stretto.config import Recipe, load_recipe
 from stretto.engines.native.engine import NativeEngine
 from stretto.models import load_model
 from stretto.runtime.memory import kv_tokens
-from stretto.runtime.run import available_cores, trainer_options
+from stretto.runtime.parts import available_cores, trainer_options
 from stretto.store.reader import JournalReader
 from stretto.tiny import tiny_model
 from stretto.training.lora import LoraOptions

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import stretto.runtime.run as module
+import stretto.runtime.parts as parts_module
 from run_cases import assert_verifies, equal, policy, recipe, rows, run, story, write_task
 from stretto.checksums import checksum
 from stretto.cli import main
@@ -31,7 +31,7 @@ from stretto.evaluation import EvaluationResult, Evaluator
 from stretto.models import second_tree
 from stretto.observe.progress import Silent
 from stretto.observe.summary import summary_table
-from stretto.runtime.run import _Parts
+from stretto.runtime.parts import Parts
 from stretto.store.reader import JournalReader
 from stretto.training.trainer import LocalTrainer
 from stretto.types import Batch, UpdateReport
@@ -54,7 +54,7 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> list[LocalTrainer]:
             super().__init__(*args, **options)
             made.append(self)
 
-    monkeypatch.setattr(module, "LocalTrainer", Kept)
+    monkeypatch.setattr(parts_module, "LocalTrainer", Kept)
     return made
 
 
@@ -191,7 +191,7 @@ def test_by_default_the_engine_can_hold_every_prompt_that_was_checked(model: Pat
         file.write('{"prompt": "' + "1" * 2000 + '", "answer": 1}\n')
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "' + "1" * 2500 + '", "answer": 18}\n')
     made = recipe(model, tmp_path, 'task.evaluation_path="held_out.jsonl"', "rollout.rows=1")
-    parts = _Parts.build(made, str(model))
+    parts = Parts.build(made, str(model))
     assert parts.core.capacity.kv_tokens >= 2500 + 12
     parts.core.close()
 
@@ -264,7 +264,7 @@ def test_the_policy_of_a_lora_run_is_the_last_version_and_loads_with_peft(
 
 
 def test_engine_and_trainer_hold_the_base_of_a_lora_run_once(model: Path, tmp_path: Path) -> None:
-    parts = _Parts.build(recipe(model, tmp_path), str(model))
+    parts = Parts.build(recipe(model, tmp_path), str(model))
     engine = {p.data_ptr(): name for name, p in parts.core._slots.trees[0].named_parameters()}
     frozen = {p.data_ptr() for p in parts.trainer.model.parameters() if not p.requires_grad}
     assert frozen

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import stretto.runtime.parts as parts_module
 import stretto.runtime.run as module
 from run_cases import assert_verifies, equal, policy, recipe, run, story
 from stretto.engines.native.engine import NativeEngine
@@ -47,7 +48,7 @@ def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, *, update: int, times: in
 @pytest.fixture
 def small_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """A context that leaves an engine something to give back: the tiny model's own is larger than any cache here."""
-    monkeypatch.setattr(module, "context_length", lambda config: 32)
+    monkeypatch.setattr(parts_module, "context_length", lambda config: 32)
 
 
 @pytest.mark.usefixtures("small_context")

@@ -12,7 +12,7 @@ from stretto.refusals import without_effect
 from stretto.runtime.device import choose_device, resolved
 from stretto.runtime.inputs import check_reward, load_inputs
 from stretto.runtime.memory import context_length, describe_memory
-from stretto.runtime.run import role_threads
+from stretto.runtime.parts import role_threads
 from stretto.tiny import WarmStart, tiny_config, tiny_tokenizer
 
 ALL_TARGETS = "all linear layers but the output layer"

@@ -1,0 +1,176 @@
+"""What a run is made of in one process: its inputs, its engine, its trainer, and how many threads each may use.
+
+Made before anything runs, so that bad input shows before anything is written.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from stretto.config import Recipe
+from stretto.engines.native.engine import NativeEngine
+from stretto.environments.single_turn import Decode
+from stretto.models import load_config, load_model, load_tokenizer
+from stretto.observe.progress import Observer
+from stretto.runtime.device import choose_device, choose_dtype
+from stretto.runtime.inputs import Inputs, load_inputs
+from stretto.runtime.memory import context_length, engine_rows, footprint, out_of_memory
+from stretto.tiny import WarmStart, tiny_model
+from stretto.training.lora import LoraOptions
+from stretto.training.optimizer import TrainerOptions
+from stretto.training.trainer import LocalTrainer
+from stretto.types import Sampling
+
+
+@dataclass(slots=True)
+class Parts:
+    """What the loop joins. Made before anything runs, so that bad input shows before anything is written."""
+
+    inputs: Inputs
+    decode: Decode
+    core: NativeEngine
+    trainer: LocalTrainer
+    sampling: Sampling
+    threads: tuple[int, int]  # engine, trainer
+
+    @classmethod
+    def build(cls, recipe: Recipe, model_path: str) -> Parts:
+        tokenizer = load_tokenizer(model_path)
+        config, device = load_config(model_path), choose_device(recipe.runtime.device)
+        inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=model_path)
+        need = footprint(recipe, config, inputs.longest_prompt, device)
+        try:
+            return cls._assemble(recipe, model_path, tokenizer, inputs, need.kv_tokens, device)
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(recipe, need, error) from error
+
+    @classmethod
+    def _assemble(
+        cls, recipe: Recipe, model_path: str, tokenizer: Any, inputs: Inputs, kv_tokens: int, device: torch.device
+    ) -> Parts:
+        model = load_model(model_path, choose_dtype(recipe.model.dtype, device), device)
+
+        @lru_cache(maxsize=8)  # the journal and the environment ask for the same text, one right after the other
+        def text_of(tokens: tuple[int, ...]) -> str:
+            return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+        def decode(tokens: Sequence[int]) -> str:
+            return text_of(tuple(tokens))
+
+        lora = recipe.model.lora
+        threads = role_threads(recipe)
+        torch.set_num_threads(threads[0])  # the engine measures at its start how its thread count rounds
+        sampling = Sampling(
+            max_tokens=recipe.rollout.max_tokens,
+            temperature=recipe.rollout.temperature,
+            top_p=recipe.rollout.top_p,
+            top_k=recipe.rollout.top_k,
+            min_p=recipe.rollout.min_p,
+            stop_tokens=_stop_tokens(model, tokenizer),
+            stop_strings=recipe.rollout.stop,
+        )
+        # The engine's tree first: the trainer replaces linear layers in the one that was loaded.
+        core = NativeEngine(
+            model,
+            kind="full" if lora is None else "lora",
+            slots=recipe.num_slots,
+            rows=engine_rows(recipe),
+            kv_tokens=kv_tokens,
+            max_context=context_length(model.config),
+            lora_rank=None if lora is None else lora.rank,
+            lora_targets=None if lora is None else lora.targets or None,
+            prefill_tokens=recipe.rollout.prefill_tokens,
+            decode=decode,
+            deterministic=recipe.runtime.deterministic,
+        )
+        trainer = LocalTrainer(
+            model,
+            lora=None if lora is None else LoraOptions(lora.rank, lora.alpha, lora.targets),
+            options=trainer_options(recipe),
+            algorithm=recipe.algorithm,
+            reference=_reference(recipe, model_path, device),
+            tokenizer=tokenizer,
+            base=model_path,
+        )
+        return cls(inputs, decode, core, trainer, sampling, threads)
+
+
+def _reference(recipe: Recipe, model_path: str, device: torch.device) -> nn.Module | None:
+    """The model that a divergence is measured against, where it is not the policy without its adapters."""
+    kl = recipe.algorithm.kl
+    if kl is None or kl.reference is None:
+        return None
+    path = model_path if kl.reference == recipe.model.path else kl.reference
+    return load_model(path, choose_dtype(recipe.model.dtype, device), device, option="algorithm.kl.reference")
+
+
+def trainer_options(recipe: Recipe) -> TrainerOptions:
+    """What the trainer needs of the recipe."""
+    training = recipe.training
+    return TrainerOptions(
+        learning_rate=training.learning_rate,
+        warmup_steps=training.warmup_steps,
+        schedule=training.schedule,
+        final_fraction=training.final_fraction or 0.0,
+        total_steps=training.steps,
+        weight_decay=training.weight_decay,
+        betas=training.betas,
+        eps=training.epsilon,
+        max_grad_norm=training.max_grad_norm,
+        micro_tokens=training.micro_tokens,
+        checkpointing=training.checkpointing,
+        compile=training.compile,
+        optimizer_steps=training.optimizer_steps,
+        temperature=recipe.rollout.temperature,
+        max_tokens=recipe.rollout.max_tokens,
+        seed=recipe.seed,
+    )
+
+
+def available_cores() -> int:
+    """Cores that this process may use, which can be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def role_threads(recipe: Recipe) -> tuple[int, int]:
+    """Torch threads of engine and trainer: all cores each where they take turns, else half each; one each on CUDA.
+
+    OpenMP's pools spin, so two roles that run at once must not ask for more threads than there are cores. On CUDA they
+    only launch, and a pool that spins takes time from the launches.
+    """
+    cores = available_cores()
+    share = cores if recipe.plan.staleness == 0 else max(1, cores // 2)
+    if choose_device(recipe.runtime.device).type == "cuda":
+        share = 1
+    return recipe.runtime.engine_threads or share, recipe.runtime.trainer_threads or share
+
+
+def model_path_of(recipe: Recipe, observer: Observer) -> str:
+    if recipe.model.path != "tiny":
+        return recipe.model.path
+    options = recipe.model.warm_start
+    shown_at = time.monotonic()
+
+    def progress(step: int, steps: int, loss: float) -> None:
+        nonlocal shown_at
+        if time.monotonic() - shown_at >= 5.0 or step == steps:
+            shown_at = time.monotonic()
+            observer.message(f"warm start of the tiny model: step {step}/{steps}, loss {loss:.3f}")
+
+    warm_start = WarmStart() if options is None or options.steps is None else WarmStart(steps=options.steps)
+    return str(tiny_model(seed=0 if options is None else options.seed, warm_start=warm_start, progress=progress))
+
+
+def _stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """What ends a text, by the model's generation configuration and by its tokenizer."""
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    tokens = set(found if isinstance(found, list | tuple) else [found]) | {tokenizer.eos_token_id}
+    return tuple(sorted(token for token in tokens if token is not None))
