@@ -226,6 +226,28 @@ def test_a_deterministic_engine_gives_the_same_bits_beside_any_neighbours(device
     agree(together, drive(known(kind=kind, versions=(0, 1)), requests(14, versions=(0, 1))))
 
 
+def test_a_row_that_is_not_cut_draws_the_same_beside_one_that_is(device):
+    def marked(*arguments: Any) -> None:
+        kernel(*arguments)
+        arguments[5].sub_(1.0)  # log-probabilities: rounding that `sample` does not have
+
+    def generate(neighbour: Sampling) -> tuple[Any, Any]:
+        nonlocal kernel
+        engine = late(device, deterministic=True)
+        kernel = engine._work._kernels.draw
+        engine._work._kernels = replace(engine._work._kernels, draw=marked)
+        both = [Request(0, 0, prompt_of(9, 0), 7, Sampling(20)), Request(1, 0, prompt_of(9, 1), 8, neighbour)]
+        done = drive(engine, both)
+        return done[0], done[1]
+
+    kernel: Any = None
+    (plain, _), (beside, cut) = generate(Sampling(20)), generate(Sampling(20, top_k=5))
+    assert plain.tokens.tolist() == beside.tokens.tolist()
+    assert plain.logprobs.tolist() == beside.logprobs.tolist()
+    assert (beside.logprobs <= -1.0).all()
+    assert (cut.logprobs > -1.7).any(), "one that is cut is drawn by `sample`"
+
+
 def test_rows_that_share_a_long_prompt_read_it_together(device):
     engine = late(device, rows=24, versions=(0, 1))
     work = [

@@ -413,15 +413,17 @@ class LateSteps:
         count = logits.shape[0]
         tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
         logprobs = torch.empty(count, dtype=torch.float32, device=logits.device)
+        self._kernels.draw(logits, floats[TEMPERATURE], ints[SEED], ints[MADE], tokens, logprobs, workspace)
         if len(drawn) > 2:
             uniform = uniforms(ints[SEED], ints[MADE])
             truncation = Truncation(ints[TOP_K], floats[TOP_P], floats[MIN_P])
-            tokens, logprobs, kept = sample(logits, uniform, floats[TEMPERATURE], truncation, any_greedy=True)
+            cut, cut_logprobs, kept = sample(logits, uniform, floats[TEMPERATURE], truncation, any_greedy=True)
             assert kept is not None
+            # The two round differently: a row that is not cut draws as it does beside none that is.
+            tokens = torch.where(truncation.uses, cut, tokens)
+            logprobs = torch.where(truncation.uses, cut_logprobs, logprobs)
             drawn[2].copy_(kept.counts)
             drawn[3:].copy_(kept.order[:, : len(drawn) - 3].t())
-        else:
-            self._kernels.draw(logits, floats[TEMPERATURE], ints[SEED], ints[MADE], tokens, logprobs, workspace)
         drawn[0].copy_(tokens)
         drawn[1].copy_(logprobs.view(torch.int32))
         ints[TOKEN].copy_(tokens)
