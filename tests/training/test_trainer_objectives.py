@@ -7,9 +7,10 @@ import pytest
 import torch
 from training_cases import VOCABULARY, random_batch, reference_logprobs, tiny
 
-from stretto.errors import ModelError
+from stretto.errors import ModelError, TrainerError
 from stretto.models import second_tree
 from stretto.objectives import OBJECTIVES
+from stretto.objectives.custom import CustomOptions
 from stretto.objectives.grpo import GrpoOptions
 from stretto.objectives.naive import NaiveOptions
 from stretto.training.advantages import outcome_advantages
@@ -26,6 +27,12 @@ TERMS = {
 def user_objective(tokens, options):
     """A user's own: the plain policy gradient."""
     return -tokens.advantages * tokens.logprobs * options.get("factor", 1.0), {}
+
+
+def changing(tokens, options):
+    """The name of its diagnostic is another for an odd number of sequences, or one that is given."""
+    name = "odd" if tokens.num_sequences % 2 else "even"
+    return -tokens.advantages * tokens.logprobs, {name if options["change"] else options["name"]: tokens.advantages}
 
 
 def objectives(**beside):
@@ -216,3 +223,41 @@ def test_a_batch_without_a_good_answer_imitates_nothing():
     batch = random_batch()
     silent = Batch(0, [dataclasses.replace(sample, reward=1.0) for sample in batch.samples])
     assert made(algorithm).update(silent).metrics["grad_norm"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"micro_tokens": 40}, "for one before it in the same update"),
+        ({"optimizer_steps": 2}, "for one before it in the same update"),
+        ({"name": "loss"}, "returns a diagnostic `loss`"),
+        ({"name": "entropy"}, "returns a diagnostic `entropy`"),
+        ({"name": "imitated_fraction"}, "returns a diagnostic `imitated_fraction`"),
+    ],
+)
+def test_diagnostics_that_change_or_take_the_name_of_another_measure_fail_before_anything_is_stepped(options, words):
+    function = {"change": "name" not in options, "name": options.pop("name", "")}
+    algorithm = CustomOptions(
+        function=f"{__name__}:changing", options=function, supervised={"coefficient": 0.1, "threshold": 1.0}
+    )
+    trainer = made(algorithm, learning_rate=1e-2, **options)
+    before = trainer.state()
+    with pytest.raises(TrainerError, match=words):
+        trainer.update(random_batch(groups=3, members=3))
+    assert trainer.version == 0
+    after = trainer.state()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_is_told_of_an_update_cannot_fail_when_it_is_done(monkeypatch):
+    trainer = made(GrpoOptions(), learning_rate=1e-2)
+    before = trainer.state()
+
+    def failing(*_):
+        raise ArithmeticError("no measure")
+
+    monkeypatch.setattr("stretto.training.trainer.staleness_measures", failing)
+    with pytest.raises(ArithmeticError, match="no measure"):
+        trainer.update(random_batch())
+    assert trainer.version == 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.state().items())

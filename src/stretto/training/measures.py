@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stretto.errors import TrainerError
 from stretto.objectives.base import MAX_LOG_RATIO
 from stretto.training.advantages import Advantages
 from stretto.training.packing import MicroBatch
@@ -54,12 +55,21 @@ def joined(parts: Sequence[TokenValues]) -> TokenValues:
     return TokenValues(**values)
 
 
+def beside(found: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Both together. Raises `TrainerError` where a diagnostic of the objective has the name of another measure."""
+    if taken := found.keys() & more.keys():
+        raise TrainerError(
+            f"the objective returns a diagnostic `{min(taken)}`, and another measure of the update is called that: "
+            "give it another name"
+        )
+    return {**found, **more}
+
+
 class Collector:
-    """Collects the values of micro-batches, and hands them over in one transfer."""
+    """Collects the values of micro-batches, and hands those of each step over in one transfer."""
 
     def __init__(self) -> None:
-        self.num_micro_batches = 0
-        self._names: tuple[str, ...] = ()
+        self._names: tuple[str, ...] | None = None  # of the diagnostics, the same in every micro-batch of an update
         self._rows: list[torch.Tensor] = []
         self._samples: list[NDArray[np.int64]] = []
         self._losses: list[torch.Tensor] = []
@@ -82,20 +92,35 @@ class Collector:
         entropies: torch.Tensor,
         diagnostics: Mapping[str, torch.Tensor],
     ) -> None:
-        """Call after the backward pass of a micro-batch."""
-        self.num_micro_batches += 1
-        self._names = tuple(diagnostics)
+        """Call after the backward pass of a micro-batch. Raises `TrainerError` where the diagnostics are others."""
+        names = self._checked(diagnostics)
         self._losses.append(loss.detach())
         log_ratios = proximal.detach() - micro.behaviour_logprobs
         if len(self._watched) == 1:  # no path leads from the loss to the log-probabilities
             self._watched.append(torch.zeros_like(log_ratios))
-        rows = [log_ratios, entropies.detach(), *diagnostics.values(), *self._watched]
+        rows = [log_ratios, entropies.detach(), *(diagnostics[name] for name in names), *self._watched]
         self._rows.append(torch.stack(rows))
         self._samples.append(np.repeat(np.asarray(micro.samples), micro.num_targets))
         self._num_watched, self._watched = len(self._watched), []
 
+    def _checked(self, diagnostics: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+        """The names of the diagnostics, in the order of the update's first micro-batch."""
+        if self._names is None:
+            self._names = tuple(diagnostics)
+        if diagnostics.keys() != set(self._names):
+            raise TrainerError(
+                f"the objective returned the diagnostics {sorted(diagnostics)} for a micro-batch, and "
+                f"{sorted(self._names)} for one before it in the same update: return the same names for every one, "
+                "with zeros where there is nothing to tell"
+            )
+        return self._names
+
     def finish(self, norm: torch.Tensor) -> tuple[float, float, TokenValues]:
-        """The loss of the batch, the value of `norm`, and the values of its tokens: one wait for the device."""
+        """The loss of a step, the value of `norm`, and the values of its tokens: one wait for the device.
+
+        What was collected is forgotten, so that the next step of the update begins anew.
+        """
+        assert self._names is not None, "at least one micro-batch"
         rows = torch.cat(self._rows, dim=1).double()
         numbers = torch.stack([torch.stack(self._losses).double().sum(), norm.to(rows)])
         read = torch.cat([numbers, rows.reshape(-1)]).cpu().numpy()
@@ -109,6 +134,7 @@ class Collector:
             log_anchored=values[2 + count] if self._num_watched else np.zeros(0),
             gradients=values[3 + count] if self._num_watched else np.zeros(0),
         )
+        self._rows, self._samples, self._losses = [], [], []
         return float(read[0]), float(read[1]), tokens
 
 
@@ -162,7 +188,6 @@ def token_measures(tokens: TokenValues, num_samples: int) -> dict[str, float]:
         "weight_mean": float(weights.mean()),
         "weight_max": float(weights.max()),
         **_quantiles("weight", weights),
-        **{name: float(values.mean()) for name, values in tokens.diagnostics.items()},
         "entropy": float(tokens.entropies.mean()),
         "effective_sample_size": effective_sample_size(
             np.bincount(tokens.samples, tokens.log_ratios, minlength=num_samples).astype(np.float64)
@@ -171,7 +196,7 @@ def token_measures(tokens: TokenValues, num_samples: int) -> dict[str, float]:
     }
     if len(tokens.gradients):
         measured["share_without_gradient"] = float(np.mean(tokens.gradients == 0.0))
-    return measured
+    return beside({name: float(values.mean()) for name, values in tokens.diagnostics.items()}, measured)
 
 
 def _ratios(log_ratios: Values) -> Values:

@@ -36,12 +36,13 @@ from stretto.training.measures import (
     Collector,
     TokenValues,
     batch_measures,
+    beside,
     joined,
     mismatch,
     staleness_measures,
     token_measures,
 )
-from stretto.training.optimizer import Optimizer, TrainerOptions
+from stretto.training.optimizer import Optimizer, TrainerOptions, learning_rate
 from stretto.training.packing import MicroBatch, micro_batch
 from stretto.training.parts import Part, Piece, cut_batch, pieces_of
 from stretto.training.reference import Reference
@@ -95,13 +96,23 @@ class Trainer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """What one optimizer step did."""
+class _Gradient:
+    """What one optimizer step is taken along."""
 
     loss: float
-    norm: float  # of the gradient, before clipping
-    rate: float
+    norm: torch.Tensor  # of the gradient, before clipping
+    value: float  # the same number, read from the device
     tokens: TokenValues
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What is told of an update, but for its time."""
+
+    metrics: dict[str, float]
+    mismatch_kl_sum: float
+    mismatch_tokens: int
+    flops: float
 
 
 class LocalTrainer:
@@ -174,11 +185,9 @@ class LocalTrainer:
         try:
             with torch.inference_mode(False):
                 self._look_ahead(batch, parts)
-                shaped = self._rewards(batch, parts)
-                advantages, judged = self._advantages(batch, parts, shaped.rewards)
-                steps = [self._step(batch, part, advantages) for part in parts]
-                if self.critic is not None:
-                    judged = {**judged, "critic_grad_norm": self.critic.last_norm}
+                measured = self._steps(batch, parts)
+                if self.device.type == "cuda":
+                    torch.cuda.current_stream(self.device).synchronize()  # it has ended when its time is taken
         except BaseException:
             self.optimizer.discard()
             if self.critic is not None:
@@ -187,28 +196,50 @@ class LocalTrainer:
                 self.restore(before)
             raise
         self._version += 1
-        tokens = joined([step.tokens for step in steps])
-        kl_sum, kl_tokens = mismatch(batch, tokens)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # the update has ended when its time is taken
         seconds = time.perf_counter() - started
+        metrics = {**measured.metrics, "seconds": seconds, **utilization(measured.flops, seconds, self.peak)}
+        return UpdateReport(batch.update, metrics, measured.mismatch_kl_sum, measured.mismatch_tokens, seconds)
+
+    def _steps(self, batch: Batch, parts: list[Part]) -> _Measured:
+        """Make the steps of an update. What is told of it is made before the last one: until then it can be undone."""
+        shaped = self._rewards(batch, parts)
+        advantages, judged = self._advantages(batch, parts, shaped.rewards)
+        collector, gradients = Collector(), list[_Gradient]()
+        for part in parts[:-1]:
+            gradients.append(self._gradient(batch, part, advantages, collector))
+            self._apply(batch, gradients[-1])
+        gradients.append(self._gradient(batch, parts[-1], advantages, collector))
+        told = {**shaped.metrics, **judged}
+        if self.critic is not None:
+            told["critic_grad_norm"] = self.critic.last_norm
+        measured = self._measured(batch, parts, advantages, gradients, told)
+        self._apply(batch, gradients[-1])
+        return measured
+
+    def _measured(
+        self,
+        batch: Batch,
+        parts: list[Part],
+        advantages: Advantages,
+        gradients: list[_Gradient],
+        told: Mapping[str, float],
+    ) -> _Measured:
+        tokens = joined([each.tokens for each in gradients])
+        kl_sum, kl_tokens = mismatch(batch, tokens)
         metrics = {
-            "loss": sum(step.loss for step in steps) / len(steps),
-            "grad_norm": sum(step.norm for step in steps) / len(steps),
-            "learning_rate": steps[-1].rate,
+            "loss": sum(each.loss for each in gradients) / len(gradients),
+            "grad_norm": sum(each.value for each in gradients) / len(gradients),
+            "learning_rate": learning_rate(batch.update, self.optimizer.options),
             **batch_measures(batch, advantages),
-            **shaped.metrics,
-            **judged,
-            **token_measures(tokens, len(batch.samples)),
+            **told,
             **staleness_measures(batch, tokens),
             "mismatch_kl": kl_sum / max(1, kl_tokens),
             "mismatch_tokens": float(kl_tokens),
             "micro_batches": float(sum(len(part.pieces) for part in parts)),
             "optimizer_steps": float(len(parts)),
-            "seconds": seconds,
-            **utilization(self.costs.update(batch), seconds, self.peak),
         }
-        return UpdateReport(batch.update, metrics, kl_sum, kl_tokens, seconds)
+        metrics = beside(token_measures(tokens, len(batch.samples)), metrics)
+        return _Measured(metrics, kl_sum, kl_tokens, self.costs.update(batch))
 
     # -- before the first step -----------------------------------------------------------------------------------------
 
@@ -293,9 +324,8 @@ class LocalTrainer:
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def _step(self, batch: Batch, part: Part, advantages: Advantages) -> _Step:
-        """Sum the gradient of a part's loss over its micro-batches, and step along it."""
-        collector = Collector()
+    def _gradient(self, batch: Batch, part: Part, advantages: Advantages, collector: Collector) -> _Gradient:
+        """Sum the gradient of a part's loss over its micro-batches. Raises `TrainerError` where it cannot be stepped."""
         with torch.enable_grad():
             for piece in part.pieces:
                 self._accumulate(batch, part, piece, advantages, collector)
@@ -308,10 +338,13 @@ class LocalTrainer:
             )
         if self.critic is not None:
             self.critic.check()
-        _, rate = self.optimizer.step(norm, value, update=batch.update)
+        return _Gradient(loss, norm, value, tokens)
+
+    def _apply(self, batch: Batch, gradient: _Gradient) -> None:
+        """Step along the gradient that was summed."""
+        self.optimizer.step(gradient.norm, gradient.value, update=batch.update)
         if self.critic is not None:
             self.critic.step()
-        return _Step(loss, value, rate, tokens)
 
     def _accumulate(self, batch: Batch, part: Part, piece: Piece, advantages: Advantages, collector: Collector) -> None:
         micro = self._micro(batch, piece, advantages.values, part.weights)
@@ -331,8 +364,8 @@ class LocalTrainer:
         )
         loss, diagnostics = self._loss(tokens, entropies, micro, part, piece)
         if self.critic is not None:
-            critic_loss, diagnostics["value_loss"] = self.critic.piece_loss(states, micro, piece)
-            loss = loss + critic_loss
+            critic_loss, values = self.critic.piece_loss(states, micro, piece)
+            loss, diagnostics = loss + critic_loss, beside(diagnostics, {"value_loss": values})
         collector.watch(logprobs, tokens.anchored(getattr(self.algorithm, "anchor", "behaviour")))
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.collect()
@@ -346,11 +379,11 @@ class LocalTrainer:
         losses, diagnostics = algorithm.loss(tokens)
         if algorithm.correction is not None:
             weights, measured = correction_weights(algorithm.correction, tokens)
-            losses, diagnostics = losses * weights, {**diagnostics, **measured}
+            losses, diagnostics = losses * weights, beside(diagnostics, measured)
         if algorithm.kl is not None:
             assert piece.reference is not None
             apart = divergence(algorithm.kl.estimate, tokens.logprobs, piece.reference)
-            diagnostics["reference_kl"] = apart.detach()
+            diagnostics = beside(diagnostics, {"reference_kl": apart.detach()})
             if algorithm.kl.place == "loss":
                 losses = losses + algorithm.kl.coefficient * apart
         if algorithm.entropy is not None:
@@ -360,7 +393,7 @@ class LocalTrainer:
             assert part.imitated is not None
             imitated = self._of_sequences(part.imitated[list(piece.chosen)])[micro.sequences]
             loss = loss - algorithm.supervised.coefficient * torch.dot(tokens.logprobs, imitated)
-            diagnostics["imitated_fraction"] = (imitated > 0).to(imitated.dtype)
+            diagnostics = beside(diagnostics, {"imitated_fraction": (imitated > 0).to(imitated.dtype)})
         return loss, diagnostics
 
     def _token_advantages(self, batch: Batch, piece: Piece, advantages: Advantages, micro: MicroBatch) -> torch.Tensor:
