@@ -6,6 +6,7 @@ a GPU the same tests run over Triton's kernels and captured graphs, in float32.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -246,6 +247,40 @@ def test_a_row_that_is_not_cut_draws_the_same_beside_one_that_is(device):
     assert plain.logprobs.tolist() == beside.logprobs.tolist()
     assert (beside.logprobs <= -1.0).all()
     assert (cut.logprobs > -1.7).any(), "one that is cut is drawn by `sample`"
+
+
+@pytest.mark.parametrize(("failures", "kept"), [(0, 2), (1, 2), (2, 1)])
+def test_a_capture_without_memory_is_tried_again_with_nothing_of_the_try_before_alive(device, failures, kept):
+    steps = late(device)._work
+    made: list[weakref.ref[Any]] = []
+    alive: list[bool] = []
+
+    def capture(key: Any, index: Any) -> Any:
+        alive.extend(one() is not None for one in made)
+        held = torch.zeros(4)
+        made.append(weakref.ref(held))
+        if len(made) <= failures:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return key
+
+    steps._graphs["another"] = "graph"
+    steps._capture_once = capture
+    key = (0, 1, 256, 8, 2, False, None)
+    assert steps._capture(key, None) == key
+    assert len(made) == failures + 1
+    assert not any(alive)
+    assert len(steps._graphs) == kept, "others go only where an empty cache did not do"
+
+
+def test_a_capture_for_which_there_is_no_memory_at_all_is_an_error(device):
+    steps = late(device)._work
+
+    def capture(key: Any, index: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    steps._capture_once = capture
+    with pytest.raises(torch.OutOfMemoryError):
+        steps._capture((0, 1, 256, 8, 2, False, None), None)
 
 
 def test_rows_that_share_a_long_prompt_read_it_together(device):

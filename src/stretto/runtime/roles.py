@@ -7,7 +7,6 @@ most. That is safe because an update that raises has changed nothing.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import sys
 import threading
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from stretto.engines.native.capture import release_cached
 from stretto.engines.protocol import Engine
 from stretto.errors import StalledError, StrettoError, TrainerError
 from stretto.training.trainer import Trainer
@@ -194,8 +194,7 @@ def _first_line(error: BaseException) -> str:
 
 def _release_cached() -> int | None:
     """Free what only caches hold; the bytes of the device that are free then, where there is one."""
-    gc.collect()
+    release_cached()
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
-    torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info()[0])

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from stretto.engines.native.capture import release_cached
+
 PAGE = 16  # tokens a page
 
 
@@ -37,12 +39,12 @@ class KVCache:
         self._references = [0] * (pages + 1)
 
     def resize(self, pages: int) -> None:
-        """Give the storage back and take one of `pages` pages. Nothing may be in it."""
+        """Give the storage back and take one of `pages` pages. Nothing may be in it, and nothing that runs use it."""
         assert len(self._free) == self.num_pages, "a cache with pages in use cannot be resized"
         dtype, device = self.storage.dtype, self.storage.device
         self.of_layer, self.storage = [], torch.empty(0)
         if device.type == "cuda":
-            torch.cuda.empty_cache()
+            release_cached()
         self._allocate(pages, dtype, device)
 
     @property

@@ -329,6 +329,7 @@ class NativeEngine:
         if kv_tokens < longest:
             raise RequestError(f"`kv_tokens = {kv_tokens}` cannot hold a trajectory that may grow to {longest} tokens")
         self._schedule.vacate()
+        self._work.wait()
         self._work.forget()
         self._cache.resize(num_pages(kv_tokens) + 1)
         self.capacity = replace(self.capacity, kv_tokens=kv_tokens)
@@ -413,9 +414,11 @@ class NativeEngine:
             row_s=self._row_s,
         )
 
+    @_on_device
     def close(self) -> None:
-        """Forget everything that is here."""
+        """Forget everything that is here. Its memory may go afterwards: nothing that was launched uses it any more."""
         self._here.clear()
+        self._work.wait()
 
     # -- the check at construction -------------------------------------------------------------------------------------
 

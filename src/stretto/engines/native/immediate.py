@@ -51,6 +51,11 @@ class ImmediateSteps:
     def forget(self) -> None:
         """Nothing is captured."""
 
+    def wait(self) -> None:
+        """Wait until nothing launched runs any more: what it reads and writes may go afterwards."""
+        if self._rows.device.type == "cuda":
+            torch.cuda.current_stream(self._rows.device).synchronize()
+
     def _draw(self, logits: Tensor) -> list[Ended]:
         rows = self._rows
         if self.observed is not None:

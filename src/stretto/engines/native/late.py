@@ -27,6 +27,7 @@ from torch import Tensor
 
 from stretto.engines.native.attention import Chunk
 from stretto.engines.native.cache import PAGE, KVCache
+from stretto.engines.native.capture import CAPTURE, release_cached
 from stretto.engines.native.device_rows import (
     CONTEXT,
     LIVE,
@@ -152,6 +153,14 @@ class LateSteps:
     def forget(self) -> None:
         """Drop what was captured: the memory that it points at is about to go."""
         self._graphs.clear()
+
+    def wait(self) -> None:
+        """Wait until nothing launched runs any more: what it reads and writes may go afterwards."""
+        if self._graphed:
+            torch.cuda.current_stream(self._rows.device).synchronize()
+            for lane in self._lanes:
+                if lane.stream is not None:
+                    lane.stream.synchronize()
 
     def _shrinks(self) -> bool:
         rows = self._rows
@@ -327,7 +336,8 @@ class LateSteps:
     def _retire(self) -> None:
         """Let go of memory that captured steps point at, and that launched ones may still use."""
         if self._graphed:
-            torch.cuda.synchronize(self._rows.device)
+            with CAPTURE:  # a device is not waited for while one of its streams captures
+                torch.cuda.synchronize(self._rows.device)
         self.forget()
 
     def _widen(self, tree: int, items: int) -> None:
@@ -342,18 +352,25 @@ class LateSteps:
         """Capture the step `key`, giving back what was captured before where memory runs out."""
         while len(self._graphs) >= MAX_GRAPHS:
             self._graphs.popitem(last=False)
-        try:
-            graph = self._capture_once(key, index)
-        except torch.OutOfMemoryError:
-            if not self._graphs:
-                raise
+        graph = self._try_capture(key, index)
+        if graph is None:
+            release_cached()
+            graph = self._try_capture(key, index)
+        if graph is None:
             logger.warning("no memory to capture a step of %d rows: %d others go", key[1], len(self._graphs))
-            self._graphs.clear()
-            torch.cuda.empty_cache()
+            self._retire()
+            release_cached()
             graph = self._capture_once(key, index)
         self._graphs[key] = graph
         logger.debug("captured a step of %d rows, chunks of %d tokens, %d items", *key[1:4])
         return graph
+
+    def _try_capture(self, key: tuple[Any, ...], index: Tensor | None) -> torch.cuda.CUDAGraph | None:
+        """None where memory runs out; the error, and with it all that the try had made, is gone when this returns."""
+        try:
+            return self._capture_once(key, index)
+        except torch.OutOfMemoryError:
+            return None
 
     def _capture_once(self, key: tuple[Any, ...], index: Tensor | None) -> torch.cuda.CUDAGraph:
         """Run the step once, so that kernels are compiled and libraries set up, take its effect back, and record it."""
@@ -366,10 +383,10 @@ class LateSteps:
         finally:
             ints.index_copy_(1, own, kept)
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.current_stream().synchronize()
-        with torch.cuda.graph(
-            graph, pool=self._lanes[tree].pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
-        ):
+        stream = torch.cuda.current_stream()
+        stream.synchronize()
+        pool = self._lanes[tree].pool
+        with CAPTURE, torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self._body(tree, size, chunk, items, lines, shares, index)
         return graph
 
