@@ -48,6 +48,7 @@ from stretto.runtime.device import as_begun, choose_device, on_device, resolved
 from stretto.runtime.export import export_policy
 from stretto.runtime.folder import find_checkpoint, flights_again, kept_again, make_folder, take_checkpoint, write_json
 from stretto.runtime.inputs import reward_pool
+from stretto.runtime.memory import longest_trajectory
 from stretto.runtime.parts import Parts, model_path_of
 from stretto.runtime.roles import TrainerRole
 from stretto.runtime.starting import refuse_occupied
@@ -117,7 +118,8 @@ async def _train(
     """Start what runs beside the loop, run, and end all of it whatever happens."""
     said = RewardOutput(folder / "reward.log", observer.message)
     rewards = reward_pool(recipe, parts.inputs.task, said)
-    engine = ThreadedEngine(lambda: parts.core, threads=parts.threads[0], name="engine")
+    longest = longest_trajectory(recipe, parts.inputs.longest_prompt)
+    engine = ThreadedEngine(lambda: parts.core, threads=parts.threads[0], name="engine", longest=longest)
     role = TrainerRole(
         parts.trainer,
         parts.threads[1],
