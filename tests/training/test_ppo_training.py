@@ -132,3 +132,31 @@ def test_the_critic_is_exported_beside_the_policy(lora, tmp_path):
     assert torch.equal(other.critic.weight, subject.critic.weight)
     trainer(GrpoOptions(), lora=lora).export(tmp_path / "plain")
     assert not (tmp_path / "plain" / EXPORT_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {f"{PREFIX}value/weight": torch.zeros(3)},
+        {f"{PREFIX}mean/weight": torch.zeros(3)},
+        {f"{PREFIX}count/bias": None},
+        {"value/": torch.zeros(3)},
+        {"square/": torch.zeros(3)},
+        {"version": torch.zeros(2)},
+    ],
+    ids=lambda broken: next(iter(broken)),
+)
+def test_a_state_that_does_not_fit_in_one_place_changes_neither_policy_nor_critic(broken):
+    subject, other = trainer(), trainer()
+    subject.update(random_batch(0))
+    other.update(random_batch(0, seed=5))
+    before, state = subject.state(), other.state()
+    for name, tensor in broken.items():
+        place = next(key for key in state if key == name or (name.endswith("/") and key.startswith(name)))
+        state.pop(place) if tensor is None else state.update({place: tensor})
+    with pytest.raises(TrainerError, match="does not fit"):
+        subject.restore(state)
+    after = subject.state()
+    assert subject.version == 1
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -163,10 +163,14 @@ class Critic:
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over what `state` gave, out of the whole state of a trainer. Raises `TrainerError`, changing nothing."""
+        self.taking(state)()
+
+    def taking(self, state: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        """What `restore` does once everything is checked; it does not fail."""
         own = {name.removeprefix(PREFIX): tensor for name, tensor in state.items() if name.startswith(PREFIX)}
         if not own:
             raise TrainerError("the checkpoint has no critic: it is of an objective without one; start a new run")
-        self._optimizer.restore(own)
+        return self._optimizer.taking(own)
 
     def save(self, folder: Path) -> None:
         """Write the head for others to load: `value = layer_norm(hidden) @ weight / sqrt(d) + bias`."""

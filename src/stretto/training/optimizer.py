@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -158,25 +158,55 @@ class Optimizer:
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over what `state` gave. Raises `TrainerError`, with nothing changed, if it is of other parameters."""
+        self.taking(tensors)()
+
+    def taking(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        """What `restore` does once everything is checked and has its memory; it does not fail."""
         given = {key.removeprefix("value/"): t for key, t in tensors.items() if key.startswith("value/")}
-        wrong = [n for n, p in self._stepped.items() if n not in given or given[n].shape != p.shape]
-        wrong += [n for n in given if n not in self._stepped]
+        wrong = [n for n in given if n not in self._stepped]
+        wrong += [n for n, p in self._stepped.items() if n not in given or not _fits(tensors, n, p)]
         if wrong or "step" not in tensors:
             raise TrainerError(
                 f"the checkpoint is of another model or another `lora`: `{wrong[0] if wrong else 'step'}` does not fit"
             )
-        self.step_count = int(tensors["step"])
-        self._adam.state.clear()
-        with torch.no_grad():
-            for name, stepped in self._stepped.items():
-                stepped.copy_(given[name])
-                stepped.grad = None
-                if f"mean/{name}" in tensors:
-                    self._adam.state[stepped] = {
-                        "step": tensors[f"count/{name}"].to(stepped.device, torch.float32, copy=True),
-                        "exp_avg": tensors[f"mean/{name}"].to(stepped, copy=True),
-                        "exp_avg_sq": tensors[f"square/{name}"].to(stepped, copy=True),
-                    }
-            for parameter, master in self._masters:
-                parameter.copy_(master)
-                parameter.grad = None
+        step_count = int(tensors["step"])
+        # Moments that are there are copied over, so that an update is undone without any memory.
+        kept = {name: p for name, p in self._stepped.items() if f"mean/{name}" in tensors}
+        moments = {p: self._adam.state.get(p) or _empty_moments(p) for p in kept.values()}
+
+        def take() -> None:
+            self.step_count = step_count
+            self._adam.state.clear()
+            self._adam.state.update(moments)
+            with torch.no_grad():
+                for name, stepped in kept.items():
+                    for kind, key in (("count", "step"), ("mean", "exp_avg"), ("square", "exp_avg_sq")):
+                        moments[stepped][key].copy_(tensors[f"{kind}/{name}"])
+                for name, stepped in self._stepped.items():
+                    stepped.copy_(given[name])
+                    stepped.grad = None
+                for parameter, master in self._masters:
+                    parameter.copy_(master)
+                    parameter.grad = None
+
+        return take
+
+
+def _empty_moments(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """As AdamW keeps them."""
+    return {
+        "step": torch.zeros((), device=parameter.device, dtype=torch.float32),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
+
+
+def _fits(tensors: Mapping[str, torch.Tensor], name: str, parameter: torch.Tensor) -> bool:
+    """Whether a state has the value of a parameter, and all of its moments or none, in its shape."""
+    if tensors[f"value/{name}"].shape != parameter.shape:
+        return False
+    moments = [tensors.get(f"{kind}/{name}") for kind in ("mean", "square", "count")]
+    if all(each is None for each in moments):
+        return True
+    shapes = [parameter.shape, parameter.shape, torch.Size([])]
+    return all(each is not None and each.shape == shape for each, shape in zip(moments, shapes, strict=True))

@@ -79,7 +79,10 @@ class Trainer(Protocol):
         ...
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `state` gave: later updates are then the same, bit for bit."""
+        """Take over what `state` gave: later updates are then the same, bit for bit.
+
+        Raises `TrainerError`, and then nothing has changed, where it is of another trainer.
+        """
         ...
 
     def save(self, folder: Path) -> None:
@@ -325,7 +328,7 @@ class LocalTrainer:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def _gradient(self, batch: Batch, part: Part, advantages: Advantages, collector: Collector) -> _Gradient:
-        """Sum the gradient of a part's loss over its micro-batches. Raises `TrainerError` where it cannot be stepped."""
+        """Sum the gradient of a part's loss over its micro-batches. Raises `TrainerError` if it cannot be stepped."""
         with torch.enable_grad():
             for piece in part.pieces:
                 self._accumulate(batch, part, piece, advantages, collector)
@@ -426,11 +429,19 @@ class LocalTrainer:
         return {**self.optimizer.state(), **critic, "version": torch.tensor(self._version)}
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        if self.critic is not None:
-            self.critic.restore(state)
-        self.optimizer.restore(state)
-        # Where an update was always one step, it was not written apart.
-        self._version = int(state["version"]) if "version" in state else self.optimizer.step_count
+        take_policy = self.optimizer.taking(state)
+        take_critic = None if self.critic is None else self.critic.taking(state)
+        # Where an update was always one step, the version was not written apart.
+        version = state.get("version", state["step"])
+        if version.numel() != 1:
+            raise TrainerError(
+                f"the checkpoint is not a trainer's: its `version` has {version.numel()} numbers and does not fit"
+            )
+        # Everything fits and has its memory: from here on nothing fails.
+        self._version = int(version)
+        take_policy()
+        if take_critic is not None:
+            take_critic()
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
