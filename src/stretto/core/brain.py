@@ -4,8 +4,9 @@ Contract with whoever carries the commands out:
 
 - The commands of one reply are carried out in their order; those for one instance also in order from reply to reply (an
   `Unload` before the `Load` that takes its slot). A slot counts as free from the `Unload` on, as taken from the `Load`.
-- After `Lost(i)` nothing that happened on `i` is reported any more, and `i` is not used again as an id. A failure of
-  one request on an instance that lives on is `GenerationFailed`.
+- After `Lost(i)` or `Release(i)` nothing that happened on `i` is reported any more, and `i` is not used again as an id.
+  A failure of one request on an instance that lives on is `GenerationFailed`.
+- A trajectory waits for an instance from its `Suspend` on; a `Resume` for it may be in the same reply.
 - After `Drop`, what is still reported about its trajectories is ignored. After `Finish`, everything is.
 - Version `first_version` counts as published at the start; the run ends with the publish of version `plan.updates`,
   which is loaded nowhere. These two are evaluated outside, if at all: `Evaluate` is for those between.
@@ -25,6 +26,7 @@ Who waits for what, and who ends it:
 | admission, publish | `drain` only: running work must end before the publish | `Generated`, or a failure for good |
 | a trajectory | an instance that holds its version | `Loaded` |
 | an instance | `continue` only: the swap waits for the evaluation that runs there | `Evaluated` |
+| an instance that leaves | the evaluation that runs there | `Evaluated`, `Lost` |
 | the end of the run | the evaluation that runs | `Evaluated`, `Lost` |
 
 Every wait ends with an event that comes from work already under way, so there is no cycle: work runs on an instance to
@@ -54,11 +56,13 @@ from stretto.core.messages import (
     Generated,
     GenerationFailed,
     Joined,
+    Leaving,
     Load,
     Loaded,
     Lost,
     Measured,
     Publish,
+    Release,
     Rescore,
     Resume,
     Retire,
@@ -68,6 +72,8 @@ from stretto.core.messages import (
     Spare,
     Start,
     StopRequested,
+    Surveyed,
+    Suspend,
     Swap,
     Train,
     Unload,
@@ -112,6 +118,8 @@ class Brain:
         self._handlers: Mapping[type, Callable[[Any], None]] = {
             Joined: self._on_joined,
             Lost: self._on_lost,
+            Leaving: self._on_leaving,
+            Surveyed: self._on_surveyed,
             Loaded: self._on_loaded,
             Generated: self._on_generated,
             Scored: self._on_scored,
@@ -147,6 +155,11 @@ class Brain:
         """The live versions, with the trajectories of each that are still to be generated to their end."""
         ledger = self.ledger
         return {v: ledger.running.get(v, 0) + len(ledger.pending.get(v, ())) for v in sorted(self.window.live)}
+
+    @property
+    def staying(self) -> list[Instance]:
+        """The instances that may take something new."""
+        return [instance for instance in self.instances.values() if not instance.leaving]
 
     @property
     def needed_versions(self) -> list[int]:
@@ -196,13 +209,29 @@ class Brain:
             self._do_again()
 
     def _on_lost(self, event: Lost) -> None:
-        instance = self.instances.pop(event.instance)
+        instance = self.instances.pop(event.instance, None)
+        if instance is None:
+            return  # it was released before the report came
         for trajectory in list(instance.trajectories.values()):
             self.ledger.interrupt(trajectory)
             self.counters.interrupted += 1
         if self.evaluating is not None and self.evaluating[0] == event.instance:
             self._skip_evaluation(self.evaluating[1], f"instance {event.instance} was lost")
             self.evaluating = None
+        self._place_due = True
+
+    def _on_leaving(self, event: Leaving) -> None:
+        instance = self.instances.get(event.instance)
+        if instance is None:
+            return
+        instance.leaving = True
+        if moving := tuple(instance.trajectories):
+            for trajectory in list(instance.trajectories.values()):
+                self.ledger.interrupt(trajectory)
+            self._commands.append(Suspend(instance.id, moving, f"instance {instance.id} is asked to go"))
+        self._place_due = True
+
+    def _on_surveyed(self, event: Surveyed) -> None:
         self._place_due = True
 
     def _on_loaded(self, event: Loaded) -> None:
@@ -231,8 +260,8 @@ class Brain:
 
     def _on_generation_failed(self, event: GenerationFailed) -> None:
         trajectory = self._find(event.trajectory)
-        if trajectory is None:
-            return
+        if trajectory is None or (event.instance is not None and not trajectory.runs_on(event.instance)):
+            return  # it has been told to go on elsewhere since
         trajectory.generation_failures += 1
         if trajectory.generation_failures > self.plan.retries:
             self._fail(trajectory, event.reason)
@@ -346,7 +375,7 @@ class Brain:
     def _place(self) -> None:
         """Resume what waits, load what is wanted, unload and retire what is not."""
         self._place_due = self.ledger.freed = False
-        instances = self.instances.values()
+        instances = self.staying
         self._resume()
         decisions: list[Load | Swap | Unload] = []
         if self.next_update == self.plan.updates:
@@ -358,6 +387,7 @@ class Brain:
             decisions = placement.place_in_one_slot(instances, self.newest, self.evaluating)
         for command in decisions:
             self._give(command)
+        self._release()
         for version in self.window.retirable(self._needs):
             self._retire(version)
         self.stranded = placement.stranded(instances, self.ledger.pending) if self.plan.paradigm.pinned else []
@@ -367,12 +397,19 @@ class Brain:
         pinned = self.plan.paradigm.pinned
         for version, waiting in list(self.ledger.pending.items()):
             for trajectory in list(waiting.values()):
-                instance = placement.resuming_instance(self.instances.values(), version if pinned else None)
+                instance = placement.resuming_instance(self.staying, version if pinned else None)
                 if instance is None:
                     break
                 under = version if pinned else max(instance.resident)
                 self.ledger.run(trajectory, instance, under)
                 self._commands.append(Resume(trajectory.id, under, instance.id))
+
+    def _release(self) -> None:
+        """Let go whoever was asked to and has nothing left to do."""
+        for instance in [each for each in self.instances.values() if each.leaving and not each.trajectories]:
+            if self.evaluating is None or self.evaluating[0] != instance.id:
+                del self.instances[instance.id]
+                self._commands.append(Release(instance.id))
 
     def _retire(self, version: int) -> None:
         for instance in self.instances.values():
@@ -408,7 +445,7 @@ class Brain:
         if self.stranded:
             return None
         refused = -1
-        for instance, version in placement.candidates(self.instances.values(), self.plan.most_running):
+        for instance, version in placement.candidates(self.staying, self.plan.most_running):
             if version > refused:
                 if self._allows(version + self.staleness):
                     return instance, version

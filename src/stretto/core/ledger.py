@@ -30,7 +30,7 @@ class State(IntEnum):
 
 
 TRANSITIONS: Mapping[State, frozenset[State]] = {
-    State.PENDING: frozenset({State.RUNNING, State.DROPPED}),
+    State.PENDING: frozenset({State.RUNNING, State.SCORING, State.DROPPED}),
     State.RUNNING: frozenset({State.PENDING, State.SCORING, State.FAILED, State.DROPPED}),
     State.SCORING: frozenset({State.SCORED, State.FAILED, State.DROPPED}),
     State.SCORED: frozenset({State.TAKEN, State.DROPPED, State.FILTERED}),
@@ -54,6 +54,9 @@ class Trajectory:
     generation_failures: int = 0
     scoring_failures: int = 0
     reward: float | None = None  # once it is scored
+
+    def runs_on(self, instance: int) -> bool:
+        return self.instance is not None and self.instance.id == instance
 
     def become(self, state: State) -> None:
         """Change state, or raise if that cannot follow."""
@@ -231,9 +234,13 @@ class Ledger:
         self._wait_for_instance(trajectory)
 
     def generate(self, trajectory: Trajectory) -> None:
-        """A running trajectory has its last token."""
+        """A trajectory has its last token; a pending one, because it had ended before it was suspended."""
+        was_running = trajectory.state is State.RUNNING
         trajectory.become(State.SCORING)
-        self._stop_running(trajectory)
+        if was_running:
+            self._stop_running(trajectory)
+        else:
+            self._stop_pending(trajectory)
         self.num_active -= 1
 
     def score(self, trajectory: Trajectory, reward: float) -> bool:

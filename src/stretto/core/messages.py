@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 # -- events: what happened ---------------------------------------------------------------------------------------------
@@ -20,6 +21,21 @@ class Lost:
     """An instance is gone with everything on it. Its trajectories go on elsewhere under their own version."""
 
     instance: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """An instance is asked to go: nothing new starts there, its trajectories go on elsewhere, then `Release`."""
+
+    instance: int
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    """How far the running trajectories are, and which instances are short of KV memory. Comes on a timer."""
+
+    tokens: Mapping[int, int]  # trajectory -> context, prompt included; those that are not named count as 0
+    crowded: frozenset[int] = frozenset()  # instances that cannot hold the KV of all that they run
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +64,14 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class GenerationFailed:
-    """A request failed on an instance that lives on. Retried on the same version with the same seed, bounded."""
+    """A request failed on an instance that lives on. Retried on the same version with the same seed, bounded.
+
+    One that failed on an instance that it has been told to leave since goes on as it was told.
+    """
 
     trajectory: int
     reason: str
+    instance: int | None = None  # where it failed; None: where it runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +112,8 @@ class StopRequested:
 Event = (
     Joined
     | Lost
+    | Leaving
+    | Surveyed
     | Loaded
     | Generated
     | Scored
@@ -144,10 +166,34 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Generate a trajectory on `instance` under its own version, going on from what is left of it."""
+    """Generate a trajectory on `instance` under its own version, going on from what is left of it.
+
+    Where its `Suspend` is not yet answered, it goes on as soon as that is; from its prompt, if its source died first.
+    """
 
     trajectory: int
     version: int
+    instance: int
+    reason: str = ""  # why there, where it is there by choice
+
+
+@dataclass(frozen=True, slots=True)
+class Suspend:
+    """Take trajectories out of an instance, with their KV. They are given a place by a `Resume`, now or later.
+
+    One that had ended there before reports `Generated` all the same; nothing else is reported from there about any.
+    One that never got there, because an earlier `Suspend` is not yet answered, is not resumed there any more.
+    """
+
+    instance: int
+    trajectories: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """An instance that was asked to go may go: nothing runs there. It is not used again as an id."""
+
     instance: int
 
 
@@ -252,7 +298,9 @@ Command = (
     | Swap
     | Unload
     | Start
+    | Suspend
     | Resume
+    | Release
     | Rescore
     | Fail
     | Drop

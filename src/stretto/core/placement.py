@@ -31,6 +31,7 @@ class Instance:
     loading: set[int] = field(default_factory=set)
     running: dict[int, int] = field(default_factory=dict)  # version -> trajectories, never 0
     trajectories: dict[int, Trajectory] = field(default_factory=dict)  # those that run here
+    leaving: bool = False  # asked to go: takes nothing new
 
     @property
     def load(self) -> int:

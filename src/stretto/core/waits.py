@@ -91,7 +91,7 @@ def _closed(brain: Brain) -> str | None:
         return f"every group that {plan.updates} updates need is admitted"
     if brain.unpublished is not None:
         return f"draining: version {brain.unpublished} waits to be published"
-    if not brain.instances:
+    if not brain.staying:
         return "there is no instance"
     if brain.stranded:
         waiting = ", ".join(f"{version} ({len(ledger.pending[version])} trajectories)" for version in brain.stranded)
@@ -100,15 +100,15 @@ def _closed(brain: Brain) -> str | None:
         return f"`rows`: {ledger.num_active} trajectories run or wait for an instance, the target is {plan.rows}"
     if len(ledger.groups) >= plan.in_flight:
         return f"`in_flight`: {len(ledger.groups)} groups are outstanding"
-    if not any(instance.resident for instance in brain.instances.values()):
-        loading = ", ".join(f"{i.id} ({', '.join(map(str, sorted(i.loading)))})" for i in brain.instances.values())
+    if not any(instance.resident for instance in brain.staying):
+        loading = ", ".join(f"{i.id} ({', '.join(map(str, sorted(i.loading)))})" for i in brain.staying)
         return f"no version is loaded yet; instances (and what they load): {loading}"
     if brain.place_for_group() is not None:
         return None
-    if not candidates(brain.instances.values(), plan.most_running):
-        loading = ", ".join(str(each.id) for each in brain.instances.values() if each.loading)
+    if not candidates(brain.staying, plan.most_running):
+        loading = ", ".join(str(each.id) for each in brain.staying if each.loading)
         return f"instances {loading} are loading, and the others have their share of the work"
-    newest = max(max(instance.resident) for instance in brain.instances.values() if instance.resident)
+    newest = max(max(instance.resident) for instance in brain.staying if instance.resident)
     return (
         f"deadlines: a group of version {newest} would be due by update {newest + brain.staleness}, and "
         f"{len(ledger.groups)} outstanding groups fill the batches from update {brain.next_update} until then"
