@@ -134,6 +134,18 @@ def test_a_cache_that_the_recipe_names_is_taken_or_refused_by_name() -> None:
         footprint(made, BILLIONS, 100, CUDA, free=30 * GIB)
 
 
+@pytest.mark.parametrize("how", [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1}])
+def test_sorting_logits_is_planned_for_where_a_recipe_truncates(how: dict[str, Any]) -> None:
+    for lora in (True, False):
+        plain, cut = recipe(lora=lora), recipe(lora=lora, rollout=how)
+        more = (
+            footprint(cut, BILLIONS, 100, CUDA, free=140 * GIB).engine
+            - footprint(plain, BILLIONS, 100, CUDA, free=140 * GIB).engine
+        )
+        draws = 2 if lora else 1 + cut.num_slots
+        assert more == draws * engine_rows(cut) * 151_936 * 60
+
+
 def test_memory_that_runs_out_while_the_run_is_built_is_said_with_the_plan() -> None:
     made = recipe(lora=True)
     need = footprint(made, BILLIONS, 100, CUDA, free=140 * GIB)

@@ -11,7 +11,7 @@ On CUDA the KV cache gets what the rest leaves. Free memory, less:
 | optimizer     | AdamW's two averages, float32                                                                    |
 | gradients     | float32; with full half-precision weights those of one backward pass too                         |
 | working       | activations and logits of a micro-batch, or a checkpoint's copy of the trainer: never both       |
-| engine        | captured graphs, workspaces, logits of every row                                                 |
+| engine        | captured graphs, workspaces, logits of every row, and what sorts them where `rollout` truncates  |
 | slack         | what the allocator cannot use                                                                    |
 
 Activations are an estimate. Where it is too low, an update runs out of memory and the engine gives KV back
@@ -43,6 +43,7 @@ KV_BYTES_BY_DEFAULT = 4 * GIB  # cap of the KV cache on the CPU, where the recip
 ENGINE_BYTES = 2 * GIB  # graphs, libraries' workspaces, plans of attention
 SLACK_SHARE = 0.05  # of the memory that is free at the start
 STOCK_FACTORS = (1.4, 2.0)  # what stock modules keep against the lean decoder: in float32, and in half precision
+CUT_BYTES = 60  # a logit, to draw from a part of the distribution: values and places sorted, scratch, sums in float64
 SPARE_TOKENS = 32  # beside prompt and completion: pages that are not full
 LEAST_TRAJECTORIES = 2  # of the longest kind that must fit at once; with one alone nothing is ever batched
 
@@ -248,7 +249,13 @@ def _engine_bytes(recipe: Recipe, config: Any, model: nn.Module, dtype: torch.dt
     widest = max(module.out_features for module in model.modules() if isinstance(module, nn.Linear))
     prefill = (recipe.rollout.prefill_tokens + engine_rows(recipe)) * 4 * min(widest, 1 << 15) * dtype.itemsize
     tables = context_length(config) * (2 * _head_size(config) + engine_rows(recipe) // PAGE) * torch.float32.itemsize
-    return int(ENGINE_BYTES + logits + prefill + tables)
+    cut = 0
+    how = recipe.rollout
+    if how.top_k > 0 or how.top_p < 1.0 or how.min_p > 0.0:
+        # Captured steps hold theirs for good, those of each tree in a pool of its own; first draws come on top.
+        pools = recipe.num_slots if recipe.model.lora is None else 1
+        cut = (pools + 1) * engine_rows(recipe) * config.vocab_size * CUT_BYTES
+    return int(ENGINE_BYTES + logits + prefill + tables + cut)
 
 
 def _tokens_left(recipe: Recipe, need: Footprint, one: int, per_token: int, free: int) -> int:

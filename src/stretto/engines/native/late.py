@@ -436,9 +436,9 @@ class LateSteps:
             truncation = Truncation(ints[TOP_K], floats[TOP_P], floats[MIN_P])
             cut, cut_logprobs, kept = sample(logits, uniform, floats[TEMPERATURE], truncation, any_greedy=True)
             assert kept is not None
-            # The two round differently: a row that is not cut draws as it does beside none that is.
-            tokens = torch.where(truncation.uses, cut, tokens)
-            logprobs = torch.where(truncation.uses, cut_logprobs, logprobs)
+            # The two round differently: a row that is not cut, or greedy, draws as it does beside none that is.
+            uses = truncation.uses & (floats[TEMPERATURE] > 0)
+            tokens, logprobs = torch.where(uses, cut, tokens), torch.where(uses, cut_logprobs, logprobs)
             drawn[2].copy_(kept.counts)
             drawn[3:].copy_(kept.order[:, : len(drawn) - 3].t())
         drawn[0].copy_(tokens)
