@@ -137,7 +137,9 @@ def definition(model, reference, batch, algorithm, temperature):
     for sample, ours, theirs, advantage in zip(batch.samples, logs, refs, advantages, strict=True):
         total = total - advantage * ours.sum() / count
         if kl is not None and kl.place == "loss":
-            total = total + kl.coefficient * ((ours - theirs) ** 2 / 2).sum() / count
+            sampled = torch.tensor(sample.completion.logprobs.astype(np.float64))
+            weights = (ours.detach() - sampled).exp().clamp(max=2.0)
+            total = total + kl.coefficient * (weights * (ours - theirs) ** 2 / 2).sum() / count
         if algorithm.supervised is not None and sample.reward > 1.0:
             total = total - algorithm.supervised.coefficient * ours.sum() / good
         if algorithm.entropy is not None:

@@ -22,14 +22,16 @@ class KlOptions(Term):
     coefficient: float = Field(gt=0, description="Factor of the divergence")
     place: Literal["loss", "reward"] = Field(
         "loss",
-        description="`loss`: added to each token's loss. `reward`: the divergence of the policy that sampled a "
-        "trajectory, summed over its tokens, is taken from its reward before advantages are made",
+        description="`loss`: added to each token's loss, weighted by `sg(min(pi / mu, 2))`, because `mu` sampled the "
+        "token. `reward`: the divergence of the policy that sampled a trajectory, summed over its tokens, is taken "
+        "from its reward before advantages are made",
     )
     estimator: Literal["k1", "k2", "k3"] | None = Field(
         None,
         description="`k1`: d, unbiased; in the loss its gradient is zero on average, so it is for the reward alone. "
-        "`k2`: d^2 / 2, whose gradient is that of the divergence. `k3`: exp(-d) - 1 + d, unbiased and never negative. "
-        "Default: `k2` in the loss, `k1` in the reward",
+        "`k2`: d^2 / 2, whose gradient is that of KL(pi || reference). `k3`: exp(-d) - 1 + d, unbiased and never "
+        "negative; its gradient is that of the other direction, KL(reference || pi). Default: `k2` in the loss, `k1` "
+        "in the reward",
     )
     reference: str | None = Field(
         None,

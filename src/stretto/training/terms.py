@@ -6,15 +6,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stretto.objectives.base import MAX_LOG_RATIO
+from stretto.objectives.base import MAX_LOG_RATIO, ratio
+
+MAX_DIVERGENCE_WEIGHT = 2.0  # of a stale token in the divergence; as the correction weight's, by default
 
 
 def divergence(estimator: str, logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """An estimate of the divergence of the policy from the reference at each sampled token [C], with gradient.
+    """An estimate of the divergence `KL(pi || reference)` at each sampled token [C], with gradient.
 
-    With `d = logprobs - reference`: `k1` is `d`, `k2` is `d^2 / 2`, `k3` is `exp(-d) - 1 + d`. Tokens sampled from the
-    policy have the divergence as the mean of `k1` and of `k3`; the gradient of the divergence is the mean of that of
-    `k2`.
+    With `d = logprobs - reference`: `k1` is `d`, `k2` is `d^2 / 2`, `k3` is `exp(-d) - 1 + d`. Over tokens sampled from
+    `pi` itself, the mean of `k1` and of `k3` is the divergence; that of `k2` is near it where the two are near. The
+    mean of their gradients is another matter: `k1` gives 0, `k2` the gradient of `KL(pi || reference)`, and `k3` that
+    of `KL(reference || pi)`.
     """
     difference = logprobs - reference
     if estimator == "k1":
@@ -25,6 +28,18 @@ def divergence(estimator: str, logprobs: torch.Tensor, reference: torch.Tensor) 
         bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         return torch.expm1(-bounded) + bounded
     raise ValueError(f'`estimator = {estimator!r}` is unknown: choose "k1", "k2" or "k3"')
+
+
+def weighted_divergence(
+    estimator: str, logprobs: torch.Tensor, reference: torch.Tensor, behaviour: torch.Tensor
+) -> torch.Tensor:
+    """`sg(min(pi / mu, 2))` times `divergence` at each token [C]: what it would be had `pi` sampled the tokens.
+
+    They were sampled by `mu`, `behaviour`; without the weight the means that `divergence` speaks of are over the wrong
+    policy. Beyond the cap a token counts for less than it should. The states are still those that `mu` came to.
+    """
+    weights = ratio(logprobs, behaviour).detach().clamp(max=MAX_DIVERGENCE_WEIGHT)
+    return weights * divergence(estimator, logprobs, reference)
 
 
 def imitated_weights(rewards: NDArray[np.float64], lengths: NDArray[np.int64], threshold: float) -> NDArray[np.float64]:

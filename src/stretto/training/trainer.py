@@ -47,7 +47,7 @@ from stretto.training.packing import MicroBatch, micro_batch
 from stretto.training.parts import Part, Piece, cut_batch, pieces_of
 from stretto.training.reference import Reference
 from stretto.training.shaping import Shaped, shape
-from stretto.training.terms import divergence
+from stretto.training.terms import divergence, weighted_divergence
 from stretto.types import Batch, UpdateReport, Weights
 
 __all__ = ["GrpoOptions", "LocalTrainer", "LoraOptions", "Trainer", "TrainerOptions"]
@@ -82,6 +82,13 @@ class Trainer(Protocol):
         """Take over what `state` gave: later updates are then the same, bit for bit.
 
         Raises `TrainerError`, and then nothing has changed, where it is of another trainer.
+        """
+        ...
+
+    def adopt(self, weights: Weights) -> None:
+        """Make the policy the one that `weights` are, of the version that it is at; the optimizer stays as it is.
+
+        Where it is that one already, nothing changes. Raises `TrainerError`, and then nothing has changed either.
         """
         ...
 
@@ -385,7 +392,7 @@ class LocalTrainer:
             losses, diagnostics = losses * weights, beside(diagnostics, measured)
         if algorithm.kl is not None:
             assert piece.reference is not None
-            apart = divergence(algorithm.kl.estimate, tokens.logprobs, piece.reference)
+            apart = weighted_divergence(algorithm.kl.estimate, tokens.logprobs, piece.reference, tokens.behaviour)
             diagnostics = beside(diagnostics, {"reference_kl": apart.detach()})
             if algorithm.kl.place == "loss":
                 losses = losses + algorithm.kl.coefficient * apart
@@ -442,6 +449,16 @@ class LocalTrainer:
         take_policy()
         if take_critic is not None:
             take_critic()
+
+    def adopt(self, weights: Weights) -> None:
+        own = self.weights(weights.version)
+        if own.checksum == weights.checksum:
+            return  # what it holds may be finer than what is handed over, which adapters are rounded for
+        if own.tensors.keys() != weights.tensors.keys():
+            wrong = min(own.tensors.keys() ^ weights.tensors.keys())
+            raise TrainerError(f"weights of version {weights.version} are of another policy: `{wrong}` does not fit")
+        del own
+        self.restore({**self.state(), **{f"value/{name}": tensor for name, tensor in weights.tensors.items()}})
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
