@@ -100,6 +100,10 @@ def test_a_key_without_effect_is_an_error(sections: dict[str, Any], words: str) 
         ({"rollout": {"rows": 193}}, "`rollout.rows = 193` has no effect above 192"),
         ({"rollout": {"kv_tokens": 271}}, "`rollout.kv_tokens = 271` does not hold one completion"),
         ({"training": {"steps": 5, "warmup_steps": 5}}, "`training.warmup_steps = 5` is never over"),
+        ({"runtime": {"instances": 129}}, "`runtime.instances = 129` has no effect above `rollout.rows = 128`"),
+        ({"runtime": {"instances": 4, "slots": 4}}, "`runtime.slots = 4` has no effect above 3"),
+        ({"runtime": {"instances": 2, "slots": 1}}, "hold 2 versions at once, and the run needs 3 (K = 2)"),
+        ({"runtime": {"slots": 3}, "evaluation": {"every": 2}}, "the run needs 4, evaluation's included"),
         ({"rollout": {"in_flight": 100}}, "in_flight"),
         ({"rollout": {"in_flight": 3}}, "in_flight"),
         ({"rollout": {"group": 1}}, "`rollout.group = 1`"),
@@ -114,6 +118,12 @@ def test_what_cannot_be_run_is_refused_by_the_name_of_its_option(sections: dict[
     with pytest.raises(RecipeError) as caught:
         parse_recipe(with_(**sections))
     assert words in str(caught.value)
+
+
+def test_instances_of_few_slots_are_a_pool_that_holds_all_versions_together() -> None:
+    recipe = parse_recipe(with_(runtime={"instances": 3, "slots": 1}))
+    assert (recipe.num_slots, recipe.plan.slots) == (1, 3)
+    assert parse_recipe(with_(runtime={"instances": 3})).num_slots == 3
 
 
 def test_every_problem_is_told_at_once() -> None:
@@ -221,7 +231,7 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("paradigm", PARADIGM_NAMES)
 def test_compare_drops_what_a_paradigm_fixes_itself(paradigm: str) -> None:
     chosen = {"staleness": 2, "in_flight": 20, "rows": 160}
-    raw = with_(rollout=chosen, algorithm={"clip_low": 0.1})
+    raw = with_(rollout=chosen, algorithm={"clip_low": 0.1}, runtime={"instances": 2, "slots": 3})
     recipe = parse_recipe(paradigm_overrides(raw, paradigm))
     assert recipe.rollout.paradigm == paradigm
     assert raw["rollout"] == {"staleness": 2, "in_flight": 20, "rows": 160}, "the recipe itself is not changed"

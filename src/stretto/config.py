@@ -187,14 +187,33 @@ class EvaluationSection(Section):
 
 
 class RuntimeSection(Section):
-    """One process, a thread each for engine and trainer, which share the base in the memory of one device."""
+    """How a run is carried out. May change at `--resume`.
 
+    `local` is one process: a thread each for the trainer and for every instance, which share the base in the memory of
+    one device.
+    """
+
+    type: Literal["local"] = Field("local", description="`local`: threads of one process")
+    instances: int = Field(1, ge=1, description="Rollout instances; `stretto pool` adds and removes some while it runs")
+    slots: int | None = Field(
+        None, ge=1, description="Versions that one instance holds at once; default: all that the run needs, K + 1"
+    )
+    instance_seconds: float = Field(
+        120.0, gt=0, description="An instance that has work and makes no progress for so long is lost and replaced"
+    )
+    replacements: int = Field(16, ge=0, description="Instances that are replaced at most when they are lost")
+    rebalance_seconds: float = Field(
+        5.0, gt=0, description="Between two looks at how versions and trajectories are spread over the instances"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description='"auto": cuda where torch sees one')
     deterministic: bool = Field(
         False, description="On CUDA: no bit of a trajectory depends on its neighbours; slower. On the CPU always so"
     )
     engine_threads: int | None = Field(
-        None, ge=1, description="Default: 1 on CUDA; on the CPU every core if it takes turns, else half"
+        None,
+        ge=1,
+        description="Of one instance; default: 1 on CUDA; on the CPU its share of every core if it takes turns, else "
+        "of half",
     )
     trainer_threads: int | None = Field(
         None, ge=1, description="Default: 1 on CUDA; on the CPU every core if it takes turns, else half"
@@ -255,8 +274,8 @@ class Recipe(Section):
 
     @property
     def num_slots(self) -> int:
-        """Version slots of the engine: exactly those that the run needs, so that its K always fits."""
-        return self.plan.slots
+        """Version slots of one instance: by default all that the run needs, so that its K always fits."""
+        return self.runtime.slots or self.plan.slots
 
     def dumps(self) -> str:
         """The recipe as TOML, every default spelled out but those that cannot act; parses again to the same run."""
@@ -334,7 +353,7 @@ def paradigm_overrides(raw: Mapping[str, Any], paradigm: str) -> dict[str, Any]:
         if rollout.get("rows", 0) > most:  # more than one batch has
             rollout.pop("rows")
     for section, key in _idle(result) - _idle(raw):
-        if section == "algorithm":  # such as clips that cannot act without staleness
+        if section in ("algorithm", "runtime"):  # such as clips that cannot act without staleness
             del result[section][key]
     return result
 

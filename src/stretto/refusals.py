@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from stretto.algorithm_refusals import impossible_algorithm, options_without_eff
 
 if TYPE_CHECKING:
     from stretto.config import Recipe
+    from stretto.core.plan import Plan
 
 
 def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
@@ -55,7 +57,19 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
             f"`evaluation.every = {recipe.evaluation.every}` has no effect in a run of `training.steps = "
             f"{recipe.training.steps}`, which is evaluated before and after anyway; use less, or leave it out"
         )
+    if recipe.runtime.slots is not None and (most := _versions_at_once(recipe)) < recipe.runtime.slots:
+        found["runtime", "slots"] = (
+            f"`runtime.slots = {recipe.runtime.slots}` has no effect above {most}, the versions that the run has at "
+            f"once; use at most {most}, or leave it out"
+        )
     return found | options_without_effect(recipe)
+
+
+def _versions_at_once(recipe: Recipe) -> float:
+    try:
+        return recipe.plan.slots
+    except ValueError:  # there is no plan, which is a refusal of its own
+        return math.inf
 
 
 def replays_nothing(recipe: Recipe) -> str:
@@ -117,6 +131,7 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
             f"`rollout.rows = {plan.rows}` has no effect above {most}, the trajectories of the {plan.in_flight} groups "
             f"in flight; use at most {most}, or raise `rollout.in_flight`"
         )
+    yield from _impossible_pool(recipe, plan)
     longest = max(rollout.max_tokens, recipe.evaluation.max_tokens or 0)
     if rollout.kv_tokens is not None and rollout.kv_tokens < longest + 16:
         yield (
@@ -127,4 +142,20 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
         yield (
             f"`training.warmup_steps = {recipe.training.warmup_steps}` is never over in a run of `training.steps = "
             f"{recipe.training.steps}`; use fewer"
+        )
+
+
+def _impossible_pool(recipe: Recipe, plan: Plan) -> Iterable[str]:
+    runtime = recipe.runtime
+    if runtime.instances > plan.rows:
+        yield (
+            f"`runtime.instances = {runtime.instances}` has no effect above `rollout.rows = {plan.rows}`, the "
+            "trajectories that run at once; use fewer instances, or raise `rollout.rows`"
+        )
+    if runtime.slots is not None and runtime.instances * runtime.slots < plan.slots:
+        beside = ", evaluation's included" if plan.evaluate_every else ""
+        yield (
+            f"`runtime.instances = {runtime.instances}` of `runtime.slots = {runtime.slots}` hold "
+            f"{runtime.instances * runtime.slots} versions at once, and the run needs {plan.slots}{beside} (K = "
+            f"{plan.staleness}); raise one of them, lower `rollout.staleness`, or leave `runtime.slots` out"
         )
