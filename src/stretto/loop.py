@@ -17,8 +17,8 @@ threads, rewards have processes, the journal has a writer.
 | the trainer              | unfinished groups, named by the batch rule  | their flights     | named by `brain.waits` |
 | a batch before it trains | its members durable in the journal          | journal's writer  | the journal's own      |
 | a version's first token  | its checksum durable in the journal         | journal's writer  | the journal's own      |
-| the loop                 | an update, or a checkpoint that is saved    | trainer's thread  | `update_s`, by name    |
-| an update                | the checkpoint before it, while it is saved | trainer's thread  | the update's own       |
+| the loop                 | an update, or the trainer's state           | the trainer       | `update_s`, by name    |
+| an update                | the trainer's state, while it is saved      | the trainer       | the update's own       |
 | a flight                 | its tokens                                  | engine            | the loop's `stall_s`   |
 | a flight, an evaluation  | its reward                                  | reward pool       | `task.reward_seconds`  |
 
@@ -54,7 +54,7 @@ from stretto.observe.metrics import Tally
 from stretto.observe.progress import Observer, Status
 from stretto.observe.repeats import Repeats
 from stretto.observe.tail import Tail
-from stretto.runtime.roles import TrainerRole
+from stretto.runtime.roles import TrainerSeat
 from stretto.seeds import trajectory_seed
 from stretto.store.journal import Journal
 from stretto.store.schema import Attempt
@@ -78,8 +78,8 @@ class Settings:
     checkpoint_s: float = math.inf  # between checkpoints, which are made when a version is published
 
 
-Checkpointing = Callable[["Loop"], Callable[[], None]]
-"""Takes what a run is at this moment, in the loop's thread; what it returns writes that, in the trainer's."""
+Checkpointing = Callable[["Loop"], Coroutine[Any, Any, None]]
+"""Takes what a run is at this moment; what it returns writes that, and asks the trainer for its state first of all."""
 
 
 class Loop:
@@ -90,7 +90,7 @@ class Loop:
         brain: Brain,
         *,
         engines: Mapping[int, Engine],
-        trainer: TrainerRole,
+        trainer: TrainerSeat,
         environment: Environment,
         prompts: PromptStream,
         decode: Decode,
@@ -394,8 +394,8 @@ class Loop:
             self._spawn(self._save(self._checkpointing), f"checkpoint of version {command.version}")
 
     async def _save(self, checkpointing: Checkpointing) -> None:
-        # Nothing is awaited before the trainer's thread has it, so it is written before another update begins.
-        await self._trainer.call(checkpointing(self), f"the checkpoint of version {self.brain.newest}")
+        # Nothing is awaited before the trainer is asked for its state, so it is that of this version.
+        await checkpointing(self)
 
     def _retire(self, command: core.Retire) -> None:
         self.weights.pop(command.version, None)

@@ -15,7 +15,7 @@ from stretto.flights import Flight, Flights
 from stretto.observe.metrics import Tally
 from stretto.observe.progress import Observer
 from stretto.observe.tail import Tail
-from stretto.runtime.roles import TrainerRole
+from stretto.runtime.roles import TrainerSeat
 from stretto.store.journal import Journal
 from stretto.types import Batch, Sample, Weights
 
@@ -25,7 +25,7 @@ class Updates:
 
     def __init__(
         self,
-        trainer: TrainerRole,
+        trainer: TrainerSeat,
         flights: Flights,
         weights: dict[int, Weights],
         *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -10,30 +11,35 @@ from safetensors import SafetensorError
 
 from stretto.config import Recipe
 from stretto.errors import RunError
-from stretto.training.trainer import LocalTrainer
+from stretto.runtime.roles import TrainerSeat
 
 BASE = "base"  # folder beside an adapter whose base nobody else has
 
 
-def export_policy(trainer: LocalTrainer, folder: Path, recipe: Recipe, *, templated: bool) -> None:
+async def export_policy(trainer: TrainerSeat, folder: Path, recipe: Recipe, *, templated: bool) -> None:
     """Write what was trained, in a form that others load. `templated`: a chat template made the prompts."""
     try:
-        trainer.export(folder)
-        is_tiny = recipe.model.path == "tiny"
-        if is_tiny and recipe.model.lora is not None:
-            _bring_base(folder)
-        if is_tiny and not templated:
-            # Nothing should say that a model wants to be asked through a template that it never saw.
-            for path in folder.rglob("chat_template.jinja"):
-                path.unlink()
-        readme = folder / "README.md"
-        readme.write_text(_readme(folder, recipe, templated=templated, with_base=(folder / BASE).is_dir()))
-        # Weights are written by way of a private temporary file; they are as readable as what lies beside them.
-        for path in folder.rglob("*"):
-            if path.is_file():
-                path.chmod(readme.stat().st_mode & 0o777)
+        await trainer.export(folder)
+        await asyncio.to_thread(_complete, folder, recipe, templated=templated)
     except (OSError, SafetensorError) as error:
         raise RunError(f"the trained policy cannot be written to `{folder}`: {error}") from error
+
+
+def _complete(folder: Path, recipe: Recipe, *, templated: bool) -> None:
+    """Add to what the trainer wrote whatever others need to load it."""
+    is_tiny = recipe.model.path == "tiny"
+    if is_tiny and recipe.model.lora is not None:
+        _bring_base(folder)
+    if is_tiny and not templated:
+        # Nothing should say that a model wants to be asked through a template that it never saw.
+        for path in folder.rglob("chat_template.jinja"):
+            path.unlink()
+    readme = folder / "README.md"
+    readme.write_text(_readme(folder, recipe, templated=templated, with_base=(folder / BASE).is_dir()))
+    # Weights are written by way of a private temporary file; they are as readable as what lies beside them.
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(readme.stat().st_mode & 0o777)
 
 
 def _bring_base(folder: Path) -> None:

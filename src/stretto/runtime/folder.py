@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,14 @@ from stretto.errors import RunError
 from stretto.flights import Flight
 from stretto.loop import Loop
 from stretto.observe.metrics import Totals
+from stretto.runtime.roles import TrainerSeat
 from stretto.runtime.starting import refuse_another_recipe, refuse_nothing_to_resume
 from stretto.store.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from stretto.store.journal import Journal
 from stretto.store.reader import JournalReader
 from stretto.store.schema import UNDER_WAY
-from stretto.training.trainer import LocalTrainer
+
+_WRITER = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # one, so that checkpoints are complete in their order
 
 
 def find_checkpoint(recipe: Recipe, folder: Path) -> Checkpoint:
@@ -40,29 +45,48 @@ def make_folder(recipe: Recipe, folder: Path) -> None:
 
 
 def take_checkpoint(
-    folder: Path, loop: Loop, totals: Totals, trainer: LocalTrainer, journal: Journal
-) -> Callable[[], None]:
-    """Take what the run is now; what is returned writes it, once the journal has all that it speaks of."""
-    brain = loop.brain
+    folder: Path, loop: Loop, totals: Totals, trainer: TrainerSeat, journal: Journal
+) -> Coroutine[Any, Any, None]:
+    """Take what the run is now; what is returned writes it, once the journal has all that it speaks of.
+
+    The trainer is asked for its state before anything else is waited for, so it is that of the same version.
+    """
+    brain, root = loop.brain, folder / "checkpoints"
     updates, snapshot, needed = brain.newest, brain.snapshot(), brain.needed_versions
     prompts = loop.prompts.state()
     weights = {version: weights for version, weights in loop.weights.items() if version in needed}
     suspended = [flight.suspended for flight in loop.flights.values() if flight.suspended is not None]
+    saved = root / f".{updates:06d}.trainer"
+
+    def bring(place: Path) -> None:
+        saved.rename(place)
 
     def write() -> None:
         journal.flush()
         save_checkpoint(
-            folder / "checkpoints",
+            root,
             updates=updates,
             snapshot=snapshot,
             totals=asdict(totals),
             prompts=prompts,
             weights=weights,
             suspended=suspended,
-            save_trainer=trainer.save,
+            save_trainer=bring,
         )
+        for left in root.glob(".*.trainer"):  # of a process that was killed
+            if left.name < saved.name:
+                shutil.rmtree(left, ignore_errors=True)
 
-    return write
+    async def save() -> None:
+        try:
+            await trainer.save(saved)
+            await asyncio.get_running_loop().run_in_executor(_WRITER, write)
+        except OSError as error:
+            raise RunError(f"the trainer could not be saved to `{saved}`: {error}") from error
+        finally:
+            shutil.rmtree(saved, ignore_errors=True)  # nothing is there unless it failed
+
+    return save()
 
 
 def flights_again(prompts: PromptStream, journal: Journal, checkpoint: Checkpoint) -> dict[int, Flight]:

@@ -1,4 +1,4 @@
-"""The trainer's thread: one worker with its own torch thread count, so that an update never blocks the loop.
+"""The trainer's seat: what the loop asks of whoever trains, wherever that runs; and a thread that takes it.
 
 An update that finds no memory is made again with more of it: the engines give part of their KV back, three times at
 most. That is safe because an update that raises has changed nothing.
@@ -13,8 +13,9 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -32,8 +33,52 @@ MORE_TRIES = 3  # of an update that ran out of memory
 KEPT_SHARE = 0.7  # of the KV cache, each time
 
 
+class TrainerSeat(Protocol):
+    """One policy in training, for the loop's thread. Every method is over by a deadline, whoever does not answer.
+
+    What is asked for is done in the order of the calls, one after the other, so a state that is saved between two
+    updates is that of the version between them. An update that fails raises a `StrettoError` that names it.
+    """
+
+    @property
+    def kv_given_back(self) -> int:
+        """Tokens of the engines' KV caches that updates needed the memory of."""
+        ...
+
+    async def update(self, batch: Batch) -> tuple[UpdateReport, Weights]:
+        """One update, and a copy of the weights that it made: version `batch.update + 1`."""
+        ...
+
+    async def weights(self, version: int) -> Weights:
+        """A copy of the weights that the trainer holds, which are those of `version`."""
+        ...
+
+    async def save(self, folder: Path) -> None:
+        """Write everything that decides what later updates do; `load` of any seat of the same policy reads it."""
+        ...
+
+    async def load(self, folder: Path) -> None:
+        """Take over what `save` wrote: later updates are then the same."""
+        ...
+
+    async def adopt(self, weights: Weights) -> None:
+        """Make the policy the one that `weights` are, of the version that it is at. The optimizer stays as it is.
+
+        Where it is that one already, nothing changes. Raises `TrainerError` for another version or other tensors.
+        """
+        ...
+
+    async def export(self, folder: Path) -> None:
+        """Write the policy for others to load: a Hugging Face model folder, or a PEFT adapter folder."""
+        ...
+
+    def close(self) -> None:
+        """End what runs. Safe to call twice, and after a failure."""
+        ...
+
+
 class TrainerRole:
-    """Runs a trainer in a thread of its own. Whatever it raises is a `TrainerError` that names the update.
+    """The seat of a trainer in a thread of its own. Whatever it raises is a `TrainerError` that names the update.
 
     Nothing waits for that thread longer than `deadline_s`. It cannot be killed, so after that it is left to itself: it
     is a daemon, and keeps no process from ending.
@@ -101,6 +146,22 @@ class TrainerRole:
         """A copy of the weights that the trainer holds."""
         return await self.call(lambda: self._weights(version), f"taking the weights of version {version}")
 
+    async def save(self, folder: Path) -> None:
+        """Write the trainer's state, as it is when all that was asked for before is done."""
+        await self.call(lambda: self.trainer.save(folder), "saving the trainer")
+
+    async def load(self, folder: Path) -> None:
+        """Restore what `save` wrote."""
+        await self.call(lambda: self.trainer.load(folder), "loading the trainer")
+
+    async def adopt(self, weights: Weights) -> None:
+        """Make the policy the one that `weights` are."""
+        await self.call(lambda: self.trainer.adopt(weights), f"adopting the weights of version {weights.version}")
+
+    async def export(self, folder: Path) -> None:
+        """Write the policy for others to load."""
+        await self.call(lambda: self.trainer.export(folder), "exporting the policy")
+
     def _weights(self, version: int) -> Weights:
         weights = self.trainer.weights(version)
         for device in {tensor.device for tensor in weights.tensors.values() if tensor.is_cuda}:
@@ -133,7 +194,7 @@ class TrainerRole:
     async def call(self, work: Callable[[], Result], name: str) -> Result:
         """Run something in the trainer's thread, after what is already there; `name` is what errors call it.
 
-        It is not tried again, because whatever waits behind it comes next: a checkpoint is of one version.
+        It is not tried again, because whatever waits behind it comes next.
         """
         future: Future[Result] = Future()
         self._work.put((work, future, name))

@@ -19,7 +19,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ from stretto.runtime.folder import find_checkpoint, flights_again, kept_again, m
 from stretto.runtime.inputs import reward_pool
 from stretto.runtime.memory import longest_trajectory
 from stretto.runtime.parts import Parts, model_path_of
-from stretto.runtime.roles import TrainerRole
+from stretto.runtime.roles import TrainerRole, TrainerSeat
 from stretto.runtime.starting import refuse_occupied
 from stretto.store.checkpoint import Checkpoint
 from stretto.store.journal import Journal
@@ -149,7 +149,7 @@ async def _run(
     observer: Observer,
     rewards: RewardPool,
     engine: ThreadedEngine,
-    role: TrainerRole,
+    role: TrainerSeat,
 ) -> dict[str, Any]:
     plan, metrics = recipe.plan, JsonLines(folder / "metrics.jsonl")
     environment = SingleTurn(rewards, parts.decode)
@@ -180,18 +180,16 @@ async def _run(
         flights, device = flights_again(parts.inputs.prompts, journal, checkpoint), parts.trainer.device
         kept = kept_again(parts.inputs.prompts, journal, brain.replay)
         parts.inputs.prompts.restore(checkpoint.prompts)
-        await role.call(lambda: parts.trainer.load(checkpoint.folder / "trainer"), "loading the checkpoint")
+        await role.load(checkpoint.folder / "trainer")
         saved = checkpoint.weights
-        weights = await role.call(
-            lambda: {version: on_device(each, device) for version, each in saved.items()}, "loading its versions"
-        )
+        weights = {version: await asyncio.to_thread(on_device, each, device) for version, each in saved.items()}
     tally = Tally(rows=plan.rows, sink=metrics, totals=totals)
     evaluator = _evaluator(recipe, parts, environment, journal)
     if evaluator is not None and checkpoint is None:
         await _evaluate_alone(evaluator, engine, weights[0], "before", tally, observer)
 
-    def checkpointing(loop: Loop) -> Callable[[], None]:
-        return take_checkpoint(folder, loop, tally.carried([engine.report()], time.time()), parts.trainer, journal)
+    def checkpointing(loop: Loop) -> Coroutine[Any, Any, None]:
+        return take_checkpoint(folder, loop, tally.carried([engine.report()], time.time()), role, journal)
 
     loop = Loop(
         brain,
@@ -219,12 +217,9 @@ async def _run(
     with _stops_on_interrupt(loop):
         done = await loop.run()
         if not done:
-            await role.call(checkpointing(loop), "the last checkpoint")
+            await checkpointing(loop)
             return await _conclude(folder, tally, brain, journal, role, stopped=True)
-    await role.call(
-        lambda: export_policy(parts.trainer, folder / "policy", recipe, templated=parts.inputs.templated),
-        "exporting the policy",
-    )
+    await export_policy(role, folder / "policy", recipe, templated=parts.inputs.templated)
     # Complete from here on: what becomes of the last evaluation changes nothing of what was trained.
     summary = await _conclude(folder, tally, brain, journal, role, stopped=False)
     if evaluator is not None:
@@ -234,7 +229,7 @@ async def _run(
 
 
 async def _conclude(
-    folder: Path, tally: Tally, brain: Brain, journal: Journal, role: TrainerRole, *, stopped: bool
+    folder: Path, tally: Tally, brain: Brain, journal: Journal, role: TrainerSeat, *, stopped: bool
 ) -> dict[str, Any]:
     """Write `summary.json` and the end of the session. May be done again when there is more to say."""
     counters = brain.counters

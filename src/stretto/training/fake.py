@@ -80,5 +80,10 @@ class FakeTrainer:
     def load(self, folder: Path) -> None:
         self.restore(load_file(folder / STATE_FILE))
 
+    def adopt(self, weights: Weights) -> None:
+        if weights.version != self._version or weights.tensors.keys() != {"values"}:
+            raise TrainerError(f"weights of version {weights.version} do not fit: the trainer holds {self._version}")
+        self._values = weights.tensors["values"].clone()
+
     def export(self, folder: Path) -> None:
         self.save(folder)

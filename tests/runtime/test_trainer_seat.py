@@ -1,0 +1,169 @@
+"""What the loop may expect of whoever trains: the same of every seat."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stretto.errors import StalledError, TrainerError
+from stretto.runtime.roles import TrainerRole, TrainerSeat
+from stretto.training.fake import FakeTrainer
+from stretto.types import Batch, Completion, Sample, Weights
+
+Make = Callable[..., TrainerSeat]
+
+
+def in_thread(*, deadline_s: float = 20.0, update_s: float = 0.0, fail_at: int | None = None) -> TrainerSeat:
+    return TrainerRole(FakeTrainer(update_s=update_s, fail_at=fail_at), 1, deadline_s=deadline_s)
+
+
+@pytest.fixture(params=[in_thread])
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    made: list[TrainerSeat] = []
+
+    def maker(**options: object) -> TrainerSeat:
+        made.append(request.param(**options))
+        return made[-1]
+
+    yield maker
+    for seat in made:
+        seat.close()
+
+
+def run(seat: TrainerSeat, work: Callable[[TrainerSeat], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await work(seat)
+
+    asyncio.run(main())
+
+
+def batch(update: int = 0, token: int = 1) -> Batch:
+    done = Completion(0, update, np.array([token, 2], np.int32), np.zeros(2, np.float32), "stop", "")
+    return Batch(update, [Sample(0, 0, update, (1,), done, 1.0)])
+
+
+def test_an_update_gives_its_report_and_the_weights_of_the_next_version(make: Make) -> None:
+    async def work(seat: TrainerSeat) -> None:
+        first = await seat.weights(0)
+        report, made = await seat.update(batch(0))
+        assert (report.update, first.version, made.version) == (0, 0, 1)
+        assert made.checksum != first.checksum
+        assert (await seat.weights(1)).checksum == made.checksum
+        assert seat.kv_given_back == 0
+
+    run(make(), work)
+
+
+def test_the_same_batches_make_the_same_weights(make: Make) -> None:
+    found: list[str] = []
+
+    async def work(seat: TrainerSeat) -> None:
+        await seat.update(batch(0, token=5))
+        found.append((await seat.update(batch(1, token=6)))[1].checksum)
+
+    run(make(), work)
+    run(make(), work)
+    assert found[0] == found[1]
+
+
+def test_weights_of_a_version_that_it_does_not_hold_are_an_error(make: Make) -> None:
+    async def work(seat: TrainerSeat) -> None:
+        with pytest.raises(TrainerError, match="version 3"):
+            await seat.weights(3)
+
+    run(make(), work)
+
+
+def test_a_state_that_is_saved_is_that_between_the_updates_around_it(make: Make, tmp_path: Path) -> None:
+    async def work(seat: TrainerSeat) -> None:
+        _, one = await seat.update(batch(0))
+        saving = asyncio.ensure_future(seat.save(tmp_path / "state"))
+        await asyncio.sleep(0)
+        _, two = await seat.update(batch(1))
+        await saving
+        await seat.load(tmp_path / "state")
+        assert (await seat.weights(1)).checksum == one.checksum
+        _, again = await seat.update(batch(1))
+        assert again.checksum == two.checksum
+
+    run(make(), work)
+
+
+def test_what_one_seat_saved_another_goes_on_from(make: Make, tmp_path: Path) -> None:
+    found: list[str] = []
+
+    async def first(seat: TrainerSeat) -> None:
+        await seat.update(batch(0))
+        await seat.save(tmp_path / "state")
+        found.append((await seat.update(batch(1)))[1].checksum)
+
+    async def second(seat: TrainerSeat) -> None:
+        await seat.load(tmp_path / "state")
+        found.append((await seat.update(batch(1)))[1].checksum)
+
+    run(make(), first)
+    run(make(), second)
+    assert found[0] == found[1]
+
+
+def test_weights_that_are_adopted_are_the_policys_own_from_then_on(make: Make) -> None:
+    recorded: list[Weights] = []
+
+    async def record(seat: TrainerSeat) -> None:
+        recorded.append((await seat.update(batch(0, token=7)))[1])
+
+    async def work(seat: TrainerSeat) -> None:
+        _, own = await seat.update(batch(0, token=8))
+        assert own.checksum != recorded[0].checksum
+        await seat.adopt(recorded[0])
+        assert (await seat.weights(1)).checksum == recorded[0].checksum
+
+    run(make(), record)
+    run(make(), work)
+
+
+def test_weights_of_another_version_are_not_adopted(make: Make) -> None:
+    async def work(seat: TrainerSeat) -> None:
+        first = await seat.weights(0)
+        _, made = await seat.update(batch(0))
+        with pytest.raises(TrainerError, match="version 0"):
+            await seat.adopt(first)
+        assert (await seat.weights(1)).checksum == made.checksum
+
+    run(make(), work)
+
+
+def test_what_is_exported_is_in_the_folder(make: Make, tmp_path: Path) -> None:
+    async def work(seat: TrainerSeat) -> None:
+        await seat.export(tmp_path / "policy")
+        assert list((tmp_path / "policy").iterdir())
+
+    run(make(), work)
+
+
+def test_an_update_that_fails_is_an_error_by_name_and_changes_nothing(make: Make) -> None:
+    async def work(seat: TrainerSeat) -> None:
+        before = await seat.weights(0)
+        with pytest.raises(TrainerError, match="update 0 failed: ValueError: the fake trainer was told"):
+            await seat.update(batch(0))
+        assert (await seat.weights(0)).checksum == before.checksum
+
+    run(make(fail_at=0), work)
+
+
+def test_an_update_that_does_not_end_is_a_stall_by_name(make: Make) -> None:
+    async def work(seat: TrainerSeat) -> None:
+        with pytest.raises(StalledError, match="update 0 has not ended after 2 s"):
+            await seat.update(batch(0))
+
+    run(make(deadline_s=2.0, update_s=6.0), work)
+
+
+def test_a_seat_is_closed_twice_without_harm(make: Make) -> None:
+    seat = make()
+    seat.close()
+    seat.close()
