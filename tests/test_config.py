@@ -104,6 +104,8 @@ def test_a_key_without_effect_is_an_error(sections: dict[str, Any], words: str) 
         ({"runtime": {"instances": 4, "slots": 4}}, "`runtime.slots = 4` has no effect above 3"),
         ({"runtime": {"instances": 2, "slots": 1}}, "hold 2 versions at once, and the run needs 3 (K = 2)"),
         ({"runtime": {"slots": 3}, "evaluation": {"every": 2}}, "the run needs 4, evaluation's included"),
+        ({"runtime": {"trainers": 2}}, '`runtime.trainers` has no effect with `runtime.type = "local"`'),
+        ({"runtime": {"instance_cpus": 0.5}}, "`runtime.instance_cpus` has no effect with `runtime.type"),
         ({"rollout": {"in_flight": 100}}, "in_flight"),
         ({"rollout": {"in_flight": 3}}, "in_flight"),
         ({"rollout": {"group": 1}}, "`rollout.group = 1`"),

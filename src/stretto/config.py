@@ -139,7 +139,9 @@ class RolloutSection(Section):
     filter_limit: int | None = Field(
         None, ge=1, description="Most groups filtered for one update; what comes then is trained; default: 10 * B"
     )
-    kv_tokens: int | None = Field(None, ge=16, description="Tokens of context over all rows; default: what rows need")
+    kv_tokens: int | None = Field(
+        None, ge=16, description="Tokens of context over all rows of all instances; default: what rows need"
+    )
     prefill_tokens: int = Field(2_048, ge=16, description="Most prompt tokens prefilled in one step")
 
 
@@ -190,10 +192,10 @@ class RuntimeSection(Section):
     """How a run is carried out. May change at `--resume`.
 
     `local` is one process: a thread each for the trainer and for every instance, which share the base in the memory of
-    one device.
+    one device. `ray` places instances, rewards and trainer as actors on a Ray cluster (`docs/cluster.md`).
     """
 
-    type: Literal["local"] = Field("local", description="`local`: threads of one process")
+    type: Literal["local", "ray"] = Field("local", description="`local`: threads of one process; `ray`: a cluster")
     instances: int = Field(1, ge=1, description="Rollout instances; `stretto pool` adds and removes some while it runs")
     slots: int | None = Field(
         None, ge=1, description="Versions that one instance holds at once; default: all that the run needs, K + 1"
@@ -204,6 +206,20 @@ class RuntimeSection(Section):
     replacements: int = Field(16, ge=0, description="Instances that are replaced at most when they are lost")
     rebalance_seconds: float = Field(
         5.0, gt=0, description="Between two looks at how versions and trajectories are spread over the instances"
+    )
+    address: str | None = Field(
+        None,
+        min_length=1,
+        description='Of a Ray cluster; "local" starts one; default: one that runs here, else a new one',
+    )
+    instance_cpus: float = Field(1.0, ge=0, description="Of the cluster's CPUs, for one instance; may be a fraction")
+    instance_gpus: float | None = Field(
+        None, ge=0, description="Of the cluster's GPUs, for one instance; may be a fraction; default: 1 on CUDA, else 0"
+    )
+    trainers: int = Field(1, ge=1, description="Ranks that share an update")
+    trainer_cpus: float = Field(1.0, ge=0, description="Of the cluster's CPUs, for one rank; may be a fraction")
+    trainer_gpus: float | None = Field(
+        None, ge=0, description="Of the cluster's GPUs, for one rank; may be a fraction; default: 1 on CUDA, else 0"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description='"auto": cuda where torch sees one')
     deterministic: bool = Field(

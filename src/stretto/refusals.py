@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from stretto.config import Recipe
     from stretto.core.plan import Plan
 
+RAY_ONLY = ("address", "instance_cpus", "instance_gpus", "trainers", "trainer_cpus", "trainer_gpus")
+
 
 def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
     """Keys that cannot act in this combination, each with the reason, whether they are set or not."""
@@ -62,6 +64,12 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
             f"`runtime.slots = {recipe.runtime.slots}` has no effect above {most}, the versions that the run has at "
             f"once; use at most {most}, or leave it out"
         )
+    if recipe.runtime.type == "local":
+        for name in RAY_ONLY:
+            found["runtime", name] = (
+                f'`runtime.{name}` has no effect with `runtime.type = "local"`: it is of a cluster; '
+                'choose `type = "ray"`, or leave it out'
+            )
     return found | options_without_effect(recipe)
 
 
@@ -133,10 +141,12 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
         )
     yield from _impossible_pool(recipe, plan)
     longest = max(rollout.max_tokens, recipe.evaluation.max_tokens or 0)
-    if rollout.kv_tokens is not None and rollout.kv_tokens < longest + 16:
+    least = (longest + 16) * recipe.runtime.instances
+    if rollout.kv_tokens is not None and rollout.kv_tokens < least:
+        each = f" on each of `runtime.instances = {recipe.runtime.instances}`" if recipe.runtime.instances > 1 else ""
         yield (
             f"`rollout.kv_tokens = {rollout.kv_tokens}` does not hold one completion of `max_tokens = {longest}` and "
-            f"a prompt; use at least {longest + 16}, or leave it out"
+            f"a prompt{each}; use at least {least}, or leave it out"
         )
     if recipe.training.warmup_steps >= recipe.training.steps:
         yield (
