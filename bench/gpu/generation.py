@@ -5,7 +5,8 @@
 For every size, and first without LoRA, then with: the native engine, then vLLM, so that the two sides of a ratio are
 measured minutes apart on one device. A side whose cells are all there is not started. Cells come in the order of
 `--batches`, what matters most first, filled contexts and rollouts last: a run that is cut short has the best of them.
-vLLM takes minutes to start; with `--vllm-compile-cache` a later start over the same shape finds what it compiled.
+vLLM takes minutes to start; with `--vllm-compile-cache` a later start over the same shape finds what it compiled, and
+with `--wait-for` (and `--vllm-kv-gib`, so that others fit beside it) it starts while other work goes on.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import importlib
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,10 @@ def parse(benches: Sequence[str], description: str | None, arguments: Sequence[s
     parser.add_argument("--prefill-tokens", type=int, default=8_192, help="native: most tokens prefilled in a step")
     parser.add_argument("--flat-logprobs", action="store_true", help="vLLM: its faster form of log-probabilities")
     parser.add_argument("--vllm-compile-cache", type=Path, help="folder in which vLLM keeps what it compiled")
+    parser.add_argument(
+        "--vllm-kv-gib", type=int, help="vLLM: size of its cache; default: what 90 %% of the device hold"
+    )
+    parser.add_argument("--wait-for", type=Path, help="vLLM: start, and measure only when this file is there")
     parser.add_argument("--vllm-python", default=sys.executable, help="interpreter that has vLLM")
     options = parser.parse_args(arguments)
     if options.tiny:
@@ -102,7 +108,10 @@ def measure(options: argparse.Namespace) -> None:
                 folder=Path(scratch),
                 flat_logprobs=options.flat_logprobs,
                 compile_cache=options.vllm_compile_cache,
+                kv_bytes=None if options.vllm_kv_gib is None else options.vllm_kv_gib << 30,
             )
+            while options.wait_for is not None and not options.wait_for.exists():
+                time.sleep(0.5)
         for bench, pending in work:
             bench.measure(side, cells, pending, rates, options)
 

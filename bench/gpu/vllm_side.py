@@ -22,7 +22,8 @@ class VllmSide:
     """One vLLM engine with adapters as PEFT folders or without LoRA, with dummy weights or those of `model_folder`.
 
     What vLLM compiles is kept under `compile_cache`, where it is given. vLLM finds it again only for a model at the
-    same path, so what it is given of the model then lies there too, and not in `folder`.
+    same path, so what it is given of the model then lies there too, and not in `folder`. With `kv_bytes` its cache has
+    that size instead of what is left of 90 % of the device.
     """
 
     name = "vllm"
@@ -37,6 +38,7 @@ class VllmSide:
         flat_logprobs: bool = False,
         model_folder: Path | None = None,
         compile_cache: Path | None = None,
+        kv_bytes: int | None = None,
     ) -> None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # read when vLLM is imported
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process has used CUDA already
@@ -62,6 +64,11 @@ class VllmSide:
             model, load_format = write_config_folder(place / "model", size), "dummy"
         else:
             model, load_format = model_folder, "auto"
+        if kv_bytes is None:
+            extra["gpu_memory_utilization"] = MEMORY_SHARE
+        else:  # the share is looked at all the same: that much has to be free at the start
+            total = torch.cuda.get_device_properties(0).total_memory
+            extra |= {"kv_cache_memory_bytes": kv_bytes, "gpu_memory_utilization": kv_bytes / total}
         began = time.perf_counter()
         self._llm: Any = LLM(
             model=str(model),
@@ -70,7 +77,6 @@ class VllmSide:
             dtype="bfloat16",
             max_model_len=max_context,
             max_num_seqs=MAX_SEQUENCES,
-            gpu_memory_utilization=MEMORY_SHARE,
             enable_prefix_caching=True,
             seed=0,
             **extra,
