@@ -207,3 +207,29 @@ def test_a_model_to_stay_near_that_is_not_there_is_named_by_its_option() -> None
     made = recipe(algorithm={"kl": {"coefficient": 0.1, "reference": "./nowhere"}})
     with pytest.raises(ModelError, match=r"`algorithm\.kl\.reference = '\./nowhere'`: there is no folder"):
         footprint(made, tiny_config(), 16, CPU)
+
+
+# -- several instances -------------------------------------------------------------------------------------------------
+
+
+def test_instances_divide_rows_and_cache_and_each_has_its_own_slots() -> None:
+    one, four = recipe(lora=False), recipe(lora=False, runtime={"instances": 4})
+    alone, shared = footprint(one, tiny_config(), 16, CPU), footprint(four, tiny_config(), 16, CPU)
+    assert shared.versions == 4 * alone.versions
+    assert shared.store == alone.store
+    assert engine_rows(one) // 2 <= engine_rows(four) < engine_rows(one), "twice its share, and evaluation's rows"
+    assert shared.kv == 4 * shared.kv_tokens * kv_bytes_per_token(tiny_config())
+    single = footprint(recipe(lora=False, runtime={"instances": 4, "slots": 1}), tiny_config(), 16, CPU)
+    assert single.versions * 3 == shared.versions
+
+
+def test_on_cuda_instances_share_what_is_left_for_the_cache() -> None:
+    made = recipe(lora=True, rollout={"prompts": 64, "group": 8, "max_tokens": 4096}, runtime={"instances": 2})
+    need = footprint(made, BILLIONS, 512, CUDA, free=100 * GIB)
+    per_token = kv_bytes_per_token(BILLIONS, torch.bfloat16)
+    assert need.kv == 2 * need.kv_tokens * per_token
+    assert 0 <= 100 * GIB - need.total < 2 * per_token
+    with pytest.raises(RecipeError, match=r"on each of `runtime.instances = 2`"):
+        footprint(made, BILLIONS, 512, CUDA, free=30 * GIB)
+    named = recipe(lora=True, rollout={"kv_tokens": 100_000}, runtime={"instances": 2})
+    assert footprint(named, BILLIONS, 100, CUDA, free=140 * GIB).kv_tokens == 50_000

@@ -5,7 +5,7 @@ On CUDA the KV cache gets what the rest leaves. Free memory, less:
 | purpose       | bytes                                                                                            |
 |---------------|--------------------------------------------------------------------------------------------------|
 | base          | the parameters, once: engine and trainer share them                                              |
-| versions      | a slot each: adapters, or a whole set of weights                                                 |
+| versions      | a slot each, of every instance: adapters, or a whole set of weights                              |
 | weight store  | a copy of every live version, and of the one that is being published                             |
 | trained       | float32 adapters and their rounded copies, or float32 masters                                    |
 | optimizer     | AdamW's two averages, float32                                                                    |
@@ -14,14 +14,15 @@ On CUDA the KV cache gets what the rest leaves. Free memory, less:
 | engine        | captured graphs, workspaces, logits of every row, and what sorts them where `rollout` truncates  |
 | slack         | what the allocator cannot use                                                                    |
 
-Activations are an estimate. Where it is too low, an update runs out of memory and the engine gives KV back
-(`runtime/roles.py`); where it is too high, the cache is smaller than it could be.
+Versions, engine and KV are those of all instances that share the device. Activations are an estimate. Where it is too
+low, an update runs out of memory and the engines give KV back (`runtime/roles.py`); where it is too high, the cache is
+smaller than it could be.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,8 +64,8 @@ class Footprint:
     working: int
     engine: int
     slack: int
-    kv: int
-    kv_tokens: int
+    kv: int  # of all instances here
+    kv_tokens: int  # of one
 
     @property
     def total(self) -> int:
@@ -103,9 +104,18 @@ def kv_bytes_per_token(config: Any, dtype: torch.dtype = torch.float32) -> int:
 
 
 def engine_rows(recipe: Recipe) -> int:
-    """Rows of the engine: the target of the rollout, and some for the evaluation that runs beside it."""
-    rows = recipe.plan.rows
+    """Rows of one instance: twice its share of the rollout's target, and some for the evaluation that runs beside it.
+
+    Trajectories are not spread evenly over versions, so that an instance may have to take more than its share; more
+    than the whole target never runs.
+    """
+    rows = min(recipe.plan.rows, 2 * -(-recipe.plan.rows // recipe.runtime.instances))
     return rows + (min(recipe.evaluation.prompts, max(8, rows // 4)) if recipe.evaluation.prompts else 0)
+
+
+def instances_here(recipe: Recipe) -> int:
+    """Instances that share the memory of one device: all of one process, one on a cluster."""
+    return recipe.runtime.instances if recipe.runtime.type == "local" else 1
 
 
 def longest_trajectory(recipe: Recipe, longest_prompt: int) -> int:
@@ -114,11 +124,11 @@ def longest_trajectory(recipe: Recipe, longest_prompt: int) -> int:
 
 
 def kv_tokens(recipe: Recipe, config: Any, longest_prompt: int) -> int:
-    """Tokens of context of an engine on the CPU: the recipe's, or what every row needs under a cap of memory."""
+    """Tokens of context of an instance on the CPU: its share of the recipe's, or what rows need under a cap."""
     if recipe.rollout.kv_tokens is not None:
-        return recipe.rollout.kv_tokens
+        return recipe.rollout.kv_tokens // recipe.runtime.instances
     one = longest_trajectory(recipe, longest_prompt)
-    cap = KV_BYTES_BY_DEFAULT // kv_bytes_per_token(config)
+    cap = KV_BYTES_BY_DEFAULT // (kv_bytes_per_token(config) * instances_here(recipe))
     return max(one, min(engine_rows(recipe) * one, cap))
 
 
@@ -146,7 +156,7 @@ def footprint(
         inject_lora(model, lora.rank, 2.0 * lora.rank, lora.targets)
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     version, stepped = count * dtype.itemsize, count * torch.float32.itemsize
-    half, full = dtype != torch.float32, lora is None
+    half, full, instances = dtype != torch.float32, lora is None, instances_here(recipe)
     one = longest_trajectory(recipe, longest_prompt)
     activations = activation_bytes(
         text,
@@ -161,15 +171,15 @@ def footprint(
         free = torch.cuda.mem_get_info(device)[0]
     need = Footprint(
         base=base,
-        versions=recipe.num_slots * version,
-        store=(recipe.num_slots + 1) * version,
+        versions=instances * recipe.num_slots * version,
+        store=(recipe.plan.slots + 1) * version,
         trained=(stepped if half else 0) if full else stepped + (version if half else 0),
         reference=_reference_bytes(recipe, base, dtype),
         undo=3 * stepped if recipe.training.optimizer_steps > 1 else 0,
         optimizer=2 * stepped,
         gradients=stepped + (version if half and full else 0),
         working=max(activations, 3 * stepped) if on_cuda else activations,
-        engine=_engine_bytes(recipe, text, model, dtype) if on_cuda else 0,
+        engine=instances * _engine_bytes(recipe, text, model, dtype) if on_cuda else 0,
         slack=int(SLACK_SHARE * (free or 0)) if on_cuda else 0,
         kv=0,
         kv_tokens=0,
@@ -180,7 +190,7 @@ def footprint(
         tokens = _tokens_left(recipe, need, one, per_token, free)
     else:
         tokens = kv_tokens(recipe, text, longest_prompt)
-    return _with_kv(need, tokens, per_token)
+    return replace(need, kv=instances * tokens * per_token, kv_tokens=tokens)
 
 
 def _reference_bytes(recipe: Recipe, base: int, dtype: torch.dtype) -> int:
@@ -259,17 +269,22 @@ def _engine_bytes(recipe: Recipe, config: Any, model: nn.Module, dtype: torch.dt
 
 
 def _tokens_left(recipe: Recipe, need: Footprint, one: int, per_token: int, free: int) -> int:
-    """Tokens of KV for what is left, but no more than every row can need; raises where that is too little."""
-    rows = engine_rows(recipe)
-    left = max(0, free - need.without_kv) // per_token
-    asked = recipe.rollout.kv_tokens
+    """Tokens of KV of one instance: its share of what is left, and no more than its rows can need.
+
+    Raises where that is too little.
+    """
+    rows, here = engine_rows(recipe), instances_here(recipe)
+    left = max(0, free - need.without_kv) // (per_token * here)
+    asked = None if recipe.rollout.kv_tokens is None else recipe.rollout.kv_tokens // recipe.runtime.instances
     least = min(LEAST_TRAJECTORIES, rows) * one if asked is None else asked
     if left < least:
         what = (
             f"{min(LEAST_TRAJECTORIES, rows)} trajectories of up to {one:,} tokens need"
             if asked is None
-            else f"`rollout.kv_tokens = {asked}` needs"
+            else f"`rollout.kv_tokens = {recipe.rollout.kv_tokens}` needs"
         )
+        if here > 1:
+            what = f"on each of `runtime.instances = {here}` {what}"
         raise RecipeError(
             f"the run does not fit: {gib(free)} of the device are free; {need}; that leaves "
             f"{gib(max(0, free - need.without_kv))} for KV, and {what} {gib(least * per_token)}. {_remedies(recipe)}"
@@ -285,24 +300,26 @@ def _remedies(recipe: Recipe) -> str:
         f"`rollout.max_tokens` (now {rollout.max_tokens})",
         f"`rollout.staleness` (now {recipe.plan.staleness}: {recipe.num_slots} versions)",
     ]
+    if instances_here(recipe) > 1:
+        lower.insert(0, f"`runtime.instances` (now {recipe.runtime.instances})")
     if rollout.kv_tokens is not None:
         lower.insert(0, f"`rollout.kv_tokens` (now {rollout.kv_tokens}; left out, it is what fits)")
     adapters = " or train adapters, `model.lora = { rank = 16 }`," if recipe.model.lora is None else ""
     return f"Lower {', '.join(lower)},{adapters} or free memory that other processes hold"
 
 
-def _with_kv(need: Footprint, tokens: int, per_token: int) -> Footprint:
-    values = {name: getattr(need, name) for name in Footprint.__slots__}
-    return Footprint(**{**values, "kv": tokens * per_token, "kv_tokens": tokens})
-
-
 def out_of_memory(recipe: Recipe, need: Footprint, error: BaseException) -> RecipeError:
     """What to say where the parts of a run could not be built after all."""
     said = str(error).partition("\n")[0]
     return RecipeError(
-        f"the run does not fit: memory ran out while it was built ({said}). Planned were {need}, KV {gib(need.kv)} for "
-        f"{need.kv_tokens:,} tokens; together {gib(need.total)}. {_remedies(recipe)}"
+        f"the run does not fit: memory ran out while it was built ({said}). Planned were {need}, {_kv(recipe, need)}; "
+        f"together {gib(need.total)}. {_remedies(recipe)}"
     )
+
+
+def _kv(recipe: Recipe, need: Footprint) -> str:
+    each = f" on each of {recipe.runtime.instances} instances" if instances_here(recipe) > 1 else ""
+    return f"KV {gib(need.kv)} for {need.kv_tokens:,} tokens{each}"
 
 
 def describe_memory(recipe: Recipe, longest_prompt: int | None = None) -> str:
@@ -320,11 +337,16 @@ def describe_memory(recipe: Recipe, longest_prompt: int | None = None) -> str:
     free = f", {gib(torch.cuda.mem_get_info(device)[0])} free" if device.type == "cuda" else ""
     lines = [
         f"# {plan.paradigm.name}: K = {bound}, {plan.in_flight} groups in flight, {plan.rows} rows, "
-        f"{recipe.num_slots} version slots, {plan.updates} updates of {plan.batch} x {plan.group_size} trajectories",
+        f"{_slots(recipe)}, {plan.updates} updates of {plan.batch} x {plan.group_size} trajectories",
         f"# device: {describe_device(device)}, weights in {dtype}{free}",
-        f"# memory: {need}, KV {gib(need.kv)} for {need.kv_tokens:,} tokens; together {gib(need.total)}",
+        f"# memory: {need}, {_kv(recipe, need)}; together {gib(need.total)}",
     ]
     return "\n".join(lines)
+
+
+def _slots(recipe: Recipe) -> str:
+    slots, count = f"{recipe.num_slots} version slots", recipe.runtime.instances
+    return f"{count} instances of {slots}" if count > 1 else slots
 
 
 def gib(num_bytes: int) -> str:
