@@ -97,6 +97,11 @@ class PromptStream:
             return self._pass_rates.draw(index)
         return Draw(self.row_number(index), self.epoch(index), "shuffled" if self._shuffle else "in order")
 
+    def drawn(self, row_number: int) -> None:
+        """A row was drawn before this process took the run up."""
+        if self._pass_rates is not None:
+            self._pass_rates.drawn(row_number)
+
     def scored(self, row_number: int, reward: float) -> None:
         """A trajectory of a row has its reward, which later draws may follow."""
         if self._pass_rates is not None:

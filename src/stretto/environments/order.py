@@ -55,9 +55,13 @@ class PassRates:
         row = min(int(np.searchsorted(ends, spot, side="right")), len(ends) - 1)
         known = f"pass rate {rates[row]:.4f}" if self._scored[row] > 0 else "not scored yet"
         share = (FLOOR + 1.0 - rates[row]) / ends[-1]
-        self._solved[row] *= DECAY
-        self._scored[row] *= DECAY
+        self.drawn(row)
         return Draw(row, None, f"{known}, drawn with probability {share:.3g}")
+
+    def drawn(self, row_number: int) -> None:
+        """A row was drawn: what was known of it counts less from now on."""
+        self._solved[row_number] *= DECAY
+        self._scored[row_number] *= DECAY
 
     def scored(self, row_number: int, reward: float) -> None:
         """A trajectory of a row has its reward."""

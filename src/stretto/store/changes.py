@@ -39,11 +39,38 @@ def begin(db: sqlite3.Connection, facts: RunFacts, at: float) -> None:
     db.execute("INSERT INTO sessions (started_at) VALUES (?)", (at,))
 
 
-def finished(db: sqlite3.Connection, stopped: bool, at: float) -> None:
+def finished(db: sqlite3.Connection, stopped: bool, totals: dict[str, Any] | None, at: float) -> None:
     db.execute(
-        "UPDATE sessions SET ended_at = ?, outcome = ? WHERE session = (SELECT MAX(session) FROM sessions)",
-        (at, "stopped" if stopped else "finished"),
+        "UPDATE sessions SET ended_at = ?, outcome = ?, totals = ? WHERE session = (SELECT MAX(session) FROM sessions)",
+        (at, "stopped" if stopped else "finished", None if totals is None else json.dumps(totals)),
     )
+
+
+def settle(db: sqlite3.Connection, retries: int, drops: bool, at: float) -> None:
+    """Carry out to its end what the core had decided and only part of was recorded."""
+    tried = db.execute(
+        "SELECT trajectory, (SELECT reason FROM failures f WHERE f.trajectory = t.trajectory ORDER BY id DESC LIMIT 1) "
+        f"FROM trajectories t WHERE {_NOT_ENDED} AND trajectory IN "
+        "(SELECT trajectory FROM failures GROUP BY trajectory, kind HAVING COUNT(*) > ?)",
+        (retries,),
+    )
+    for trajectory, reason in tried.fetchall():
+        ended(db, trajectory, "failed", reason, at)
+    half_filtered = db.execute(
+        "SELECT trajectory, (SELECT error FROM trajectories f WHERE f.group_id = t.group_id AND f.state = 'filtered') "
+        "FROM trajectories t WHERE state = 'scored' AND group_id IN "
+        "(SELECT group_id FROM trajectories WHERE state = 'filtered')"
+    )
+    for trajectory, reason in half_filtered.fetchall():
+        ended(db, trajectory, "filtered", reason or "", at)
+    if drops:
+        past = db.execute(
+            "SELECT trajectory, num_tokens FROM trajectories t JOIN groups USING (group_id) LEFT JOIN completions "
+            f"USING (trajectory) WHERE {_NOT_ENDED} AND state <> 'training' "
+            "AND deadline <= (SELECT MAX(update_id) FROM updates)"
+        )
+        for trajectory, num_tokens in past.fetchall():
+            ended(db, trajectory, "dropped", "past its age limit", at, num_tokens)
 
 
 def rewind(
@@ -117,6 +144,15 @@ def version_published(db: sqlite3.Connection, version: int, checksum: str, at: f
     _expect_checksum(db, version, checksum, "published")
 
 
+def version_made_again(db: sqlite3.Connection, version: int, checksum: str, at: float) -> None:
+    db.execute(
+        "INSERT INTO remade SELECT update_id + 1, checksum, ? FROM updates WHERE update_id + 1 = ? AND checksum <> ?",
+        (at, version, checksum),
+    )
+    db.execute("UPDATE updates SET checksum = ? WHERE update_id = ?", (checksum, version - 1))
+    db.execute("UPDATE versions SET checksum = ? WHERE version = ?", (checksum, version))
+
+
 def version_loaded(db: sqlite3.Connection, version: int, checksum: str, at: float) -> None:
     db.execute(
         f"UPDATE versions SET loaded_at = ?, loaded_after = {_LAST} WHERE version = ? AND loaded_at IS NULL",
@@ -150,7 +186,7 @@ def group_admitted(
     tokens = blob(prompt.tokens, "<i4")
     row = json.dumps(dict(prompt.row), default=str)  # for people: a resumed run draws its prompts from the task
     db.execute(
-        "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL)",
         (
             group,
             epoch,
@@ -269,9 +305,21 @@ def ended(
     )
 
 
+def group_spared(db: sqlite3.Connection, group: int, update: int, text: str, at: float) -> None:
+    db.execute("UPDATE groups SET spared = ? WHERE group_id = ?", (update, group))
+    note(db, "filter limit", text, at)
+
+
 def batch_taken(
     db: sqlite3.Connection, update: int, trajectories: Sequence[int], uses: Sequence[int], at: float
 ) -> None:
+    taken = db.execute(
+        "SELECT trajectory, use FROM members WHERE update_id = ? ORDER BY position", (update,)
+    ).fetchall()
+    if taken:  # before the run was killed
+        if taken != list(zip(trajectories, uses, strict=True)):
+            raise JournalError(f"update {update} is to train another batch than the one that was recorded")
+        return
     db.execute("INSERT INTO updates (update_id, taken_at) VALUES (?, ?)", (update, at))
     db.executemany(
         "INSERT INTO members VALUES (?, ?, ?, ?)",
@@ -283,9 +331,17 @@ def batch_taken(
             _change_state(db, trajectory, "training", at)
 
 
-def update_done(db: sqlite3.Connection, update: int, metrics: dict[str, Any], at: float) -> None:
+def update_done(
+    db: sqlite3.Connection,
+    update: int,
+    metrics: dict[str, Any],
+    checksum: str | None,
+    totals: dict[str, Any] | None,
+    at: float,
+) -> None:
     done = db.execute(
-        "UPDATE updates SET finished_at = ?, metrics = ? WHERE update_id = ?", (at, json.dumps(metrics), update)
+        "UPDATE updates SET finished_at = ?, metrics = ?, checksum = ?, totals = ? WHERE update_id = ?",
+        (at, json.dumps(metrics), checksum, None if totals is None else json.dumps(totals), update),
     )
     if done.rowcount != 1:
         raise JournalError(f"update {update} is done and its batch was never recorded")
@@ -305,10 +361,11 @@ def evaluation(
     reward: float | None,
     num: int,
     seconds: float,
+    line: dict[str, Any] | None,
 ) -> None:
     db.execute(
-        "INSERT INTO evaluations (version, kind, at, reward, num, seconds) VALUES (?, ?, ?, ?, ?, ?)",
-        (version, kind, at, reward, num, seconds),
+        "INSERT INTO evaluations (version, kind, at, reward, num, seconds, line) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (version, kind, at, reward, num, seconds, None if line is None else json.dumps(line)),
     )
 
 

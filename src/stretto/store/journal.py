@@ -123,9 +123,17 @@ class Journal:
                 )
         self._writer.record(changes.begin, facts, at)
 
-    def finished(self, stopped: bool, at: float) -> None:
-        """End the session: all updates are done, or (`stopped`) the run was asked to stop."""
-        self._writer.record(changes.finished, stopped, at)
+    def finished(self, stopped: bool, at: float, totals: Mapping[str, Any] | None = None) -> None:
+        """End the session: all updates are done, or (`stopped`) the run was asked to stop. `totals` are its sums."""
+        self._writer.record(changes.finished, stopped, None if totals is None else dict(totals), at)
+
+    def settle(self, retries: int, drops: bool, at: float) -> None:
+        """Take a killed run up: end what was to end and was recorded in part only.
+
+        A trajectory whose last try is recorded as failed fails; a group that is filtered in part is filtered; with
+        `drops`, what is past its deadline is dropped. Nothing happens where nothing was cut off.
+        """
+        self._writer.record(changes.settle, retries, drops, at)
 
     def rewind(
         self,
@@ -148,6 +156,10 @@ class Journal:
     def version_published(self, version: int, checksum: str, at: float) -> None:
         """Version `version` exists, with these weights."""
         self._writer.record(changes.version_published, version, checksum, at)
+
+    def version_made_again(self, version: int, checksum: str, at: float) -> None:
+        """The weights of a version were lost, and made again with other bits. What it had been is kept beside."""
+        self._writer.record(changes.version_made_again, version, checksum, at)
 
     def version_loaded(self, version: int, checksum: str, at: float) -> None:
         """An engine confirmed the checksum of a version; the first time is kept."""
@@ -229,6 +241,10 @@ class Journal:
         """A trajectory is thrown away (the `drop` paradigm), `num_tokens` long so far."""
         self._writer.record(changes.ended, trajectory, "dropped", reason, at, num_tokens)
 
+    def group_spared(self, group: int, update: int, text: str, at: float) -> None:
+        """A scored group without signal is kept before the batch of `update`, the limit of filtered ones reached."""
+        self._writer.record(changes.group_spared, group, update, text, at)
+
     # -- updates ----------------------------------------------------------------------------------------------------
 
     def batch_taken(
@@ -236,13 +252,25 @@ class Journal:
     ) -> None:
         """These trajectories, in this order, are the batch of `update`. Await `durable()` before it trains.
 
-        `uses` are 0 for those that are trained for the first time, and count up for each time that one is used again.
+        An update that a killed run had begun is begun again with the same batch, which changes nothing here. `uses` are
+        0 for those that are trained for the first time, and count up for each time that one is used again.
         """
         self._writer.record(changes.batch_taken, update, trajectories, uses or (0,) * len(trajectories), at)
 
-    def update_done(self, update: int, metrics: Mapping[str, Any], at: float) -> None:
-        """The trainer finished `update`: every member of its batch ends as `trained`."""
-        self._writer.record(changes.update_done, update, dict(metrics), at)
+    def update_done(
+        self,
+        update: int,
+        metrics: Mapping[str, Any],
+        at: float,
+        checksum: str | None = None,
+        totals: Mapping[str, Any] | None = None,
+    ) -> None:
+        """The trainer finished `update`: every member of its batch ends as `trained`.
+
+        `checksum` is that of the weights that it made, version `update + 1`; `totals` are the sums of the run.
+        """
+        made = None if totals is None else dict(totals)
+        self._writer.record(changes.update_done, update, dict(metrics), checksum, made, at)
 
     def evaluation(
         self,
@@ -252,9 +280,14 @@ class Journal:
         reward: float | None = None,
         num: int = 0,
         seconds: float = 0.0,
+        line: Mapping[str, Any] | None = None,
     ) -> None:
-        """An evaluation of `version` over `num` prompts ended with this mean reward, or was skipped."""
-        self._writer.record(changes.evaluation, version, kind, at, reward, num, seconds)
+        """An evaluation of `version` over `num` prompts ended with this mean reward, or was skipped.
+
+        `line` is what `metrics.jsonl` says of it.
+        """
+        made = None if line is None else dict(line)
+        self._writer.record(changes.evaluation, version, kind, at, reward, num, seconds, made)
 
     def note(self, kind: str, text: str, at: float) -> None:
         """Something a person will want to read: a wait, a move."""
@@ -277,10 +310,9 @@ def _lock(path: Path) -> int:
 
 def _prepare(path: Path) -> RunFacts | None:
     """Create the tables, or check those that are there; returns the facts that a resumed run was recorded with."""
-    fresh = not path.exists()
     connection = sqlite3.connect(path, isolation_level=None, timeout=10.0)
     try:
-        if fresh:
+        if not connection.execute("SELECT 1 FROM sqlite_schema").fetchone():  # a run killed as it began left it empty
             connection.execute("PRAGMA journal_mode = WAL")
             connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT")
             connection.execute("INSERT INTO run VALUES ('created_at', ?)", (json.dumps(time.time()),))

@@ -1,22 +1,26 @@
 """The tables of `RUN/journal.sqlite`, and how the file is opened.
 
     run            one row a fact of the run: paradigm, staleness, batch, group, updates, seed ... (value is JSON)
-    sessions       one row each time a process took the run up; `outcome` is NULL while it runs, and if it was killed
+    sessions       one row each time a process took the run up; `outcome` is NULL while it runs, and if it was killed;
+                   `totals` are the sums of the run when it was stopped (JSON)
     versions       every version of the policy with the checksum of its weights; `published_after` and `loaded_after`
                    are the last transition recorded before it was published, and before an engine first held it
+    remade         the checksum that a version had before its weights were lost and made again with other bits
     groups         one row an admitted prompt: version, deadline (`version + staleness`), the prompt itself, its place
                    in the stream of prompts (`prompt_index`), the row of the data set that it was drawn from and why
-                   (`draw`); `epoch` is NULL where rows come as often as their priority has it
+                   (`draw`); `epoch` is NULL where rows come as often as their priority has it; `spared` is the update
+                   before whose batch it was kept without a signal, because the limit of filtered groups was reached
     trajectories   one small row each, changed as it moves through its states
     completions    what a trajectory generated, with the version and checksum that the engine stamped on it; written
                    once, apart from `trajectories` so that a change of state never rewrites the blobs
     transitions    every change of state; `seq` is the order in which they were recorded, whatever the clocks say,
                    and is never given twice
     failures       every attempt that failed: to generate a trajectory, or to score it
-    updates        one row a batch taken; `finished_at` is NULL until the trainer is done with it
+    updates        one row a batch taken; `finished_at` is NULL until the trainer is done with it; `checksum` is that of
+                   the weights that it made, `metrics` its line and `totals` the sums of the run at its end (JSON)
     members        the trajectories of each batch in order; `use` 0 is the training that law 2 speaks of, later uses are
                    those of a replay buffer. (trajectory, use) is unique: the file refuses to train one twice
-    evaluations    before, during, after, skipped
+    evaluations    before, during, after, skipped; `line` is what `metrics.jsonl` says of it (JSON)
     rewinds        one row each time that a killed run went back to its last checkpoint, with what was erased by that:
                    the updates after the checkpoint, whose weights are gone, and the groups admitted after it
     notes          waits and moves in words, for people
@@ -40,7 +44,7 @@ from stretto.core.paradigms import PARADIGMS
 from stretto.errors import JournalError, RunError
 
 JOURNAL_NAME = "journal.sqlite"
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 State = Literal["running", "suspended", "scoring", "scored", "training", "trained", "failed", "filtered", "dropped"]
 ENDS: tuple[State, ...] = ("trained", "failed", "filtered", "dropped")
@@ -53,14 +57,15 @@ EvaluationKind = Literal["before", "during", "after", "skipped"]
 
 SCHEMA = """
 CREATE TABLE run (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE sessions (session INTEGER PRIMARY KEY, started_at REAL NOT NULL, ended_at REAL, outcome TEXT);
+CREATE TABLE sessions (session INTEGER PRIMARY KEY, started_at REAL NOT NULL, ended_at REAL, outcome TEXT, totals TEXT);
 CREATE TABLE versions (
     version INTEGER PRIMARY KEY, checksum TEXT NOT NULL, published_at REAL NOT NULL,
     published_after INTEGER NOT NULL, loaded_at REAL, loaded_after INTEGER);
+CREATE TABLE remade (version INTEGER NOT NULL, checksum TEXT NOT NULL, at REAL NOT NULL);
 CREATE TABLE groups (
     group_id INTEGER PRIMARY KEY, epoch INTEGER, prompt_index INTEGER NOT NULL, row_number INTEGER NOT NULL,
     version INTEGER NOT NULL, deadline INTEGER NOT NULL, staleness INTEGER NOT NULL, prompt_text TEXT NOT NULL,
-    prompt_tokens BLOB NOT NULL, row TEXT NOT NULL, admitted_at REAL NOT NULL, draw TEXT NOT NULL);
+    prompt_tokens BLOB NOT NULL, row TEXT NOT NULL, admitted_at REAL NOT NULL, draw TEXT NOT NULL, spared INTEGER);
 CREATE TABLE trajectories (
     trajectory INTEGER PRIMARY KEY, group_id INTEGER NOT NULL, member INTEGER NOT NULL, version INTEGER NOT NULL,
     seed INTEGER NOT NULL, state TEXT NOT NULL, instance INTEGER, reward REAL, scored_at REAL,
@@ -79,14 +84,15 @@ CREATE TABLE failures (
     id INTEGER PRIMARY KEY, trajectory INTEGER NOT NULL, kind TEXT NOT NULL, at REAL NOT NULL, reason TEXT NOT NULL);
 CREATE INDEX failures_by_trajectory ON failures (trajectory, kind);
 CREATE TABLE updates (
-    update_id INTEGER PRIMARY KEY, taken_at REAL NOT NULL, finished_at REAL, metrics TEXT NOT NULL DEFAULT '{}');
+    update_id INTEGER PRIMARY KEY, taken_at REAL NOT NULL, finished_at REAL, checksum TEXT,
+    metrics TEXT NOT NULL DEFAULT '{}', totals TEXT);
 CREATE TABLE members (
     update_id INTEGER NOT NULL, position INTEGER NOT NULL, trajectory INTEGER NOT NULL, use INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (update_id, position)) WITHOUT ROWID;
 CREATE UNIQUE INDEX members_train_once ON members (trajectory, use);
 CREATE TABLE evaluations (
     id INTEGER PRIMARY KEY, version INTEGER NOT NULL, kind TEXT NOT NULL, at REAL NOT NULL, reward REAL,
-    num INTEGER NOT NULL, seconds REAL NOT NULL);
+    num INTEGER NOT NULL, seconds REAL NOT NULL, line TEXT);
 CREATE TABLE rewinds (
     id INTEGER PRIMARY KEY, at REAL NOT NULL, updates INTEGER NOT NULL, num_updates INTEGER NOT NULL,
     num_groups INTEGER NOT NULL, num_trajectories INTEGER NOT NULL);

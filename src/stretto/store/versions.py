@@ -1,0 +1,140 @@
+"""The weights of every version that a run may still need, on the disk: `RUN/versions/000041.safetensors`.
+
+A version is durable before a group starts on it, so that what runs under it can go on after anything: `write` begins as
+soon as the trainer has made it, in a thread of its own, and whoever loads it into an engine awaits `durable` first. A
+file is written under another name and renamed when it is complete and synced, so one with the right name is whole; its
+checksum is checked again when it is read. It is removed when no trajectory needs the version any more, and only after
+the journal has on the disk what says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal, Protocol, cast
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from stretto.checksums import checksum
+from stretto.errors import RunError, StalledError
+from stretto.types import Weights
+
+WAIT_S = 1_800.0  # a disk that takes longer for one version ends the run
+
+
+class Fetched(Protocol):
+    """Weights that are elsewhere, and come when they are asked for."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def checksum(self) -> str: ...
+    def fetch(self) -> Weights:
+        """The weights themselves; called in a thread that may wait for them."""
+        ...
+
+
+class VersionFiles:
+    """The files of a run's versions. For the loop's thread; what takes time is done in one of its own."""
+
+    def __init__(self, folder: Path, *, durable: bool = True) -> None:
+        """Without `durable`, versions are written only where `keep` asks for it: by a checkpoint."""
+        self.folder = folder
+        self._always = durable
+        self._writes: dict[int, Future[None]] = {}
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="versions")
+
+    def path(self, version: int) -> Path:
+        return self.folder / f"{version:06d}.safetensors"
+
+    def versions(self) -> list[int]:
+        """Those that are on the disk, in order."""
+        return sorted(int(path.stem) for path in self.folder.glob("[0-9]*.safetensors"))
+
+    def write(self, weights: Weights | Fetched) -> None:
+        """Begin to write a version that was just made. Once for each; a second time changes nothing."""
+        if self._always:
+            self.keep(weights)
+
+    def keep(self, weights: Weights | Fetched) -> None:
+        """Begin to write a version whatever the run's rule is."""
+        if weights.version not in self._writes:
+            self._writes[weights.version] = self._writer.submit(self._write, weights)
+
+    async def durable(self, version: int) -> None:
+        """Return once a version is on the disk, if it is to be there; raises `RunError` where it could not be."""
+        write = self._writes.get(version)
+        if write is None:
+            assert not self._always, f"version {version} is to be durable and was never written"
+            return
+        try:
+            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(write)), WAIT_S)
+        except TimeoutError:
+            raise StalledError(f"`{self.path(version)}` is not written after {WAIT_S:g} s: the disk hangs") from None
+
+    def remove(self, version: int) -> None:
+        """Nothing needs a version any more, and the journal has on the disk what says so."""
+        self._writes.pop(version, None)
+        self._writer.submit(self.path(version).unlink, missing_ok=True)
+
+    def read(self, version: int, recorded: str) -> Weights | None:
+        """A version as it was recorded; None where there is no such file, or it is damaged or of other weights."""
+        try:
+            with safe_open(self.path(version), framework="pt") as file:
+                facts = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            scale = float(facts["scale"])
+        except (OSError, SafetensorError, KeyError, ValueError):
+            return None
+        if facts.get("checksum") != recorded or checksum(tensors, scale) != recorded:
+            return None
+        self._writes.setdefault(version, _done())
+        return Weights(version, cast(Literal["lora", "full"], facts["kind"]), tensors, recorded, scale)
+
+    def prune(self, needed: Callable[[int], bool]) -> None:
+        """Remove what a run that is taken up does not need, and what was never complete."""
+        for path in self.folder.glob(".*.partial"):
+            path.unlink(missing_ok=True)
+        for version in self.versions():
+            if not needed(version):
+                self.remove(version)
+
+    def close(self) -> None:
+        """Wait for what is being written. Safe to call twice."""
+        self._writer.shutdown(wait=True)
+
+    def _write(self, asked: Weights | Fetched) -> None:
+        path, scratch = self.path(asked.version), self.folder / f".{asked.version:06d}.partial"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            weights = asked if isinstance(asked, Weights) else asked.fetch()
+            facts = {"kind": weights.kind, "checksum": weights.checksum, "scale": repr(float(weights.scale))}
+            save_file({name: tensor.cpu().contiguous() for name, tensor in weights.tensors.items()}, scratch, facts)
+            sync(scratch)
+            scratch.rename(path)
+            sync(self.folder)
+        except (OSError, SafetensorError) as error:
+            scratch.unlink(missing_ok=True)
+            raise RunError(
+                f"version {asked.version} could not be written to `{path}` ({error}), and nothing may start on it "
+                "before it is; make room on the disk, and go on with `--resume`"
+            ) from error
+
+
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
