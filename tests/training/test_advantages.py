@@ -8,6 +8,7 @@ from stretto.training.advantages import (
     gae_advantages,
     group_relative,
     outcome_advantages,
+    penalized_advantages,
     token_rewards,
     turn_advantages,
 )
@@ -253,3 +254,35 @@ def test_a_turn_that_one_member_alone_reached_has_nothing_to_compare_with():
     assert result.tokens[0] > 0 > result.tokens[2]
     alone = turn_advantages("group", [[0.0, 5.0]], [[1, 1]], [3])
     assert (alone.values.tolist(), alone.num_without_signal) == ([0.0], 1)
+
+
+# -- penalties ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["group-mean", "leave-one-out"])
+def test_without_division_a_penalty_is_part_of_the_reward(name):
+    rewards, penalties, groups = [1.0, 0.0, 0.5, 2.0], [0.1, 0.4, 0.2, 0.3], [0, 0, 1, 1]
+    found = penalized_advantages(name, rewards, penalties, groups)
+    expected = outcome_advantages(name, np.subtract(rewards, penalties), groups)
+    np.testing.assert_allclose(found.values, expected.values, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["group", "whiten"])
+@pytest.mark.parametrize("coefficient", [1e-3, 1.0])
+def test_a_penalty_keeps_its_scale_where_rewards_are_divided(name, coefficient):
+    penalties = coefficient * np.array([1.0, 2.0, 3.0, 6.0])
+    equal = penalized_advantages(name, [1.0] * 4, penalties, [0] * 4)
+    np.testing.assert_allclose(equal.values, -(penalties - penalties.mean()), rtol=1e-12)
+    assert equal.num_without_signal == 1
+    rewards = [1.0, 0.0, 0.0, 1.0]
+    mixed = penalized_advantages(name, rewards, penalties, [0] * 4)
+    plain = outcome_advantages(name, rewards, [0] * 4)
+    np.testing.assert_allclose(mixed.values - plain.values, equal.values, rtol=1e-9)
+
+
+def test_penalties_are_compared_within_a_group_and_under_whitening_within_the_batch():
+    rewards, penalties, groups = [1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 3.0, 3.0], [0, 0, 1, 1]
+    within = penalized_advantages("group", rewards, penalties, groups)
+    assert within.values.tolist() == outcome_advantages("group", rewards, groups).values.tolist()
+    across = penalized_advantages("whiten", rewards, penalties, groups).values
+    np.testing.assert_allclose(across - outcome_advantages("whiten", rewards, groups).values, [1, 1, -1, -1])

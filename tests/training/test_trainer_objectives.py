@@ -130,8 +130,12 @@ def definition(model, reference, batch, algorithm, temperature):
             float((torch.tensor(s.completion.logprobs.astype(np.float64)) - r).sum())
             for s, r in zip(batch.samples, refs, strict=True)
         ]
-        rewards = [reward - kl.coefficient * each for reward, each in zip(rewards, apart, strict=True)]
     advantages = outcome_advantages(algorithm.advantage, rewards, groups).values
+    if kl is not None and kl.place == "reward":
+        means = {group: np.mean([a for a, g in zip(apart, groups, strict=True) if g == group]) for group in set(groups)}
+        advantages = advantages - [
+            kl.coefficient * (each - means[group]) for each, group in zip(apart, groups, strict=True)
+        ]
     total, count = 0.0, sum(len(each) for each in logs)
     good = sum(len(each) for each, s in zip(logs, batch.samples, strict=True) if s.reward > 1.0)
     for sample, ours, theirs, advantage in zip(batch.samples, logs, refs, advantages, strict=True):
@@ -263,3 +267,13 @@ def test_what_is_told_of_an_update_cannot_fail_when_it_is_done(monkeypatch):
         trainer.update(random_batch())
     assert trainer.version == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.state().items())
+
+
+def test_groups_without_signal_are_counted_by_their_own_rewards():
+    batch = random_batch()
+    equal = Batch(0, [dataclasses.replace(sample, reward=1.0) for sample in batch.samples])
+    length = {"type": "relative"}
+    for beside in ({"kl": {"coefficient": 0.01, "place": "reward"}}, {"length": length}):
+        metrics = made(GrpoOptions(**beside)).update(equal).metrics
+        assert metrics["groups_without_signal"] == metrics["groups"] == 3
+        assert metrics["grad_norm"] > 0

@@ -24,7 +24,8 @@ class KlOptions(Term):
         "loss",
         description="`loss`: added to each token's loss, weighted by `sg(min(pi / mu, 2))`, because `mu` sampled the "
         "token. `reward`: the divergence of the policy that sampled a trajectory, summed over its tokens, is taken "
-        "from its reward before advantages are made",
+        "from its reward; where an advantage divides rewards by a standard deviation (`group`, `whiten`), the "
+        "divergence is compared alike and not divided, so that `coefficient` keeps its scale",
     )
     estimator: Literal["k1", "k2", "k3"] | None = Field(
         None,

@@ -15,7 +15,7 @@ Under `whiten` what is compared is the batch, so that its groups are without sig
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -110,6 +110,27 @@ def outcome_advantages(name: AdvantageName, rewards: ArrayLike, groups: Groups) 
     if name not in ADVANTAGES:
         raise ValueError(f"`advantage = {name!r}` is not made of rewards alone: choose one of {', '.join(ADVANTAGES)}")
     return ADVANTAGES[name](rewards, groups)
+
+
+def penalized_advantages(
+    name: AdvantageName,
+    rewards: ArrayLike,
+    penalties: ArrayLike,  # [n], of each sample
+    groups: Groups,
+) -> Advantages:
+    """The advantages of the rewards, less how much more than those it is compared with a sample is penalized.
+
+    Penalties are compared like rewards and never divided by a standard deviation. A deviation of rewards and penalties
+    together would undo the penalties' scale: where the rewards of a group are equal, penalties of any size would become
+    advantages around 1. Without division (`group-mean`, `leave-one-out`) this is the advantage of the difference.
+    """
+    found = outcome_advantages(name, rewards, groups)
+    given = _checked(penalties, groups)
+    if name == "whiten":
+        compared = group_mean(given, np.zeros(len(given), dtype=np.int64))
+    else:
+        compared = leave_one_out(given, groups) if name == "leave-one-out" else group_mean(given, groups)
+    return replace(found, values=found.values - compared.values)
 
 
 def _checked(rewards: ArrayLike, groups: Groups) -> Reals:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from stretto.objectives.base import MAX_LOG_RATIO, ratio
+from stretto.types import Batch
+
+if TYPE_CHECKING:
+    from stretto.training.parts import Piece
 
 MAX_DIVERGENCE_WEIGHT = 2.0  # of a stale token in the divergence; as the correction weight's, by default
 
@@ -40,6 +47,20 @@ def weighted_divergence(
     """
     weights = ratio(logprobs, behaviour).detach().clamp(max=MAX_DIVERGENCE_WEIGHT)
     return weights * divergence(estimator, logprobs, reference)
+
+
+def sampled_divergences(batch: Batch, pieces: Iterable[Piece], estimator: str) -> NDArray[np.float64]:
+    """How far from the reference the policy that sampled each sample was, summed over its tokens [n]."""
+    sums = np.zeros(len(batch.samples))
+    for piece in pieces:
+        assert piece.reference is not None
+        completions = [batch.samples[index].completion.logprobs for index in piece.chosen]
+        sampled = torch.from_numpy(np.concatenate(completions).astype(np.float64))
+        values = divergence(estimator, sampled, piece.reference.double().cpu()).numpy()
+        ends = np.cumsum([len(each) for each in completions])[:-1]
+        for index, tokens in zip(piece.chosen, np.split(values, ends), strict=True):
+            sums[index] = tokens.sum()
+    return sums
 
 
 def imitated_weights(rewards: NDArray[np.float64], lengths: NDArray[np.int64], threshold: float) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""The seam between the loop and training, and the trainer that runs in this process.
+"""The trainer that runs in this process.
 
 An update is: the batch cut into parts, one an optimizer step, and those into micro-batches without padding; what has to
 be known before the first step (log-probabilities under the policy as it is, and under a reference); advantages from the
@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from stretto.checksums import checksum
 from stretto.errors import ModelError, TrainerError
 from stretto.objectives.base import ObjectiveOptions, Tokens
 from stretto.objectives.grpo import GrpoOptions
-from stretto.training.advantages import Advantages, outcome_advantages
+from stretto.training.advantages import Advantages, outcome_advantages, penalized_advantages
 from stretto.training.correction import correction_weights
 from stretto.training.critic import make_critic
 from stretto.training.flops import Costs, peak_flops, utilization
@@ -45,64 +45,15 @@ from stretto.training.measures import (
 from stretto.training.optimizer import Optimizer, TrainerOptions, learning_rate
 from stretto.training.packing import MicroBatch, micro_batch
 from stretto.training.parts import Part, Piece, cut_batch, pieces_of
+from stretto.training.protocol import Trainer
 from stretto.training.reference import Reference
 from stretto.training.shaping import Shaped, shape
-from stretto.training.terms import divergence, weighted_divergence
+from stretto.training.terms import sampled_divergences, weighted_divergence
 from stretto.types import Batch, UpdateReport, Weights
 
 __all__ = ["GrpoOptions", "LocalTrainer", "LoraOptions", "Trainer", "TrainerOptions"]
 
 STATE_FILE = "trainer.safetensors"
-
-
-class Trainer(Protocol):
-    """One policy in training. Called from one thread at a time; every method blocks until it is done.
-
-    The trainer holds exactly one version. Update `n` turns version `n` into version `n + 1`.
-    """
-
-    @property
-    def version(self) -> int:
-        """The version that it holds: the number of updates done."""
-        ...
-
-    def update(self, batch: Batch) -> UpdateReport:
-        """Make update `batch.update`. Raises `TrainerError`, by name, and then nothing has changed."""
-        ...
-
-    def weights(self, version: int) -> Weights:
-        """A copy of the weights that it holds, with their checksum. On CUDA it is made on the current stream."""
-        ...
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """A copy of everything that decides what later updates do."""
-        ...
-
-    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `state` gave: later updates are then the same, bit for bit.
-
-        Raises `TrainerError`, and then nothing has changed, where it is of another trainer.
-        """
-        ...
-
-    def adopt(self, weights: Weights) -> None:
-        """Make the policy the one that `weights` are, of the version that it is at; the optimizer stays as it is.
-
-        Where it is that one already, nothing changes. Raises `TrainerError`, and then nothing has changed either.
-        """
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write `state` to a folder."""
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Restore what `save` wrote."""
-        ...
-
-    def export(self, folder: Path) -> None:
-        """Write the policy for others to load: a Hugging Face model folder, or a PEFT adapter folder."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +163,7 @@ class LocalTrainer:
 
     def _steps(self, batch: Batch, parts: list[Part]) -> _Measured:
         """Make the steps of an update. What is told of it is made before the last one: until then it can be undone."""
-        shaped = self._rewards(batch, parts)
+        shaped = self._shaped(batch)
         advantages, judged = self._advantages(batch, parts, shaped.rewards)
         collector, gradients = Collector(), list[_Gradient]()
         for part in parts[:-1]:
@@ -272,44 +223,37 @@ class LocalTrainer:
                     reference, _ = packed.logprobs(micro, self.options.temperature)
                     piece.reference = reference.detach()
 
-    def _rewards(self, batch: Batch, parts: list[Part]) -> Shaped:
-        """What advantages are made of: the rewards, shaped by length, less the divergence from the reference."""
-        shaped = shape(
+    def _shaped(self, batch: Batch) -> Shaped:
+        """The rewards, shaped by length."""
+        return shape(
             [s.reward for s in batch.samples],
             [s.group for s in batch.samples],
             [len(s.completion.tokens) for s in batch.samples],
             self.algorithm.length,
             max_tokens=self.options.max_tokens,
         )
-        kl = self.algorithm.kl
-        if kl is None or kl.place != "reward":
-            return shaped
-        return replace(shaped, rewards=shaped.rewards - kl.coefficient * self._divergences(batch, parts, kl.estimate))
 
     def _advantages(
         self, batch: Batch, parts: list[Part], rewards: NDArray[np.float64]
     ) -> tuple[Advantages, Mapping[str, float]]:
-        """From the rewards of the whole batch, whatever its parts, and what a critic says of itself."""
+        """From the shaped rewards of the whole batch, whatever its parts, and what a critic says of itself.
+
+        A divergence in the reward is taken off here. Groups without signal are those whose own rewards are equal: what
+        is added to rewards differs between any two samples.
+        """
+        kl, groups = self.algorithm.kl, [s.group for s in batch.samples]
+        penalties = np.zeros(len(batch.samples))
+        if kl is not None and kl.place == "reward":
+            penalties = kl.coefficient * sampled_divergences(batch, pieces_of(parts), kl.estimate)
         try:
             if self.critic is not None:
-                judged = self.critic.judge(batch, list(pieces_of(parts)), rewards)
+                judged = self.critic.judge(batch, list(pieces_of(parts)), rewards - penalties)
                 return judged.advantages, judged.metrics
-            return outcome_advantages(self.algorithm.advantage, rewards, [s.group for s in batch.samples]), {}
+            found = penalized_advantages(self.algorithm.advantage, rewards, penalties, groups)
+            plain = outcome_advantages(self.algorithm.advantage, [s.reward for s in batch.samples], groups)
+            return replace(found, num_without_signal=plain.num_without_signal), {}
         except ValueError as error:
             raise TrainerError(f"update {batch.update}: {error}") from error
-
-    def _divergences(self, batch: Batch, parts: list[Part], estimator: str) -> NDArray[np.float64]:
-        """How far from the reference the policy that sampled each sample was, summed over its tokens [n]."""
-        sums = np.zeros(len(batch.samples))
-        for piece in pieces_of(parts):
-            assert piece.reference is not None
-            completions = [batch.samples[index].completion.logprobs for index in piece.chosen]
-            sampled = torch.from_numpy(np.concatenate(completions).astype(np.float64))
-            values = divergence(estimator, sampled, piece.reference.double().cpu()).numpy()
-            ends = np.cumsum([len(each) for each in completions])[:-1]
-            for index, tokens in zip(piece.chosen, np.split(values, ends), strict=True):
-                sums[index] = tokens.sum()
-        return sums
 
     def _micro(
         self,
