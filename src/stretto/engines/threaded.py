@@ -8,7 +8,9 @@ Without work the thread blocks on the queue. If the core fails, every pending ca
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,11 @@ from typing import Any, Protocol
 
 from stretto.errors import AbortedError, EngineError, StrettoError, SuspendedError
 from stretto.types import Capacity, Completion, Load, Request, Suspended, Weights
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 60.0  # for the step that runs to end, when an engine is closed
+CLOSE_EVERY_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +151,13 @@ class ThreadedEngine:
         with self._gate:
             self._closed.set()
             self._calls.put(None)
-        await asyncio.to_thread(self._thread.join)
+        deadline = time.monotonic() + CLOSE_S
+        while self._thread.is_alive():  # not joined by another thread, which would hang as long as this one does
+            if time.monotonic() > deadline:
+                # It cannot be killed, and as a daemon it keeps no process from ending.
+                log.warning("engine `%s` does not end: its thread is left behind with what it holds", self._name)
+                return
+            await asyncio.sleep(CLOSE_EVERY_S)
 
     async def _follow(self, work: Request | Suspended, trajectory: int) -> Completion:
         if self._longest is not None:  # before it is queued: a `shrink` that comes after it knows of it

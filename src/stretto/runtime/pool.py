@@ -1,0 +1,116 @@
+"""The seam between the loop and wherever rollout instances come from, and the pool of one process.
+
+Contract:
+
+- `add` makes an instance with an id that was never used before in this pool. It raises `EngineError` where none can be
+  made; the pool is then as it was before.
+- `remove` ends an instance and forgets it, whatever state it is in, and is over by a deadline. An id that is not there
+  is no error, so that one that is lost can be removed twice.
+- `engines` are those that were made and not removed. Whether one of them still lives is not the pool's to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
+from typing import Protocol
+
+from stretto.engines.protocol import Engine
+from stretto.engines.threaded import Core, ThreadedEngine
+from stretto.errors import EngineError, StrettoError
+
+
+class Pool(Protocol):
+    """Makes and ends instances, for the loop's thread; no method blocks it."""
+
+    @property
+    def engines(self) -> Mapping[int, Engine]:
+        """The instances by their ids; a live view."""
+        ...
+
+    async def add(self) -> tuple[int, Engine]:
+        """Make an instance."""
+        ...
+
+    async def remove(self, instance: int) -> None:
+        """End an instance."""
+        ...
+
+    async def close(self) -> None:
+        """End all of them. Safe to call twice."""
+        ...
+
+
+class FixedPool:
+    """Instances that somebody else made; there are no others."""
+
+    def __init__(self, engines: Mapping[int, Engine]) -> None:
+        self._engines = dict(engines)
+
+    @property
+    def engines(self) -> Mapping[int, Engine]:
+        return MappingProxyType(self._engines)
+
+    async def add(self) -> tuple[int, Engine]:
+        raise EngineError("there is no other instance: those that there are were made elsewhere")
+
+    async def remove(self, instance: int) -> None:
+        engine = self._engines.pop(instance, None)
+        if engine is not None:
+            await engine.close()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(self.remove(instance) for instance in list(self._engines)))
+
+
+class LocalPool:
+    """Instances in one process: a core in a thread each, made in that thread by `make`.
+
+    `threads` is how many threads torch may use in one of them, and `longest` the most tokens that a trajectory is
+    expected to have. A thread that hangs cannot be killed: it is left behind with what it holds.
+    """
+
+    def __init__(self, make: Callable[[], Core], *, threads: int | None = None, longest: int | None = None) -> None:
+        self._make = make
+        self._threads, self._longest = threads, longest
+        self._engines: dict[int, Engine] = {}
+        self._next = 0
+        self._maker = ThreadPoolExecutor(1, thread_name_prefix="pool")  # one at a time: each needs memory of its own
+        self._making: set[asyncio.Future[Engine]] = set()
+
+    @property
+    def engines(self) -> Mapping[int, Engine]:
+        return MappingProxyType(self._engines)
+
+    async def add(self) -> tuple[int, Engine]:
+        instance, self._next = self._next, self._next + 1
+        making = asyncio.get_running_loop().run_in_executor(self._maker, self._engine, instance)
+        self._making.add(making)
+        engine = await asyncio.shield(making)  # one that nobody waits for any more is ended by `close`
+        self._making.discard(making)
+        self._engines[instance] = engine
+        return instance, engine
+
+    def _engine(self, instance: int) -> Engine:
+        name = f"instance {instance}"
+        try:
+            return ThreadedEngine(self._make, threads=self._threads, name=name, longest=self._longest)
+        except Exception as error:
+            said = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
+            raise EngineError(f"{name} cannot be made: {said}") from error
+
+    async def remove(self, instance: int) -> None:
+        engine = self._engines.pop(instance, None)
+        if engine is not None:
+            await engine.close()
+
+    async def close(self) -> None:
+        made = await asyncio.gather(*self._making, return_exceptions=True)
+        self._making.clear()
+        orphans = [engine for engine in made if not isinstance(engine, BaseException)]
+        await asyncio.gather(
+            *(engine.close() for engine in orphans), *(self.remove(instance) for instance in list(self._engines))
+        )
+        self._maker.shutdown(wait=False)

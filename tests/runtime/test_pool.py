@@ -1,0 +1,121 @@
+"""Instances that one process makes and ends while a run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from stretto.engines import threaded
+from stretto.engines.fake import FakeCore
+from stretto.errors import EngineError
+from stretto.runtime.pool import FixedPool, LocalPool, Pool
+from stretto.types import Request, Sampling, Weights
+
+WEIGHTS = Weights(0, "full", {}, "sum")
+
+
+def request(id: int) -> Request:
+    return Request(id, 0, (1, 2, 3), seed=id, sampling=Sampling(8))
+
+
+def threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("instance ")}
+
+
+def test_instances_are_made_and_ended_and_no_id_comes_twice() -> None:
+    async def story() -> None:
+        pool: Pool = LocalPool(FakeCore)
+        (first, engine), (second, _) = [await pool.add() for _ in range(2)]
+        assert (first, second) == (0, 1)
+        await engine.load(WEIGHTS)
+        assert len((await engine.generate(request(4))).tokens)
+        await pool.remove(first)
+        await pool.remove(first)
+        assert list(pool.engines) == [1]
+        assert (await pool.add())[0] == 2
+        assert threads() == {"instance 1", "instance 2"}
+        await pool.close()
+        await pool.close()
+        assert not pool.engines
+
+    asyncio.run(story())
+    assert not threads()
+
+
+def test_one_that_cannot_be_made_is_an_error_that_names_it_and_the_next_has_another_id() -> None:
+    makes: Iterator[BaseException | FakeCore] = iter([MemoryError("none left"), FakeCore()])
+
+    def make() -> FakeCore:
+        made = next(makes)
+        if isinstance(made, BaseException):
+            raise made
+        return made
+
+    async def story() -> None:
+        pool = LocalPool(make)
+        with pytest.raises(EngineError, match="instance 0 cannot be made: MemoryError: none left"):
+            await pool.add()
+        assert not pool.engines
+        assert (await pool.add())[0] == 1
+        await pool.close()
+
+    asyncio.run(story())
+
+
+def test_one_that_is_being_made_when_nobody_waits_any_more_is_ended_too() -> None:
+    def make() -> FakeCore:
+        time.sleep(0.1)
+        return FakeCore()
+
+    async def story() -> None:
+        pool = LocalPool(make)
+        adding = asyncio.create_task(pool.add())
+        await asyncio.sleep(0.02)
+        adding.cancel()
+        await asyncio.gather(adding, return_exceptions=True)
+        await pool.close()
+        assert not pool.engines
+
+    asyncio.run(story())
+    assert not threads()
+
+
+def test_a_thread_that_hangs_does_not_hang_who_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+
+    class Hangs(FakeCore):
+        def load(self, weights: Weights) -> None:
+            go_on.wait()
+
+    async def story() -> None:
+        pool = LocalPool(Hangs)
+        instance, engine = await pool.add()
+        loading = asyncio.create_task(engine.load(WEIGHTS))
+        await asyncio.sleep(0.05)
+        monkeypatch.setattr(threaded, "CLOSE_S", 0.1)
+        await asyncio.wait_for(pool.remove(instance), 2.0)
+        loading.cancel()
+
+    try:
+        asyncio.run(story())
+    finally:
+        go_on.set()
+
+
+def test_a_fixed_pool_has_what_it_was_given_and_nothing_else() -> None:
+    async def story() -> None:
+        local = LocalPool(FakeCore)
+        pool: Pool = FixedPool({7: (await local.add())[1]})
+        assert list(pool.engines) == [7]
+        with pytest.raises(EngineError, match="no other instance"):
+            await pool.add()
+        await pool.remove(7)
+        await pool.close()
+        await local.close()
+
+    asyncio.run(story())
+    assert not threads()
