@@ -36,6 +36,7 @@ class Surveyed:
 
     tokens: Mapping[int, int]  # trajectory -> context, prompt included; those that are not named count as 0
     crowded: frozenset[int] = frozenset()  # instances that cannot hold the KV of all that they run
+    ending: frozenset[int] = frozenset()  # trajectories that have nearly all tokens that they may have
 
 
 @dataclass(frozen=True, slots=True)
