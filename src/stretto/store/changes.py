@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from stretto import __version__
 from stretto.errors import JournalError
-from stretto.store.schema import ENDS, Attempt, EvaluationKind, RunFacts, State
+from stretto.store.schema import ENDS, Attempt, Departure, EvaluationKind, RunFacts, State
 from stretto.types import Completion, Prompt
 
 _NOT_ENDED = f"state NOT IN {ENDS!r}"
@@ -366,6 +366,42 @@ def evaluation(
     db.execute(
         "INSERT INTO evaluations (version, kind, at, reward, num, seconds, line) VALUES (?, ?, ?, ?, ?, ?, ?)",
         (version, kind, at, reward, num, seconds, None if line is None else json.dumps(line)),
+    )
+
+
+_SESSION = "(SELECT MAX(session) FROM sessions)"
+
+
+def instance_joined(db: sqlite3.Connection, instance: int, slots: int, at: float) -> None:
+    db.execute(
+        f"INSERT INTO instances (session, instance, slots, joined_at) VALUES ({_SESSION}, ?, ?, ?)",
+        (instance, slots, at),
+    )
+
+
+def instance_left(db: sqlite3.Connection, instance: int, outcome: Departure, reason: str, at: float) -> None:
+    db.execute(
+        f"UPDATE instances SET left_at = ?, outcome = ?, reason = ? WHERE session = {_SESSION} AND instance = ?",
+        (at, outcome, storable(reason), instance),
+    )
+
+
+def carried(
+    db: sqlite3.Connection,
+    trajectory: int,
+    version: int,
+    source: int | None,
+    target: int,
+    context: int,
+    num_bytes: int,
+    prefilled: int,
+    reason: str,
+    at: float,
+) -> None:
+    db.execute(
+        "INSERT INTO moves (at, trajectory, version, source, target, context, num_bytes, prefilled, reason) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (at, trajectory, version, source, target, context, num_bytes, prefilled, reason),
     )
 
 

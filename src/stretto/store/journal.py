@@ -31,6 +31,7 @@ from stretto.store.schema import (
     SCHEMA,
     SCHEMA_VERSION,
     Attempt,
+    Departure,
     EvaluationKind,
     RunFacts,
     State,
@@ -288,6 +289,34 @@ class Journal:
         """
         made = None if line is None else dict(line)
         self._writer.record(changes.evaluation, version, kind, at, reward, num, seconds, made)
+
+    # -- instances --------------------------------------------------------------------------------------------------
+
+    def instance_joined(self, instance: int, slots: int, at: float) -> None:
+        """An instance takes part in this session."""
+        self._writer.record(changes.instance_joined, instance, slots, at)
+
+    def instance_left(self, instance: int, outcome: Departure, reason: str, at: float) -> None:
+        """An instance takes part no more."""
+        self._writer.record(changes.instance_left, instance, outcome, reason, at)
+
+    def carried(
+        self,
+        trajectory: int,
+        *,
+        version: int,
+        source: int | None,
+        target: int,
+        context: int,
+        num_bytes: int,
+        prefilled: int,
+        reason: str,
+        at: float,
+    ) -> None:
+        """A trajectory goes on elsewhere: with so many bytes of its KV, or so many tokens prefilled again."""
+        self._writer.record(
+            changes.carried, trajectory, version, source, target, context, num_bytes, prefilled, reason, at
+        )
 
     def note(self, kind: str, text: str, at: float) -> None:
         """Something a person will want to read: a wait, a move."""

@@ -23,6 +23,10 @@
     evaluations    before, during, after, skipped; `line` is what `metrics.jsonl` says of it (JSON)
     rewinds        one row each time that a killed run went back to its last checkpoint, with what was erased by that:
                    the updates after the checkpoint, whose weights are gone, and the groups admitted after it
+    instances      one row an instance that joined a session: its slots, when it came and left, and as what (`removed`,
+                   `lost`; NULL while it is there, and where the session ended first)
+    moves          every time that a trajectory changed its instance: its context then, the bytes of KV that it took
+                   along, the tokens that are prefilled again instead, and why; `source` is NULL after a resume
     notes          waits and moves in words, for people
 
 States: `running` (admitted; on an instance or queued there), `suspended` (between instances, or its run was stopped),
@@ -44,7 +48,7 @@ from stretto.core.paradigms import PARADIGMS
 from stretto.errors import JournalError, RunError
 
 JOURNAL_NAME = "journal.sqlite"
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 State = Literal["running", "suspended", "scoring", "scored", "training", "trained", "failed", "filtered", "dropped"]
 ENDS: tuple[State, ...] = ("trained", "failed", "filtered", "dropped")
@@ -52,6 +56,8 @@ UNDER_WAY: tuple[State, ...] = ("running", "suspended", "scoring", "scored", "tr
 
 Attempt = Literal["generation", "scoring"]
 Order = Literal["shuffled", "pass-rate"]
+
+Departure = Literal["removed", "lost"]
 
 EvaluationKind = Literal["before", "during", "after", "skipped"]
 
@@ -96,6 +102,13 @@ CREATE TABLE evaluations (
 CREATE TABLE rewinds (
     id INTEGER PRIMARY KEY, at REAL NOT NULL, updates INTEGER NOT NULL, num_updates INTEGER NOT NULL,
     num_groups INTEGER NOT NULL, num_trajectories INTEGER NOT NULL);
+CREATE TABLE instances (
+    session INTEGER NOT NULL, instance INTEGER NOT NULL, slots INTEGER NOT NULL, joined_at REAL NOT NULL, left_at REAL,
+    outcome TEXT, reason TEXT, PRIMARY KEY (session, instance)) WITHOUT ROWID;
+CREATE TABLE moves (
+    id INTEGER PRIMARY KEY, at REAL NOT NULL, trajectory INTEGER NOT NULL, version INTEGER NOT NULL, source INTEGER,
+    target INTEGER NOT NULL, context INTEGER NOT NULL, num_bytes INTEGER NOT NULL, prefilled INTEGER NOT NULL,
+    reason TEXT NOT NULL);
 CREATE TABLE notes (id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL);
 """
 
