@@ -13,6 +13,7 @@ STALE = {"rollout": {"staleness": 2}}
 FRESH = {"rollout": {"paradigm": "synchronous"}}
 LORA = {"model": {"path": "tiny", "lora": {"rank": 4}}}
 PROXIMAL = {"anchor": "proximal"}
+FILTER = {"rollout": {"filter": "no-signal"}}
 
 
 def parsed(algorithm: dict[str, Any], **sections: Any) -> Any:
@@ -105,7 +106,33 @@ def test_where_the_ratio_knows_no_age_and_nothing_else_corrects_a_stale_run_is_r
         ),
         ({"kl": {"coefficient": 0.0}}, LORA, "`algorithm.kl.coefficient = 0.0`"),
         ({"length": {"type": "short"}}, STALE, "`algorithm.length.type` must be one of `overlong`, `relative`"),
-        ({"length": {"type": "overlong", "cache": 300}}, STALE, "`algorithm.length.cache = 300` is longer"),
+        ({"length": {"type": "overlong", "cache": 256}}, STALE, "`algorithm.length.cache = 256` leaves no length"),
+        ({"length": {"type": "overlong", "max_tokens": 0, "cache": 3}}, STALE, "`algorithm.length.max_tokens = 0`"),
+        (
+            {"type": "topr", "positive_weight": 0.0, "negative_weight": 0.0},
+            STALE,
+            "`algorithm.negative_weight = 0` train nothing",
+        ),
+        ({"type": "topr", "negative_weight": 0.0, "cap": 2.0}, STALE, "`algorithm.cap = 2.0` has no effect"),
+        (
+            {"type": "topr", "negative_weight": 0.0, "anchor": "proximal", "correction": {}},
+            STALE,
+            "`algorithm.anchor = 'proximal'` has no effect",
+        ),
+        ({"supervised": {"coefficient": 0.1}}, FILTER, "is refused with `[algorithm.supervised]`"),
+        (
+            {"kl": {"coefficient": 0.1, "place": "reward"}},
+            LORA | FILTER,
+            'refused with `algorithm.kl.place = "reward"`',
+        ),
+        ({"length": {"type": "relative"}}, FILTER, 'is refused with `algorithm.length.type = "relative"`'),
+        ({}, STALE | {"training": {"replay": {"ratio": 0.5, "uses": 3}}}, "`training.replay.uses = 3` has no effect"),
+        ({}, STALE | {"training": {"replay": {"ratio": 2.5}}}, "`training.replay.ratio = 2.5` has no effect above 2"),
+        (
+            {},
+            {"rollout": {"staleness": "auto"}, "training": {"replay": {"ratio": 0.5, "uses": 5}}},
+            "`training.replay.uses = 5` has no effect above 4",
+        ),
         ({}, {"training": {"optimizer_steps": 17}}, "`training.optimizer_steps = 17` cuts a batch into parts"),
         ({}, {"training": {"optimizer_steps": 0}}, "`training.optimizer_steps = 0`"),
         ({"type": "rloo"}, {"rollout": {"group": 1}}, "`rollout.group = 1` gives every trajectory an advantage of 0"),
@@ -131,6 +158,11 @@ def test_what_cannot_be_meant_is_refused_by_the_name_of_its_option(
         ({"kl": {"coefficient": 0.1, "reference": "tiny"}}, {}),
         ({"advantage": "whiten"}, {"rollout": {"group": 1}}),
         ({"type": "naive"}, STALE),
+        ({"type": "topr", "negative_weight": 0.0, "correction": {}}, STALE),
+        ({"type": "topr", "positive_weight": 0.0, "cap": 2.0}, STALE),
+        ({"length": {"type": "overlong", "cache": 64}}, FILTER),
+        ({"kl": {"coefficient": 0.1}, "entropy": {"coefficient": 0.1}}, LORA | FILTER),
+        ({}, STALE | {"training": {"replay": {"ratio": 2.0, "uses": 2}}}),
     ],
 )
 def test_what_can_act_is_a_recipe(algorithm: dict[str, Any], sections: dict[str, Any]) -> None:

@@ -296,9 +296,9 @@ def test_every_key_is_known_with_the_types_of_task_that_have_it() -> None:
 def test_the_rules_of_the_data_reach_the_plan() -> None:
     plan = parse_recipe(MINIMAL).plan
     assert (plan.filter_limit, plan.replay_groups, plan.replay_uses) == (0, 0, 0)
-    asked = with_(rollout={"filter": "no-signal"}, training={"replay": {"ratio": 0.25, "uses": 3}})
+    asked = with_(rollout={"filter": "no-signal"}, training={"replay": {"ratio": 0.25, "uses": 2}})
     plan = parse_recipe(asked).plan
-    assert (plan.filter_limit, plan.replay_groups, plan.replay_uses) == (160, 4, 3)
+    assert (plan.filter_limit, plan.replay_groups, plan.replay_uses) == (160, 4, 2)
     assert parse_recipe(with_(rollout={"filter": "no-signal", "filter_limit": 7})).plan.filter_limit == 7
     assert parse_recipe(with_(rollout={"prompts": 6}, training={"replay": {"ratio": 0.25}})).plan.replay_groups == 2
 

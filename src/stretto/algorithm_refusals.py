@@ -64,6 +64,8 @@ def impossible_algorithm(recipe: Recipe) -> Iterable[str]:
     """A sentence for each thing about the algorithm that keeps the recipe from being run."""
     yield from _corrects_nothing(recipe)
     yield from _reference(recipe)
+    yield from _filtered_signal(recipe)
+    yield from _replay(recipe)
     algorithm, rollout, steps = recipe.algorithm, recipe.rollout, recipe.training.optimizer_steps
     if steps > rollout.prompts:
         yield (
@@ -125,4 +127,52 @@ def _reference(recipe: Recipe) -> Iterable[str]:
         yield (
             '`algorithm.kl.estimator = "k1"` has no effect in the loss: its gradient is zero on average, whatever the '
             'reference; use "k2" or "k3", or `algorithm.kl.place = "reward"`'
+        )
+
+
+def _filtered_signal(recipe: Recipe) -> Iterable[str]:
+    """What would still learn from a group of equal rewards, which the filter throws away.
+
+    Not so a punishment of overlong completions: the filter goes by the answers alone, as DAPO has it. Nor a divergence
+    or an entropy in the loss, which bear on whatever is trained.
+    """
+    if recipe.rollout.filter != "no-signal":
+        return
+    algorithm, found = recipe.algorithm, {}
+    if algorithm.supervised is not None:
+        found["[algorithm.supervised]"] = "imitates groups in which every answer is good", ""
+    if algorithm.kl is not None and algorithm.kl.place == "reward":
+        found['algorithm.kl.place = "reward"'] = (
+            "tells apart trajectories of equal rewards",
+            ', choose `place = "loss"`',
+        )
+    if algorithm.length is not None and algorithm.length.type == "relative":
+        found['algorithm.length.type = "relative"'] = "tells apart trajectories of equal rewards by their lengths", ""
+    for option, (what, instead) in found.items():
+        yield (
+            f'`rollout.filter = "no-signal"` is refused with `{option}`, which {what}: the filter would replace groups '
+            f"that do carry a signal; leave one of them out{instead}"
+        )
+
+
+def _replay(recipe: Recipe) -> Iterable[str]:
+    """A group of version `w` may be trained in the updates `w` to `w + K`: once, and `K` times again."""
+    replay = recipe.training.replay
+    try:
+        plan = recipe.plan
+    except ValueError:
+        return  # which is a refusal of its own
+    if replay is None or not plan.replay_groups:
+        return
+    if replay.uses > plan.staleness:
+        yield (
+            f"`training.replay.uses = {replay.uses}` has no effect above {plan.staleness}: under a staleness of "
+            f"{plan.staleness} a group is too old after so many later uses; use at most {plan.staleness}, or allow "
+            "more staleness"
+        )
+    if plan.replay_groups > plan.staleness * plan.batch:
+        yield (
+            f"`training.replay.ratio = {replay.ratio}` has no effect above {plan.staleness}: under a staleness of "
+            f"{plan.staleness} no more than the groups of {plan.staleness} updates are young enough; use at most "
+            f"{plan.staleness}, or allow more staleness"
         )

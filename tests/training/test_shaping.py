@@ -3,9 +3,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
+from training_cases import tiny
 
+from stretto.errors import RecipeError
+from stretto.objectives.grpo import GrpoOptions
 from stretto.objectives.shaping_options import LengthOptions, OverlongOptions, RelativeOptions, length_refusals
 from stretto.training.shaping import overlong, relative, shape
+from stretto.training.trainer import LocalTrainer, TrainerOptions
 
 
 def test_the_soft_punishment_begins_at_the_cache_and_is_full_at_the_longest():
@@ -70,7 +74,16 @@ def test_the_table_of_a_recipe_names_its_kind():
 def test_shaping_that_cannot_act_is_refused_by_name():
     assert length_refusals(OverlongOptions(cache=64), max_tokens=256, group=1) == []
     assert "`algorithm.length.cache = 300`" in length_refusals(OverlongOptions(cache=300), max_tokens=256, group=8)[0]
+    for options in (OverlongOptions(cache=256), OverlongOptions(max_tokens=64, cache=64)):
+        assert "leaves no length unpunished" in length_refusals(options, max_tokens=256, group=8)[0]
     late = length_refusals(OverlongOptions(max_tokens=512, cache=256), max_tokens=256, group=8)
     assert "`algorithm.length.max_tokens = 512` has no effect" in late[0]
     assert "`rollout.group = 1`" in length_refusals(RelativeOptions(), max_tokens=256, group=1)[0]
     assert length_refusals(RelativeOptions(), max_tokens=256, group=2) == []
+
+
+@pytest.mark.parametrize("max_tokens", [0, 4])
+def test_a_trainer_that_is_not_told_a_longest_completion_above_the_cache_is_not_made(max_tokens):
+    algorithm = GrpoOptions(length=OverlongOptions(cache=4))
+    with pytest.raises(RecipeError, match=rf"`algorithm.length.cache = 4` leaves .* full at {max_tokens},"):
+        LocalTrainer(tiny(), algorithm=algorithm, options=TrainerOptions(max_tokens=max_tokens))

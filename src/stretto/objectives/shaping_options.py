@@ -57,15 +57,24 @@ def length_refusals(options: OverlongOptions | RelativeOptions, *, max_tokens: i
                 "of a group; raise the group, or leave it out"
             ]
         return []
+    if reason := overlong_refusal(options, max_tokens=max_tokens):
+        return [reason]
     full = options.max_tokens if options.max_tokens is not None else max_tokens
-    found = []
-    if options.cache > full:
-        found.append(
-            f"`algorithm.length.cache = {options.cache}` is longer than the longest completion, {full} tokens: use less"
-        )
-    elif full - options.cache >= max_tokens:
-        found.append(
+    if full - options.cache >= max_tokens:
+        return [
             f"`algorithm.length.max_tokens = {full}` has no effect: it punishes completions of more than "
             f"{full - options.cache} tokens, and `rollout.max_tokens = {max_tokens}` ends them before; use less"
-        )
-    return found
+        ]
+    return []
+
+
+def overlong_refusal(options: OverlongOptions, *, max_tokens: int) -> str:
+    """Why no completion would go unpunished where completions have at most `max_tokens`; empty where some do."""
+    full = options.max_tokens if options.max_tokens is not None else max_tokens
+    if options.cache < full:
+        return ""
+    return (
+        f"`algorithm.length.cache = {options.cache}` leaves no length unpunished: the punishment grows over so many "
+        f"tokens and is full at {full}, which is `algorithm.length.max_tokens` or else the `max_tokens` of the run; use "
+        "less than that"
+    )

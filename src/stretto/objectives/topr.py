@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from stretto.objectives.base import Loss, RatioOptions, Tokens, policy_gradient
 
@@ -24,6 +24,29 @@ class ToprOptions(RatioOptions):
     positive_weight: float = Field(1.0, ge=0, description="Weight of good answers")
     negative_weight: float = Field(1.0, ge=0, description="Weight of the others")
     cap: float = Field(1.0, ge=1, description="Largest ratio of the others, at least 1")
+
+    @model_validator(mode="after")
+    def _something_is_trained(self) -> ToprOptions:
+        if self.positive_weight == 0 and self.negative_weight == 0:
+            raise ValueError(
+                "`algorithm.positive_weight = 0` and `algorithm.negative_weight = 0` train nothing: every loss is 0; "
+                "set one of them above 0"
+            )
+        return self
+
+    @property
+    def corrects(self) -> bool:
+        return super().corrects and self.negative_weight > 0
+
+    def without_effect(self) -> dict[str, str]:
+        found = super().without_effect()
+        if self.negative_weight == 0:
+            for name in ("anchor", "cap"):
+                found[name] = (
+                    f"`algorithm.{name} = {getattr(self, name)!r}` has no effect with `algorithm.negative_weight = 0`: "
+                    "only answers that are not good have a ratio; leave it out, or set `negative_weight` above 0"
+                )
+        return found
 
     def loss(self, tokens: Tokens) -> Loss:
         import torch
