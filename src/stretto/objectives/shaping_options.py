@@ -75,6 +75,6 @@ def overlong_refusal(options: OverlongOptions, *, max_tokens: int) -> str:
         return ""
     return (
         f"`algorithm.length.cache = {options.cache}` leaves no length unpunished: the punishment grows over so many "
-        f"tokens and is full at {full}, which is `algorithm.length.max_tokens` or else the `max_tokens` of the run; use "
-        "less than that"
+        f"tokens and is full at {full}, which is `algorithm.length.max_tokens` or else the `max_tokens` of the run; "
+        "use less"
     )
