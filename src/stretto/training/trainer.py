@@ -45,7 +45,6 @@ from stretto.training.measures import (
 )
 from stretto.training.optimizer import Optimizer, TrainerOptions, learning_rate
 from stretto.training.packing import MicroBatch, micro_batch
-from stretto.training.parallel import Ranks
 from stretto.training.parts import Part, Piece, cut_batch, pieces_of
 from stretto.training.protocol import Trainer
 from stretto.training.reference import Reference
@@ -97,7 +96,6 @@ class LocalTrainer:
         tokenizer: Any = None,  # exported beside the model
         base: str | None = None,  # what an adapter says it belongs to; None: the model's own `name_or_path`
         reference: nn.Module | None = None,  # what a divergence is measured against; None: the policy without adapters
-        ranks: Ranks | None = None,  # those that train this policy together; None: this process alone
     ) -> None:
         if any(parameter.is_inference() for parameter in model.parameters()):
             raise ModelError("the model was loaded under `torch.inference_mode`, so it cannot train: load it outside")
@@ -109,7 +107,6 @@ class LocalTrainer:
         ):
             raise RecipeError(reason)
         self.lora = lora
-        self.ranks = ranks or Ranks()
         self.tokenizer = tokenizer
         self.base = base if base is not None else str(getattr(model, "name_or_path", ""))
         self.model.eval()  # no dropout: a ratio compares two policies, not two masks
@@ -124,8 +121,7 @@ class LocalTrainer:
         self.packed.prepare(compiled=self.options.compile, checkpointing=self.options.checkpointing)
         self.optimizer = Optimizer(trainable, self.options)
         self.costs = Costs(model, trains_weights=lora is None)
-        peak = peak_flops(self.device, self.packed.head.weight.dtype)
-        self.peak = None if peak is None else peak * self.ranks.count
+        self.peak = peak_flops(self.device, self.packed.head.weight.dtype)
         self.reference: Reference | None = None
         if self.algorithm.kl is not None:
             self.reference = (
@@ -148,14 +144,13 @@ class LocalTrainer:
             raise TrainerError(f"update {batch.update} has an empty batch")
         parts = cut_batch(
             batch.samples, self.algorithm, num_parts=self.options.optimizer_steps,
-            micro_tokens=self.options.micro_tokens, rank=self.ranks.rank, num_ranks=self.ranks.count,
+            micro_tokens=self.options.micro_tokens,
         )  # fmt: skip
         # A later step may fail when earlier ones are done, and then nothing may have changed.
         before = self.state() if len(parts) > 1 or self.critic is not None else None
         try:
             with torch.inference_mode(False):
-                with self.ranks.together():
-                    self._look_ahead(batch, parts)
+                self._look_ahead(batch, parts)
                 measured = self._steps(batch, parts)
                 if self.device.type == "cuda":
                     torch.cuda.current_stream(self.device).synchronize()  # it has ended when its time is taken
@@ -206,7 +201,7 @@ class LocalTrainer:
             **staleness_measures(batch, tokens),
             "mismatch_kl": kl_sum / max(1, kl_tokens),
             "mismatch_tokens": float(kl_tokens),
-            "micro_batches": float(sum(part.num_pieces for part in parts)),
+            "micro_batches": float(sum(len(part.pieces) for part in parts)),
             "optimizer_steps": float(len(parts)),
         }
         metrics = beside(token_measures(tokens, len(batch.samples)), metrics)
@@ -254,12 +249,10 @@ class LocalTrainer:
         kl, groups = self.algorithm.kl, [s.group for s in batch.samples]
         penalties = np.zeros(len(batch.samples))
         if kl is not None and kl.place == "reward":
-            own = sampled_divergences(batch, pieces_of(parts), kl.estimate)
-            penalties = kl.coefficient * self.ranks.total(own)
+            penalties = kl.coefficient * sampled_divergences(batch, pieces_of(parts), kl.estimate)
         try:
             if self.critic is not None:
-                pieces = list(pieces_of(parts))
-                judged = self.critic.judge(batch, pieces, rewards - penalties, self.ranks.total)
+                judged = self.critic.judge(batch, list(pieces_of(parts)), rewards - penalties)
                 return judged.advantages, judged.metrics
             found = penalized_advantages(self.algorithm.advantage, rewards, penalties, groups)
             plain = outcome_advantages(self.algorithm.advantage, [s.reward for s in batch.samples], groups)
@@ -292,15 +285,11 @@ class LocalTrainer:
 
     def _gradient(self, batch: Batch, part: Part, advantages: Advantages, collector: Collector) -> _Gradient:
         """Sum the gradient of a part's loss over its micro-batches. Raises `TrainerError` if it cannot be stepped."""
-        with self.ranks.together(), torch.enable_grad():
+        with torch.enable_grad():
             for piece in part.pieces:
                 self._accumulate(batch, part, piece, advantages, collector)
-        self.ranks.add_gradients(self.optimizer.stepped)
-        if self.critic is not None:
-            self.ranks.add_gradients(self.critic.stepped)
         norm = self.optimizer.norm()
-        own_loss, value, own_tokens = collector.finish(norm)
-        loss, tokens = self.ranks.measured(own_loss, value, own_tokens)
+        loss, value, tokens = collector.finish(norm)
         if not math.isfinite(loss):
             raise TrainerError(
                 f"the loss of update {batch.update} is {loss}: a log-probability, the engine's or the trainer's, "
