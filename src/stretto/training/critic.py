@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,24 +121,36 @@ class Critic:
         }
         return Estimate(gae_advantages(raw, lengths, groups, normalize=self.options.whiten), returns, metrics)
 
-    def judge(self, batch: Batch, pieces: Sequence[Piece], rewards: Reals) -> Estimate:
-        """`estimate` for a batch whose micro-batches have their `values`; fills in their `returns`."""
+    def judge(
+        self, batch: Batch, pieces: Sequence[Piece], rewards: Reals, total: Callable[[Reals], Reals] = lambda own: own
+    ) -> Estimate:
+        """`estimate` for a batch whose micro-batches have their `values`; fills in their `returns`.
+
+        `pieces` may be a part of the batch: `total` then adds the values of the other ranks, which are 0 here.
+        """
         lengths = np.array([len(sample.completion.tokens) for sample in batch.samples], dtype=np.int64)
         ends = np.cumsum(lengths)
         order = [index for piece in pieces for index in piece.chosen]
         # Where each value, as the micro-batches lie, belongs among the tokens of the batch's samples.
-        places = np.concatenate([np.arange(ends[index] - lengths[index], ends[index]) for index in order])
+        nothing = np.zeros(0, dtype=np.int64)
+        places = np.concatenate([nothing, *(np.arange(ends[i] - lengths[i], ends[i]) for i in order)])
         given = [piece.values for piece in pieces if piece.values is not None]
         assert len(given) == len(pieces), "a value for every token"
-        values = np.empty(int(lengths.sum()))
-        values[places] = torch.cat(given).double().cpu().numpy()
-        found = self.estimate(values, rewards, lengths, [sample.group for sample in batch.samples])
-        returns = torch.from_numpy(found.returns[places]).to(given[0])
+        values = np.zeros(int(lengths.sum()))
+        if given:
+            values[places] = torch.cat(given).double().cpu().numpy()
+        found = self.estimate(total(values), rewards, lengths, [sample.group for sample in batch.samples])
+        returns = torch.from_numpy(found.returns[places]).to(self.weight)
         for piece, part in zip(pieces, returns.split_with_sizes([len(each) for each in given]), strict=True):
             piece.returns = part
         return found
 
     # -- the optimizer's side, beside the policy's ---------------------------------------------------------------------
+
+    @property
+    def stepped(self) -> Iterable[torch.Tensor]:
+        """What is stepped, whose gradients are the sums so far."""
+        return self._optimizer.stepped
 
     def check(self) -> None:
         """Call before anything is stepped. Raises `TrainerError` if the head's gradient is not finite."""

@@ -115,12 +115,14 @@ class Collector:
             )
         return self._names
 
-    def finish(self, norm: torch.Tensor) -> tuple[float, float, TokenValues]:
+    def finish(self, norm: torch.Tensor) -> tuple[float, float, TokenValues | None]:
         """The loss of a step, the value of `norm`, and the values of its tokens: one wait for the device.
 
+        None where there were no micro-batches, as on a rank whose share of the step is empty.
         What was collected is forgotten, so that the next step of the update begins anew.
         """
-        assert self._names is not None, "at least one micro-batch"
+        if self._names is None or not self._rows:
+            return 0.0, float(norm), None
         rows = torch.cat(self._rows, dim=1).double()
         numbers = torch.stack([torch.stack(self._losses).double().sum(), norm.to(rows)])
         read = torch.cat([numbers, rows.reshape(-1)]).cpu().numpy()

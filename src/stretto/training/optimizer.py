@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -94,6 +94,11 @@ class Optimizer:
             eps=options.eps,
             fused=True,  # a single pass over the memory; exists for processors too
         )
+
+    @property
+    def stepped(self) -> Iterable[torch.Tensor]:
+        """What is stepped, whose gradients are the sums so far: the parameters, or their masters."""
+        return self._stepped.values()
 
     def collect(self) -> None:
         """Call after each backward pass: gradients of half-precision parameters are summed in float32."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from stretto.objectives.base import ObjectiveOptions
 from stretto.training.losses import token_weights
 from stretto.training.packing import first_fit_decreasing, input_lengths
+from stretto.training.parallel import shares
 from stretto.training.terms import imitated_weights
 from stretto.types import Sample
 
@@ -35,7 +36,8 @@ class Piece:
 class Part:
     """What one optimizer step trains on. Weights are indexed by the samples of the whole batch."""
 
-    pieces: list[Piece]
+    pieces: list[Piece]  # those of this rank
+    num_pieces: int  # of all ranks
     weights: NDArray[np.float64]  # [n], of each token of a sample in the loss; 0 outside of the part
     imitated: NDArray[np.float64] | None  # [n], of each token in the likelihood term
 
@@ -60,22 +62,29 @@ def cut_groups(groups: Sequence[int], num_parts: int) -> list[list[int]]:
 
 
 def cut_batch(
-    samples: Sequence[Sample], algorithm: ObjectiveOptions, *, num_parts: int, micro_tokens: int
+    samples: Sequence[Sample],
+    algorithm: ObjectiveOptions,
+    *,
+    num_parts: int,
+    micro_tokens: int,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> list[Part]:
-    """The parts of an update, with their micro-batches."""
+    """The parts of an update, with the micro-batches of one rank; its share of a part are whole sequences."""
     sizes = input_lengths(samples)
     lengths = np.array([len(sample.completion.tokens) for sample in samples], dtype=np.int64)
     rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
     parts = []
     for indices in cut_groups([sample.group for sample in samples], num_parts):
         inside = np.asarray(indices, dtype=np.int64)
-        bins = first_fit_decreasing(sizes[inside], micro_tokens)
+        shared = [inside[share] for share in shares(sizes[inside], num_ranks)]
+        bins = [first_fit_decreasing(sizes[share], micro_tokens) for share in shared]
         weights = np.zeros(len(samples))
         weights[inside] = token_weights(lengths[inside], algorithm.average, algorithm.average_tokens)
         imitated = None
         if algorithm.supervised is not None:
             imitated = np.zeros(len(samples))
             imitated[inside] = imitated_weights(rewards[inside], lengths[inside], algorithm.supervised.threshold)
-        pieces = [Piece(tuple(inside[chosen].tolist())) for chosen in bins]
-        parts.append(Part(pieces, weights, imitated))
+        pieces = [Piece(tuple(shared[rank][chosen].tolist())) for chosen in bins[rank]]
+        parts.append(Part(pieces, sum(map(len, bins)), weights, imitated))
     return parts

@@ -30,7 +30,7 @@ from stretto.objectives.shaping_options import OverlongOptions, overlong_refusal
 from stretto.training.advantages import Advantages, outcome_advantages, penalized_advantages
 from stretto.training.correction import correction_weights
 from stretto.training.critic import make_critic
-from stretto.training.flops import Costs, peak_flops, utilization
+from stretto.training.flops import Costs, peak_flops, update_flops, utilization
 from stretto.training.forward import PackedModel
 from stretto.training.lora import LoraOptions, inject_lora, lora_tensors, write_adapter
 from stretto.training.measures import (
@@ -45,6 +45,7 @@ from stretto.training.measures import (
 )
 from stretto.training.optimizer import Optimizer, TrainerOptions, learning_rate
 from stretto.training.packing import MicroBatch, micro_batch
+from stretto.training.parallel import Ranks
 from stretto.training.parts import Part, Piece, cut_batch, pieces_of
 from stretto.training.protocol import Trainer
 from stretto.training.reference import Reference
@@ -96,6 +97,7 @@ class LocalTrainer:
         tokenizer: Any = None,  # exported beside the model
         base: str | None = None,  # what an adapter says it belongs to; None: the model's own `name_or_path`
         reference: nn.Module | None = None,  # what a divergence is measured against; None: the policy without adapters
+        ranks: Ranks | None = None,  # those that train this policy together; None: this process alone
     ) -> None:
         if any(parameter.is_inference() for parameter in model.parameters()):
             raise ModelError("the model was loaded under `torch.inference_mode`, so it cannot train: load it outside")
@@ -107,6 +109,7 @@ class LocalTrainer:
         ):
             raise RecipeError(reason)
         self.lora = lora
+        self.ranks = ranks or Ranks()
         self.tokenizer = tokenizer
         self.base = base if base is not None else str(getattr(model, "name_or_path", ""))
         self.model.eval()  # no dropout: a ratio compares two policies, not two masks
@@ -121,7 +124,8 @@ class LocalTrainer:
         self.packed.prepare(compiled=self.options.compile, checkpointing=self.options.checkpointing)
         self.optimizer = Optimizer(trainable, self.options)
         self.costs = Costs(model, trains_weights=lora is None)
-        self.peak = peak_flops(self.device, self.packed.head.weight.dtype)
+        peak = peak_flops(self.device, self.packed.head.weight.dtype)
+        self.peak = None if peak is None else peak * self.ranks.count
         self.reference: Reference | None = None
         if self.algorithm.kl is not None:
             self.reference = (
@@ -144,13 +148,14 @@ class LocalTrainer:
             raise TrainerError(f"update {batch.update} has an empty batch")
         parts = cut_batch(
             batch.samples, self.algorithm, num_parts=self.options.optimizer_steps,
-            micro_tokens=self.options.micro_tokens,
+            micro_tokens=self.options.micro_tokens, rank=self.ranks.rank, num_ranks=self.ranks.count,
         )  # fmt: skip
         # A later step may fail when earlier ones are done, and then nothing may have changed.
         before = self.state() if len(parts) > 1 or self.critic is not None else None
         try:
             with torch.inference_mode(False):
-                self._look_ahead(batch, parts)
+                with self.ranks.together():
+                    self._look_ahead(batch, parts)
                 measured = self._steps(batch, parts)
                 if self.device.type == "cuda":
                     torch.cuda.current_stream(self.device).synchronize()  # it has ended when its time is taken
@@ -201,11 +206,15 @@ class LocalTrainer:
             **staleness_measures(batch, tokens),
             "mismatch_kl": kl_sum / max(1, kl_tokens),
             "mismatch_tokens": float(kl_tokens),
-            "micro_batches": float(sum(len(part.pieces) for part in parts)),
+            "micro_batches": float(sum(part.num_pieces for part in parts)),
             "optimizer_steps": float(len(parts)),
         }
         metrics = beside(token_measures(tokens, len(batch.samples)), metrics)
-        return _Measured(metrics, kl_sum, kl_tokens, self.costs.update(batch))
+        reference = None if self.reference is None else self.reference.costs
+        flops = update_flops(
+            self.costs, batch, num_steps=len(parts), critic=self.critic is not None, reference=reference
+        )
+        return _Measured(metrics, kl_sum, kl_tokens, flops)
 
     # -- before the first step -----------------------------------------------------------------------------------------
 
@@ -249,10 +258,12 @@ class LocalTrainer:
         kl, groups = self.algorithm.kl, [s.group for s in batch.samples]
         penalties = np.zeros(len(batch.samples))
         if kl is not None and kl.place == "reward":
-            penalties = kl.coefficient * sampled_divergences(batch, pieces_of(parts), kl.estimate)
+            own = sampled_divergences(batch, pieces_of(parts), kl.estimate)
+            penalties = kl.coefficient * self.ranks.total(own)
         try:
             if self.critic is not None:
-                judged = self.critic.judge(batch, list(pieces_of(parts)), rewards - penalties)
+                pieces = list(pieces_of(parts))
+                judged = self.critic.judge(batch, pieces, rewards - penalties, self.ranks.total)
                 return judged.advantages, judged.metrics
             found = penalized_advantages(self.algorithm.advantage, rewards, penalties, groups)
             plain = outcome_advantages(self.algorithm.advantage, [s.reward for s in batch.samples], groups)
@@ -285,11 +296,15 @@ class LocalTrainer:
 
     def _gradient(self, batch: Batch, part: Part, advantages: Advantages, collector: Collector) -> _Gradient:
         """Sum the gradient of a part's loss over its micro-batches. Raises `TrainerError` if it cannot be stepped."""
-        with torch.enable_grad():
+        with self.ranks.together(), torch.enable_grad():
             for piece in part.pieces:
                 self._accumulate(batch, part, piece, advantages, collector)
+        self.ranks.add_gradients(self.optimizer.stepped)
+        if self.critic is not None:
+            self.ranks.add_gradients(self.critic.stepped)
         norm = self.optimizer.norm()
-        loss, value, tokens = collector.finish(norm)
+        own_loss, value, own_tokens = collector.finish(norm)
+        loss, tokens = self.ranks.measured(own_loss, value, own_tokens)
         if not math.isfinite(loss):
             raise TrainerError(
                 f"the loss of update {batch.update} is {loss}: a log-probability, the engine's or the trainer's, "
@@ -410,8 +425,11 @@ class LocalTrainer:
         self.restore({**self.state(), **{f"value/{name}": tensor for name, tensor in weights.tensors.items()}})
 
     def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.cpu().contiguous() for name, tensor in self.state().items()}, folder / STATE_FILE)
+        with self.ranks.together():
+            if self.ranks.rank == 0:  # every rank holds the same
+                folder.mkdir(parents=True, exist_ok=True)
+                tensors = {name: tensor.cpu().contiguous() for name, tensor in self.state().items()}
+                save_file(tensors, folder / STATE_FILE)
 
     def load(self, folder: Path) -> None:
         if not (folder / STATE_FILE).exists():
@@ -419,6 +437,11 @@ class LocalTrainer:
         self.restore(load_file(folder / STATE_FILE, device=str(self.device)))
 
     def export(self, folder: Path) -> None:
+        with self.ranks.together():
+            if self.ranks.rank == 0:
+                self._export(folder)
+
+    def _export(self, folder: Path) -> None:
         if self.lora is not None:
             tensors = lora_tensors(self.model, self.adapted)
             write_adapter(folder, tensors, options=self.lora, base=self.base, names=self.adapted)

@@ -1,0 +1,200 @@
+"""Several ranks give the gradient of one, and are told what one is told; on real processes over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rank_cases import Processes
+from training_cases import random_batch, tiny
+
+from stretto.errors import TrainerError
+from stretto.objectives.base import ObjectiveOptions
+from stretto.objectives.grpo import GrpoOptions
+from stretto.objectives.gspo import GspoOptions
+from stretto.objectives.ppo import PpoOptions
+from stretto.objectives.reinforce_plus_plus import ReinforcePlusPlusOptions
+from stretto.training.parallel import Ranks, shares
+from stretto.training.trainer import LocalTrainer, LoraOptions, TrainerOptions
+from stretto.types import Batch
+
+TIMES = ("seconds", "flops")  # measured or counted, and nobody's gradient
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    torch.set_num_threads(1)
+    with Processes(2) as processes:
+        yield processes
+
+
+def make(
+    ranks: Ranks, algorithm: ObjectiveOptions, *, lora: bool = True, dtype: torch.dtype = torch.float64, **options: Any
+) -> LocalTrainer:
+    return LocalTrainer(
+        tiny(dtype=dtype),
+        lora=LoraOptions(rank=2) if lora else None,
+        options=TrainerOptions(learning_rate=1e-2, **{"micro_tokens": 40, **options}),
+        algorithm=algorithm,
+        ranks=ranks,
+    )
+
+
+Trained = tuple[list[dict[str, float]], dict[str, torch.Tensor], list[str]]
+
+
+def trained(ranks: Ranks, batches: list[Batch], algorithm: ObjectiveOptions, options: dict[str, Any]) -> Trained:
+    """What is told of each update, the state at the end, and the checksums of the versions."""
+    trainer = make(ranks, algorithm, **options)
+    reports, checksums = [], []
+    for batch in batches:
+        reports.append(dict(trainer.update(batch).metrics))
+        checksums.append(trainer.weights(batch.update + 1).checksum)
+    return reports, trainer.state(), checksums
+
+
+def assert_alike(one: Trained, many: list[Trained], tolerance: float) -> None:
+    first = many[0]
+    for other in many[1:]:
+        assert other[2] == first[2], "the ranks hold the same weights, bit for bit"
+        assert all(torch.equal(other[1][name], tensor) for name, tensor in first[1].items())
+    assert first[1].keys() == one[1].keys()
+    for name, tensor in one[1].items():
+        worst = float((first[1][name].double() - tensor.double()).abs().max())
+        assert worst <= tolerance * max(1e-3, float(tensor.double().abs().max())), (name, worst)
+    for ours, theirs in zip(one[0], first[0], strict=True):
+        assert theirs.keys() == ours.keys()
+        for name, value in ours.items():
+            if name not in TIMES and name != "micro_batches":
+                assert theirs[name] == pytest.approx(value, rel=100 * tolerance, abs=tolerance), name
+
+
+PPO = PpoOptions()
+KL_REWARD = GrpoOptions(kl={"coefficient": 0.3, "place": "reward"})
+BESIDE = GrpoOptions(
+    anchor="proximal",
+    kl={"coefficient": 0.3},
+    entropy={"coefficient": 0.2},
+    supervised={"coefficient": 0.4, "threshold": 1.0},
+    correction={"mode": "cap", "level": "sequence", "high": 3.0},
+)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "tolerance"),
+    [
+        pytest.param(GrpoOptions(average="token"), {}, 1e-9, id="grpo-token-mean"),
+        pytest.param(GrpoOptions(average="token"), {"dtype": torch.float32}, 2e-3, id="grpo-float32"),
+        pytest.param(GrpoOptions(average="token"), {"lora": False}, 1e-9, id="grpo-full"),
+        pytest.param(GrpoOptions(average="token"), {"lora": False, "dtype": torch.bfloat16}, 5e-2, id="full-bfloat16"),
+        pytest.param(GspoOptions(average="sequence"), {}, 1e-9, id="gspo-sequence-mean"),
+        pytest.param(ReinforcePlusPlusOptions(), {}, 1e-9, id="whitening"),
+        pytest.param(PPO, {}, 1e-9, id="ppo"),
+        pytest.param(PPO, {"optimizer_steps": 2}, 1e-9, id="ppo-two-steps"),
+        pytest.param(GrpoOptions(), {"optimizer_steps": 2}, 1e-9, id="two-steps"),
+        pytest.param(KL_REWARD, {}, 1e-9, id="divergence-in-the-reward"),
+        pytest.param(BESIDE, {"optimizer_steps": 2}, 1e-9, id="everything-beside"),
+    ],
+)
+def test_two_ranks_give_what_one_gives(
+    two: Processes, algorithm: ObjectiveOptions, options: dict[str, Any], tolerance: float
+) -> None:
+    batches = [random_batch(update, seed=update, version=max(0, update - 1)) for update in range(2)]
+    one = trained(Ranks(), batches, algorithm, options)
+    assert_alike(one, two.run(trained, batches, algorithm, options), tolerance)
+
+
+@pytest.mark.parametrize("algorithm", [GrpoOptions(), PPO, KL_REWARD], ids=["grpo", "ppo", "divergence"])
+def test_a_rank_whose_share_is_empty_takes_part(two: Processes, algorithm: ObjectiveOptions) -> None:
+    single = random_batch(0, groups=1, members=1)
+    batches = [single, random_batch(1, groups=2, members=1)]
+    options = {"optimizer_steps": 2}  # in the second update each step has one sequence, and one rank none
+    one = trained(Ranks(), batches, algorithm, options)
+    assert_alike(one, two.run(trained, batches, algorithm, options), 1e-9)
+
+
+def broken_then_whole(ranks: Ranks, algorithm: ObjectiveOptions, longest_first: bool) -> tuple[str, bool, str]:
+    trainer = make(ranks, algorithm, optimizer_steps=2)
+    before = trainer.state()
+    batch = random_batch(0)
+    lengths = [len(sample.prompt) + len(sample.completion.tokens) for sample in batch.samples]
+    index = int(np.argsort(lengths)[-1 if longest_first else -2])  # of one rank's share, or the other's
+    bad = batch.samples[index]
+    bad = replace(bad, completion=replace(bad.completion, logprobs=bad.completion.logprobs[:-1]))
+    samples = [*batch.samples[:index], bad, *batch.samples[index + 1 :]]
+    said = ""
+    try:
+        trainer.update(Batch(0, samples))
+    except TrainerError as error:
+        said = str(error)
+    unchanged = all(torch.equal(trainer.state()[name], tensor) for name, tensor in before.items())
+    trainer.update(batch)
+    return said, unchanged, trainer.weights(1).checksum
+
+
+@pytest.mark.parametrize("longest_first", [False, True])
+def test_what_fails_on_one_rank_fails_on_all_and_changes_nothing(two: Processes, longest_first: bool) -> None:
+    found = two.run(broken_then_whole, PPO, longest_first)
+    assert all(unchanged for _, unchanged, _ in found)
+    assert found[0][2] == found[1][2], "they go on together"
+    said = sorted((message for message, _, _ in found), key=len)
+    assert "log-probabilities" in said[0]
+    assert said[1].startswith("rank ")
+    assert said[1].endswith(said[0])
+
+
+def saved(ranks: Ranks, folder: Path, algorithm: ObjectiveOptions) -> str:
+    trainer = make(ranks, algorithm)
+    trainer.update(random_batch(0))
+    trainer.save(folder)
+    trainer.update(random_batch(1))
+    return trainer.weights(2).checksum
+
+
+def loaded(ranks: Ranks, folder: Path, algorithm: ObjectiveOptions) -> tuple[str, dict[str, torch.Tensor]]:
+    trainer = make(ranks, algorithm)
+    trainer.load(folder)
+    trainer.update(random_batch(1))
+    return trainer.weights(2).checksum, trainer.state()
+
+
+def test_a_checkpoint_of_two_ranks_is_gone_on_from_by_one_and_by_two(two: Processes, tmp_path: Path) -> None:
+    checksums = two.run(saved, tmp_path / "state", PPO)
+    again = two.run(loaded, tmp_path / "state", PPO)
+    assert {checksum for checksum, _ in again} == set(checksums)
+    _, alone = loaded(Ranks(), tmp_path / "state", PPO)
+    for name, tensor in alone.items():
+        assert torch.allclose(tensor.double(), again[0][1][name].double(), rtol=1e-7, atol=1e-9), name
+
+
+def not_writable(ranks: Ranks, folder: Path) -> str:
+    trainer = make(ranks, GrpoOptions())
+    try:
+        trainer.save(folder)
+    except (OSError, TrainerError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_disk_that_fails_rank_0_fails_all(two: Processes, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    said = two.run(not_writable, tmp_path / "taken" / "state")
+    assert said[0].startswith("NotADirectoryError")
+    assert said[1].startswith("TrainerError: rank 0 of 2 failed: NotADirectoryError")
+
+
+@given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 6))
+def test_shares_are_balanced_and_lose_nothing(sizes: list[int], count: int) -> None:
+    found = shares(sizes, count)
+    assert sorted(index for share in found for index in share) == list(range(len(sizes)))
+    assert all(share == sorted(share) for share in found)
+    heaviest = max(sum(sizes[index] for index in share) for share in found)
+    assert heaviest <= sum(sizes) / count + max(sizes, default=0)
+    assert shares(sizes, 1) == [list(range(len(sizes)))]
