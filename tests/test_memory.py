@@ -203,6 +203,19 @@ def test_a_model_of_its_own_to_stay_near_and_several_steps_are_planned_for() -> 
     assert (one.undo, several.undo) == (0, several.optimizer * 3 // 2)
 
 
+def test_the_passes_of_a_critic_of_several_steps_and_of_a_reference_are_planned_for() -> None:
+    def need(type: str = "grpo", steps: int = 1, **beside: Any) -> Any:
+        made = recipe(lora=True, algorithm={"type": type, **beside}, training={"optimizer_steps": steps})
+        return footprint(made, tiny_config(), 16, CPU)
+
+    plain, a_value_a_token = need(), 16 * 8 * 256 * 4
+    critic = need("ppo")
+    assert critic.undo == need(steps=4).undo == 3 * plain.optimizer // 2, "a critic that fails undoes the policy's step"
+    assert critic.working - plain.working == 2 * a_value_a_token, "values and returns"
+    assert need(steps=4).working - plain.working == a_value_a_token
+    assert need("ppo", 4, kl={"coefficient": 0.1}).working - plain.working == 4 * a_value_a_token
+
+
 def test_a_model_to_stay_near_that_is_not_there_is_named_by_its_option() -> None:
     made = recipe(algorithm={"kl": {"coefficient": 0.1, "reference": "./nowhere"}})
     with pytest.raises(ModelError, match=r"`algorithm\.kl\.reference = '\./nowhere'`: there is no folder"):

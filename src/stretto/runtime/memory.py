@@ -10,7 +10,9 @@ On CUDA the KV cache gets what the rest leaves. Free memory, less:
 | trained       | float32 adapters and their rounded copies, or float32 masters                                    |
 | optimizer     | AdamW's two averages, float32                                                                    |
 | gradients     | float32; with full half-precision weights those of one backward pass too                         |
-| working       | activations and logits of a micro-batch, or a checkpoint's copy of the trainer: never both       |
+| undo          | a copy of what is stepped and its averages, where an update has several steps or a critic        |
+| working       | activations and logits of a micro-batch, or a checkpoint's copy of the trainer: never both; what |
+|               | the passes before the first step leave of each token                                             |
 | engine        | captured graphs, workspaces, logits of every row, and what sorts them where `rollout` truncates  |
 | slack         | what the allocator cannot use                                                                    |
 
@@ -58,7 +60,7 @@ class Footprint:
     store: int
     trained: int  # 0 where it is the base itself that is stepped
     reference: int  # a second model, where a divergence is measured against one
-    undo: int  # a copy of what is stepped, while an update of several steps may still fail
+    undo: int  # a copy of what is stepped, while an update of several steps, or with a critic, may still fail
     optimizer: int
     gradients: int
     working: int
@@ -175,10 +177,10 @@ def footprint(
         store=(recipe.plan.slots + 1) * version,
         trained=(stepped if half else 0) if full else stepped + (version if half else 0),
         reference=_reference_bytes(recipe, base, dtype),
-        undo=3 * stepped if recipe.training.optimizer_steps > 1 else 0,
+        undo=3 * stepped if recipe.training.optimizer_steps > 1 or recipe.algorithm.uses_critic else 0,
         optimizer=2 * stepped,
         gradients=stepped + (version if half and full else 0),
-        working=max(activations, 3 * stepped) if on_cuda else activations,
+        working=(max(activations, 3 * stepped) if on_cuda else activations) + _ahead_bytes(recipe),
         engine=instances * _engine_bytes(recipe, text, model, dtype) if on_cuda else 0,
         slack=int(SLACK_SHARE * (free or 0)) if on_cuda else 0,
         kv=0,
@@ -203,6 +205,17 @@ def _reference_bytes(recipe: Recipe, base: int, dtype: torch.dtype) -> int:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(kl.reference, option="algorithm.kl.reference"))
     return int(sum(parameter.numel() for parameter in model.parameters())) * dtype.itemsize
+
+
+def _ahead_bytes(recipe: Recipe) -> int:
+    """Of what is kept of every completion token from the passes before the first step of an update, in float32.
+
+    The passes themselves need less than those that train: one micro-batch at a time, and no backward pass.
+    """
+    algorithm, plan = recipe.algorithm, recipe.plan
+    kept = (recipe.training.optimizer_steps > 1) + 2 * algorithm.uses_critic + (algorithm.kl is not None)
+    tokens = (plan.batch + plan.replay_groups) * plan.group_size * recipe.rollout.max_tokens
+    return kept * tokens * torch.float32.itemsize
 
 
 def activation_bytes(

@@ -2,8 +2,9 @@
 
 Counted is what the mathematics asks for: products with weights, twice their elements a token forward; as much again for
 the gradient of the input, and with full-parameter training for that of the weight; attention by the squares of the
-lengths, halved by causality, with twice of it backward. The head counts for the tokens that it is applied to. What is
-computed again, padding, adapters and everything that is not a product are not counted.
+lengths, halved by causality, with twice of it backward. The head counts for the tokens that it is applied to. Passes
+that the algorithm needs before its first step count too. What is computed again, padding, adapters, a critic's head and
+everything that is not a product of matrices are not counted.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from stretto.training.packing import input_lengths
@@ -42,14 +44,38 @@ class Costs:
         self.attention_width = config.num_hidden_layers * heads * head_size
         self.passes = 3 if trains_weights else 2  # forward, gradient of the input, gradient of the weight
 
-    def update(self, batch: Batch) -> float:
-        """Operations of one update; a multiplication and an addition are two."""
+    def forward(self, batch: Batch, *, head: bool = True) -> float:
+        """Operations of one pass over a batch without gradients; a multiplication and an addition are two."""
         lengths = input_lengths(batch.samples).astype(np.float64)
-        completions = sum(len(sample.completion.tokens) for sample in batch.samples)
-        products = 2.0 * self.passes * (self.elements * lengths.sum() + self.head_elements * completions)
-        # Two products of `length ** 2 / 2` pairs forward, four backward, whatever is trained.
-        attention = 3.0 * 2.0 * self.attention_width * np.square(lengths).sum()
-        return float(products + attention)
+        return self._products(batch, lengths, head=head) + self._attention(lengths)
+
+    def update(self, batch: Batch) -> float:
+        """Operations of the steps of an update: every token forward and backward once, however many steps there are."""
+        lengths = input_lengths(batch.samples).astype(np.float64)
+        # Four products of attention backward for the two forward, whatever is trained.
+        return self.passes * self._products(batch, lengths, head=True) + 3.0 * self._attention(lengths)
+
+    def _products(self, batch: Batch, lengths: NDArray[np.float64], *, head: bool) -> float:
+        completions = sum(len(sample.completion.tokens) for sample in batch.samples) if head else 0
+        return float(2.0 * (self.elements * lengths.sum() + self.head_elements * completions))
+
+    def _attention(self, lengths: NDArray[np.float64]) -> float:
+        """Two products of `length ** 2 / 2` pairs."""
+        return float(2.0 * self.attention_width * np.square(lengths).sum())
+
+
+def update_flops(costs: Costs, batch: Batch, *, num_steps: int, critic: bool, reference: Costs | None) -> float:
+    """Operations of an update with the passes before its first step.
+
+    Several steps need the log-probabilities under the policy before them, a critic its values, both from one pass; a
+    divergence those of the reference, from a pass of its own.
+    """
+    total = costs.update(batch)
+    if num_steps > 1 or critic:
+        total += costs.forward(batch, head=num_steps > 1)
+    if reference is not None:
+        total += reference.forward(batch)
+    return total
 
 
 def utilization(flops: float, seconds: float, peak: float | None) -> dict[str, float]:

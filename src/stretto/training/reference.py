@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from stretto.errors import ModelError
+from stretto.training.flops import Costs
 from stretto.training.forward import PackedModel
 from stretto.training.lora import LoraLinear
 
@@ -22,6 +23,7 @@ class Reference:
 
     def __init__(self, packed: PackedModel, adapters: Sequence[torch.Tensor] = ()) -> None:
         self.packed = packed
+        self.costs = Costs(packed.model, trains_weights=False)
         self._adapters = list(adapters)
 
     @classmethod
