@@ -17,7 +17,7 @@ from stretto.core.paradigms import PARADIGMS
 from stretto.engines.fake import FakeEngine
 from stretto.environments.data import PromptStream, Row
 from stretto.environments.order import PassRates
-from stretto.runtime.folder import kept_again
+from stretto.runtime.resuming import kept_again
 from stretto.store.journal import Journal
 from stretto.store.reader import JournalReader
 from stretto.store.verify import format_findings, verify

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +125,10 @@ def test_mixed_truncated_and_signal_less_are_counted() -> None:
 def test_a_stopped_window_ends_with_the_stop_and_the_sums_go_on_when_resumed() -> None:
     first, _ = tally()
     first.open_window([load(0.0, 0.0)], at=0.0)
-    update(first, 0, [sample(0, 0, completion(5))], 2.0, 4.0)
+    line = update(first, 0, [sample(0, 0, completion(5))], 2.0, 4.0)
     first.mark([load(4.0, 8.0)], at=4.0)
     first.close_window([load(6.0, 12.0)], at=6.0, stopped=True)
-    totals = Totals.from_json(json.loads(json.dumps(asdict(first.totals))))
+    totals = Totals.from_json(json.loads(json.dumps(first.totals.sums())), [line])
     assert totals == first.totals
     second, _ = tally(totals=totals)
     second.open_window([load(100.0, 100.0)], at=1000.0)
@@ -179,19 +178,24 @@ def test_a_line_on_the_screen_says_why_the_trainer_waited() -> None:
     assert describe_update({**line, "trainer_idle_seconds": 38.2}, 9).endswith("trainer idle 38 s: group 3")
 
 
-def test_metrics_are_a_line_a_record_and_go_back_to_a_checkpoint(tmp_path: Path) -> None:
+def test_metrics_are_a_line_a_record_and_are_written_again_from_what_the_journal_has(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "metrics.jsonl")
-    lines.rewind(0, set())
-    assert not (tmp_path / "metrics.jsonl").exists()
     for number in range(4):
         lines.write({"kind": "update", "update": number})
-        lines.write({"kind": "evaluation", "version": number + 1, "moment": "during"})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "upd')  # killed as it wrote
-    lines.rewind(2, {(1, "during")})  # the checkpoint was made before the evaluation of version 2 had ended
+    lines.rewrite([{"kind": "update", "update": number} for number in range(3)])
+    lines.write({"kind": "update", "update": 3})
     kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [record.get("update") for record in kept if record["kind"] == "update"] == [0, 1]
-    assert [record.get("version") for record in kept if record["kind"] == "evaluation"] == [1]
+    assert [record["update"] for record in kept] == [0, 1, 2, 3]
+
+
+def test_sums_come_back_with_what_the_lines_say() -> None:
+    subject, _ = tally()
+    line = update(subject, 4, [sample(0, 3, completion(10)), sample(1, 4, completion(20))], 0.0, 1.0)
+    read = Totals.from_json(json.loads(json.dumps(subject.totals.sums())), [json.loads(json.dumps(line))])
+    assert read == subject.totals
+    assert Totals.from_json({}) == Totals()
 
 
 def test_metrics_that_cannot_be_written_are_an_error_by_name(tmp_path: Path) -> None:

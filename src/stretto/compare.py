@@ -7,7 +7,6 @@ and `compare.json` are written again after every run. The same command therefore
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -142,9 +141,6 @@ def _run(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> dict[str, 
         case "stopped":
             say(f"{paradigm}: continued in {folder}")
             options.append("--resume")
-        case "lost":
-            say(f"{paradigm}: {folder} ended before its first checkpoint; it begins anew")
-            shutil.rmtree(folder)
         case _:
             say(f"{paradigm}: begins in {folder}")
     path = folder.with_suffix(".toml")

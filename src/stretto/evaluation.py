@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from stretto.engines.protocol import Engine
 from stretto.environments.data import PromptStream
@@ -83,8 +83,11 @@ class Evaluator:
             seconds=ended - started,
         )
 
-    def record(self, result: EvaluationResult) -> None:
-        """Write a result into the journal; apart from `evaluate`, so that it comes when the core counts it."""
+    def record(self, result: EvaluationResult, line: Mapping[str, Any] | None = None) -> None:
+        """Write a result into the journal; apart from `evaluate`, so that it comes when the core counts it.
+
+        `line` is that of `metrics.jsonl`.
+        """
         self._journal.evaluation(
             result.version,
             result.moment,
@@ -92,6 +95,7 @@ class Evaluator:
             reward=result.score,
             num=result.num_scored,
             seconds=result.seconds,
+            line=line,
         )
 
 

@@ -21,6 +21,7 @@ from stretto.errors import AbortedError, EngineError, RequestError, RewardError,
 from stretto.observe.metrics import Tally
 from stretto.observe.tail import Tail
 from stretto.store.journal import Journal
+from stretto.store.versions import VersionFiles
 from stretto.types import Completion, Load, Prompt, Request, Sampling, Suspended, Weights
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Flights:
         tally: Tally,
         tail: Tail,
         post: Callable[[core.Event], None],
+        versions: VersionFiles | None = None,
     ) -> None:
         self.under_way: dict[int, Flight] = dict(under_way)
         self.engines = dict(engines)  # those that live
@@ -69,6 +71,7 @@ class Flights:
         self._tally = tally
         self._tail = tail
         self._post = post
+        self._versions = versions
 
     def reports(self) -> list[Load]:
         """What every instance is doing and has done, those that are lost included."""
@@ -134,7 +137,7 @@ class Flights:
         """Have an instance hold a version besides those that it has."""
 
         async def load(engine: Engine) -> None:
-            await self._journal.durable()  # the version's checksum, before its first token
+            await self._durable(weights.version)
             await engine.load(weights)
             self._loaded(instance, weights)
 
@@ -144,11 +147,17 @@ class Flights:
         """Have an instance go on under other weights with all that it runs under version `old`."""
 
         async def swap(engine: Engine) -> None:
-            await self._journal.durable()
+            await self._durable(weights.version)
             await engine.swap(old, weights)
             self._loaded(instance, weights)
 
         await self.on(instance, swap)
+
+    async def _durable(self, version: int) -> None:
+        """The version's checksum, and where the run keeps them its weights, are on the disk before its first token."""
+        await self._journal.durable()
+        if self._versions is not None:
+            await self._versions.durable(version)
 
     def _loaded(self, instance: int, weights: Weights) -> None:
         self._journal.version_loaded(weights.version, weights.checksum, at=time.time())

@@ -16,7 +16,7 @@ threads, rewards have processes, the journal has a writer.
 | a new group              | rows, in_flight, deadlines, a slot, a drain | core, at an event | named by `brain.waits` |
 | the trainer              | unfinished groups, named by the batch rule  | their flights     | named by `brain.waits` |
 | a batch before it trains | its members durable in the journal          | journal's writer  | the journal's own      |
-| a version's first token  | its checksum durable in the journal         | journal's writer  | the journal's own      |
+| a version's first token  | checksum and weights, durable on the disk   | writers of both   | the writers' own       |
 | the loop                 | an update, or the trainer's state           | the trainer       | `update_s`, by name    |
 | an update                | the trainer's state, while it is saved      | the trainer       | the update's own       |
 | a flight                 | its tokens                                  | engine            | the loop's `stall_s`   |
@@ -47,7 +47,7 @@ from stretto.engines.protocol import Engine
 from stretto.environments.data import PromptStream
 from stretto.environments.protocol import Environment
 from stretto.environments.single_turn import Decode
-from stretto.errors import EngineError, StalledError
+from stretto.errors import EngineError, RunError, StalledError
 from stretto.evaluation import EvaluationResult, Evaluator
 from stretto.flights import Flight, Flights
 from stretto.observe.metrics import Tally
@@ -58,6 +58,7 @@ from stretto.runtime.roles import TrainerSeat
 from stretto.seeds import trajectory_seed
 from stretto.store.journal import Journal
 from stretto.store.schema import Attempt
+from stretto.store.versions import VersionFiles
 from stretto.types import Sampling, Weights
 from stretto.updates import Updates
 
@@ -102,9 +103,13 @@ class Loop:
         weights: Mapping[int, Weights],
         flights: Mapping[int, Flight],
         kept: Mapping[int, Flight] | None = None,
+        versions: VersionFiles | None = None,
         checkpointing: Checkpointing | None = None,
     ) -> None:
-        """`flights` are under way, and `kept` were trained and may be used again, as a checkpoint has it."""
+        """`flights` are under way, and `kept` were trained and may be used again, as a checkpoint has it.
+
+        Where there are `versions`, weights are durable in them before an engine loads them.
+        """
         self.brain = brain
         self.weights: dict[int, Weights] = dict(weights)  # the weight store: a version lives here while anyone needs it
         self._trainer = trainer
@@ -114,6 +119,7 @@ class Loop:
         self._tally = tally
         self._observer = observer
         self._settings = settings
+        self._versions = versions
         self._checkpointing = checkpointing
 
         self._events: deque[core.Event] = deque()
@@ -135,6 +141,7 @@ class Loop:
             tally=tally,
             tail=self._tail,
             post=self.post,
+            versions=versions,
         )
         self._updates = Updates(
             trainer,
@@ -146,8 +153,10 @@ class Loop:
             tail=self._tail,
             observer=observer,
             post=self.post,
+            versions=versions,
         )
         self._checkpointed_at = 0.0
+        self._saves: asyncio.Task[None] | None = None  # the checkpoint that is being written
         self._evaluations: dict[int, EvaluationResult] = {}  # ended, and not yet counted
 
     @property
@@ -189,6 +198,8 @@ class Loop:
                     raise self._failure
             await asyncio.gather(*self._discards)
             if self._finish.stopped:
+                if self._saves is not None:
+                    await asyncio.wait({self._saves})  # the last one comes after it
                 await self._flights.suspend_all()
             return not self._finish.stopped
         finally:
@@ -214,8 +225,7 @@ class Loop:
             if self.brain.evaluating is None or self.brain.evaluating[1] != event.version:
                 return  # its instance was lost as it ended, and the core counted it as skipped
             assert self._evaluator is not None, "an evaluation is planned only where there is an evaluator"
-            self._evaluator.record(result)
-            self._tally.evaluated(result)
+            self._evaluator.record(result, self._tally.evaluated(result))
             self._observer.evaluated(result)
 
     def stop(self) -> None:
@@ -360,7 +370,7 @@ class Loop:
             f"group {command.group} has no signal and is trained as it is: {self.brain.plan.filter_limit} groups "
             f"(`rollout.filter_limit`) were filtered before update {command.update}, and hardly any had a signal"
         )
-        self._journal.note("filter limit", text, at=time.time())
+        self._journal.group_spared(command.group, command.update, text, at=time.time())
         self._failures.warn(text)
 
     def _forget(self, command: core.Forget) -> None:
@@ -389,16 +399,31 @@ class Loop:
         weights = self.weights[command.version]
         self._journal.version_published(command.version, weights.checksum, at=time.time())
         late = time.time() - self._checkpointed_at >= self._settings.checkpoint_s
-        if self._checkpointing is not None and late and not (self.brain.finished or self.brain.stopping):
+        if late and not (self._saves or self.brain.finished or self.brain.stopping):
             self._checkpointed_at = time.time()
-            self._spawn(self._save(self._checkpointing), f"checkpoint of version {command.version}")
+            # Nothing is awaited before the trainer is asked for its state, so it is that of this version.
+            self._saves = self._spawn(self.save_checkpoint(), f"checkpoint of version {command.version}")
 
-    async def _save(self, checkpointing: Checkpointing) -> None:
-        # Nothing is awaited before the trainer is asked for its state, so it is that of this version.
-        await checkpointing(self)
+    async def save_checkpoint(self) -> None:
+        """Leave a checkpoint, if the run makes any. One that cannot be written costs the run nothing but a warning."""
+        if self._checkpointing is None:
+            return
+        try:
+            await self._checkpointing(self)
+        except RunError as error:
+            self._observer.message(f"warning: {error}; the run goes on")
+            self._journal.note("checkpoint failed", str(error), at=time.time())
+        finally:
+            self._saves = None
 
     def _retire(self, command: core.Retire) -> None:
         self.weights.pop(command.version, None)
+        if self._versions is not None:
+            self._spawn(self._remove(self._versions, command.version), f"remove version {command.version}")
+
+    async def _remove(self, versions: VersionFiles, version: int) -> None:
+        await self._journal.durable()  # what says that nothing needs it
+        versions.remove(version)
 
     def _evaluate(self, command: core.Evaluate) -> None:
         assert self._evaluator is not None, "an evaluation is planned only where there is an evaluator"

@@ -17,6 +17,7 @@ from stretto.observe.progress import Observer
 from stretto.observe.tail import Tail
 from stretto.runtime.roles import TrainerSeat
 from stretto.store.journal import Journal
+from stretto.store.versions import VersionFiles
 from stretto.types import Batch, Sample, Weights
 
 
@@ -35,6 +36,7 @@ class Updates:
         tail: Tail,
         observer: Observer,
         post: Callable[[core.Event], None],
+        versions: VersionFiles | None = None,
     ) -> None:
         """`kept` are trained trajectories that may be used again; None: none ever is."""
         self.free_at = 0.0  # since when the trainer has nothing to do
@@ -48,6 +50,7 @@ class Updates:
         self._tail = tail
         self._observer = observer
         self._post = post
+        self._versions = versions
         self._waits_for = ""  # why the next update has not begun
 
     def note_wait(self, waits: Sequence[Wait]) -> None:
@@ -82,12 +85,16 @@ class Updates:
             del self._flights.under_way[flight.id]
             if self._replays:
                 self._kept[flight.id] = flight
+        if self._versions is not None:
+            self._versions.write(weights)  # durable before an engine loads it
         self._tail.updated(ended - started)
         line = self._tally.trained(samples, report, started=started, ended=ended, idle_s=idle_s, waited_for=waited_for)
-        self._journal.update_done(command.update, line, at=ended)
+        loads = self._flights.reports()
+        totals = self._tally.carried(loads, ended).sums()
+        self._journal.update_done(command.update, line, at=ended, checksum=weights.checksum, totals=totals)
         self._observer.updated(line)
         self.free_at = ended
-        self._tally.mark(self._flights.reports(), ended)
+        self._tally.mark(loads, ended)
         self._post(core.Updated(command.update))
         if (measured := self._tail.measure()) is not None:
             self._post(core.Measured(*measured))

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -472,8 +472,9 @@ def test_a_second_ctrl_c_ends_the_process_at_once(model: Path, tmp_path: Path) -
     assert took < 15.0, "nothing waits for the update that runs"
     assert "once more ends the process at once" in done.stdout
     assert_verifies(tmp_path / "run")
-    with pytest.raises(RunError, match="ended before its first checkpoint"):
-        run(made, tmp_path / "run", resume=True)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert run(made, tmp_path / "run", resume=True)["steps"] == 3, "the journal has all that was done"
+    assert_verifies(tmp_path / "run")
 
 
 def test_a_run_that_was_stopped_with_trajectories_under_way_goes_on_with_them(
@@ -547,7 +548,18 @@ def test_what_failed_before_a_stop_stays_failed(model: Path, tmp_path: Path, mon
     assert_verifies(tmp_path / "run")
 
 
-def test_a_killed_run_goes_back_to_its_checkpoint(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def finished(folder: Path) -> Sequence[Any]:
+    """The updates that were finished, with what they made and when."""
+    return rows(
+        folder,
+        "SELECT update_id, finished_at, checksum, metrics, COUNT(*) FROM updates JOIN members USING (update_id) "
+        "WHERE finished_at IS NOT NULL GROUP BY update_id ORDER BY 1",
+    )
+
+
+def test_a_killed_run_loses_no_update_after_its_checkpoint(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = recipe(model, tmp_path, "training.steps=5", "rollout.max_tokens=30", "rollout.in_flight=6")
     with monkeypatch.context() as patch:
         interrupt_during(patch, 1)
@@ -560,8 +572,11 @@ def test_a_killed_run_goes_back_to_its_checkpoint(model: Path, tmp_path: Path, m
 
     with pytest.raises(KeyError):
         run(made, tmp_path / "run", resume=True, observer=Dies())
+    before = finished(tmp_path / "run")
+    assert [row[0] for row in before] == [0, 1, 2, 3]
     assert run(made, tmp_path / "run", resume=True)["steps"] == 5
-    assert "rewinds to a checkpoint: 1" in assert_verifies(tmp_path / "run")
+    assert_verifies(tmp_path / "run")
+    assert finished(tmp_path / "run")[:4] == before
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines if line["kind"] == "update"] == [0, 1, 2, 3, 4]
 
@@ -582,8 +597,11 @@ def test_a_run_that_was_killed_goes_on_from_the_last_checkpoint_that_it_made(
 
     with pytest.raises(KeyError):
         run(made, tmp_path / "run", observer=Dies())
+    before = finished(tmp_path / "run")
+    assert [row[0] for row in before] == [0, 1, 2, 3, 4]
     summary = run(made, tmp_path / "run", resume=True)
-    assert "rewinds to a checkpoint: 1" in assert_verifies(tmp_path / "run")
+    assert_verifies(tmp_path / "run")
+    assert finished(tmp_path / "run")[:5] == before, "what was finished was not done again"
     assert (summary["steps"], summary["trained_trajectories"]) == (6, 72)
     assert summary["wall_seconds"] > 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -513,6 +513,10 @@ class Brain:
         self._commands.append(SkipEvaluation(version, reason))
 
     def _do_again(self) -> None:
+        for group in list(self.ledger.groups.values()):
+            if not group.unfinished and group.id not in self.ledger.finished:
+                self.ledger.finish_again(group)
+                self._finished(group)
         for trajectory in self.ledger.trajectories.values():
             if trajectory.state is State.SCORING:
                 self._commands.append(Rescore(trajectory.id))

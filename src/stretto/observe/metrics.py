@@ -1,8 +1,8 @@
 """What a run measured: a line an update, and the summary at the end.
 
 A *window* runs from the first admission to the end of the last update. A run that was stopped and resumed has several,
-all but the last ending with the stop, and their sums are carried in the checkpoint. Warm start and the evaluations
-before and after lie outside of every one.
+all but the last ending with the stop, and their sums are carried in the journal; that of a session that was killed
+ends with its last update. Warm start and the evaluations before and after lie outside of every one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,27 +42,14 @@ class JsonLines:
         except OSError as error:
             raise RunError(f"`{self._path}` cannot be written: {error}") from error
 
-    def rewind(self, updates: int, evaluations: Collection[tuple[int, str]]) -> None:
-        """Go back to a checkpoint: keep its `updates` updates and its `evaluations`, each a (version, moment).
-
-        A line that was cut off goes too.
-        """
-        if not self._path.exists():
-            return
-        kept = []
-        for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
-            if not line.endswith("\n"):
-                continue
-            record = json.loads(line)
-            if record["kind"] == "update":
-                known = record["update"] < updates
-            else:
-                known = (record["version"], record["moment"]) in evaluations
-            if known:
-                kept.append(line)
+    def rewrite(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Hold these lines and no others: those of the journal, when a run is taken up that may have been killed."""
         scratch = self._path.with_suffix(".partial")
-        scratch.write_text("".join(kept), encoding="utf-8")
-        scratch.replace(self._path)
+        try:
+            scratch.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+            scratch.replace(self._path)
+        except OSError as error:
+            raise RunError(f"`{self._path}` cannot be written: {error}") from error
 
 
 @dataclass(slots=True)
@@ -97,16 +84,20 @@ class Totals:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     history: History = field(default_factory=History)  # by which a collapse is seen
 
+    def sums(self) -> dict[str, Any]:
+        """What the journal keeps: all but what its lines of updates and evaluations say again."""
+        return {name: value for name, value in asdict(self).items() if name not in ("evaluations", "history")}
+
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Totals:
-        """Read back what `dataclasses.asdict` wrote; JSON has turned the ages into strings."""
-        ages = {int(age): count for age, count in values["ages"].items()}
-        read = {
-            "ages": ages,
-            "filtered_before": tuple(values["filtered_before"]),
-            "history": History(**values["history"]),
-        }
-        return cls(**{**values, **read})
+    def from_json(cls, values: Mapping[str, Any], lines: Iterable[Mapping[str, Any]] = ()) -> Totals:
+        """Read back what `sums` gave (JSON has turned the ages into strings); `lines` are those of `metrics.jsonl`."""
+        read: dict[str, Any] = {"ages": {int(age): count for age, count in values.get("ages", {}).items()}}
+        read["filtered_before"] = tuple(values.get("filtered_before", (0, 0, 0, 0.0)))
+        totals = cls(**{**values, **read})
+        for line in lines:
+            if line["kind"] == "update":
+                totals.history.add(line)
+        return totals
 
 
 class Tally:
@@ -176,11 +167,14 @@ class Tally:
         for length in lengths:
             self._sampled(length)
 
-    def evaluated(self, result: EvaluationResult) -> None:
+    def evaluated(self, result: EvaluationResult) -> dict[str, Any]:
+        """One evaluation; returns its line of `metrics.jsonl`."""
         elapsed = self.totals.wall_s + (result.at - self._opened_at if self._opened_at is not None else 0.0)
         record = asdict(result) | {"elapsed_s": elapsed}
         self.totals.evaluations.append(record)
-        self._sink.write({"kind": "evaluation", **record})
+        line = {"kind": "evaluation", **record}
+        self._sink.write(line)
+        return line
 
     def trained(
         self,

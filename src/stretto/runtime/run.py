@@ -4,7 +4,8 @@
 RUN/config.toml       the recipe, every default spelled out
 RUN/metrics.jsonl     a line an update, and one an evaluation
 RUN/journal.sqlite    every state change of every trajectory
-RUN/checkpoints/      what a stopped run needs to go on
+RUN/checkpoints/      what a stopped or killed run needs to go on, besides the journal
+RUN/versions/         the weights that trajectories under way need
 RUN/policy/           the trained policy: a Hugging Face model, or a PEFT adapter
 RUN/summary.json      what it all came to
 RUN/reward.log        what the reward function printed, if it did
@@ -30,7 +31,6 @@ from transformers.utils import logging as transformers_logging
 
 from stretto.config import Recipe
 from stretto.core.brain import Brain
-from stretto.core.ledger import State
 from stretto.engines.protocol import Engine
 from stretto.engines.threaded import ThreadedEngine
 from stretto.environments.reward_output import RewardOutput
@@ -38,23 +38,23 @@ from stretto.environments.rewards import RewardPool
 from stretto.environments.single_turn import SingleTurn
 from stretto.errors import VersionNotResidentError
 from stretto.evaluation import Evaluator, Moment
-from stretto.flights import Flight
 from stretto.invocation import command
 from stretto.loop import Loop, Settings
-from stretto.observe.metrics import JsonLines, Tally, Totals
+from stretto.observe.metrics import JsonLines, Tally
 from stretto.observe.progress import Observer, make_observer
 from stretto.observe.summary import summary_table
 from stretto.runtime.device import as_begun, choose_device, on_device, resolved
 from stretto.runtime.export import export_policy
-from stretto.runtime.folder import find_checkpoint, flights_again, kept_again, make_folder, take_checkpoint, write_json
+from stretto.runtime.folder import make_folder, take_checkpoint, write_json
 from stretto.runtime.inputs import reward_pool
 from stretto.runtime.memory import longest_trajectory
 from stretto.runtime.parts import Parts, model_path_of
+from stretto.runtime.resuming import take_up
 from stretto.runtime.roles import TrainerRole, TrainerSeat
-from stretto.runtime.starting import refuse_occupied
-from stretto.store.checkpoint import Checkpoint
+from stretto.runtime.starting import refuse_another_recipe, refuse_nothing_to_resume, refuse_occupied
 from stretto.store.journal import Journal
 from stretto.store.schema import RunFacts
+from stretto.store.versions import VersionFiles
 from stretto.types import Weights
 
 ENGINE = 0  # the one instance of this runtime
@@ -89,10 +89,10 @@ def train_from_command_line(recipe: Recipe, folder: Path, *, resume: bool, part_
 
 def train(recipe: Recipe, folder: Path, *, resume: bool = False, observer: Observer) -> dict[str, Any]:
     """Run a recipe to its end, or to where Ctrl-C stops it. Returns what `summary.json` holds."""
-    checkpoint = None
     recipe = resolved(as_begun(recipe, folder) if resume else recipe, choose_device(recipe.runtime.device))
     if resume:
-        checkpoint = find_checkpoint(recipe, folder)
+        refuse_nothing_to_resume(folder)
+        refuse_another_recipe(recipe, folder)
     else:
         refuse_occupied(folder)
     with contextlib.ExitStack() as stack:
@@ -106,15 +106,13 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, observer: Obser
         parts = Parts.build(recipe, model_path)
         for note in parts.inputs.notes(recipe):
             observer.message(note)
-        return asyncio.run(_train(recipe, folder, parts, checkpoint, observer))
+        return asyncio.run(_train(recipe, folder, parts, observer, resume=resume))
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-async def _train(
-    recipe: Recipe, folder: Path, parts: Parts, checkpoint: Checkpoint | None, observer: Observer
-) -> dict[str, Any]:
+async def _train(recipe: Recipe, folder: Path, parts: Parts, observer: Observer, *, resume: bool) -> dict[str, Any]:
     """Start what runs beside the loop, run, and end all of it whatever happens."""
     said = RewardOutput(folder / "reward.log", observer.message)
     rewards = reward_pool(recipe, parts.inputs.task, said)
@@ -127,13 +125,17 @@ async def _train(
         engines=[engine],
         notice=observer.message,
     )
+    versions = VersionFiles(folder / "versions")
     try:
         await rewards.start()
-        if checkpoint is None:
+        if not resume:
             make_folder(recipe, folder)
-        with Journal.open(folder / "journal.sqlite", resume=checkpoint is not None) as journal:
-            return await _run(recipe, folder, parts, journal, checkpoint, observer, rewards, engine, role)
+        # A run that was killed in its first moments has no journal yet, and simply begins.
+        resume = resume and (folder / "journal.sqlite").exists()
+        with Journal.open(folder / "journal.sqlite", resume=resume) as journal:
+            return await _run(recipe, folder, parts, journal, versions, observer, rewards, engine, role)
     finally:
+        versions.close()
         await engine.close()
         await rewards.close()
         said.close()
@@ -145,7 +147,7 @@ async def _run(
     folder: Path,
     parts: Parts,
     journal: Journal,
-    checkpoint: Checkpoint | None,
+    versions: VersionFiles,
     observer: Observer,
     rewards: RewardPool,
     engine: ThreadedEngine,
@@ -154,42 +156,24 @@ async def _run(
     plan, metrics = recipe.plan, JsonLines(folder / "metrics.jsonl")
     environment = SingleTurn(rewards, parts.decode)
     journal.begin(_facts(recipe, parts.inputs.prompts.num_rows), at=time.time())
-    if checkpoint is None:
-        brain, totals, flights, kept = Brain(plan), Totals(), dict[int, Flight](), dict[int, Flight]()
-        weights: dict[int, Weights] = {0: await role.weights(0)}
-        journal.version_published(0, weights[0].checksum, at=time.time())
-    else:
-        brain, totals = Brain.restore(plan, checkpoint.snapshot), Totals.from_json(checkpoint.totals)
-        # What failed before the checkpoint stays failed, though the rest of its group is still under way.
-        under_way = {
-            id: (each.generation_failures, each.scoring_failures)
-            for id, each in brain.ledger.trajectories.items()
-            if each.state is not State.FAILED
-        }
-        measured = {(each["version"], each["moment"]) for each in totals.evaluations}
-        journal.rewind(
-            updates=brain.newest,
-            groups=brain.next_group,
-            under_way=under_way,
-            evaluations=measured | {(version, "skipped") for version in brain.evaluations_past},
-            at=time.time(),
-        )
-        await journal.durable()
-        metrics.rewind(brain.newest, measured)
-        totals.dropped = brain.counters.dropped  # with those that were being thrown away as the checkpoint was made
-        flights, device = flights_again(parts.inputs.prompts, journal, checkpoint), parts.trainer.device
-        kept = kept_again(parts.inputs.prompts, journal, brain.replay)
-        parts.inputs.prompts.restore(checkpoint.prompts)
-        await role.load(checkpoint.folder / "trainer")
-        saved = checkpoint.weights
-        weights = {version: await asyncio.to_thread(on_device, each, device) for version, each in saved.items()}
-    tally = Tally(rows=plan.rows, sink=metrics, totals=totals)
+    resumed = await take_up(
+        folder,
+        plan,
+        prompts=parts.inputs.prompts,
+        journal=journal,
+        trainer=role,
+        versions=versions,
+        place=lambda weights: on_device(weights, parts.trainer.device),
+        say=observer.message,
+    )
+    brain = resumed.brain
+    tally = Tally(rows=plan.rows, sink=metrics, totals=resumed.totals)
     evaluator = _evaluator(recipe, parts, environment, journal)
-    if evaluator is not None and checkpoint is None:
-        await _evaluate_alone(evaluator, engine, weights[0], "before", tally, observer)
+    if evaluator is not None and brain.newest == 0 and not resumed.evaluated_before:
+        await _evaluate_alone(evaluator, engine, resumed.weights[0], "before", tally, observer)
 
     def checkpointing(loop: Loop) -> Coroutine[Any, Any, None]:
-        return take_checkpoint(folder, loop, tally.carried([engine.report()], time.time()), role, journal)
+        return take_checkpoint(folder, loop, role, journal, versions)
 
     loop = Loop(
         brain,
@@ -209,15 +193,16 @@ async def _run(
             reward_s=rewards.longest_s,
             checkpoint_s=recipe.runtime.checkpoint_seconds,
         ),
-        weights=weights,
-        flights=flights,
-        kept=kept,
+        weights=resumed.weights,
+        flights=resumed.flights,
+        kept=resumed.kept,
+        versions=versions,
         checkpointing=checkpointing,
     )
     with _stops_on_interrupt(loop):
         done = await loop.run()
         if not done:
-            await checkpointing(loop)
+            await loop.save_checkpoint()
             return await _conclude(folder, tally, brain, journal, role, stopped=True)
     await export_policy(role, folder / "policy", recipe, templated=parts.inputs.templated)
     # Complete from here on: what becomes of the last evaluation changes nothing of what was trained.
@@ -245,7 +230,7 @@ async def _conclude(
         "stopped": stopped,
     }
     write_json(folder / "summary.json", summary)
-    journal.finished(stopped=stopped, at=time.time())
+    journal.finished(stopped=stopped, at=time.time(), totals=tally.totals.sums())
     await journal.durable()
     return summary
 
@@ -259,9 +244,8 @@ async def _evaluate_alone(
             await engine.unload(version)
     await engine.load(weights)
     result = await evaluator.evaluate(engine, weights.version, moment)
-    evaluator.record(result)
+    evaluator.record(result, tally.evaluated(result))
     await engine.unload(weights.version)
-    tally.evaluated(result)
     observer.evaluated(result)
 
 

@@ -4,8 +4,7 @@
 what is in the folder       begin        `--resume`
 nothing, or no folder       yes          no: nothing to resume
 a finished run              no           no: nothing to resume
-a run with a checkpoint     no           yes, if the recipe is the same but for `[runtime]`
-a run without a checkpoint  no           no: it ended before the first one
+a run, however it ended     no           yes, if the recipe is the same but for `[runtime]`
 anything else               no           no
 ```
 """
@@ -24,8 +23,8 @@ from stretto.invocation import command
 if TYPE_CHECKING:
     from stretto.config import Recipe
 
-Standing = Literal["empty", "finished", "stopped", "lost", "foreign"]
-"""What a folder holds: nothing, a run that is finished, one with a checkpoint, one without, or something else."""
+Standing = Literal["empty", "finished", "stopped", "foreign"]
+"""What a folder holds: nothing, a run that is finished, one that was stopped or killed, or something else."""
 
 
 def default_run_folder(recipe: Path) -> Path:
@@ -35,18 +34,19 @@ def default_run_folder(recipe: Path) -> Path:
 
 def standing(folder: Path) -> Standing:
     """Look into a folder; nothing in it is changed."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return "empty"
+    if not folder.exists() or (folder.is_dir() and all(path.suffix == ".partial" for path in folder.iterdir())):
+        return "empty"  # or a run was killed as it made the folder
     if not (folder / "config.toml").is_file():
         return "foreign"
     if _finished(folder):
         return "finished"
-    # A checkpoint is complete once its state is in it, and the state is written last.
-    return "stopped" if any((folder / "checkpoints").glob("[0-9]*/state.json")) else "lost"
+    return "stopped"
 
 
 def _finished(folder: Path) -> bool:
-    if not (folder / "journal.sqlite").is_file():
+    from stretto.store.schema import JOURNAL_NAME, is_empty
+
+    if not (folder / JOURNAL_NAME).is_file() or is_empty(folder / JOURNAL_NAME):
         return False
     from stretto.store.reader import JournalReader
 
@@ -61,30 +61,19 @@ def refuse_occupied(folder: Path) -> None:
             return
         case "stopped":
             hint = "; add `--resume` to continue the run in it, or choose another `--out`"
-        case "lost":
-            hint = (
-                ": a run that ended before its first checkpoint, so it cannot be resumed; "
-                "delete the folder, or choose another `--out`"
-            )
         case _:
             hint = "; choose another `--out`"
     raise RunError(f"`{folder}` exists already{hint}")
 
 
 def refuse_nothing_to_resume(folder: Path) -> None:
-    """Only a run that left a checkpoint goes on."""
+    """Only a run that is not finished goes on."""
     match standing(folder):
         case "stopped":
             return
         case "finished":
             raise RunError(
                 f"the run in `{folder}` is finished, so there is nothing to resume; see `{command('show', folder)}`"
-            )
-        case "lost":
-            raise RunError(
-                f"the run in `{folder}` ended before its first checkpoint (every `runtime.checkpoint_seconds`, and "
-                "when it is stopped), so there is nothing to resume; delete the folder or choose another `--out`, "
-                "and leave `--resume` out to start again"
             )
         case _:
             raise RunError(f"`{folder}` holds no run, so there is nothing to resume; leave `--resume` out to start one")

@@ -1,23 +1,25 @@
-"""Checkpoints: everything that a stopped run needs to go on, written atomically.
+"""Checkpoints: what a run needs to go on and its journal does not hold, written atomically.
 
 ```
 RUN/checkpoints/000042/           after 42 updates
-  state.json                      the core's snapshot, the sums of the run, which trajectories were under way
+  state.json                      which trajectories had tokens so far; the size and digest of every other file
   trainer/                        what the trainer needs (its own format)
-  versions/000041.safetensors     weights that unfinished trajectories, or the next ones, still need
-  suspended.safetensors           tokens and log-probabilities so far of trajectories that were running
+  suspended.safetensors           tokens and log-probabilities so far of trajectories that were taken out of an engine
 ```
 
 A checkpoint is written into a folder with another name and renamed when it is complete, so a folder with the right name
-is complete. Finished trajectories are not in it: the journal has them.
+is complete; whether it still is what was written is checked when it is read. The last two are kept: with a damaged one
+the run goes on from the one before, and with none at all from its beginning, because the journal has every batch that
+was trained on since. Everything else that a run is, is in the journal too (`recovery.py`), and weights are in
+`versions.py`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from stretto.checksums import checksum
 from stretto.errors import RunError
-from stretto.types import Request, Sampling, Supports, Suspended, Weights
+from stretto.store.versions import sync
+from stretto.types import Request, Sampling, Supports, Suspended
 
-FORMAT = 2
-PREVIOUS = ".previous"  # ends the name of a checkpoint that another of the same update replaces
+FORMAT = 3
+KEPT = 2  # checkpoints
+STATE_FILE = "state.json"
+SUSPENDED_FILE = "suspended.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,108 +44,95 @@ class Checkpoint:
     """A checkpoint that was read back; `folder / "trainer"` is the trainer's own to read."""
 
     folder: Path
-    snapshot: Mapping[str, Any]  # of the core
-    totals: Mapping[str, Any]
-    prompts: Mapping[str, Any]  # what later draws of prompts follow
-    weights: Mapping[int, Weights]
+    updates: int  # that were done before it
     suspended: Mapping[int, Suspended]
 
 
-def save_checkpoint(
-    root: Path,
-    *,
-    updates: int,
-    snapshot: Mapping[str, Any],
-    totals: Mapping[str, Any],
-    prompts: Mapping[str, Any],
-    weights: Mapping[int, Weights],
-    suspended: Sequence[Suspended],
-    save_trainer: Callable[[Path], None],
-) -> Path:
-    """Write a checkpoint; the previous ones are removed only after it is complete."""
-    root.mkdir(parents=True, exist_ok=True)
-    final = root / f"{updates:06d}"
+def begin_checkpoint(root: Path, updates: int) -> Path:
+    """An empty folder for what the trainer saves into its `trainer`; `complete_checkpoint` makes a checkpoint of it."""
     scratch = root / f".{updates:06d}.partial"
-    shutil.rmtree(scratch, ignore_errors=True)
-    (scratch / "versions").mkdir(parents=True)
     try:
-        save_trainer(scratch / "trainer")
-        for version, item in weights.items():
-            save_file(
-                {k: t.contiguous() for k, t in item.tensors.items()},
-                scratch / "versions" / f"{version:06d}.safetensors",
-            )
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+    except OSError as error:
+        raise RunError(f"checkpoint `{root / f'{updates:06d}'}` could not be begun: {error}") from error
+    return scratch
+
+
+def complete_checkpoint(scratch: Path, suspended: Sequence[Suspended]) -> Path:
+    """Complete what `begin_checkpoint` began; older ones are removed after that. The journal is durable before."""
+    root, name = scratch.parent, scratch.name.removeprefix(".").removesuffix(".partial")
+    final = root / name
+    try:
         tensors: dict[str, torch.Tensor] = {}
-        for item_ in suspended:
-            tensors.update(_tensors_of(item_))
-        save_file(tensors, scratch / "suspended.safetensors")
+        for each in suspended:
+            tensors.update(_tensors_of(each))
+        save_file(tensors, scratch / SUSPENDED_FILE)
+        files = sorted(path for path in scratch.rglob("*") if path.is_file())
         state = {
             "format": FORMAT,
-            "snapshot": snapshot,
-            "totals": totals,
-            "prompts": prompts,
-            "versions": {
-                str(v): {"kind": w.kind, "checksum": w.checksum, "scale": w.scale} for v, w in weights.items()
-            },
-            "suspended": [_facts_of(item_) for item_ in suspended],
+            "updates": int(name),
+            "suspended": [_facts_of(each) for each in suspended],
+            "files": {str(path.relative_to(scratch)): _digest(path) for path in files},
         }
-        (scratch / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        (scratch / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
         for path in sorted(scratch.rglob("*"), reverse=True):  # files before the folders that name them
-            _sync(path)
-        if final.exists():  # stopped twice at one update: there is a complete one at every moment
-            previous = root / f"{final.name}{PREVIOUS}"
-            if (final / "state.json").exists() and previous.exists():  # a crash left it behind
-                shutil.rmtree(previous)
-            final.rename(previous)
+            sync(path)
+        sync(scratch)
+        # Stopped twice at one update: the older of the two is no loss, the one before it and the journal are there.
+        shutil.rmtree(final, ignore_errors=True)
         scratch.rename(final)
-        _sync(root)
+        sync(root)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(scratch, ignore_errors=True)
+        abandon_checkpoint(scratch)
         raise RunError(f"checkpoint `{final}` could not be written ({error}); the previous one is untouched") from error
-    for older in _complete(root):
-        if older != final:
-            shutil.rmtree(older, ignore_errors=True)
+    for older in complete_checkpoints(root)[KEPT:]:
+        shutil.rmtree(older, ignore_errors=True)
     return final
 
 
-def load_checkpoint(root: Path) -> Checkpoint:
-    """Read the newest complete checkpoint; raises `RunError` where there is none or its weights are damaged."""
-    complete = _complete(root)
-    if not complete:
-        raise RunError(f"`{root}` holds no complete checkpoint, so there is nothing to resume")
-    folder = complete[-1]
+def abandon_checkpoint(scratch: Path) -> None:
+    """Leave nothing behind of a checkpoint that could not be completed."""
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def complete_checkpoints(root: Path) -> list[Path]:
+    """The folders of complete checkpoints, the newest first."""
+    return sorted((path for path in root.glob("[0-9]*") if (path / STATE_FILE).exists()), reverse=True)
+
+
+def find_checkpoint(root: Path, most: int) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint after at most so many updates that is whole, and what is wrong with newer ones."""
+    problems: list[str] = []
+    for folder in complete_checkpoints(root):
+        if int(folder.name) > most:
+            continue
+        try:
+            return load_checkpoint(folder), problems
+        except RunError as error:
+            problems.append(str(error))
+    return None, problems
+
+
+def load_checkpoint(folder: Path) -> Checkpoint:
+    """Read a checkpoint; raises `RunError` where it is damaged."""
     try:
-        return _read(folder)
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        if state["format"] != FORMAT:
+            raise RunError(f"checkpoint `{folder}` has format {state['format']}, this version reads {FORMAT}")
+        for name, digest in state["files"].items():
+            if _digest(folder / name) != digest:
+                raise RunError(f"checkpoint `{folder}` is damaged: `{name}` is not what was written")
+        tensors = load_file(folder / SUSPENDED_FILE)
+        suspended = {facts["request"]["id"]: _suspended_from(facts, tensors) for facts in state["suspended"]}
+        return Checkpoint(folder, state["updates"], suspended)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"checkpoint `{folder}` is damaged: {error}") from error
 
 
-def _read(folder: Path) -> Checkpoint:
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    if state["format"] != FORMAT:
-        raise RunError(f"checkpoint `{folder}` has format {state['format']}, this version reads {FORMAT}")
-    weights = {}
-    for name, facts in state["versions"].items():
-        tensors = load_file(folder / "versions" / f"{int(name):06d}.safetensors")
-        if checksum(tensors, facts["scale"]) != facts["checksum"]:
-            raise RunError(f"version {name} in checkpoint `{folder}` is damaged: its checksum does not match")
-        weights[int(name)] = Weights(int(name), facts["kind"], tensors, facts["checksum"], facts["scale"])
-    tensors = load_file(folder / "suspended.safetensors")
-    suspended = {facts["request"]["id"]: _suspended_from(facts, tensors) for facts in state["suspended"]}
-    return Checkpoint(folder, state["snapshot"], state["totals"], state["prompts"], weights, suspended)
-
-
-def _complete(root: Path) -> list[Path]:
-    found = [path for path in root.glob("[0-9]*") if (path / "state.json").exists()]
-    return sorted(found, key=lambda path: (path.stem, path.suffix != PREVIOUS))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def _tensors_of(item: Suspended) -> dict[str, torch.Tensor]:

@@ -242,7 +242,8 @@ def _counters(db: sqlite3.Connection, plan: Plan) -> dict[str, int]:
     def count(query: str, *args: Any) -> int:
         return int(db.execute(query, args).fetchone()[0])
 
-    retried = "SELECT COALESCE(SUM(MIN(num, ?)), 0) FROM (SELECT COUNT(*) AS num FROM failures WHERE kind = ? GROUP BY trajectory)"
+    tries = "SELECT COUNT(*) AS num FROM failures WHERE kind = ? GROUP BY trajectory"
+    retried = f"SELECT COALESCE(SUM(MIN(num, ?)), 0) FROM ({tries})"
     states: dict[str, int] = dict(db.execute("SELECT state, COUNT(*) FROM trajectories GROUP BY state"))
     whole = "SELECT COUNT(DISTINCT group_id) FROM trajectories WHERE state = ?"
     return {

@@ -38,6 +38,7 @@ all were drawn from the whole vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 from dataclasses import dataclass
@@ -160,6 +161,15 @@ def connect_readonly(path: str | Path) -> sqlite3.Connection:
     except sqlite3.Error as error:
         raise JournalError(f"journal `{path}` cannot be read: {error}") from error
     return connection
+
+
+def is_empty(path: Path) -> bool:
+    """Whether a journal has no tables yet: its run was killed as it began."""
+    with contextlib.closing(sqlite3.connect(path, timeout=10.0)) as connection:
+        try:
+            return connection.execute("SELECT 1 FROM sqlite_schema").fetchone() is None
+        except sqlite3.Error as error:
+            raise JournalError(f"journal `{path}` cannot be read: {error}") from error
 
 
 def check_schema(connection: sqlite3.Connection, path: Path) -> None:
