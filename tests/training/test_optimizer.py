@@ -139,3 +139,24 @@ def test_a_state_of_other_parameters_is_refused():
     state = Optimizer({"other": nn.Parameter(torch.ones(2))}, TrainerOptions()).state()
     with pytest.raises(TrainerError, match="another model"):
         optimizer.restore(state)
+
+
+def test_memory_that_runs_out_for_the_averages_leaves_nothing_stepped(monkeypatch):
+    parameters = {"matrix": nn.Parameter(torch.ones(2, 2)), "vector": nn.Parameter(torch.ones(2))}
+    optimizer = Optimizer(parameters, TrainerOptions(learning_rate=0.1))
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    made = torch.zeros_like
+
+    def full(tensor, **options):
+        if tensor.ndim == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return made(tensor, **options)
+
+    monkeypatch.setattr(torch, "zeros_like", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    assert all(torch.equal(parameter, torch.ones_like(parameter)) for parameter in parameters.values())
+    monkeypatch.undo()
+    optimizer.step()
+    assert all(float(parameter.detach().max()) < 1 for parameter in parameters.values())

@@ -133,6 +133,9 @@ class Optimizer:
             raise TrainerError(f"the gradient's norm is {value} at update {update}: nothing was stepped")
         if self.options.max_grad_norm and value > self.options.max_grad_norm:
             nn.utils.clip_grads_with_norm_(self._stepped.values(), self.options.max_grad_norm, norm)
+        # AdamW makes them group by group: memory that runs out at the second would leave the first stepped.
+        stepped = [p for p in self._stepped.values() if p.grad is not None]
+        self._adam.state.update({p: _empty_moments(p) for p in stepped if not self._adam.state.get(p)})
         rate = learning_rate(update, self.options)
         for group in self._adam.param_groups:
             group["lr"] = rate
