@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from engine_cases import RANK, prompt_of, sets_of, weights_of
 
+from ray_cases import Processes, small_cluster
 from stretto.engines.fake import FakeCore, FakeEngine
 from stretto.engines.native.engine import NativeEngine
 from stretto.engines.threaded import ThreadedEngine
@@ -32,10 +33,12 @@ from stretto.types import Completion, Request, Sampling, Weights
 class Bench:
     """Makes engines of one kind, and weights for them."""
 
-    def __init__(self, kind: str, model: Any) -> None:
-        self.kind, self.model = kind, model
+    def __init__(self, kind: str, model: Any, processes: Processes | None = None) -> None:
+        self.kind, self.model, self.processes = kind, model, processes
 
-    def engine(self) -> ThreadedEngine:
+    def engine(self) -> Any:
+        if self.processes is not None:
+            return self.processes.engine(_lora_core_of(self.model))
         if self.kind == "fake":
             return FakeEngine(slots=2, rows=8, kv_tokens=2048, max_context=512, median_tokens=60.0, step_s=0.0005)
         options: dict[str, Any] = {"lora_rank": RANK} if self.kind == "lora" else {}
@@ -47,12 +50,23 @@ class Bench:
         )
 
     def weights(self, version: int) -> Weights:
-        return weights_of("lora" if self.kind == "fake" else self.kind, self.model, version)
+        return weights_of("full" if self.kind == "full" else "lora", self.model, version)
 
 
-@pytest.fixture(params=["fake", "lora", "full"])
-def bench(request: pytest.FixtureRequest, model: Any) -> Iterator[Bench]:
-    return Bench(request.param, model)
+def _lora_core_of(model: Any) -> Callable[[], NativeEngine]:
+    return lambda: NativeEngine(model, kind="lora", slots=2, rows=8, kv_tokens=2048, max_context=512, lora_rank=RANK)
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Processes]:
+    with small_cluster(), Processes().spared() as made:
+        yield made
+
+
+@pytest.fixture(params=["fake", "lora", "full", "ray"])
+def bench(request: pytest.FixtureRequest, model: Any) -> Bench:
+    processes = request.getfixturevalue("processes") if request.param == "ray" else None
+    return Bench(request.param, model, processes)
 
 
 def request_of(number: int, version: int = 0, tokens: int = 24, **options: Any) -> Request:

@@ -17,6 +17,7 @@ whichever comes first ends the wait.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -56,8 +57,8 @@ class Answer:
 class Served:
     """The actor's side: what is asked for is begun in order, each in a task of its own. Made in an asyncio actor.
 
-    `handlers` are coroutines by name. `status` is what every `collect` says beside the answers; `busy` whether that
-    changes by itself, so that the driver should hear of it every `every_s`. It hears something every `idle_s` anyway.
+    `handlers` are coroutines by name. `status` is what every `collect` says beside the answers: every `every_s` while
+    anything is being done, and every `idle_s` otherwise.
     """
 
     def __init__(
@@ -65,13 +66,11 @@ class Served:
         handlers: Mapping[str, Callable[..., Coroutine[Any, Any, Any]]],
         *,
         status: Callable[[], Any],
-        busy: Callable[[], bool],
         every_s: float,
         idle_s: float,
     ) -> None:
         self._handlers = handlers
         self._status = status
-        self._busy = busy
         self._every_s = min(every_s, idle_s)
         self._idle_s = idle_s
         self._next = 0
@@ -102,18 +101,17 @@ class Served:
         """Forget what has arrived; wait for something new, for a while; all answers that have not been acknowledged."""
         for number in acknowledged:
             self._answers.pop(number, None)
-        if not self._answers:
-            self._changed.clear()
-            # A `deliver` ends the wait early once, so that a busy actor reports in its own rhythm from then on.
-            for wait_s in (self._idle_s, self._every_s) if not self._busy() else (self._every_s,):
-                try:
-                    await asyncio.wait_for(self._changed.wait(), wait_s)
-                    self._changed.clear()
-                except TimeoutError:
-                    break
-                if self._answers:
-                    break
+        if not self._answers and not self._tasks:
+            await self._change(self._idle_s)
+        if not self._answers and self._tasks:
+            await self._change(self._every_s)
         return list(self._answers.values()), self._status()
+
+    async def _change(self, wait_s: float) -> None:
+        """Wait until something was asked for or has ended, or for so long."""
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), wait_s)
 
 
 def idle_seconds(deadline_s: float) -> float:
@@ -180,6 +178,19 @@ class Remote:
             self._spawn(self._collect(), f"{self._name}: answers")
         return future
 
+    @staticmethod
+    def forget(future: asyncio.Future[Any]) -> None:
+        """Nobody waits for this call: whatever it comes to is heard of."""
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def arrived(self, reference: Any, what: str) -> Any:
+        """The result of a task of the actor's that is no message; bounded like one."""
+        try:
+            return await asyncio.wait_for(_result(reference), self._deadline_s)
+        except (RayError, TimeoutError) as error:
+            self.lose(f"did not hand over {what}: {type(error).__name__}: {_first_line(error)}")
+            raise self._again() from error
+
     def lose(self, why: str) -> None:
         """Give the actor up: its process is ended, and everybody who waits for it hears why."""
         if self.failure is not None:
@@ -189,9 +200,9 @@ class Remote:
         for future in pending.values():
             if not future.done():
                 future.set_exception(self._again())
-                future.exception()  # heard of: whoever made the call may have left
+                self.forget(future)
         self._outbox.clear()
-        ray.kill(self.actor, no_restart=True)
+        end(self.actor)
 
     async def close(self, why: str = "is closed") -> None:
         """End the actor. Safe to call twice, and after it was lost."""
@@ -259,6 +270,11 @@ class Remote:
             except RayError as error:  # such as a lost object: an answer that died with its node
                 self.lose(f"cannot be talked to: {type(error).__name__}: {_first_line(error)}")
         return [], None
+
+
+def end(actor: Any) -> None:
+    """End the process of an actor, whatever it is doing. Returns at once."""
+    ray.kill(actor, no_restart=True)
 
 
 async def _result(reference: Any) -> Any:

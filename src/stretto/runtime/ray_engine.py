@@ -1,0 +1,150 @@
+"""One rollout instance on a cluster, as the loop sees it: the `Engine` protocol over an actor.
+
+`report` is what the actor said last; nothing in here blocks. An instance is lost, and every call raises `EngineError`,
+when its process or its machine dies, when it does not answer for `runtime.instance_seconds`, and when it has
+trajectories and makes no token for so long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from stretto.errors import ChecksumError
+from stretto.runtime.ray_instance import Instance, InstanceOptions, Started
+from stretto.runtime.ray_mail import Remote
+from stretto.runtime.ray_weights import KvReference, LostObjectError, WeightsStore
+from stretto.types import Capacity, Completion, Load, Request, Suspended, Weights
+
+TRANSFERS = 3  # of one version to one instance, where what arrives is damaged or lost
+
+
+def place(options: InstanceOptions, *, cpus: float, gpus: float, spread: bool = True) -> Any:
+    """Ask for an actor with these resources. Returns at once; where there is no room for it, it waits for some."""
+    return (
+        ray.remote(Instance)
+        .options(
+            num_cpus=cpus,
+            num_gpus=gpus,
+            max_restarts=0,  # an instance that died is replaced by another, which knows that it holds nothing
+            max_task_retries=0,
+            scheduling_strategy="SPREAD" if spread else "DEFAULT",
+        )
+        .remote(options)
+    )
+
+
+class RayEngine:
+    """The `Engine` protocol over an instance that has started."""
+
+    def __init__(
+        self, actor: Any, started: Started, *, name: str, store: WeightsStore, instance_seconds: float
+    ) -> None:
+        self.node, self.process = started.node, started.process
+        self._capacity, self._load = started.capacity, started.load
+        self._name = name
+        self._store = store
+        self._deadline_s = instance_seconds
+        self._running = 0  # calls of `generate` and `resume` that have not ended
+        self._moved_at = time.monotonic()  # when it was last seen to do something
+        self._remote = Remote(actor, name, deadline_s=instance_seconds, told=self._told)
+
+    @property
+    def capacity(self) -> Capacity:
+        """What it can hold."""
+        return self._capacity
+
+    def report(self) -> Load:
+        """What it said last of what it is doing."""
+        return self._load
+
+    async def load(self, weights: Weights) -> None:
+        await self._transfer("load", (), weights)
+
+    async def swap(self, old: int, weights: Weights) -> None:
+        await self._transfer("swap", (old,), weights)
+
+    async def unload(self, version: int) -> None:
+        await self._remote.call("unload", version)
+
+    async def generate(self, request: Request) -> Completion:
+        return await self._follow("generate", request, request.id)
+
+    async def resume(self, suspended: Suspended) -> Completion:
+        return await self._follow("resume", suspended, suspended.request.id)
+
+    async def suspend(self, ids: Sequence[int], *, kv: bool) -> list[Suspended]:
+        found: list[Suspended] = await self._remote.call("suspend", list(ids), kv)
+        held = [suspended.request.id for suspended in found if suspended.kv is not None]
+        if not held:
+            return found
+        there, *refs = self._remote.actor.take_kv.options(num_returns=len(held) + 1).remote(held)
+        references = dict(zip(held, refs, strict=True))
+        await self._remote.arrived(there, "the KV of what was suspended")
+        return [_with_reference(suspended, references.get(suspended.request.id)) for suspended in found]
+
+    async def abort(self, ids: Sequence[int]) -> None:
+        await self._remote.call("abort", list(ids))
+
+    async def shrink(self, share: float) -> int:
+        if not 0.0 < share <= 1.0:
+            raise ValueError(f"`share = {share}` of the KV cache to keep must be above 0 and at most 1")
+        kept: int = await self._remote.call("shrink", share)
+        return kept
+
+    async def close(self) -> None:
+        await self._remote.close()
+
+    async def _transfer(self, how: str, before: tuple[Any, ...], weights: Any) -> None:
+        """Have the instance pull a version. What is damaged or lost on the way is put into the store again."""
+        handle = await self._store.handle(weights)
+        for attempt in range(TRANSFERS):
+            ref = handle.ref
+            try:
+                await self._remote.call(how, *before, handle)
+                return
+            except (ChecksumError, LostObjectError) as error:
+                if attempt + 1 == TRANSFERS:
+                    raise
+                await self._store.renew(handle, ref, error)
+
+    async def _follow(self, how: str, work: Request | Suspended, trajectory: int) -> Completion:
+        if self._running == 0:
+            self._moved_at = time.monotonic()
+        self._running += 1
+        try:
+            result: Completion = await self._remote.call(how, work, bounded=False)
+        except asyncio.CancelledError:
+            if self._remote.failure is None:
+                self._remote.forget(self._remote.begin("abort", [trajectory]))  # an orphan would hold a row to its end
+            raise
+        finally:
+            self._running -= 1
+        return result
+
+    def _told(self, status: tuple[Load, Capacity]) -> None:
+        load, self._capacity = status
+        now = time.monotonic()
+        if _done(load) != _done(self._load) or not self._running:
+            self._moved_at = now
+        self._load = load
+        if now - self._moved_at > self._deadline_s:
+            self._remote.lose(
+                f"has {self._running} trajectories and has made no token for {self._deadline_s:g} s "
+                f"(`runtime.instance_seconds`): {load}"
+            )
+
+
+def _done(load: Load) -> tuple[int, int, int]:
+    return load.steps, load.tokens, load.prefilled
+
+
+def _with_reference(suspended: Suspended, ref: Any) -> Suspended:
+    """The trajectory with where its KV is in the place of how large it is."""
+    held: Any = suspended.kv
+    return suspended if ref is None else replace(suspended, kv=KvReference(ref, held.nbytes))  # type: ignore[arg-type]

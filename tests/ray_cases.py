@@ -1,0 +1,81 @@
+"""One small cluster for all tests of a session that need one, and instances on it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+import stretto.runtime.ray_mail as mail
+from stretto.runtime.ray_engine import RayEngine, place
+from stretto.runtime.ray_instance import Instance, InstanceOptions, Started
+from stretto.runtime.ray_weights import WeightsStore
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not look for modules among the tests
+QUIET = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
+
+
+@contextmanager
+def small_cluster(cpus: int = 4) -> Iterator[None]:
+    """A cluster of this process's own; nothing is started where there is one already."""
+    if ray.is_initialized():
+        yield
+        return
+    ray.init(address="local", num_cpus=cpus, object_store_memory=128 << 20, **QUIET)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def options_of(make: Callable[[], Any], *, seconds: float = 60.0, every_s: float = 0.002) -> InstanceOptions:
+    return InstanceOptions(make, threads=1, longest=None, every_s=every_s, idle_s=min(5.0, seconds / 3), pull_s=20.0)
+
+
+def instance(make: Callable[[], Any], *, seconds: float = 60.0, every_s: float = 0.002) -> RayEngine:
+    """An instance that has started, on a quarter of a processor."""
+    actor = place(options_of(make, seconds=seconds, every_s=every_s), cpus=0.25, gpus=0.0)
+    return started(actor, seconds)
+
+
+def started(actor: Any, seconds: float, *arguments: Any) -> RayEngine:
+    result = ray.get(actor.start.remote(*arguments), timeout=240)
+    return RayEngine(actor, result, name="instance 0", store=WeightsStore(), instance_seconds=seconds)
+
+
+class _Again(Instance):
+    """An instance whose process is used for one engine after another: it is what takes long to start."""
+
+    def __init__(self) -> None:
+        super().__init__(options_of(lambda: None))
+
+    async def start(self, options: InstanceOptions | None = None) -> Started:
+        if hasattr(self, "_engine"):
+            await self._engine.close()
+        assert options is not None
+        self._options = options
+        return await super().start()
+
+
+class Processes:
+    """Engines for the contract, each in an actor that had another before. What ends an actor only sets it free."""
+
+    def __init__(self) -> None:
+        self._free: list[Any] = []
+
+    def engine(self, make: Callable[[], Any]) -> RayEngine:
+        actor = self._free.pop() if self._free else ray.remote(_Again).options(num_cpus=0.25).remote()
+        return started(actor, 60.0, options_of(make))
+
+    @contextmanager
+    def spared(self) -> Iterator[Processes]:
+        ended, mail.end = mail.end, self._free.append
+        try:
+            yield self
+        finally:
+            mail.end = ended
+            for actor in self._free:
+                ray.kill(actor)
