@@ -1,4 +1,4 @@
-"""What a run is made of in one process: its inputs, its engine, its trainer, and how many threads each may use.
+"""What a run is made of: its inputs, its engines, its trainer, and how many threads each may use.
 
 Made before anything runs, so that bad input shows before anything is written.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import GenerationConfig
 
 from stretto.config import Recipe
 from stretto.engines.native.engine import NativeEngine
@@ -31,76 +32,109 @@ from stretto.types import Sampling
 
 
 @dataclass(slots=True)
-class Parts:
-    """What the loop joins. Made before anything runs, so that bad input shows before anything is written."""
+class Desk:
+    """What the loop needs wherever instances and trainer run. Read before anything runs, so that bad input shows."""
 
     inputs: Inputs
     decode: Decode
-    core: NativeEngine
-    trainer: LocalTrainer
     sampling: Sampling
     threads: tuple[int, int]  # engine, trainer
 
+
+@dataclass(slots=True)
+class Parts(Desk):
+    """What the loop joins in one process. Made before anything runs, so that bad input shows before anything is
+    written."""
+
+    core: NativeEngine
+    trainer: LocalTrainer
+
     @classmethod
     def build(cls, recipe: Recipe, model_path: str) -> Parts:
-        tokenizer = load_tokenizer(model_path)
         config, device = load_config(model_path), choose_device(recipe.runtime.device)
-        inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=model_path)
-        need = footprint(recipe, config, inputs.longest_prompt, device)
+        desk = read_desk(recipe, model_path)
+        need = footprint(recipe, config, desk.inputs.longest_prompt, device)
         try:
-            return cls._assemble(recipe, model_path, tokenizer, inputs, need.kv_tokens, device)
+            model = load_model(model_path, choose_dtype(recipe.model.dtype, device), device)
+            torch.set_num_threads(desk.threads[0])  # the engine measures at its start how its thread count rounds
+            # The engine's tree first: the trainer replaces linear layers in the one that was loaded.
+            core = make_core(recipe, model, need.kv_tokens, desk.decode)
+            trainer = make_trainer(recipe, model, model_path)
         except torch.OutOfMemoryError as error:
             raise out_of_memory(recipe, need, error) from error
+        return cls(desk.inputs, desk.decode, desk.sampling, desk.threads, core, trainer)
 
-    @classmethod
-    def _assemble(
-        cls, recipe: Recipe, model_path: str, tokenizer: Any, inputs: Inputs, kv_tokens: int, device: torch.device
-    ) -> Parts:
+
+def read_desk(recipe: Recipe, model_path: str) -> Desk:
+    """The inputs of a run, checked against the model's tokenizer and configuration; its weights are not read."""
+    tokenizer, config = load_tokenizer(model_path), load_config(model_path)
+    inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=model_path)
+    sampling = Sampling(
+        max_tokens=recipe.rollout.max_tokens,
+        temperature=recipe.rollout.temperature,
+        top_p=recipe.rollout.top_p,
+        top_k=recipe.rollout.top_k,
+        min_p=recipe.rollout.min_p,
+        stop_tokens=_stop_tokens(model_path, config, tokenizer),
+        stop_strings=recipe.rollout.stop,
+    )
+    return Desk(inputs, decoder_of(tokenizer), sampling, role_threads(recipe))
+
+
+def decoder_of(tokenizer: Any) -> Decode:
+    """Tokens to text, special tokens left out."""
+
+    @lru_cache(maxsize=8)  # the journal and the environment ask for the same text, one right after the other
+    def text_of(tokens: tuple[int, ...]) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def decode(tokens: Sequence[int]) -> str:
+        return text_of(tuple(tokens))
+
+    return decode
+
+
+def make_core(recipe: Recipe, model: nn.Module, kv_tokens: int, decode: Decode) -> NativeEngine:
+    """The core of one rollout instance over a model's base."""
+    lora = recipe.model.lora
+    return NativeEngine(
+        model,
+        kind="full" if lora is None else "lora",
+        slots=recipe.num_slots,
+        rows=engine_rows(recipe),
+        kv_tokens=kv_tokens,
+        max_context=context_length(model.config),
+        lora_rank=None if lora is None else lora.rank,
+        lora_targets=None if lora is None else lora.targets or None,
+        prefill_tokens=recipe.rollout.prefill_tokens,
+        decode=decode,
+        deterministic=recipe.runtime.deterministic,
+    )
+
+
+def instance_core(recipe: Recipe, model_path: str, longest_prompt: int) -> NativeEngine:
+    """The core of a rollout instance that has this process, and a copy of the model, for itself."""
+    config, device = load_config(model_path), choose_device(recipe.runtime.device)
+    need = footprint(recipe, config, longest_prompt, device)
+    try:
         model = load_model(model_path, choose_dtype(recipe.model.dtype, device), device)
+        return make_core(recipe, model, need.kv_tokens, decoder_of(load_tokenizer(model_path)))
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(recipe, need, error) from error
 
-        @lru_cache(maxsize=8)  # the journal and the environment ask for the same text, one right after the other
-        def text_of(tokens: tuple[int, ...]) -> str:
-            return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-        def decode(tokens: Sequence[int]) -> str:
-            return text_of(tuple(tokens))
-
-        lora = recipe.model.lora
-        threads = role_threads(recipe)
-        torch.set_num_threads(threads[0])  # the engine measures at its start how its thread count rounds
-        sampling = Sampling(
-            max_tokens=recipe.rollout.max_tokens,
-            temperature=recipe.rollout.temperature,
-            top_p=recipe.rollout.top_p,
-            top_k=recipe.rollout.top_k,
-            min_p=recipe.rollout.min_p,
-            stop_tokens=_stop_tokens(model, tokenizer),
-            stop_strings=recipe.rollout.stop,
-        )
-        # The engine's tree first: the trainer replaces linear layers in the one that was loaded.
-        core = NativeEngine(
-            model,
-            kind="full" if lora is None else "lora",
-            slots=recipe.num_slots,
-            rows=engine_rows(recipe),
-            kv_tokens=kv_tokens,
-            max_context=context_length(model.config),
-            lora_rank=None if lora is None else lora.rank,
-            lora_targets=None if lora is None else lora.targets or None,
-            prefill_tokens=recipe.rollout.prefill_tokens,
-            decode=decode,
-            deterministic=recipe.runtime.deterministic,
-        )
-        trainer = LocalTrainer(
-            model,
-            lora=None if lora is None else LoraOptions(lora.rank, lora.alpha, lora.targets),
-            options=trainer_options(recipe),
-            algorithm=recipe.algorithm,
-            reference=_reference(recipe, model_path, device),
-            tokenizer=tokenizer,
-            base=model_path,
-        )
-        return cls(inputs, decode, core, trainer, sampling, threads)
+def make_trainer(recipe: Recipe, model: nn.Module, model_path: str) -> LocalTrainer:
+    """The trainer of a policy that begins as `model`, which it takes over."""
+    lora = recipe.model.lora
+    return LocalTrainer(
+        model,
+        lora=None if lora is None else LoraOptions(lora.rank, lora.alpha, lora.targets),
+        options=trainer_options(recipe),
+        algorithm=recipe.algorithm,
+        reference=_reference(recipe, model_path, choose_device(recipe.runtime.device)),
+        tokenizer=load_tokenizer(model_path),
+        base=model_path,
+    )
 
 
 def _reference(recipe: Recipe, model_path: str, device: torch.device) -> nn.Module | None:
@@ -169,8 +203,12 @@ def model_path_of(recipe: Recipe, observer: Observer) -> str:
     return str(tiny_model(seed=0 if options is None else options.seed, warm_start=warm_start, progress=progress))
 
 
-def _stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
+def _stop_tokens(model_path: str, config: Any, tokenizer: Any) -> tuple[int, ...]:
     """What ends a text, by the model's generation configuration and by its tokenizer."""
-    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    try:
+        generation = GenerationConfig.from_pretrained(model_path)
+    except OSError:  # it has none of its own
+        generation = GenerationConfig.from_model_config(config)
+    found = generation.eos_token_id
     tokens = set(found if isinstance(found, list | tuple) else [found]) | {tokenizer.eos_token_id}
     return tuple(sorted(token for token in tokens if token is not None))

@@ -59,6 +59,9 @@ class Instance:
         self._served: Served
         self._kv: dict[int, Any] = {}  # trajectory -> what was suspended with it, until the driver has asked for it
 
+    async def ready(self) -> None:
+        """It has a process, on some machine."""
+
     async def start(self) -> Started:
         """Make the engine. Raises what that raises."""
         sys.setswitchinterval(SWITCH_S)

@@ -1,0 +1,82 @@
+"""The cluster that a run is on: one that is there, or one that is started on this machine for it alone."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+from stretto.config import Recipe
+from stretto.errors import RecipeError
+from stretto.runtime.parts import available_cores
+
+try:
+    import ray
+except ImportError as missing:
+    raise RecipeError("`runtime.type = \"ray\"` takes the package ray: `pip install 'stretto[ray]'`") from missing
+
+NEW = "local"  # the address that always starts a cluster
+
+
+@contextlib.contextmanager
+def connected(recipe: Recipe) -> Iterator[str]:
+    """Be on the cluster that `runtime.address` names; yields what to say of it. What this started ends with it.
+
+    Without an address it is the one that `RAY_ADDRESS` names, or that was started on this machine, or a new one.
+    Blocks, so it is called before anything runs.
+    """
+    if ray.is_initialized():
+        yield describe()
+        return
+    wanted = recipe.runtime.address
+    found = wanted != NEW and _join(wanted)
+    if not found:
+        _refuse_too_much(recipe, available_cores())
+        ray.init(address=NEW, num_cpus=available_cores(), **_QUIET)
+    try:
+        yield describe()
+    finally:
+        ray.shutdown()
+
+
+_QUIET = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+
+
+def _join(address: str | None) -> bool:
+    """Connect to a cluster that is there; whether there is one. One that was asked for by name must be."""
+    try:
+        ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError as error:
+        if address is None:
+            return False
+        said = str(error).strip().partition("\n")[0]
+        raise RecipeError(
+            f"`runtime.address = {address!r}`: there is no cluster that can be joined ({said}); start one with `ray "
+            "start --head`, or leave the address out to have one on this machine"
+        ) from error
+    return True
+
+
+def describe() -> str:
+    """Its machines and what they have, in words."""
+    total = ray.cluster_resources()
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    gpus = f", {total['GPU']:g} GPUs" if total.get("GPU") else ""
+    return f"on a Ray cluster of {nodes} {'machine' if nodes == 1 else 'machines'}: {total.get('CPU', 0):g} CPUs{gpus}"
+
+
+def gpus_of(asked: float | None, recipe: Recipe) -> float:
+    """The GPUs of one actor: what was asked for, or one where the run is on CUDA."""
+    return asked if asked is not None else float(recipe.runtime.device == "cuda")
+
+
+def _refuse_too_much(recipe: Recipe, cpus: int) -> None:
+    """A cluster that is started here does not grow, so what does not fit would wait for ever."""
+    runtime = recipe.runtime
+    asked = runtime.instances * runtime.instance_cpus + runtime.trainers * runtime.trainer_cpus
+    if asked > cpus:
+        raise RecipeError(
+            f"`runtime.instances = {runtime.instances}` with `instance_cpus = {runtime.instance_cpus:g}` and "
+            f"`trainers = {runtime.trainers}` with `trainer_cpus = {runtime.trainer_cpus:g}` ask for {asked:g} CPUs, "
+            f"and this machine has {cpus}; lower them (fractions are allowed), or start a cluster with `ray start`"
+        )

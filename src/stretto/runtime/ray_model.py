@@ -1,0 +1,110 @@
+"""A model on the machines of a cluster: the same files everywhere, or a refusal.
+
+A folder of the driver's is used where it lies on the other machine too, with the same files; a small one is sent along.
+Anything else would let instances generate by another base than the one that is trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from stretto.config import Recipe
+from stretto.engines.native.engine import NativeEngine
+from stretto.errors import ModelError
+
+SENT_BYTES = 256 << 20  # a folder of up to so many is sent to machines that do not have it
+PROBED_BYTES = 1 << 20  # of each end of a file, to tell whether it is the same
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model comes from, for any machine of the cluster."""
+
+    path: str  # a folder of the driver's, or a hub name
+    fingerprint: str = ""  # of the folder's files; empty for a hub name
+    files: Any = None  # a reference to them, where they are few enough to be sent
+
+    @classmethod
+    def of(cls, path: str) -> ModelSource:
+        """The model at `path` as the driver sees it. Blocks for as long as its files take to read."""
+        folder = Path(path)
+        if not folder.is_dir():
+            return cls(path)
+        folder = folder.resolve()
+        files = _files(folder)
+        small = sum(file.stat().st_size for file in files.values()) <= SENT_BYTES
+        sent = ray.put({name: file.read_bytes() for name, file in files.items()}) if small else None
+        return cls(str(folder), _fingerprint(files), sent)
+
+    def here(self) -> str:
+        """What to load on this machine. Raises `ModelError` where the model is not here and was not sent."""
+        folder = Path(self.path)
+        if not self.fingerprint or (folder.is_dir() and _fingerprint(_files(folder)) == self.fingerprint):
+            return self.path
+        if self.files is None:
+            there = "has other files" if folder.is_dir() else "is not there"
+            raise ModelError(
+                f"`model.path = {self.path!r}` {there} on the machine `{os.uname().nodename}`; put the same folder at "
+                "the same place on every machine of the cluster, or on a file system that they share"
+            )
+        return str(self._unpack(ray.get(self.files, timeout=600)))
+
+    def _unpack(self, files: Mapping[str, bytes]) -> Path:
+        """Write the files that were sent, once a machine and model."""
+        root = Path(tempfile.gettempdir()) / f"stretto-models-{os.getuid()}"
+        folder = root / self.fingerprint
+        if not folder.is_dir():
+            root.mkdir(mode=0o700, exist_ok=True)
+            scratch = Path(tempfile.mkdtemp(dir=root))
+            for name, data in files.items():
+                (scratch / name).parent.mkdir(parents=True, exist_ok=True)
+                (scratch / name).write_bytes(data)
+            try:
+                scratch.rename(folder)
+            except OSError:  # another instance was faster
+                shutil.rmtree(scratch, ignore_errors=True)
+        if _fingerprint(_files(folder)) != self.fingerprint:
+            raise ModelError(f"`{folder}` is not the model that was sent; remove it, and start again")
+        return folder
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    found = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    return {path.relative_to(folder).as_posix(): path for path in sorted(found)}
+
+
+def _fingerprint(files: Mapping[str, Path]) -> str:
+    """Of names, sizes and both ends of every file: all of it where a file is small."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, path in files.items():
+        size = path.stat().st_size
+        digest.update(f"{name} {size} ".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(PROBED_BYTES))
+            if size > PROBED_BYTES:
+                file.seek(max(PROBED_BYTES, size - PROBED_BYTES))
+                digest.update(file.read())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceCore:
+    """Makes the core of a rollout instance on the machine where it is called."""
+
+    recipe: Recipe
+    source: ModelSource
+    longest_prompt: int
+
+    def __call__(self) -> NativeEngine:
+        from stretto.runtime.parts import instance_core
+
+        return instance_core(self.recipe, self.source.here(), self.longest_prompt)
