@@ -62,6 +62,10 @@ class TrainerError(StrettoError):
     """An update failed."""
 
 
+class TrainerLostError(TrainerError):
+    """A rank of the trainer is gone, and what it held with it. The policy is made again from the last checkpoint."""
+
+
 class JournalError(StrettoError):
     """The journal could not be written or read. Nothing is trained on that is not recorded."""
 

@@ -3,35 +3,89 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 
+from ray_cases import small_cluster
 from stretto.errors import StalledError, TrainerError
+from stretto.runtime.ray_trainer import RankedTrainer, RankGroup, RankOptions
 from stretto.runtime.roles import TrainerRole, TrainerSeat
 from stretto.training.fake import FakeTrainer
-from stretto.types import Batch, Completion, Sample, Weights
+from stretto.training.parallel import Ranks
+from stretto.types import Batch, Completion, Sample, UpdateReport, Weights
 
 Make = Callable[..., TrainerSeat]
 
 
-def in_thread(*, deadline_s: float = 20.0, update_s: float = 0.0, fail_at: int | None = None) -> TrainerSeat:
-    return TrainerRole(FakeTrainer(update_s=update_s, fail_at=fail_at), 1, deadline_s=deadline_s)
+FAILS, HANGS = 98, 99  # first tokens of batches
+DEADLINE_S = 2.0  # of a seat that is to be caught at hanging
 
 
-@pytest.fixture(params=[in_thread])
-def make(request: pytest.FixtureRequest) -> Iterator[Make]:
-    made: list[TrainerSeat] = []
+def fake_trainer(ranks: Ranks) -> FakeTrainer:
+    return Obedient()
 
-    def maker(**options: object) -> TrainerSeat:
-        made.append(request.param(**options))
-        return made[-1]
+
+class Obedient(FakeTrainer):
+    """Does as the batch says."""
+
+    def update(self, batch: Batch) -> UpdateReport:
+        if (first := int(batch.samples[0].completion.tokens[0])) == FAILS:
+            raise ValueError("told to fail")
+        if first == HANGS:
+            time.sleep(3 * DEADLINE_S)
+        return super().update(batch)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[RankGroup]:
+    """Two ranks, which all tests share because a process takes long to start."""
+    with small_cluster():
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import this file
+        made = RankGroup(RankOptions(fake_trainer, count=2, cpus=0.1), deadline_s=200.0)
+        asyncio.run(made.start())
+        yield made
+        made.close()
+
+
+@pytest.fixture(params=["thread", "ranks"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    """Makes seats at version 0; where they share their ranks, one after the other."""
+    made: list[TrainerRole] = []
+    if request.param == "thread":
+
+        def maker(deadline_s: float = 60.0) -> TrainerSeat:
+            made.append(TrainerRole(fake_trainer(Ranks()), 1, deadline_s=deadline_s))
+            return made[-1]
+    else:
+        group: RankGroup = request.getfixturevalue("group")
+        FakeTrainer().save(tmp_path / "first")
+
+        def maker(deadline_s: float = 60.0) -> TrainerSeat:
+            seat = Borrowed(RankOptions(fake_trainer, count=2), deadline_s=deadline_s)
+            asyncio.run(group.load(tmp_path / "first"))
+            group.deadline_s = deadline_s
+            seat.take(group)
+            return seat
 
     yield maker
     for seat in made:
         seat.close()
+
+
+class Borrowed(RankedTrainer):
+    """A seat over ranks that others use after it."""
+
+    def take(self, group: RankGroup) -> None:
+        self._group = group
+
+    def close(self) -> None:
+        self._group = None
 
 
 def run(seat: TrainerSeat, work: Callable[[TrainerSeat], Awaitable[None]]) -> None:
@@ -148,22 +202,24 @@ def test_what_is_exported_is_in_the_folder(make: Make, tmp_path: Path) -> None:
 def test_an_update_that_fails_is_an_error_by_name_and_changes_nothing(make: Make) -> None:
     async def work(seat: TrainerSeat) -> None:
         before = await seat.weights(0)
-        with pytest.raises(TrainerError, match="update 0 failed: ValueError: the fake trainer was told"):
-            await seat.update(batch(0))
+        with pytest.raises(TrainerError, match="update 0 failed: ValueError: told to fail"):
+            await seat.update(batch(0, token=FAILS))
         assert (await seat.weights(0)).checksum == before.checksum
 
-    run(make(fail_at=0), work)
-
-
-def test_an_update_that_does_not_end_is_a_stall_by_name(make: Make) -> None:
-    async def work(seat: TrainerSeat) -> None:
-        with pytest.raises(StalledError, match="update 0 has not ended after 2 s"):
-            await seat.update(batch(0))
-
-    run(make(deadline_s=2.0, update_s=6.0), work)
+    run(make(), work)
 
 
 def test_a_seat_is_closed_twice_without_harm(make: Make) -> None:
     seat = make()
     seat.close()
     seat.close()
+
+
+def test_an_update_that_does_not_end_is_a_stall_by_name(make: Make) -> None:
+    """The last one: ranks that hang are ended, and nobody borrows them afterwards."""
+
+    async def work(seat: TrainerSeat) -> None:
+        with pytest.raises(StalledError, match="update 0 has not ended after 2 s"):
+            await seat.update(batch(0, token=HANGS))
+
+    run(make(DEADLINE_S), work)

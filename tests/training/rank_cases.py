@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stretto.training.parallel import Ranks
+from stretto.training.parallel import Ranks, open_meeting
 
 DEADLINE_S = 120.0
 
@@ -25,7 +25,10 @@ def free_port() -> int:
 
 def _serve(rank: int, count: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    ranks = Ranks.join("127.0.0.1", port, rank=rank, count=count, device=torch.device("cpu"), timeout_s=DEADLINE_S)
+    store = open_meeting("127.0.0.1", port, count=count, timeout_s=DEADLINE_S, first=True) if rank == 0 else None
+    ranks = Ranks.join(
+        "127.0.0.1", port, rank=rank, count=count, device=torch.device("cpu"), timeout_s=DEADLINE_S, store=store
+    )
     while (asked := pipe.recv()) is not None:
         work, arguments = asked
         try:

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from stretto.errors import TrainerError
+from stretto.errors import TrainerError, TrainerLostError
 from stretto.training.measures import TokenValues, joined
 
 BUCKET = 1 << 26  # numbers that are summed over the ranks at once: a quarter of a gigabyte in float32
@@ -49,6 +49,28 @@ def shares(sizes: Sequence[int] | NDArray[np.int64], count: int) -> list[list[in
     return [sorted(each) for each in found]
 
 
+def open_meeting(host: str, port: int, *, count: int, timeout_s: float, first: bool) -> Any:
+    """Where ranks find one another: made by the `first`, at a port of its own choice where `port` is 0."""
+    patience = _patience(timeout_s)
+    with _meeting():
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, count, is_master=first, timeout=patience, wait_for_workers=False
+        )
+
+
+def _patience(timeout_s: float) -> timedelta:
+    return timedelta(seconds=min(timeout_s, 1e7))
+
+
+@contextlib.contextmanager
+def _meeting() -> Iterator[None]:
+    """What fails while ranks meet is a rank that is gone, or does not come: nobody can go on with this group."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TrainerLostError(f"the ranks of the trainer cannot meet: {type(error).__name__}: {error}") from error
+
+
 class Ranks:
     """The ranks of one policy, seen from one of them. Made once a process.
 
@@ -61,16 +83,26 @@ class Ranks:
         self.count = count
 
     @classmethod
-    def join(cls, host: str, port: int, *, rank: int, count: int, device: torch.device, timeout_s: float) -> Ranks:
-        """Meet the others at rank 0's `host` and `port`; a meeting that takes longer than `timeout_s` fails.
+    def join(
+        cls,
+        host: str,
+        port: int,
+        *,
+        rank: int,
+        count: int,
+        device: torch.device,
+        timeout_s: float,
+        store: Any = None,  # what `open_meeting` gave to rank 0
+    ) -> Ranks:
+        """Meet the others where rank 0 opened; a meeting that takes longer than `timeout_s` fails.
 
         Numbers on a GPU travel by NCCL, everything else by gloo.
         """
-        patience = timedelta(seconds=min(timeout_s, 1e7))
         if count > 1:
-            store = dist.TCPStore(host, port, count, is_master=rank == 0, timeout=patience)  # type: ignore[attr-defined]
+            store = open_meeting(host, port, count=count, timeout_s=timeout_s, first=False) if store is None else store
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=patience)
+            with _meeting():
+                dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=_patience(timeout_s))
         return cls(rank, count)
 
     def leave(self) -> None:
@@ -83,7 +115,8 @@ class Ranks:
         if self.count == 1:
             return [value]
         found: list[Any] = [None] * self.count
-        dist.all_gather_object(found, value)
+        with _meeting():
+            dist.all_gather_object(found, value)
         return found
 
     @contextlib.contextmanager
@@ -95,6 +128,8 @@ class Ranks:
         error: Exception | None = None
         try:
             yield
+        except TrainerLostError:
+            raise  # there is nobody to agree with
         except Exception as raised:
             error = raised
         failures = self.gathered(None if error is None else f"{type(error).__name__}: {error}")
@@ -112,7 +147,8 @@ class Ranks:
         if self.count == 1:
             return values
         summed = torch.from_numpy(values.astype(np.float64, copy=True))
-        dist.all_reduce(summed)
+        with _meeting():
+            dist.all_reduce(summed)
         return summed.numpy()
 
     def add_gradients(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -127,7 +163,8 @@ class Ranks:
                 tensor.grad = torch.zeros_like(tensor)
         for bucket in _buckets([tensor.grad for tensor in chosen if tensor.grad is not None]):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            dist.all_reduce(flat)
+            with _meeting():
+                dist.all_reduce(flat)
             parts = flat.split_with_sizes([gradient.numel() for gradient in bucket])
             torch._foreach_copy_(bucket, [p.view_as(g) for p, g in zip(parts, bucket, strict=True)])
 

@@ -1,0 +1,311 @@
+"""The trainer's seat over several ranks, each a Ray actor with a process of its own.
+
+    RankedTrainer   one call after the other; where a rank is lost: new ranks, brought to the version, the call again
+      RankGroup     one life of the ranks: every call goes to all of them, and comes back by its deadline
+        TrainerRank x N   (`ray_rank.py`) the trainer, which meets its peers over gloo or NCCL (`training/parallel.py`)
+
+What a call comes to, over all ranks:
+
+| ranks                                       | the call                                                             |
+|---------------------------------------------|----------------------------------------------------------------------|
+| all done                                    | returns what rank 0 says                                             |
+| all raised                                  | raises the error of the rank that it came from; the ranks go on      |
+| one died, or cannot be reached              | `TrainerLostError`: all ranks are ended                              |
+| some raised, others did not by `GRACE_S`    | the same: they are not at one point any more                         |
+| some have not answered by the deadline      | `StalledError`: all ranks are ended, and so is the run               |
+
+A group that is lost is made anew, and `restore` brings it to the version that the call is about: from the last
+checkpoint, and by training again the updates after it from the journal. So nothing of a trainer is held by the driver,
+and what a lost trainer costs is the updates since the last checkpoint. `restarts` bounds how often.
+
+The results of a call belong to whoever called it, so weights live in the object store of rank 0's machine and are owned
+by the driver: they outlive the rank that made them and never pass through the driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from stretto.errors import RunError, StalledError, StrettoError, TrainerError, TrainerLostError
+from stretto.runtime.ray_rank import Facts, TrainerRank
+from stretto.runtime.ray_weights import PackedWeights, WeightsHandle
+from stretto.runtime.roles import TrainerSeat
+from stretto.training.parallel import Ranks
+from stretto.training.protocol import Trainer
+from stretto.types import Batch, UpdateReport, Weights
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 20.0  # for the other ranks to end a call that one of them raised in
+
+Result = TypeVar("Result")
+Restore = Callable[[TrainerSeat, int], Awaitable[None]]
+"""Brings a trainer that was just made, at version 0, to the version that is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankOptions:
+    """What ranks are made of, wherever they are placed."""
+
+    make: Callable[[Ranks], Trainer]  # called in the process of each
+    count: int = 1
+    threads: int = 1  # of torch
+    cpus: float = 1.0  # of the cluster's, for each
+    gpus: float = 0.0
+
+
+class RankGroup:
+    """One life of the ranks: a seat that is over when one of them is lost."""
+
+    kv_given_back = 0  # engines are elsewhere, and have no memory that a rank could use
+
+    def __init__(self, options: RankOptions, *, deadline_s: float) -> None:
+        self.failure: StrettoError | None = None  # why it is over
+        self.version = 0
+        self.processes: tuple[int, ...] = ()  # of the ranks
+        self.deadline_s = deadline_s  # of each call
+        actor = ray.remote(TrainerRank).options(
+            num_cpus=options.cpus, num_gpus=options.gpus, max_restarts=0, max_task_retries=0
+        )
+        self._actors = [
+            actor.remote(options.make, rank, options.count, options.threads) for rank in range(options.count)
+        ]
+
+    async def start(self) -> None:
+        """Have the ranks meet and make their trainers."""
+        name = "starting the ranks of the trainer"
+        host, port = (await self._answers(name, [self._actors[0].open.remote(self.deadline_s)]))[0]
+        calls = [actor.start.remote(host, port, self.deadline_s) for actor in self._actors]
+        started = await self._answers(name, calls)
+        self.version, self.processes = started[0][0], tuple(process for _, process in started)
+
+    async def update(self, batch: Batch) -> tuple[UpdateReport, Weights]:
+        placed = await asyncio.to_thread(ray.put, batch)
+        said, ref = await self._handed(f"update {batch.update}", "update", placed)
+        report, facts = said
+        self.version = batch.update + 1
+        return report, _handle(facts, ref)
+
+    async def weights(self, version: int) -> Weights:
+        facts, ref = await self._handed(f"taking the weights of version {version}", "weights", version)
+        return _handle(facts, ref)
+
+    async def save(self, folder: Path) -> None:
+        folder = folder.resolve()
+        await self._all("saving the trainer", "save", str(folder))
+        _seen(folder)
+
+    async def load(self, folder: Path) -> None:
+        self.version = (await self._all("loading the trainer", "load", str(folder.resolve())))[0]
+
+    async def adopt(self, weights: Weights) -> None:
+        handle: Any = weights  # of either kind
+        name = f"adopting the weights of version {weights.version}"
+        if isinstance(handle, WeightsHandle):
+            ref = handle.ref
+        else:
+            ref = await asyncio.to_thread(lambda: ray.put(PackedWeights.pack(weights)))
+        await self._all(name, "adopt", ref)
+
+    async def export(self, folder: Path) -> None:
+        folder = folder.resolve()
+        await self._all("exporting the policy", "export", str(folder))
+        _seen(folder)
+
+    def close(self) -> None:
+        self.end(TrainerLostError("the trainer is closed"))
+
+    def end(self, why: StrettoError) -> None:
+        """End every rank; what is asked for from now on raises `why`. Safe to call twice."""
+        if self.failure is not None:
+            return
+        self.failure = why
+        if ray.is_initialized():
+            for actor in self._actors:
+                ray.kill(actor, no_restart=True)
+
+    async def _all(self, name: str, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every rank; what each returned."""
+        self._check()
+        return await self._answers(name, [getattr(actor, method).remote(*arguments) for actor in self._actors])
+
+    async def _handed(self, name: str, method: str, *arguments: Any) -> tuple[Any, Any]:
+        """Call a method that hands something over: what rank 0 says, and a reference to what stays where it is."""
+        self._check()
+        calls = [getattr(actor, method).options(num_returns=2).remote(*arguments) for actor in self._actors]
+        said = await self._answers(name, [first for first, _ in calls])
+        return said[0], calls[0][1]
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise type(self.failure)(str(self.failure))
+
+    async def _answers(self, name: str, calls: list[Any]) -> list[Any]:
+        """What the calls came to, by the table above. Cancelling it does not undo them."""
+        tasks = [asyncio.ensure_future(_result(call)) for call in calls]
+        try:
+            _, late = await asyncio.wait(tasks, timeout=self.deadline_s, return_when=asyncio.FIRST_EXCEPTION)
+            failed = any(task.done() and task.exception() is not None for task in tasks)
+            if late and failed:
+                _, late = await asyncio.wait(tasks, timeout=min(GRACE_S, self.deadline_s))
+            elif late:
+                slow = ", ".join(str(rank) for rank, task in enumerate(tasks) if task in late)
+                raise self._over(
+                    StalledError(
+                        f"{name} has not ended after {self.deadline_s:g} s (`runtime.update_seconds`): of "
+                        f"{len(tasks)} ranks, there is no answer of {slow}. If it needs longer, raise "
+                        "`runtime.update_seconds`"
+                    )
+                )
+            errors = {rank: task.exception() for rank, task in enumerate(tasks) if task.done()}
+            if not any(errors.values()):
+                return [task.result() for task in tasks]
+            raise self._failed(name, [None if task in late else errors[rank] for rank, task in enumerate(tasks)], late)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _failed(self, name: str, errors: list[BaseException | None], late: set[Any]) -> StrettoError:
+        """The error of a call that raised at some rank; the group is over unless all ranks raised, and are there."""
+        causes = {rank: _cause(error) for rank, error in enumerate(errors) if error is not None}
+        gone = {rank: cause for rank, cause in causes.items() if isinstance(cause, RayError | TrainerLostError)}
+        if gone or late or len(causes) < len(errors):
+            told = gone or causes
+            said = "; ".join(f"rank {rank}: {type(cause).__name__}: {_line(cause)}" for rank, cause in told.items())
+            return self._over(TrainerLostError(f"{name} failed, and the trainer with it: {said}"))
+        # Where one rank fails, the others only say that it did.
+        own = [cause for cause in causes.values() if not _line(cause).startswith("rank ")] or list(causes.values())
+        if isinstance(own[0], StrettoError | OSError):
+            return own[0]  # type: ignore[return-value]
+        return TrainerError(f"{name} failed: {type(own[0]).__name__}: {_line(own[0])}")
+
+    def _over(self, why: Result) -> Result:
+        self.end(cast(StrettoError, why))
+        return why
+
+
+class RankedTrainer:
+    """A seat that survives its ranks, as long as `restore` can bring new ones to where the lost ones were.
+
+    Without `restore`, a rank that is lost ends the run by name. `notice` is told, in words, of every new start.
+    """
+
+    kv_given_back = 0
+
+    def __init__(
+        self,
+        options: RankOptions,
+        *,
+        deadline_s: float,
+        restore: Restore | None = None,
+        restarts: int = 4,
+        notice: Callable[[str], None] = log.warning,
+    ) -> None:
+        self.restarts = 0  # how often the ranks were started anew
+        self._options = options
+        self._deadline_s = deadline_s
+        self._restore = restore
+        self._most_restarts = restarts
+        self._notice = notice
+        self._group: RankGroup | None = None
+        self._version = 0
+        self._turn = asyncio.Lock()
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """The process of each rank, on its machine."""
+        return () if self._group is None else self._group.processes
+
+    async def update(self, batch: Batch) -> tuple[UpdateReport, Weights]:
+        return await self._done(lambda group: group.update(batch), batch.update)
+
+    async def weights(self, version: int) -> Weights:
+        return await self._done(lambda group: group.weights(version), None)
+
+    async def save(self, folder: Path) -> None:
+        await self._done(lambda group: group.save(folder), None)
+
+    async def load(self, folder: Path) -> None:
+        await self._done(lambda group: group.load(folder), 0)
+
+    async def adopt(self, weights: Weights) -> None:
+        await self._done(lambda group: group.adopt(weights), None)
+
+    async def export(self, folder: Path) -> None:
+        await self._done(lambda group: group.export(folder), None)
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+
+    async def _done(self, work: Callable[[RankGroup], Awaitable[Result]], version: int | None) -> Result:
+        """Do something with the ranks; with new ones, at `version`, if those are lost. None: where they were."""
+        async with self._turn:
+            while True:
+                try:
+                    group = await self._ready(self._version if version is None else version)
+                    found = await work(group)
+                except TrainerLostError as error:
+                    self._lost(error)
+                    continue
+                self._version = group.version
+                return found
+
+    def _lost(self, error: TrainerLostError) -> None:
+        """Go on with new ranks, or raise."""
+        if self._group is not None:
+            self._group.end(error)
+        if self._restore is None or self.restarts >= self._most_restarts:
+            raise error
+        self.restarts += 1
+        self._notice(f"{error}; the ranks are started anew ({self.restarts} of {self._most_restarts} times)")
+
+    async def _ready(self, version: int) -> RankGroup:
+        """The ranks, started and at the version where the last ones were."""
+        if self._group is not None and self._group.failure is None:
+            return self._group
+        if self._group is not None and not isinstance(self._group.failure, TrainerLostError):
+            self._group._check()
+        first = self._group is None
+        group = self._group = RankGroup(self._options, deadline_s=self._deadline_s)
+        await group.start()
+        if not first and version:
+            assert self._restore is not None, "a lost trainer without it raises"
+            await self._restore(group, version)
+        return group
+
+
+def _handle(facts: Facts, ref: Any) -> Weights:
+    """The weights as the loop knows them: by version, kind, checksum and scale alone."""
+    return cast(Weights, WeightsHandle(facts.version, facts.kind, facts.checksum, facts.scale, ref))
+
+
+def _seen(folder: Path) -> None:
+    if not folder.exists():
+        raise RunError(
+            f"rank 0 of the trainer has written `{folder}`, and it is not here: with `runtime.trainers` on another "
+            "machine, the run folder has to lie on a file system that all of them see; give it with `--out`"
+        )
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What was raised in the actor, where something was."""
+    return error.cause if isinstance(error, RayTaskError) else error
+
+
+def _line(error: BaseException) -> str:
+    """The line that says what happened; of an actor that could not even be made, Ray says it last."""
+    lines = str(error).strip().splitlines() or [""]
+    return lines[-1] if "creation task" in lines[0] else lines[0]
+
+
+async def _result(reference: Any) -> Any:
+    return await reference
