@@ -25,14 +25,15 @@ EXAMPLES = """examples:
   stretto compare recipes/quickstart.toml --paradigms synchronous,multi-version
   stretto verify runs/short
   stretto show runs/short --update 10
+  stretto replay runs/short
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, run, return the exit status.
 
-    0: done. 1: a law is broken. 2: bad input or a failed run. 130: stopped, by Ctrl-C or a signal; a run that was
-    stopped at an update boundary can be resumed.
+    0: done. 1: a law is broken, or a run trained again came to other weights. 2: bad input or a failed run. 130:
+    stopped, by Ctrl-C or a signal; a run that was stopped at an update boundary can be resumed.
     """
     options = _parser().parse_args(arguments)
     logging.basicConfig(
@@ -99,6 +100,12 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="prove the three laws from a run's journal alone")
     verify.add_argument("run", type=Path, metavar="RUN")
     verify.set_defaults(command=_verify)
+
+    replay = commands.add_parser("replay", help="train a run again from its journal; compare every version")
+    replay.add_argument("run", type=Path, metavar="RUN")
+    replay.add_argument("--until", type=int, metavar="N", help="up to version N (default: the last)")
+    replay.add_argument("--out", type=Path, metavar="FOLDER", help="write the policy that it ends with there")
+    replay.set_defaults(command=_replay)
 
     show = commands.add_parser("show", help="read a run: its updates, or the samples of one")
     show.add_argument("run", type=Path, metavar="RUN")
@@ -192,6 +199,19 @@ def _verify(options: argparse.Namespace) -> int:
     findings = verify(options.run)
     sys.stdout.write(format_findings(findings) + "\n")
     return exit_code(findings)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from stretto.runtime.replaying import replay
+
+    done = replay(options.run, until=options.until, out=options.out, say=_say)
+    _say(str(done))
+    return 0 if done.difference is None else 1
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def _show(options: argparse.Namespace) -> int:

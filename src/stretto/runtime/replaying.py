@@ -1,0 +1,80 @@
+"""Training again from a journal alone: every version of a run, with the checksum that was recorded of it.
+
+A run's weights follow from the model that it began with and from its batches, in their order; which trajectories were
+in a batch depended on the clock, but that is recorded. So a run of any paradigm can be trained again, by the same
+trainer, without generating anything; on the processor and with the threads that it had, to the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from stretto.config import load_recipe
+from stretto.errors import RunError
+from stretto.models import load_model
+from stretto.observe.progress import Silent
+from stretto.runtime.device import choose_device, choose_dtype
+from stretto.runtime.parts import make_trainer, model_path_of, role_threads
+from stretto.store.reader import JournalReader
+from stretto.store.recovery import standing
+from stretto.types import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What came of it."""
+
+    updates: int  # that were trained again
+    difference: str | None  # the first, in words; None: every version has the checksum that was recorded
+
+    def __str__(self) -> str:
+        if self.difference is not None:
+            return self.difference
+        return f"all {self.updates + 1} versions of {self.updates} updates agree with what was recorded"
+
+
+def replay(
+    folder: Path,
+    *,
+    until: int | None = None,
+    out: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Replayed:
+    """Train a run again up to version `until` (default: its last), or to the first that differs.
+
+    `out` is a folder that gets the policy it ended with. Raises `RunError` where there is nothing to train again.
+    """
+    if not (folder / "config.toml").is_file():
+        raise RunError(f"`{folder}` is no run folder: it has no `config.toml`")
+    if out is not None and out.exists():
+        raise RunError(f"`{out}` exists already; choose another `--out`")
+    with JournalReader(folder) as reader:
+        stood = standing(reader.path)
+        if stood is None:
+            raise RunError(f"the run in `{folder}` ended before it had a version; there is nothing to train again")
+        last = stood.updates if until is None else until
+        if not 0 <= last <= stood.updates:
+            raise RunError(f"`--until` is {last}; the run has versions 0 to {stood.updates}")
+        recipe = load_recipe(folder / "config.toml")
+        transformers_logging.disable_progress_bar()
+        torch.set_num_threads(role_threads(recipe)[1])  # sums depend on how they are cut
+        path, device = model_path_of(recipe, Silent()), choose_device(recipe.runtime.device)
+        model = load_model(path, choose_dtype(recipe.model.dtype, device), device)
+        trainer = make_trainer(recipe, model, path)
+        difference, version = None, 0
+        for version in range(last + 1):
+            if version:
+                trainer.update(Batch(version - 1, reader.batch(version - 1)))
+            made, recorded = trainer.weights(version).checksum, stood.checksums[version]
+            if made != recorded:
+                difference = f"version {version} differs: recorded {recorded}, trained again {made}"
+                break
+            say(f"version {version} agrees: {made}")
+        if out is not None:
+            trainer.export(out)
+    return Replayed(version, difference)
