@@ -14,7 +14,9 @@ from stretto.core import messages as core
 from stretto.environments.protocol import Policy
 from stretto.errors import EngineError, JournalError, RequestError, RewardError
 from stretto.flights import Flight, Flights
-from stretto.types import Completion, Prompt, Request, Sampling, Suspended
+from stretto.instances import Instances
+from stretto.runtime.pool import FixedPool
+from stretto.types import Capacity, Completion, Load, Prompt, Request, Sampling, Suspended
 
 PROMPT = Prompt(0, "1+1=", (1, 2, 3), {})
 
@@ -46,6 +48,16 @@ class Engine:
     async def resume(self, suspended: Suspended) -> Completion:
         self.resumed.append(suspended)
         return self._end()
+
+    def report(self) -> Load:
+        return Load(running=1, queued=0, kv_tokens=0, versions={})
+
+    @property
+    def capacity(self) -> Capacity:
+        return Capacity(slots=1, rows=8, kv_tokens=1024, max_context=64)
+
+    async def close(self) -> None:
+        pass
 
     async def suspend(self, ids: Sequence[int], *, kv: bool) -> list[Suspended]:
         return [replace(suspended(version=1), request=request(id, version=1)) for id in ids]
@@ -88,12 +100,21 @@ def suspended(version: int, token_versions: Sequence[int] | None = None) -> Susp
 
 
 def flights(
-    flight: Flight, engines: Mapping[int, Any], outcome: float | Exception = 1.0
+    flight: Flight, engines: Mapping[int, Any], outcome: float | Exception = 1.0, *, pinned: bool = True
 ) -> tuple[Flights, Recorder, list[Any]]:
     recorder, events = Recorder(), list[Any]()
-    made: Any = Flights(
+    instances = Instances(
+        FixedPool(engines),
+        journal=recorder,  # type: ignore[arg-type]
+        tally=recorder,  # type: ignore[arg-type]
+        post=events.append,
+        spawn=lambda work, name: asyncio.create_task(work, name=name),
+        deadline_s=5.0,
+        replacements=0,
+    )
+    made = Flights(
         {flight.id: flight},
-        engines=engines,
+        instances=instances,
         environment=Environment(outcome),
         decode=lambda tokens: "text",
         sampling=Sampling(8),
@@ -101,14 +122,19 @@ def flights(
         tally=recorder,  # type: ignore[arg-type]
         tail=recorder,  # type: ignore[arg-type]
         post=events.append,
+        pinned=pinned,
     )
     return made, recorder, events
+
+
+async def fly(made: Flights, flight: Flight, version: int, instance: int) -> None:
+    await made.launch(flight, version, instance)
 
 
 def test_a_trajectory_flies_from_its_prompt_to_its_reward() -> None:
     flight, engine = Flight(0, 7, 2, 9, PROMPT, 0), Engine(completion(2))
     made, recorder, events = flights(flight, {0: engine}, outcome=0.5)
-    asyncio.run(made.fly(flight, 2, 0))
+    asyncio.run(fly(made, flight, 2, 0))
     assert engine.generated == [replace(request(0, 2), group=7)]
     assert (flight.completion, flight.reward, flight.instance) == (engine.done, 0.5, None)
     assert [name for name, _ in recorder.told] == ["generated", "member_ended", "scored"]
@@ -124,8 +150,8 @@ def test_a_suspended_trajectory_goes_on_and_says_which_versions_its_tokens_are_o
     before: list[int] | None, version: int, after: list[int] | None
 ) -> None:
     flight, engine = Flight(0, 0, 1, 9, PROMPT, 0, suspended=suspended(1, before)), Engine(completion(version))
-    made, _, _ = flights(flight, {0: engine})
-    asyncio.run(made.fly(flight, version, 0))
+    made, _, _ = flights(flight, {0: engine}, pinned=version == 1)
+    asyncio.run(fly(made, flight, version, 0))
     (asked,) = engine.resumed
     assert asked.request.version == version
     assert (None if asked.token_versions is None else asked.token_versions.tolist()) == after
@@ -135,8 +161,8 @@ def test_a_suspended_trajectory_goes_on_and_says_which_versions_its_tokens_are_o
 
 def test_one_that_began_anew_under_newer_weights_says_so_of_every_token() -> None:
     flight, engine = Flight(0, 0, 1, 9, PROMPT, 0), Engine(completion(3))
-    made, _, _ = flights(flight, {0: engine})
-    asyncio.run(made.fly(flight, 3, 0))
+    made, _, _ = flights(flight, {0: engine}, pinned=False)
+    asyncio.run(fly(made, flight, 3, 0))
     assert flight.completion is not None
     assert flight.completion.token_versions is not None
     assert flight.completion.token_versions.tolist() == [3, 3, 3, 3]
@@ -145,7 +171,7 @@ def test_one_that_began_anew_under_newer_weights_says_so_of_every_token() -> Non
 @pytest.mark.parametrize(
     ("done", "outcome", "event"),
     [
-        (RequestError("too long"), 1.0, core.GenerationFailed(0, "too long")),
+        (RequestError("too long"), 1.0, core.GenerationFailed(0, "too long", 0)),
         (completion(1), RewardError("no idea"), core.ScoringFailed(0, "no idea")),
         (completion(1), ZeroDivisionError("no"), core.ScoringFailed(0, "ZeroDivisionError: no")),
     ],
@@ -153,7 +179,7 @@ def test_one_that_began_anew_under_newer_weights_says_so_of_every_token() -> Non
 def test_what_goes_wrong_with_one_trajectory_is_an_event(done: Any, outcome: Any, event: core.Event) -> None:
     flight = Flight(0, 0, 1, 9, PROMPT, 0)
     made, _, events = flights(flight, {0: Engine(done)}, outcome)
-    asyncio.run(made.fly(flight, 1, 0))
+    asyncio.run(fly(made, flight, 1, 0))
     assert events[-1] == event
 
 
@@ -161,25 +187,30 @@ def test_what_goes_wrong_with_the_run_is_raised() -> None:
     flight = Flight(0, 0, 1, 9, PROMPT, 0)
     made, _, _ = flights(flight, {0: Engine(completion(1))}, JournalError("full"))
     with pytest.raises(JournalError, match="full"):
-        asyncio.run(made.fly(flight, 1, 0))
+        asyncio.run(fly(made, flight, 1, 0))
 
 
 def test_a_lost_instance_is_told_once_and_the_last_one_ends_the_run() -> None:
     flight, error = Flight(0, 0, 1, 9, PROMPT, 0), EngineError("gone")
     made, recorder, events = flights(flight, {0: Engine(error), 1: Engine(error)})
-    asyncio.run(made.fly(flight, 1, 0))
-    made.instance_failed(0, error)
-    assert events == [core.Lost(0)]
-    assert recorder.told == [("note", "instance lost")]
-    with pytest.raises(EngineError, match="gone"):
-        asyncio.run(made.fly(flight, 1, 1))
+
+    async def story() -> None:
+        await fly(made, flight, 1, 0)
+        made.instances.failed(0, error)
+        assert events == [core.Lost(0)]
+        assert recorder.told == [("instance_left", 0), ("note", "instance lost"), ("instance_lost", {})]
+        with pytest.raises(EngineError, match="gone"):
+            await fly(made, flight, 1, 1)
+
+    asyncio.run(story())
 
 
 def test_what_is_thrown_away_is_recorded_with_the_tokens_that_it_had() -> None:
-    running = Flight(0, 0, 1, 9, PROMPT, 0, instance=0)
+    running = Flight(0, 0, 1, 9, PROMPT, 0)
     done = Flight(1, 0, 1, 9, PROMPT, 0, completion=completion(1))
     waiting = Flight(2, 0, 1, 9, PROMPT, 0)
     made, recorder, _ = flights(running, {0: Engine(completion(1))})
+    running.instance = 0
     asyncio.run(made.discard([running, done, waiting]))
     counted = [told for name, told in recorder.told if name == "dropped"]
     assert counted == [2, 0, 4, 1, 0, 2], "the tally's tokens and the journal's trajectory, in turn"

@@ -120,7 +120,7 @@ def test_an_evaluation_that_ends_as_its_instance_is_lost_is_recorded_once(tmp_pa
         async def evaluate(self, engine: Engine, version: int, moment: Any) -> EvaluationResult:
             result = await super().evaluate(engine, version, moment)
             if engine is engines[0]:
-                bench.loop._flights.instance_failed(0, EngineError("gone"))
+                bench.loop.instances.failed(0, EngineError("gone"))
             return result
 
     engines = [FakeEngine(rows=12), LoadsLate(rows=12)]

@@ -1,23 +1,42 @@
-"""Trajectories from their admission to their end, over the engines that live.
+"""Trajectories from their admission to their end, over the instances that live.
 
 Decides nothing: what happens to a trajectory, or to an instance under it, is posted to the core as an event.
+
+A trajectory goes from instance to instance in *legs*. The core says `Suspend`, and from then on whatever the old leg
+still brings counts only if it is the whole trajectory: it had ended there before. The next leg waits until the source
+has answered, and goes on with what came out of it: with its KV where carrying that is cheaper than prefilling
+(`core/migration.py`), without it elsewhere, and from the prompt where the source died. Version and seed stay, so the
+tokens are the same in every case.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from stretto.answers import refuse_answer
 from stretto.core import messages as core
+from stretto.core.migration import MoveRates, carries_kv
 from stretto.engines.protocol import Engine
 from stretto.environments.protocol import Environment
 from stretto.environments.single_turn import Decode
-from stretto.errors import AbortedError, EngineError, RequestError, RewardError, StrettoError, SuspendedError
+from stretto.errors import (
+    AbortedError,
+    ChecksumError,
+    EngineError,
+    RequestError,
+    RewardError,
+    StrettoError,
+    SuspendedError,
+    VersionNotResidentError,
+)
+from stretto.instances import Instances
 from stretto.observe.metrics import Tally
 from stretto.observe.tail import Tail
 from stretto.store.journal import Journal
@@ -25,6 +44,9 @@ from stretto.store.versions import VersionFiles
 from stretto.types import Completion, Load, Prompt, Request, Sampling, Suspended, Weights
 
 log = logging.getLogger(__name__)
+
+TRANSFERS = 3  # of one version to one instance, where what arrives is damaged
+CROWDED_SHARE = 0.9  # of an instance's KV; above, what is queued there waits for memory
 
 
 @dataclass(slots=True)
@@ -39,18 +61,25 @@ class Flight:
     row_number: int  # of the data set, where the prompt was drawn from
     completion: Completion | None = None  # filled by the engine
     reward: float | None = None  # filled by the environment
-    suspended: Suspended | None = None  # filled when it left an engine before its end
+    suspended: Suspended | None = None  # what it had when it last left an engine before its end
     instance: int | None = None  # where it runs
+    source: int | None = None  # where it ran before
+    leg: int = 0  # counts up when it is sent somewhere, and when it is called back
+    leaving: list[asyncio.Future[None]] = field(default_factory=list)  # until its sources have answered
+    call: asyncio.Future[None] | None = None  # until the engine's answer about it has come back
+    reported: bool = False  # that it has its last token, to the core
+    context: int = 0  # tokens, prompt included, when its leg began
+    steps: int = 0  # of the engine, at that time
 
 
 class Flights:
-    """All trajectories that are under way, and the engines that they run on. For the loop's thread only."""
+    """All trajectories that are under way, and what is asked of the instances for them. For the loop's thread only."""
 
     def __init__(
         self,
         under_way: Mapping[int, Flight],
         *,
-        engines: Mapping[int, Engine],
+        instances: Instances,
         environment: Environment,
         decode: Decode,
         sampling: Sampling,
@@ -58,12 +87,18 @@ class Flights:
         tally: Tally,
         tail: Tail,
         post: Callable[[core.Event], None],
+        pinned: bool = True,
+        vocabulary: int | None = None,
+        episode_s: float | None = None,
         versions: VersionFiles | None = None,
     ) -> None:
+        """`pinned`: a trajectory keeps its version for life. `episode_s`: an environment's deadline between tokens."""
         self.under_way: dict[int, Flight] = dict(under_way)
-        self.engines = dict(engines)  # those that live
+        for flight in self.under_way.values():  # of an earlier session: nowhere, and its core heard nothing
+            flight.instance, flight.source, flight.call, flight.leaving, flight.reported = None, None, None, [], False
+        self.instances = instances
         self.failed_in_a_row = 0  # trajectories, for good
-        self._instances = dict(engines)  # all that ever were: what a lost one did still counts
+        self.rates = MoveRates()
         self._environment = environment
         self._decode = decode
         self._sampling = sampling
@@ -71,35 +106,61 @@ class Flights:
         self._tally = tally
         self._tail = tail
         self._post = post
+        self._pinned = pinned
+        self._vocabulary = vocabulary
+        self._episode_s = episode_s
         self._versions = versions
+        self._checksums: dict[int, str] = {}  # of the versions that instances were told to load
+        self._surveyed: dict[int, Load] = {}  # what each instance said at the last survey
+        self._prefill_rate = 0.0  # the fastest that was seen
 
     def reports(self) -> list[Load]:
-        """What every instance is doing and has done, those that are lost included."""
-        return [engine.report() for engine in self._instances.values()]
+        """What every instance is doing and has done, those that are gone included."""
+        return self.instances.reports()
 
     @property
     def scores(self) -> bool:
         """Whether a reward is being computed."""
         return any(flight.completion is not None and flight.reward is None for flight in self.under_way.values())
 
-    async def fly(self, flight: Flight, version: int, instance: int | None) -> None:
-        """Carry one trajectory from where it is to its reward; whatever goes wrong with it alone is an event."""
+    # -- one trajectory ------------------------------------------------------------------------------------------------
+
+    def launch(self, flight: Flight, version: int, instance: int, reason: str = "") -> Coroutine[Any, Any, None]:
+        """Send a trajectory to an instance: from now on this leg is the one that counts."""
+        if flight.instance is not None:
+            flight.source = flight.instance
+        flight.instance = instance
+        flight.leg += 1
+        return self.fly(flight, version, instance, reason)
+
+    def fly(self, flight: Flight, version: int, instance: int | None, reason: str = "") -> Coroutine[Any, Any, None]:
+        """Carry one trajectory from where it is to its reward; whatever goes wrong with it alone is an event.
+
+        Without an instance it has its last token, and is scored.
+        """
+        return self._fly(flight, _Policy(self, flight, version, instance, flight.leg, reason))
+
+    async def _fly(self, flight: Flight, policy: _Policy) -> None:
+        if flight.leaving:
+            await asyncio.wait(flight.leaving)
+        if policy.outdated:
+            return
         try:
-            reward = await self._environment.episode(flight.prompt, _Policy(self, flight, version, instance))
+            async with asyncio.timeout(None) as policy.limit:
+                reward = await self._environment.episode(flight.prompt, policy)
         except (SuspendedError, AbortedError):
             return  # whoever took it out of the engine holds it
         except EngineError as error:
-            self.instance_failed(instance, error)
+            assert policy.instance is not None, "without an instance there is no engine that could fail"
+            self.instances.failed(policy.instance, error)
             return
         except Exception as error:
+            if isinstance(error, TimeoutError) and policy.limit.expired():
+                error = RewardError(f"the environment has not returned for {self._episode_s:g} s after its last token")
             ours = isinstance(error, StrettoError) and not isinstance(error, RewardError | RequestError)
             if ours or isinstance(error, AssertionError):
                 raise  # not of this trajectory: of the journal, of the reward pool itself, of this file
-            if flight.id not in self.under_way:
-                return
-            reason = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
-            kind = core.GenerationFailed if flight.completion is None else core.ScoringFailed
-            self._post(kind(flight.id, reason))
+            self._failed(flight, policy, error)
             return
         if flight.id not in self.under_way:
             return  # dropped while it was scored
@@ -109,49 +170,107 @@ class Flights:
         self._journal.scored(flight.id, reward, at=time.time())
         self._post(core.Scored(flight.id, reward))
 
-    async def _generate(self, flight: Flight, version: int, instance: int | None, tokens: Sequence[int]) -> Completion:
-        engine = None if instance is None else self.engines.get(instance)
-        if engine is None or flight.id not in self.under_way:
-            # The core hears of a lost instance, or told us to drop it: either way nobody waits for this one.
-            raise AbortedError(f"trajectory {flight.id} has nowhere to run")
-        if flight.suspended is not None:
-            suspended, flight.suspended = flight.suspended, None
-            completion = await engine.resume(_under(suspended, version))
+    def _failed(self, flight: Flight, policy: _Policy, error: Exception) -> None:
+        reason = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
+        if flight.id not in self.under_way:
+            return
+        if flight.completion is not None:
+            self._post(core.ScoringFailed(flight.id, reason))
+        elif policy.outdated:
+            log.info("trajectory %d failed as it left instance %s, and goes on: %s", flight.id, policy.instance, reason)
         else:
-            completion = await engine.generate(
-                Request(flight.id, version, tuple(tokens), flight.seed, self._sampling, group=flight.group)
+            flight.source, flight.instance, flight.suspended = flight.instance, None, None
+            self._post(core.GenerationFailed(flight.id, reason, policy.instance))
+
+    async def _generate(self, flight: Flight, policy: _Policy, tokens: Sequence[int]) -> Completion:
+        instance, version = policy.instance, policy.version
+        if policy.outdated or instance not in self.instances.engines:
+            # It was called back, its instance is lost, or it was dropped: either way nobody waits for this one.
+            raise AbortedError(f"trajectory {flight.id} has nowhere to run")
+        assert instance is not None, "only what has its last token has no instance"
+        request = Request(flight.id, version, tuple(tokens), flight.seed, self._sampling, group=flight.group)
+        suspended = None if flight.suspended is None else _under(flight.suspended, version)
+        self._count_move(flight, policy, suspended, instance, len(tokens))
+        load = self.instances.report_of(instance)
+        flight.context, flight.steps = len(tokens) + (0 if suspended is None else len(suspended.tokens)), load.steps
+        if suspended is not None:  # should this instance die too, it goes on from there, prefilled again
+            flight.suspended = replace(suspended, kv=None)
+        flight.call = call = asyncio.get_running_loop().create_future()
+        try:
+            completion = await self.instances.follow(
+                instance, lambda engine: engine.generate(request) if suspended is None else engine.resume(suspended)
             )
+        except VersionNotResidentError as error:
+            if not self._pinned:
+                raise
+            raise EngineError(f"it had confirmed version {version}, and says now: {error}") from error
+        finally:
+            call.set_result(None)
+        self._check(completion, request)
+        return self._ended(flight, completion)
+
+    def _ended(self, flight: Flight, completion: Completion) -> Completion:
         text = self._decode(completion.tokens.tolist())
         if completion.version != flight.version and completion.token_versions is None:
             # Begun anew where the paradigm continues under newer weights: all of its tokens are of another version.
             versions = np.full(len(completion.tokens), completion.version, dtype=np.int32)
             completion = replace(completion, token_versions=versions)
-        flight.completion, flight.instance = completion, None
+        flight.completion, flight.instance, flight.suspended = completion, None, None
         if flight.id not in self.under_way:
             raise AbortedError(f"trajectory {flight.id} was dropped as it ended")
         self._journal.generated(flight.id, completion, text, at=time.time())
+        flight.reported = True
         self._post(core.Generated(flight.id, len(completion.tokens)))
         return completion
 
+    def _check(self, answer: Completion | Suspended, request: Request) -> None:
+        refuse_answer(
+            answer, request, checksums=self._checksums, vocabulary=self._vocabulary, continued=not self._pinned
+        )
+
+    def _count_move(
+        self, flight: Flight, policy: _Policy, suspended: Suspended | None, target: int, num_prompt: int
+    ) -> None:
+        """Record that it goes on elsewhere, and what that takes."""
+        if suspended is None and flight.source in (None, target):
+            return  # it begins here, or begins again where it was
+        made = 0 if suspended is None else len(suspended.tokens)
+        kv: Any = None if suspended is None else suspended.kv
+        num_bytes = 0 if kv is None else int(kv.nbytes)
+        prefilled = num_prompt + made if kv is None else 0
+        self._tally.moved(num_bytes, prefilled)
+        self._journal.carried(
+            flight.id,
+            version=policy.version,
+            source=flight.source,
+            target=target,
+            context=num_prompt + made,
+            num_bytes=num_bytes,
+            prefilled=prefilled,
+            reason=policy.reason,
+            at=time.time(),
+        )
+        flight.source = None
+
+    # -- versions ------------------------------------------------------------------------------------------------------
+
     async def load(self, instance: int, weights: Weights) -> None:
         """Have an instance hold a version besides those that it has."""
-
-        async def load(engine: Engine) -> None:
-            await self._durable(weights.version)
-            await engine.load(weights)
-            self._loaded(instance, weights)
-
-        await self.on(instance, load)
+        await self._durable(weights.version)
+        await self._transfer(instance, weights, "load", lambda engine: engine.load(weights))
 
     async def swap(self, instance: int, old: int, weights: Weights) -> None:
         """Have an instance go on under other weights with all that it runs under version `old`."""
+        await self._durable(weights.version)
+        await self._transfer(instance, weights, "swap", lambda engine: engine.swap(old, weights))
 
-        async def swap(engine: Engine) -> None:
-            await self._durable(weights.version)
-            await engine.swap(old, weights)
-            self._loaded(instance, weights)
+    async def unload(self, instance: int, version: int) -> None:
+        """Have an instance forget a version, after whatever it was told before."""
 
-        await self.on(instance, swap)
+        async def unload() -> None:
+            await self.instances.ask(instance, "unload", lambda engine: engine.unload(version))
+
+        await self.on(instance, unload())
 
     async def _durable(self, version: int) -> None:
         """The version's checksum, and where the run keeps them its weights, are on the disk before its first token."""
@@ -159,65 +278,160 @@ class Flights:
         if self._versions is not None:
             await self._versions.durable(version)
 
-    def _loaded(self, instance: int, weights: Weights) -> None:
-        self._journal.version_loaded(weights.version, weights.checksum, at=time.time())
-        self._post(core.Loaded(instance, weights.version))
+    async def _transfer(
+        self, instance: int, weights: Weights, what: str, work: Callable[[Engine], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Bring a version to an instance; where it arrives damaged it is sent again, and then the instance is lost."""
+        self._checksums[weights.version] = weights.checksum
 
-    async def on(self, instance: int, work: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
-        """Have an instance do something. One that is lost does nothing: the core hears of that by itself."""
-        engine = self.engines.get(instance)
+        async def transfer() -> None:
+            for attempt in range(TRANSFERS):
+                try:
+                    await self.instances.ask(instance, what, work)
+                    break
+                except ChecksumError as error:
+                    text = f"version {weights.version} arrived damaged on instance {instance}: {error}"
+                    log.warning("%s", text)
+                    self._journal.note("damaged transfer", text, at=time.time())
+                    if attempt + 1 == TRANSFERS:
+                        raise EngineError(f"version {weights.version} arrived damaged {TRANSFERS} times") from error
+            self._journal.version_loaded(weights.version, weights.checksum, at=time.time())
+            self._post(core.Loaded(instance, weights.version))
+
+        await self.on(instance, transfer())
+
+    async def on(self, instance: int, work: Coroutine[Any, Any, None]) -> None:
+        """Do something with an instance. One that is lost does nothing: the core hears of that by itself."""
+        try:
+            await work
+        except EngineError as error:
+            self.instances.failed(instance, error)
+
+    # -- leaving an instance -------------------------------------------------------------------------------------------
+
+    def suspend(self, instance: int, ids: Sequence[int], reason: str) -> Coroutine[Any, Any, None]:
+        """Call trajectories back from an instance; what is returned takes them out of it, with their KV or without."""
+        found = [self.under_way[id] for id in ids if id in self.under_way]
+        flights = [flight for flight in found if flight.completion is None]  # else the core is about to hear of it
+        left = asyncio.get_running_loop().create_future()
+        for flight in flights:
+            flight.leg += 1
+            flight.source, flight.instance = instance, None
+            # Where it never got there, it still leaves the one before.
+            flight.leaving = [*(each for each in flight.leaving if not each.done()), left]
+            self._journal.moved(flight.id, "suspended", at=time.time(), reason=reason)
+        return self._suspend(instance, flights, left)
+
+    async def _suspend(self, instance: int, flights: Sequence[Flight], left: asyncio.Future[None]) -> None:
+        try:
+            await self.on(instance, self._take_out(instance, flights))
+        finally:
+            left.set_result(None)
+
+    async def _take_out(self, instance: int, flights: Sequence[Flight]) -> None:
+        engine = self.instances.engines.get(instance)
         if engine is None:
             return
-        try:
-            await work(engine)
-        except EngineError as error:
-            self.instance_failed(instance, error)
+        per_token = engine.capacity.kv_bytes_per_token if self._pinned else 0
+        here = {flight.id: flight for flight in flights if flight.call is not None and flight.completion is None}
+        contexts = self._contexts(here.values(), engine.report())
+        with_kv = [id for id, context in contexts.items() if carries_kv(context, per_token, self.rates)]
+        without = [id for id in here if id not in set(with_kv)]
 
-    def instance_failed(self, instance: int | None, error: EngineError) -> None:
-        if instance is None or instance not in self.engines:
-            return  # known already
-        del self.engines[instance]
-        if not self.engines:
-            raise error
-        log.error("instance %d is lost: %s", instance, error)
-        self._journal.note("instance lost", f"{instance}: {error}", at=time.time())
-        self._post(core.Lost(instance))
+        async def both(engine: Engine) -> list[Suspended]:
+            found: list[Suspended] = []
+            if with_kv:
+                began = time.perf_counter()
+                found += await engine.suspend(with_kv, kv=True)
+                num_bytes = sum(int(each.kv.nbytes) for each in found if each.kv is not None)
+                # Into the other instance it takes about as long as out of this one.
+                self.rates = self.rates.moved(num_bytes, 2 * (time.perf_counter() - began))
+            if without:
+                found += await engine.suspend(without, kv=False)
+            return found
+
+        for suspended in await self.instances.ask(instance, "suspend", both):
+            flight = here.pop(suspended.request.id, None)
+            if flight is None:
+                raise EngineError(f"it handed trajectory {suspended.request.id} over, which nobody asked for")
+            expected = flight.version if self._pinned else suspended.request.version
+            self._check(suspended, replace(suspended.request, version=expected))
+            flight.suspended = suspended if len(suspended.tokens) else None
+        # What had ended there before has its last word on the way.
+        calls = {flight.call for flight in here.values() if flight.call is not None and not flight.call.done()}
+        if calls:
+            await self.instances.ask(instance, "generate", lambda engine: asyncio.wait(calls))
+
+    def _contexts(self, flights: Iterable[Flight], load: Load) -> dict[int, int]:
+        """About how many tokens of context each has: every running row makes one a step."""
+        most = self._sampling.max_tokens
+        return {
+            flight.id: min(flight.context + max(0, load.steps - flight.steps), len(flight.prompt.tokens) + most)
+            for flight in flights
+        }
+
+    def survey(self) -> core.Surveyed:
+        """How far what runs is, and who is short of KV memory; the rates of prefilling follow from it."""
+        tokens: dict[int, int] = {}
+        crowded: set[int] = set()
+        now = {instance: engine.report() for instance, engine in self.instances.engines.items()}
+        for flight in self.under_way.values():
+            if flight.instance in now and flight.call is not None and flight.completion is None:
+                tokens |= self._contexts([flight], now[flight.instance])
+        for instance, load in now.items():
+            before = self._surveyed.get(instance)
+            capacity = self.instances.engines[instance].capacity
+            if load.queued and load.kv_tokens > CROWDED_SHARE * capacity.kv_tokens:
+                crowded.add(instance)
+            if before is None:
+                continue
+            if load.preemptions > before.preemptions:
+                crowded.add(instance)
+            prefilled, busy_s = load.prefilled - before.prefilled, load.busy_s - before.busy_s
+            if busy_s > 0 and prefilled / busy_s > self._prefill_rate:
+                # Decoding shares that time, so the fastest that was seen is the nearest to the truth.
+                self._prefill_rate = prefilled / busy_s
+                self.rates = replace(self.rates, prefill_tokens_per_s=self._prefill_rate)
+        self._surveyed = now
+        return core.Surveyed(tokens, frozenset(crowded))
 
     async def discard(self, flights: Sequence[Flight]) -> None:
         """Throw trajectories away, and record how far each had come."""
-        by_instance: dict[int, list[int]] = {}
+        await self._call_back(flights)
         for flight in flights:
-            if flight.instance is not None:
-                by_instance.setdefault(flight.instance, []).append(flight.id)
-        reached: dict[int, int] = {}
-        for instance, ids in by_instance.items():
-            for suspended in await self._suspend(instance, ids):
-                reached[suspended.request.id] = len(suspended.tokens)
-        for flight in flights:
-            completion = flight.completion
-            num_tokens = reached.get(flight.id, 0) if completion is None else len(completion.tokens)
+            held = flight.completion or flight.suspended
+            num_tokens = 0 if held is None else len(held.tokens)
             self._tally.dropped(num_tokens)
             self._journal.dropped(flight.id, "past its age limit", at=time.time(), num_tokens=num_tokens)
 
     async def suspend_all(self) -> None:
         """Take what is running out of the engines, so that a resumed run goes on with it."""
-        for instance in list(self.engines):
-            ids = [flight.id for flight in self.under_way.values() if flight.instance == instance]
-            for suspended in await self._suspend(instance, ids):
-                flight = self.under_way[suspended.request.id]
-                flight.suspended, flight.instance = suspended, None
+        running = [flight for flight in self.under_way.values() if flight.instance is not None]
+        await self._call_back(list(self.under_way.values()))
+        for flight in running:
+            if flight.completion is None:
                 self._journal.moved(flight.id, "suspended", at=time.time(), reason="the run was stopped")
 
-    async def _suspend(self, instance: int, ids: Sequence[int]) -> list[Suspended]:
-        """Take trajectories out of an instance; a lost one has none."""
-        engine = self.engines.get(instance)
-        if engine is None:
-            return []
-        try:
-            return await engine.suspend(ids, kv=False)
-        except EngineError as error:
-            self.instance_failed(instance, error)
-            return []
+    async def _call_back(self, flights: Sequence[Flight]) -> None:
+        """Take trajectories out of wherever they are, without KV."""
+        if leaving := {future for flight in flights for future in flight.leaving}:
+            await asyncio.wait(leaving)
+        by_instance: dict[int, list[Flight]] = {}
+        for flight in flights:
+            if flight.instance is not None and flight.completion is None:
+                by_instance.setdefault(flight.instance, []).append(flight)
+        for instance, own in by_instance.items():
+            known = {flight.id: flight for flight in own}
+            for flight in own:
+                flight.leg += 1
+                flight.instance = None
+            await self.on(instance, self._take_back(instance, known))
+
+    async def _take_back(self, instance: int, known: Mapping[int, Flight]) -> None:
+        if instance in self.instances.engines:
+            taken = await self.instances.ask(instance, "suspend", lambda engine: engine.suspend(list(known), kv=False))
+            for suspended in taken:
+                known[suspended.request.id].suspended = suspended
 
 
 def _under(suspended: Suspended, version: int) -> Suspended:
@@ -233,15 +447,32 @@ def _under(suspended: Suspended, version: int) -> Suspended:
 class _Policy:
     """What an episode asks for tokens. Generates once: an episode that is run again gets the same completion back."""
 
-    __slots__ = ("_flight", "_flights", "_instance", "_version")
+    __slots__ = ("_flight", "_flights", "instance", "leg", "limit", "reason", "version")
 
-    def __init__(self, flights: Flights, flight: Flight, version: int, instance: int | None) -> None:
+    def __init__(
+        self, flights: Flights, flight: Flight, version: int, instance: int | None, leg: int, reason: str
+    ) -> None:
         self._flights = flights
         self._flight = flight
-        self._version = version
-        self._instance = instance
+        self.version = version
+        self.instance = instance
+        self.leg = leg
+        self.reason = reason
+        self.limit = asyncio.timeout(None)  # of the environment, while no token is waited for
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the trajectory was sent elsewhere since, has ended, or is not wanted any more."""
+        flight = self._flight
+        if flight.id not in self._flights.under_way:
+            return True
+        return self.instance is not None and (flight.leg != self.leg or flight.completion is not None)
 
     async def generate(self, tokens: Sequence[int]) -> Completion:
-        if self._flight.completion is None:
-            return await self._flights._generate(self._flight, self._version, self._instance, tokens)
-        return self._flight.completion
+        self.limit.reschedule(None)
+        completion = self._flight.completion
+        if completion is None:
+            completion = await self._flights._generate(self._flight, self, tokens)
+        if self._flights._episode_s is not None:
+            self.limit.reschedule(asyncio.get_running_loop().time() + self._flights._episode_s)
+        return completion

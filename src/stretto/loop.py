@@ -50,10 +50,13 @@ from stretto.environments.single_turn import Decode
 from stretto.errors import EngineError, RunError, StalledError
 from stretto.evaluation import EvaluationResult, Evaluator
 from stretto.flights import Flight, Flights
+from stretto.instances import Instances
 from stretto.observe.metrics import Tally
 from stretto.observe.progress import Observer, Status
 from stretto.observe.repeats import Repeats
 from stretto.observe.tail import Tail
+from stretto.runtime.control import Control
+from stretto.runtime.pool import FixedPool, Pool
 from stretto.runtime.roles import TrainerSeat
 from stretto.seeds import trajectory_seed
 from stretto.store.journal import Journal
@@ -77,6 +80,10 @@ class Settings:
     stall_s: float
     reward_s: float = 0.0  # beyond `stall_s`, for a reward that has a deadline of its own
     checkpoint_s: float = math.inf  # between checkpoints, which are made when a version is published
+    instance_s: float = 120.0  # an instance that has work and makes no progress for so long is lost
+    replacements: int = 0  # of lost instances, at most
+    rebalance_s: float = 5.0  # between two looks at how far what runs is
+    vocabulary: int | None = None  # tokens that an instance may answer with; None: any
 
 
 Checkpointing = Callable[["Loop"], Coroutine[Any, Any, None]]
@@ -90,7 +97,7 @@ class Loop:
         self,
         brain: Brain,
         *,
-        engines: Mapping[int, Engine],
+        engines: Pool | Mapping[int, Engine],
         trainer: TrainerSeat,
         environment: Environment,
         prompts: PromptStream,
@@ -105,8 +112,11 @@ class Loop:
         kept: Mapping[int, Flight] | None = None,
         versions: VersionFiles | None = None,
         checkpointing: Checkpointing | None = None,
+        control: Control | None = None,
     ) -> None:
-        """`flights` are under way, and `kept` were trained and may be used again, as a checkpoint has it.
+        """`engines` are a pool, or instances that somebody else made and that nobody replaces.
+
+        `flights` are under way, and `kept` were trained and may be used again, as a checkpoint has it.
 
         Where there are `versions`, weights are durable in them before an engine loads them.
         """
@@ -121,6 +131,7 @@ class Loop:
         self._settings = settings
         self._versions = versions
         self._checkpointing = checkpointing
+        self._control = control
 
         self._events: deque[core.Event] = deque()
         self._wake = asyncio.Event()
@@ -131,9 +142,18 @@ class Loop:
         self._stop_asked = False
         self._tail = Tail()
         self._failures = Repeats(log)
+        self.instances = Instances(
+            FixedPool(engines) if isinstance(engines, Mapping) else engines,
+            journal=journal,
+            tally=tally,
+            post=self.post,
+            spawn=self._spawn,
+            deadline_s=settings.instance_s,
+            replacements=0 if isinstance(engines, Mapping) else settings.replacements,
+        )
         self._flights = Flights(
             flights,
-            engines=engines,
+            instances=self.instances,
             environment=environment,
             decode=decode,
             sampling=settings.sampling,
@@ -141,6 +161,9 @@ class Loop:
             tally=tally,
             tail=self._tail,
             post=self.post,
+            pinned=brain.plan.paradigm.pinned,
+            vocabulary=settings.vocabulary,
+            episode_s=settings.stall_s + settings.reward_s,
             versions=versions,
         )
         self._updates = Updates(
@@ -173,24 +196,27 @@ class Loop:
 
     async def run(self) -> bool:
         """Run to the last update, or to the update boundary after `stop`. True if every update was done."""
-        slots = {instance: engine.capacity.slots for instance, engine in self._flights.engines.items()}
-        if sum(slots.values()) < self.brain.plan.slots:
+        slots = sum(engine.capacity.slots for engine in self.instances.engines.values())
+        if slots < self.brain.plan.slots:
             raise EngineError(
-                f"the engines hold {sum(slots.values())} versions at once, and `rollout.staleness` "
-                f"{self.brain.plan.staleness} needs {self.brain.plan.slots}: give them more slots, or lower it"
+                f"the engines hold {slots} versions at once, and `rollout.staleness` {self.brain.plan.staleness} "
+                f"needs {self.brain.plan.slots}: give them more slots, or lower it"
             )
-        for instance, count in slots.items():
-            self.post(core.Joined(instance, count))
+        self.instances.begin()
         self._spawn(self._report_status(), "status")
+        self._spawn(self.instances.watch(), "watch the instances")
+        self._spawn(self._survey(), "survey the instances")
+        if self._control is not None:
+            self._spawn(self._control.serve(self.instances), "control")
         self._updates.free_at = self._checkpointed_at = time.time()
         try:
             while self._finish is None:
                 await self._next_event()
                 while self._events and self._failure is None and self._finish is None:
                     event = self._events.popleft()
-                    self._record(event)
-                    for command in self.brain.handle(event):
-                        self._execute(command)
+                    if isinstance(event, core.Updated):
+                        self._handle(self._flights.survey())  # a publish places versions by where they run now
+                    self._handle(event)
                     if isinstance(event, core.Updated):
                         self._updates.note_wait(self.brain.waits())
                 await self._journal.room()
@@ -208,6 +234,11 @@ class Loop:
             await self._end_tasks()
             self._failures.close()
 
+    def _handle(self, event: core.Event) -> None:
+        self._record(event)
+        for command in self.brain.handle(event):
+            self._execute(command)
+
     def post(self, event: core.Event) -> None:
         """Something happened. From the loop's thread only."""
         self._events.append(event)
@@ -218,8 +249,10 @@ class Loop:
         if isinstance(event, core.Scored) and (flight := self.flights.get(event.trajectory)) is not None:
             self._prompts.scored(flight.row_number, event.reward)
         elif isinstance(event, core.GenerationFailed | core.ScoringFailed) and event.trajectory in self.flights:
-            kind: Attempt = "generation" if isinstance(event, core.GenerationFailed) else "scoring"
-            self._journal.attempt_failed(event.trajectory, kind, event.reason, at=time.time())
+            where = None if isinstance(event, core.ScoringFailed) else event.instance
+            if where is None or self._runs_on(event.trajectory, where):
+                kind: Attempt = "generation" if isinstance(event, core.GenerationFailed) else "scoring"
+                self._journal.attempt_failed(event.trajectory, kind, event.reason, at=time.time())
         elif isinstance(event, core.Evaluated):
             result = self._evaluations.pop(event.version)
             if self.brain.evaluating is None or self.brain.evaluating[1] != event.version:
@@ -227,6 +260,11 @@ class Loop:
             assert self._evaluator is not None, "an evaluation is planned only where there is an evaluator"
             self._evaluator.record(result, self._tally.evaluated(result))
             self._observer.evaluated(result)
+
+    def _runs_on(self, trajectory: int, instance: int) -> bool:
+        """Whether the core has a trajectory there: one that failed as it left goes on, and has not failed."""
+        known = self.brain.ledger.trajectories.get(trajectory)
+        return known is not None and known.runs_on(instance)
 
     def stop(self) -> None:
         """End at the next update boundary. Safe to call twice."""
@@ -253,7 +291,7 @@ class Loop:
                 reasons = "; ".join(f"{wait.owner}: {wait.reason}" for wait in self.brain.waits())
                 raise StalledError(
                     f"nothing happened for {self._settings.stall_s:g} s (`runtime.stall_seconds`). {reasons}. "
-                    + " ".join(f"Instance {i}: {e.report()}." for i, e in self._flights.engines.items())
+                    + " ".join(f"Instance {i}: {e.report()}." for i, e in self.instances.engines.items())
                 ) from None
 
     def _tokens_made(self) -> int:
@@ -305,7 +343,7 @@ class Loop:
         self._tail.admitted(command.group, len(command.trajectories))
         for id, seed in zip(command.trajectories, seeds, strict=True):
             flight = self.flights[id] = Flight(id, command.group, command.version, seed, prompt, draw.row_number)
-            self._launch(flight, command.version, command.instance)
+            self._spawn(self._flights.launch(flight, command.version, command.instance), f"trajectory {id}")
 
     def _open_window(self, now: float) -> None:
         if not self._tally.is_open:
@@ -314,17 +352,27 @@ class Loop:
     def _resume(self, command: core.Resume) -> None:
         flight = self.flights[command.trajectory]
         self._open_window(time.time())
+        if flight.reported:
+            return  # it had ended before it was suspended, and the core is about to hear of it
         if flight.completion is not None:
             # It had its last token when the run ended, and the core had not heard of it.
+            flight.reported = True
             self.post(core.Generated(flight.id, len(flight.completion.tokens)))
             self._score(flight)
             return
-        self._journal.moved(flight.id, "running", at=time.time(), instance=command.instance)
-        self._launch(flight, command.version, command.instance)
+        if command.reason:
+            log.info("trajectory %d goes to instance %d: %s", flight.id, command.instance, command.reason)
+        self._journal.moved(flight.id, "running", at=time.time(), reason=command.reason, instance=command.instance)
+        work = self._flights.launch(flight, command.version, command.instance, command.reason)
+        self._spawn(work, f"trajectory {flight.id}")
 
-    def _launch(self, flight: Flight, version: int, instance: int) -> None:
-        flight.instance = instance
-        self._spawn(self._flights.fly(flight, version, instance), f"trajectory {flight.id}")
+    def _suspend(self, command: core.Suspend) -> None:
+        log.info("%d trajectories leave instance %d: %s", len(command.trajectories), command.instance, command.reason)
+        work = self._flights.suspend(command.instance, command.trajectories, command.reason)
+        self._spawn(work, f"suspend on instance {command.instance}")
+
+    def _release(self, command: core.Release) -> None:
+        self.instances.release(command.instance)
 
     def _rescore(self, command: core.Rescore) -> None:
         self._score(self.flights[command.trajectory])
@@ -392,7 +440,7 @@ class Loop:
         self._spawn(work, f"swap version {command.old} for {command.version} on instance {command.instance}")
 
     def _unload(self, command: core.Unload) -> None:
-        work = self._flights.on(command.instance, lambda engine: engine.unload(command.version))
+        work = self._flights.unload(command.instance, command.version)
         self._spawn(work, f"unload version {command.version} on instance {command.instance}")
 
     def _publish(self, command: core.Publish) -> None:
@@ -429,11 +477,13 @@ class Loop:
         assert self._evaluator is not None, "an evaluation is planned only where there is an evaluator"
         evaluator = self._evaluator
 
-        async def evaluate(engine: Engine) -> None:
-            self._evaluations[command.version] = await evaluator.evaluate(engine, command.version, "during")
+        async def evaluate() -> None:
+            self._evaluations[command.version] = await self.instances.follow(
+                command.instance, lambda engine: evaluator.evaluate(engine, command.version, "during"), working=False
+            )
             self.post(core.Evaluated(command.version))
 
-        work = self._flights.on(command.instance, evaluate)
+        work = self._flights.on(command.instance, evaluate())
         self._spawn(work, f"evaluate version {command.version} on instance {command.instance}")
 
     def _skip_evaluation(self, command: core.SkipEvaluation) -> None:
@@ -446,6 +496,11 @@ class Loop:
         self._finish = command
 
     # -- what is going on ----------------------------------------------------------------------------------------------
+
+    async def _survey(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.rebalance_s)
+            self.post(self._flights.survey())
 
     async def _report_status(self) -> None:
         while True:
@@ -466,7 +521,9 @@ class Loop:
 
 _HANDLERS: dict[type[Any], Callable[[Loop, Any], None]] = {
     core.Start: Loop._start,
+    core.Suspend: Loop._suspend,
     core.Resume: Loop._resume,
+    core.Release: Loop._release,
     core.Rescore: Loop._rescore,
     core.Fail: Loop._fail,
     core.Drop: Loop._drop,

@@ -7,6 +7,7 @@ Versions are numbered from 0; update `n` trains version `n` and publishes versio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -132,6 +133,7 @@ class Capacity:
     rows: int  # trajectories decoding at once
     kv_tokens: int  # tokens of context over all rows
     max_context: int  # prompt plus completion of one trajectory
+    kv_bytes_per_token: int = 0  # of what a suspended trajectory takes along; 0: it takes none
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,8 @@ class Load:
     preemptions: int = 0
     busy_s: float = 0.0  # time with at least one running row of rollout (priority 0)
     row_s: float = 0.0  # integral of the running rows of rollout over time
+    since: float = 0.0  # `time.time()` when it joined the run; filled by whoever holds all instances
+    until: float = math.inf  # and when it left
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,8 +192,8 @@ def test_by_default_the_engine_can_hold_every_prompt_that_was_checked(model: Pat
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "' + "1" * 2500 + '", "answer": 18}\n')
     made = recipe(model, tmp_path, 'task.evaluation_path="held_out.jsonl"', "rollout.rows=1")
     parts = Parts.build(made, str(model))
-    assert parts.core.capacity.kv_tokens >= 2500 + 12
-    parts.core.close()
+    assert parts.cores[0].capacity.kv_tokens >= 2500 + 12
+    parts.cores[0].close()
 
 
 def test_a_run_that_ends_in_its_last_evaluation_is_complete(
@@ -265,11 +265,11 @@ def test_the_policy_of_a_lora_run_is_the_last_version_and_loads_with_peft(
 
 def test_engine_and_trainer_hold_the_base_of_a_lora_run_once(model: Path, tmp_path: Path) -> None:
     parts = Parts.build(recipe(model, tmp_path), str(model))
-    engine = {p.data_ptr(): name for name, p in parts.core._slots.trees[0].named_parameters()}
+    engine = {p.data_ptr(): name for name, p in parts.cores[0]._slots.trees[0].named_parameters()}
     frozen = {p.data_ptr() for p in parts.trainer.model.parameters() if not p.requires_grad}
     assert frozen
     assert frozen <= engine.keys()
-    parts.core.close()
+    parts.cores[0].close()
 
 
 def test_groups_whose_rewards_are_all_equal_are_counted_and_change_nothing(model: Path, tmp_path: Path) -> None:

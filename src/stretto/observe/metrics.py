@@ -2,7 +2,8 @@
 
 A *window* runs from the first admission to the end of the last update. A run that was stopped and resumed has several,
 all but the last ending with the stop, and their sums are carried in the journal; that of a session that was killed
-ends with its last update. Warm start and the evaluations before and after lie outside of every one.
+ends with its last update. Warm start and the evaluations
+before and after lie outside of every one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,6 +85,11 @@ class Totals:
     ages: dict[int, int] = field(default_factory=dict)  # updates late -> trajectories trained, later uses too
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     history: History = field(default_factory=History)  # by which a collapse is seen
+    moves: int = 0  # of trajectories from one instance to another
+    moved_bytes: int = 0  # of KV
+    prefilled_again: int = 0  # tokens, of moves without KV
+    instances_lost: int = 0
+    instances_replaced: int = 0
 
     def sums(self) -> dict[str, Any]:
         """What the journal keeps: all but what its lines of updates and evaluations say again."""
@@ -141,10 +148,11 @@ class Tally:
         totals = copy.deepcopy(self.totals)
         if self._opened_at is not None:
             totals.wall_s += at - self._opened_at
-            for before, after in zip(self._at_open, loads, strict=False):
-                totals.rollout_busy_s += after.busy_s - before.busy_s
-                totals.row_s += after.row_s - before.row_s
-                totals.rollout_s += at - self._opened_at
+            for before, after in zip_longest(self._at_open, loads):
+                # One that joined since has done all of its work since.
+                totals.rollout_busy_s += after.busy_s - (before.busy_s if before else 0.0)
+                totals.row_s += after.row_s - (before.row_s if before else 0.0)
+                totals.rollout_s += max(0.0, min(at, after.until) - max(self._opened_at, after.since))
         return totals
 
     # -- what happened -------------------------------------------------------------------------------------------------
@@ -152,6 +160,18 @@ class Tally:
     def failed(self, completion: Completion | None) -> None:
         self.totals.failed += 1
         self._sampled(0 if completion is None else len(completion.tokens))
+
+    def moved(self, num_bytes: int, prefilled: int) -> None:
+        """A trajectory goes on elsewhere: with so many bytes of its KV, or so many tokens prefilled again."""
+        self.totals.moves += 1
+        self.totals.moved_bytes += num_bytes
+        self.totals.prefilled_again += prefilled
+
+    def instance_lost(self) -> None:
+        self.totals.instances_lost += 1
+
+    def instance_replaced(self) -> None:
+        self.totals.instances_replaced += 1
 
     def dropped(self, num_tokens: int) -> None:
         self.totals.dropped += 1
@@ -292,6 +312,11 @@ class Tally:
             "mixed_version_share": _ratio(totals.mixed, totals.trained),
             "groups_without_signal": totals.groups_without_signal,
             "length_ratio": _ratio(mean_trained, mean_sampled),
+            "moves": totals.moves,
+            "moved_bytes": totals.moved_bytes,
+            "prefilled_again_tokens": totals.prefilled_again,
+            "instances_lost": totals.instances_lost,
+            "instances_replaced": totals.instances_replaced,
             "collapsing": totals.history.seen,
             "mismatch_kl": totals.mismatch_kl_sum / totals.mismatch_tokens if totals.mismatch_tokens else None,
             "mismatch_tokens": totals.mismatch_tokens,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from stretto.config import Recipe
 from stretto.engines.native.engine import NativeEngine
 from stretto.environments.single_turn import Decode
-from stretto.models import load_config, load_model, load_tokenizer
+from stretto.models import load_config, load_model, load_tokenizer, second_tree
 from stretto.observe.progress import Observer
 from stretto.runtime.device import choose_device, choose_dtype
 from stretto.runtime.inputs import Inputs, load_inputs
@@ -38,7 +38,8 @@ class Desk:
     inputs: Inputs
     decode: Decode
     sampling: Sampling
-    threads: tuple[int, int]  # engine, trainer
+    threads: tuple[int, int]  # one instance, trainer
+    vocabulary: int  # rows of the embedding: every token is below
 
 
 @dataclass(slots=True)
@@ -46,8 +47,13 @@ class Parts(Desk):
     """What the loop joins in one process. Made before anything runs, so that bad input shows before anything is
     written."""
 
-    core: NativeEngine
+    cores: list[NativeEngine]  # the instances that the run begins with
+    another: Callable[[], NativeEngine]  # makes one more while the run goes on
     trainer: LocalTrainer
+
+    def take_core(self) -> NativeEngine:
+        """The next instance: one of those that were made before the run, then new ones. For one thread at a time."""
+        return self.cores.pop(0) if self.cores else self.another()
 
     @classmethod
     def build(cls, recipe: Recipe, model_path: str) -> Parts:
@@ -57,12 +63,20 @@ class Parts(Desk):
         try:
             model = load_model(model_path, choose_dtype(recipe.model.dtype, device), device)
             torch.set_num_threads(desk.threads[0])  # the engine measures at its start how its thread count rounds
-            # The engine's tree first: the trainer replaces linear layers in the one that was loaded.
-            core = make_core(recipe, model, need.kv_tokens, desk.decode)
+            # The engines' trees first: the trainer replaces linear layers in the one that was loaded.
+            cores = [make_core(recipe, model, need.kv_tokens, desk.decode) for _ in range(recipe.runtime.instances)]
+            base = None if recipe.model.lora is None else second_tree(model, share=True)
             trainer = make_trainer(recipe, model, model_path)
         except torch.OutOfMemoryError as error:
             raise out_of_memory(recipe, need, error) from error
-        return cls(desk.inputs, desk.decode, desk.sampling, desk.threads, core, trainer)
+
+        def another() -> NativeEngine:
+            again = base
+            if again is None:  # weights that are being trained are no model to copy
+                again = load_model(model_path, choose_dtype(recipe.model.dtype, device), device)
+            return make_core(recipe, again, need.kv_tokens, desk.decode)
+
+        return cls(desk.inputs, desk.decode, desk.sampling, desk.threads, desk.vocabulary, cores, another, trainer)
 
 
 def read_desk(recipe: Recipe, model_path: str) -> Desk:
@@ -78,7 +92,8 @@ def read_desk(recipe: Recipe, model_path: str) -> Desk:
         stop_tokens=_stop_tokens(model_path, config, tokenizer),
         stop_strings=recipe.rollout.stop,
     )
-    return Desk(inputs, decoder_of(tokenizer), sampling, role_threads(recipe))
+    vocabulary = int(config.get_text_config().vocab_size)
+    return Desk(inputs, decoder_of(tokenizer), sampling, role_threads(recipe), vocabulary)
 
 
 def decoder_of(tokenizer: Any) -> Decode:
@@ -175,8 +190,9 @@ def available_cores() -> int:
 
 
 def role_threads(recipe: Recipe) -> tuple[int, int]:
-    """Torch threads of engine and trainer: all cores each where they take turns, else half each; one each on CUDA.
+    """Torch threads of an instance and of the trainer; one each on CUDA.
 
+    On the CPU trainer and rollout have all cores each where they take turns, else half each; instances divide theirs.
     OpenMP's pools spin, so two roles that run at once must not ask for more threads than there are cores. On CUDA they
     only launch, and a pool that spins takes time from the launches.
     """
@@ -184,7 +200,8 @@ def role_threads(recipe: Recipe) -> tuple[int, int]:
     share = cores if recipe.plan.staleness == 0 else max(1, cores // 2)
     if choose_device(recipe.runtime.device).type == "cuda":
         share = 1
-    return recipe.runtime.engine_threads or share, recipe.runtime.trainer_threads or share
+    each = max(1, share // recipe.runtime.instances)
+    return recipe.runtime.engine_threads or each, recipe.runtime.trainer_threads or share
 
 
 def model_path_of(recipe: Recipe, observer: Observer) -> str:

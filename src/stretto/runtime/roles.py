@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
@@ -93,7 +93,7 @@ class TrainerRole:
         threads: int,
         *,
         deadline_s: float,
-        engines: Sequence[Engine] = (),
+        engines: Collection[Engine] = (),
         notice: Callable[[str], None] = log.warning,
     ) -> None:
         self.trainer = trainer
@@ -171,7 +171,7 @@ class TrainerRole:
     async def _make_room(self, name: str, reason: str, attempt: int) -> None:
         """Have every engine give part of its KV back, and hand the memory from the allocator's caches to all."""
         said = []
-        for engine in self._engines:
+        for engine in tuple(self._engines):  # instances come and go meanwhile
             before = engine.capacity.kv_tokens
             try:
                 kept = await asyncio.wait_for(engine.shrink(KEPT_SHARE), self._deadline_s)

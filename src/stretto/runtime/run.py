@@ -32,7 +32,6 @@ from transformers.utils import logging as transformers_logging
 from stretto.config import Recipe
 from stretto.core.brain import Brain
 from stretto.engines.protocol import Engine
-from stretto.engines.threaded import ThreadedEngine
 from stretto.environments.reward_output import RewardOutput
 from stretto.environments.rewards import RewardPool
 from stretto.environments.single_turn import SingleTurn
@@ -43,12 +42,14 @@ from stretto.loop import Loop, Settings
 from stretto.observe.metrics import JsonLines, Tally
 from stretto.observe.progress import Observer, make_observer
 from stretto.observe.summary import summary_table
+from stretto.runtime.control import Control
 from stretto.runtime.device import as_begun, choose_device, on_device, resolved
 from stretto.runtime.export import export_policy
 from stretto.runtime.folder import make_folder, take_checkpoint, write_json
 from stretto.runtime.inputs import reward_pool
 from stretto.runtime.memory import longest_trajectory
 from stretto.runtime.parts import Parts, model_path_of
+from stretto.runtime.pool import LocalPool, Pool
 from stretto.runtime.resuming import take_up
 from stretto.runtime.roles import TrainerRole, TrainerSeat
 from stretto.runtime.starting import refuse_another_recipe, refuse_nothing_to_resume, refuse_occupied
@@ -57,7 +58,6 @@ from stretto.store.schema import RunFacts
 from stretto.store.versions import VersionFiles
 from stretto.types import Weights
 
-ENGINE = 0  # the one instance of this runtime
 # Engine and trainer make thousands of short calls a second that give up the interpreter lock and want it back at once.
 # A thread that waits for the lock gets it only after this long; with the usual 5 ms each starves the other.
 SWITCH_S = 1e-4
@@ -117,26 +117,28 @@ async def _train(recipe: Recipe, folder: Path, parts: Parts, observer: Observer,
     said = RewardOutput(folder / "reward.log", observer.message)
     rewards = reward_pool(recipe, parts.inputs.task, said)
     longest = longest_trajectory(recipe, parts.inputs.longest_prompt)
-    engine = ThreadedEngine(lambda: parts.core, threads=parts.threads[0], name="engine", longest=longest)
+    pool = LocalPool(parts.take_core, threads=parts.threads[0], longest=longest)
     role = TrainerRole(
         parts.trainer,
         parts.threads[1],
         deadline_s=recipe.runtime.update_seconds,
-        engines=[engine],
+        engines=pool.engines.values(),
         notice=observer.message,
     )
     versions = VersionFiles(folder / "versions")
     try:
         await rewards.start()
+        for _ in range(recipe.runtime.instances):
+            await pool.add()
         if not resume:
             make_folder(recipe, folder)
         # A run that was killed in its first moments has no journal yet, and simply begins.
         resume = resume and (folder / "journal.sqlite").exists()
         with Journal.open(folder / "journal.sqlite", resume=resume) as journal:
-            return await _run(recipe, folder, parts, journal, versions, observer, rewards, engine, role)
+            return await _run(recipe, folder, parts, journal, versions, observer, rewards, pool, role)
     finally:
         versions.close()
-        await engine.close()
+        await pool.close()
         await rewards.close()
         said.close()
         role.close()
@@ -150,7 +152,7 @@ async def _run(
     versions: VersionFiles,
     observer: Observer,
     rewards: RewardPool,
-    engine: ThreadedEngine,
+    pool: Pool,
     role: TrainerSeat,
 ) -> dict[str, Any]:
     plan, metrics = recipe.plan, JsonLines(folder / "metrics.jsonl")
@@ -170,14 +172,16 @@ async def _run(
     tally = Tally(rows=plan.rows, sink=metrics, totals=resumed.totals)
     evaluator = _evaluator(recipe, parts, environment, journal)
     if evaluator is not None and brain.newest == 0 and not resumed.evaluated_before:
-        await _evaluate_alone(evaluator, engine, resumed.weights[0], "before", tally, observer)
+        await _evaluate_alone(
+            evaluator, next(iter(pool.engines.values())), resumed.weights[0], "before", tally, observer
+        )
 
     def checkpointing(loop: Loop) -> Coroutine[Any, Any, None]:
         return take_checkpoint(folder, loop, role, journal, versions)
 
     loop = Loop(
         brain,
-        engines={ENGINE: engine},
+        engines=pool,
         trainer=role,
         environment=environment,
         prompts=parts.inputs.prompts,
@@ -192,12 +196,17 @@ async def _run(
             stall_s=recipe.runtime.stall_seconds,
             reward_s=rewards.longest_s,
             checkpoint_s=recipe.runtime.checkpoint_seconds,
+            instance_s=recipe.runtime.instance_seconds,
+            replacements=recipe.runtime.replacements,
+            rebalance_s=recipe.runtime.rebalance_seconds,
+            vocabulary=parts.vocabulary,
         ),
         weights=resumed.weights,
         flights=resumed.flights,
         kept=resumed.kept,
         versions=versions,
         checkpointing=checkpointing,
+        control=Control(folder),
     )
     with _stops_on_interrupt(loop):
         done = await loop.run()
@@ -208,6 +217,7 @@ async def _run(
     # Complete from here on: what becomes of the last evaluation changes nothing of what was trained.
     summary = await _conclude(folder, tally, brain, journal, role, stopped=False)
     if evaluator is not None:
+        engine = next(iter(loop.instances.engines.values()))
         await _evaluate_alone(evaluator, engine, loop.weights[plan.updates], "after", tally, observer)
         summary = await _conclude(folder, tally, brain, journal, role, stopped=False)
     return summary

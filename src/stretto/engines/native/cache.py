@@ -48,6 +48,11 @@ class KVCache:
         self._allocate(pages, dtype, device)
 
     @property
+    def bytes_per_token(self) -> int:
+        """Of the keys and values of all layers."""
+        return self.layers * 2 * self.kv_heads * self.head_size * self.storage.element_size()
+
+    @property
     def num_free(self) -> int:
         return len(self._free)
 

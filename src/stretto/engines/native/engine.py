@@ -117,6 +117,7 @@ class NativeEngine:
         cache_dtype = dtype if late else torch.float32
         # One page more than the budget: a prompt's last page stands twice while its first sample gets a copy.
         self._cache = KVCache(layers, kv_heads, head_size, num_pages(kv_tokens) + 1, cache_dtype, device)
+        self.capacity = replace(self.capacity, kv_bytes_per_token=self._cache.bytes_per_token)
         attention.cache = self._cache
         self._rows: Rows | DeviceRows = DeviceRows(rows, max_context, device) if late else Rows(rows, device)
         self._schedule = Schedule(self._cache, self._rows, prefill_tokens)
