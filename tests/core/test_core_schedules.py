@@ -28,6 +28,7 @@ class Box:
     slots: int
     resident: set[int] = field(default_factory=set)
     loading: list[int] = field(default_factory=list)
+    leaving: bool = False
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Piece:
     reward: float | None = None
     generation_failures: int = 0
     scoring_failures: int = 0
+    left: int | None = None  # the instance that it was told to leave last
 
 
 @dataclass
@@ -51,6 +53,8 @@ class Odds:
     generation_failure: float = 0.0
     scoring_failure: float = 0.0
     loss: float = 0.0
+    leave: float = 0.0
+    survey: float = 0.0
     restore: float = 0.0
     slow: float = 0.0
     no_signal: float = 0.0  # groups whose rewards are all equal
@@ -79,6 +83,7 @@ class World:
         self.replayed_groups = 0
         self.forgotten: set[int] = set()  # trajectories
         self.equal: dict[int, bool] = {}  # group -> whether its rewards are all the same
+        self.moves = 0
         self.next_update, self.newest = 0, 0
         self.training: tuple[int, tuple[int, ...]] | None = None
         self.training_again = False
@@ -133,10 +138,17 @@ class World:
             odds.losses -= 1
             self.lose(rng.choice(list(self.boxes)))
             return
+        if odds.losses and rng.random() < odds.leave:
+            odds.losses -= 1
+            self.leave(rng.choice(list(self.boxes)))
+            return
+        if rng.random() < odds.survey:
+            self.survey()
+            return
         if self.plan.auto and rng.random() < 0.1:
             self.send(m.Measured(rng.uniform(0, 20), rng.uniform(0, 4)))
             return
-        if rng.random() < 0.02 and len(self.boxes) < len(self.layout):
+        if rng.random() < 0.02 and len(self.staying()) < len(self.layout):
             self.join(rng.choice(self.layout))
             return
         if odds.losses and rng.random() < odds.restore:
@@ -144,7 +156,7 @@ class World:
             self.restore()
             return
         actions = self.possible()
-        if not actions and len(self.boxes) < len(self.layout):
+        if not actions and len(self.staying()) < len(self.layout):
             self.join(rng.choice(self.layout))
             return
         assert actions, f"deadlock: {self.brain.waits()}"
@@ -160,7 +172,10 @@ class World:
             "score": [t for t, each in self.pieces.items() if each.state == "scoring" and t not in self.rescoring],
             "update": [self.training[0]] if self.training and not self.training_again else [],
             "evaluate": [self.evaluating[1]] if self.evaluating else [],
+            "end_before": [t for t, each in self.pieces.items() if each.state == "pending" and each.left is not None],
         }
+        if self.rng.random() > 0.02:
+            actions["end_before"] = []  # never all that is under way
         fast = [t for t in actions["generate"] if not self.pieces[t].slow]
         if (fast or any(actions[each] for each in ("load", "score", "update"))) and self.rng.random() > 0.02:
             actions["generate"] = fast
@@ -188,6 +203,37 @@ class World:
         else:
             piece.state = "scoring"
             self.send(m.Generated(trajectory, 10))
+
+    def end_before(self, ids: list[int]) -> None:
+        """A trajectory that waits for a place had ended, or failed, before it was suspended."""
+        trajectory = self.rng.choice(ids)
+        piece = self.pieces[trajectory]
+        if self.rng.random() < 0.3:
+            assert self.send(m.GenerationFailed(trajectory, "cut off", piece.left)) == []
+        else:
+            piece.state = "scoring"
+            self.send(m.Generated(trajectory, 10))
+
+    def staying(self) -> dict[int, Box]:
+        return {id: box for id, box in self.boxes.items() if not box.leaving}
+
+    def leave(self, box: int) -> None:
+        self.boxes[box].leaving = True
+        self.send(m.Leaving(box))
+
+    def survey(self) -> None:
+        """Where nothing changes in between, surveys come to move nothing."""
+        running = [t for t, each in self.pieces.items() if each.state == "running"]
+        tokens = {each: self.rng.choice([3, 40, 1000]) for each in running if self.rng.random() < 0.9}
+        ending = frozenset(each for each in running if self.rng.random() < 0.1)
+        crowded = frozenset(box for box in self.boxes if self.rng.random() < 0.1)
+        self.send(m.Surveyed(tokens, crowded, ending))
+        for _ in range(12):
+            moves = self.moves
+            commands = self.send(m.Surveyed(tokens, frozenset(), ending))
+            if not commands:
+                break
+        assert self.moves == moves or any(box.loading for box in self.boxes.values()), "surveys move work to and fro"
 
     def score(self, ids: list[int]) -> None:
         trajectory = self.rng.choice(ids)
@@ -230,7 +276,7 @@ class World:
         del self.boxes[box]
         for piece in self.pieces.values():
             if piece.instance == box:
-                piece.state, piece.instance = "pending", None
+                piece.state, piece.instance, piece.left = "pending", None, None
         if self.evaluating and self.evaluating[0] == box:
             self.evaluating = None
         self.send(m.Lost(box))
@@ -245,6 +291,7 @@ class World:
             piece.instance = None
             if piece.state == "running":
                 piece.state = "pending"
+            piece.left = None
             if piece.state == "scoring":
                 self.rescoring.add(trajectory)
         self.training_again = self.training is not None
@@ -260,6 +307,7 @@ class World:
     def do_load(self, command: m.Load) -> None:
         box = self.boxes[command.instance]
         assert not self.stopping
+        assert not box.leaving
         assert command.version <= self.newest
         assert command.version < self.plan.updates, "nothing runs under the last version"
         assert command.version not in self.retired
@@ -299,12 +347,12 @@ class World:
         assert not self.stopping
         assert command.group == len(self.groups), "group ids are positions in the stream of prompts"
         assert command.trajectories == tuple(range(command.group * size, (command.group + 1) * size))
-        assert command.version in self.boxes[command.instance].resident
+        assert command.version in self.staying()[command.instance].resident
         staleness = command.deadline - command.version
         assert staleness == self.brain.staleness if self.plan.auto else staleness == self.plan.staleness
         assert staleness <= self.plan.staleness
         if self.plan.paradigm.pinned:
-            held = {version for box in self.boxes.values() for version in (*box.resident, *box.loading)}
+            held = {version for box in self.staying().values() for version in (*box.resident, *box.loading)}
             waiting = {piece.under for piece in self.pieces.values() if piece.state == "pending"}
             assert waiting <= held, "nothing new starts while a version that is waited for has no slot"
         running = sum(piece.state in ("running", "pending") for piece in self.pieces.values())
@@ -322,10 +370,28 @@ class World:
         piece = self.pieces[command.trajectory]
         assert not self.stopping
         assert piece.state == "pending"
-        assert command.version in self.boxes[command.instance].resident
+        assert command.version in self.staying()[command.instance].resident
+        assert bool(command.reason) == (piece.left is not None), "a move says why"
         if self.plan.paradigm.pinned:
             assert command.version == self.groups[piece.group][0], "law 1"
         piece.state, piece.instance, piece.under = "running", command.instance, command.version
+        piece.left = None
+
+    def do_suspend(self, command: m.Suspend) -> None:
+        assert not self.stopping
+        assert command.trajectories
+        assert command.reason
+        for each in command.trajectories:
+            piece = self.pieces[each]
+            assert (piece.state, piece.instance) == ("running", command.instance)
+            piece.state, piece.instance, piece.left = "pending", None, command.instance
+            self.moves += 1
+
+    def do_release(self, command: m.Release) -> None:
+        assert self.boxes[command.instance].leaving
+        assert not any(piece.instance == command.instance for piece in self.pieces.values())
+        assert self.evaluating is None or self.evaluating[0] != command.instance
+        del self.boxes[command.instance]
 
     def do_rescore(self, command: m.Rescore) -> None:
         assert not self.stopping
@@ -480,13 +546,30 @@ class World:
         if self.plan.paradigm.staleness == 0 and self.training and not self.training_again:
             assert not any(piece.state in ("running", "pending") for piece in self.pieces.values())
         if not self.stopping and self.boxes and self.plan.paradigm.pinned:
-            for piece in self.pieces.values():
-                if piece.state == "pending":
-                    assert not any(piece.under in box.resident for box in self.boxes.values())
+            self.check_places()
         assert self.brain.newest == self.newest
         assert self.brain.next_update == self.next_update
         if self.finished is None and self.events % 7 == 0:
             assert all(wait.reason for wait in self.brain.waits())
+
+    def check_places(self) -> None:
+        """What waits has its version nowhere, and whoever holds a slot that it could have is due before it."""
+        staying = self.staying()
+        due: dict[int, int] = {}
+        for piece in self.pieces.values():
+            if piece.state in ("running", "pending"):
+                version, deadline = self.groups[piece.group]
+                due[version] = min(deadline, due.get(version, deadline))
+        waiting = {piece.under for piece in self.pieces.values() if piece.state == "pending"}
+        for version in waiting:
+            assert not any(version in box.resident for box in staying.values())
+            if self.plan.auto or any(version in box.loading for box in staying.values()):
+                continue
+            for id, box in staying.items():
+                assert len(box.resident) + len(box.loading) == box.slots, "a free slot is for what waits"
+                for held in box.resident:
+                    serves = any(piece.instance == id and piece.under == held for piece in self.pieces.values())
+                    assert self.evaluating == (id, held) or (serves and due[held] <= due[version])
 
     def check_end(self) -> None:
         counters = self.brain.counters
@@ -565,6 +648,8 @@ def behaviours(draw: st.DrawFn) -> Odds:
         generation_failure=draw(chance),
         scoring_failure=draw(chance),
         loss=draw(st.sampled_from([0.0, 0.01, 0.05])),
+        leave=draw(st.sampled_from([0.0, 0.0, 0.01, 0.05])),
+        survey=draw(st.sampled_from([0.0, 0.02, 0.1])),
         restore=draw(st.sampled_from([0.0, 0.0, 0.01])),
         slow=draw(st.sampled_from([0.0, 0.1, 0.3])),
         no_signal=draw(st.sampled_from([0.0, 0.2, 0.9, 1.0])),

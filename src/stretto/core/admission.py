@@ -26,21 +26,24 @@ def invariant_holds(outstanding: Mapping[int, int], next_update: int, batch: int
     return True
 
 
+def room(outstanding: Mapping[int, int], deadline: int, next_update: int, batch: int) -> int:
+    """How many more groups of this deadline the invariant allows."""
+    if deadline < next_update:
+        return 0
+    total = sum(count for due, count in outstanding.items() if due <= deadline)
+    left = batch * (deadline - next_update + 1) - total
+    for due in sorted(due for due in outstanding if due > deadline):
+        total += outstanding[due]
+        left = min(left, batch * (due - next_update + 1) - total)
+    return max(0, left)
+
+
 def admits(outstanding: Mapping[int, int], deadline: int, next_update: int, batch: int) -> bool:
     """Whether the invariant still holds with one more group of this deadline.
 
     A later deadline faces fewer conditions: what is refused at one version is refused at every older one.
     """
-    if deadline < next_update:
-        return False
-    total = 1 + sum(count for due, count in outstanding.items() if due <= deadline)
-    if total > batch * (deadline - next_update + 1):
-        return False
-    for due in sorted(due for due in outstanding if due > deadline):
-        total += outstanding[due]
-        if total > batch * (due - next_update + 1):
-            return False
-    return True
+    return room(outstanding, deadline, next_update, batch) > 0
 
 
 def waited_deadline(

@@ -22,15 +22,19 @@ Who waits for what, and who ends it:
 | admission | the deadline invariant | the next batch; `Updated` (a newer version has a later deadline) |
 | admission | no instance, or none has confirmed a version | `Joined`, `Loaded` |
 | admission | all but instances that are loading have their share of the work | `Loaded`, `Lost`, `Generated` |
+| admission | the instances hold versions that are too old to start anything | `Generated`: what is idle loads |
 | admission | a version with waiting trajectories has no slot anywhere | what runs ends and frees a slot; `Joined` |
 | admission, publish | `drain` only: running work must end before the publish | `Generated`, or a failure for good |
 | a trajectory | an instance that holds its version | `Loaded` |
+| a trajectory | a slot, all being taken by versions that are due earlier | their end; `Joined` |
 | an instance | `continue` only: the swap waits for the evaluation that runs there | `Evaluated` |
 | an instance that leaves | the evaluation that runs there | `Evaluated`, `Lost` |
+| an instance that leaves | a place for what runs there | `Loaded`, its end, `Joined` |
 | the end of the run | the evaluation that runs | `Evaluated`, `Lost` |
 
-Every wait ends with an event that comes from work already under way, so there is no cycle: work runs on an instance to
-its end whatever else waits; the trainer waits only for such work; admission is open whenever nothing is under way and
+Every wait ends with an event that comes from work already under way, so there is no cycle: work runs to its end
+whatever else waits, or is suspended for work with an earlier deadline that does (`conductor.py` has that argument); the
+trainer waits only for such work; admission is open whenever nothing is under way and
 fewer than `B` groups are outstanding, as the invariant holds with any group of the newest version then. Filtering takes
 finished groups away, which the invariant allows, and at most `filter_limit` of them before each batch: a data set
 without any signal is trained as it is, and the run comes to its end.
@@ -41,44 +45,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stretto.core import admission, placement, snapshots
+from stretto.core import admission, conductor, placement, snapshots
+from stretto.core import messages as m
 from stretto.core.ledger import Counters, Group, Ledger, State, Trajectory
-from stretto.core.messages import (
-    Command,
-    Drop,
-    Evaluate,
-    Evaluated,
-    Event,
-    Fail,
-    Filter,
-    Finish,
-    Forget,
-    Generated,
-    GenerationFailed,
-    Joined,
-    Leaving,
-    Load,
-    Loaded,
-    Lost,
-    Measured,
-    Publish,
-    Release,
-    Rescore,
-    Resume,
-    Retire,
-    Scored,
-    ScoringFailed,
-    SkipEvaluation,
-    Spare,
-    Start,
-    StopRequested,
-    Surveyed,
-    Suspend,
-    Swap,
-    Train,
-    Unload,
-    Updated,
-)
 from stretto.core.placement import Hold, Instance
 from stretto.core.plan import Plan
 from stretto.core.replay import Replay
@@ -111,31 +80,36 @@ class Brain:
         self.stopping = False
         self.finished = False
         self._again = False  # after a restore: score and train again once an instance is there
-        self._place_due = False
+        self.place_due = False  # trajectories or versions may want a place
+        self.cycle_due = False  # the division of the instances between the versions is to be looked at
+        self.surveys = 0
+        self.granted: dict[
+            int, int
+        ] = {}  # version -> instances at least, for want of KV memory, until the next publish
         self._batch_due = False  # whether to look if a batch is ready
         self._open = False  # whether admission is worth trying
-        self._commands: list[Command] = []
+        self.commands: list[m.Command] = []
         self._handlers: Mapping[type, Callable[[Any], None]] = {
-            Joined: self._on_joined,
-            Lost: self._on_lost,
-            Leaving: self._on_leaving,
-            Surveyed: self._on_surveyed,
-            Loaded: self._on_loaded,
-            Generated: self._on_generated,
-            Scored: self._on_scored,
-            GenerationFailed: self._on_generation_failed,
-            ScoringFailed: self._on_scoring_failed,
-            Updated: self._on_updated,
-            Measured: self._on_measured,
-            Evaluated: self._on_evaluated,
-            StopRequested: self._on_stop_requested,
+            m.Joined: self._on_joined,
+            m.Lost: self._on_lost,
+            m.Leaving: self._on_leaving,
+            m.Surveyed: self._on_surveyed,
+            m.Loaded: self._on_loaded,
+            m.Generated: self._on_generated,
+            m.Scored: self._on_scored,
+            m.GenerationFailed: self._on_generation_failed,
+            m.ScoringFailed: self._on_scoring_failed,
+            m.Updated: self._on_updated,
+            m.Measured: self._on_measured,
+            m.Evaluated: self._on_evaluated,
+            m.StopRequested: self._on_stop_requested,
         }
 
-    def handle(self, event: Event) -> list[Command]:
+    def handle(self, event: m.Event) -> list[m.Command]:
         """Take in what happened; what to do about it, in an order in which it can be done."""
         if self.finished:
             return []
-        commands = self._commands = []
+        commands = self.commands = []
         self._handlers[type(event)](event)
         self._settle()
         return commands
@@ -162,9 +136,14 @@ class Brain:
         return [instance for instance in self.instances.values() if not instance.leaving]
 
     @property
+    def admits_more(self) -> bool:
+        """Whether the run is yet to admit anything, as far as is known now."""
+        return len(self.ledger.groups) < (self.plan.updates - self.next_update) * self.plan.batch
+
+    @property
     def needed_versions(self) -> list[int]:
         """The versions whose weights must be there for the run to go on: after a restore, those to bring back."""
-        return sorted(v for v in self.window.live if v == self.newest or self._needs(v))
+        return sorted(v for v in self.window.live if v == self.newest or self.needs(v))
 
     @property
     def evaluations_past(self) -> list[int]:
@@ -189,18 +168,18 @@ class Brain:
         """
         brain = cls(plan)
         snapshots.restore(brain, snapshot)
-        brain._again = brain._place_due = brain._batch_due = True
+        brain._again = brain.place_due = brain._batch_due = True
         return brain
 
     # -- events --------------------------------------------------------------------------------------------------------
 
-    def _on_joined(self, event: Joined) -> None:
+    def _on_joined(self, event: m.Joined) -> None:
         if event.instance in self.instances:
             raise TransitionError(f"instance {event.instance} joined, but it is there already")
         if event.slots < 1:
             raise ValueError(f"`slots` of instance {event.instance} is {event.slots}; it must be at least 1")
         self.instances[event.instance] = Instance(event.instance, event.slots)
-        self._place_due = True
+        self.place_due = self.cycle_due = True
         if self.evaluation_cut is not None:
             self._skip_evaluation(self.evaluation_cut, "the run ended while it ran")
             self.evaluation_cut = None
@@ -208,7 +187,7 @@ class Brain:
             self._again = False
             self._do_again()
 
-    def _on_lost(self, event: Lost) -> None:
+    def _on_lost(self, event: m.Lost) -> None:
         instance = self.instances.pop(event.instance, None)
         if instance is None:
             return  # it was released before the report came
@@ -218,23 +197,28 @@ class Brain:
         if self.evaluating is not None and self.evaluating[0] == event.instance:
             self._skip_evaluation(self.evaluating[1], f"instance {event.instance} was lost")
             self.evaluating = None
-        self._place_due = True
+        self.place_due = self.cycle_due = True
 
-    def _on_leaving(self, event: Leaving) -> None:
+    def _on_leaving(self, event: m.Leaving) -> None:
         instance = self.instances.get(event.instance)
         if instance is None:
             return
         instance.leaving = True
-        if moving := tuple(instance.trajectories):
-            for trajectory in list(instance.trajectories.values()):
-                self.ledger.interrupt(trajectory)
-            self._commands.append(Suspend(instance.id, moving, f"instance {instance.id} is asked to go"))
-        self._place_due = True
+        self.place_due = self.cycle_due = True
 
-    def _on_surveyed(self, event: Surveyed) -> None:
-        self._place_due = True
+    def _on_surveyed(self, event: m.Surveyed) -> None:
+        self.surveys += 1
+        for id, trajectory in self.ledger.trajectories.items():
+            if trajectory.state is State.RUNNING:
+                trajectory.tokens = event.tokens.get(id, 0)
+                trajectory.ending = id in event.ending
+        for instance in self.instances.values():
+            instance.crowded = instance.id in event.crowded
+        self.place_due = self.cycle_due = True
+        if not self.stopping:
+            conductor.relieve(self)
 
-    def _on_loaded(self, event: Loaded) -> None:
+    def _on_loaded(self, event: m.Loaded) -> None:
         instance = self.instances.get(event.instance)
         if instance is None:
             return
@@ -244,21 +228,21 @@ class Brain:
         instance.resident.add(event.version)
         if not self.plan.paradigm.pinned:
             self.ledger.continue_under(instance, event.version)
-        self._place_due = True
-        if event.version in self.evaluations_due and not self.stopping:
+        self.place_due = True
+        if event.version in self.evaluations_due and not self.stopping and not instance.leaving:
             self._evaluate(event.version, instance)
 
-    def _on_generated(self, event: Generated) -> None:
+    def _on_generated(self, event: m.Generated) -> None:
         trajectory = self._find(event.trajectory)
         if trajectory is not None:
             self.ledger.generate(trajectory)
 
-    def _on_scored(self, event: Scored) -> None:
+    def _on_scored(self, event: m.Scored) -> None:
         trajectory = self._find(event.trajectory)
         if trajectory is not None and self.ledger.score(trajectory, event.reward):
             self._finished(trajectory.group)
 
-    def _on_generation_failed(self, event: GenerationFailed) -> None:
+    def _on_generation_failed(self, event: m.GenerationFailed) -> None:
         trajectory = self._find(event.trajectory)
         if trajectory is None or (event.instance is not None and not trajectory.runs_on(event.instance)):
             return  # it has been told to go on elsewhere since
@@ -268,9 +252,9 @@ class Brain:
         else:
             self.ledger.interrupt(trajectory)
             self.counters.generation_retries += 1
-            self._place_due = True
+            self.place_due = True
 
-    def _on_scoring_failed(self, event: ScoringFailed) -> None:
+    def _on_scoring_failed(self, event: m.ScoringFailed) -> None:
         trajectory = self._find(event.trajectory)
         if trajectory is None:
             return
@@ -282,19 +266,19 @@ class Brain:
         else:
             self.counters.scoring_retries += 1
             if not self.stopping:
-                self._commands.append(Rescore(trajectory.id))
+                self.commands.append(m.Rescore(trajectory.id))
 
-    def _on_updated(self, event: Updated) -> None:
+    def _on_updated(self, event: m.Updated) -> None:
         if event.update != self.training:
             raise TransitionError(f"update {event.update} was reported as done, but the trainer runs {self.training}")
         self.training = None
         if forgotten := self.replay.trained(self.ledger.batch, self.next_update):
-            self._commands.append(Forget(forgotten))
+            self.commands.append(m.Forget(forgotten))
         self.ledger.train()
         self.unpublished = event.update + 1
         self._batch_due = True
 
-    def _on_measured(self, event: Measured) -> None:
+    def _on_measured(self, event: m.Measured) -> None:
         if not self.plan.auto:
             return
         wanted = admission.wanted_staleness(event.tail_s, event.update_s, self.plan.staleness)
@@ -305,13 +289,13 @@ class Brain:
         self.staleness = wanted
         self._open = True
 
-    def _on_evaluated(self, event: Evaluated) -> None:
+    def _on_evaluated(self, event: m.Evaluated) -> None:
         if self.evaluating is not None and self.evaluating[1] == event.version:
             self.evaluating = None
             self.counters.evaluations += 1
-            self._place_due = True
+            self.place_due = True
 
-    def _on_stop_requested(self, _: StopRequested) -> None:
+    def _on_stop_requested(self, _: m.StopRequested) -> None:
         self.stopping = True
 
     # -- what follows --------------------------------------------------------------------------------------------------
@@ -323,8 +307,9 @@ class Brain:
         if not self.stopping:
             if self._batch_due and self.training is None and self.unpublished is None:
                 self._take_batch()
-            if self._place_due or self.ledger.freed:
-                self._place()
+            if self.place_due or self.ledger.freed:
+                conductor.place(self)
+                self._open = True
             if self._open and self.unpublished is None:
                 self._admit()
         if self.training is None:
@@ -336,12 +321,13 @@ class Brain:
         if drains and self.ledger.num_active and not self.stopping:
             return
         self.window.publish(version)
-        self._commands.append(Publish(version))
+        self.commands.append(m.Publish(version))
         every = self.plan.evaluate_every
         if every and version % every == 0 and version < self.plan.updates:
             self.evaluations_due.add(version)
         self.unpublished = None
-        self._place_due = self._batch_due = self._open = True
+        self.granted.clear()
+        self.place_due = self.cycle_due = self._batch_due = self._open = True
 
     def _take_batch(self) -> None:
         """Start the next update if its batch is ready, and throw away what is too old where the paradigm does so."""
@@ -365,61 +351,12 @@ class Brain:
         self.next_update = update + 1
         if plan.paradigm.at_limit == "drop":
             for group in [each for each in ledger.groups.values() if each.deadline <= update]:
-                self._commands.append(Drop(group.id, ledger.drop(group)))
+                self.commands.append(m.Drop(group.id, ledger.drop(group)))
         self._open = True
 
     def _train(self, update: int) -> None:
         self.training = update
-        self._commands.append(Train(update, self.ledger.batch_members(), self.replay.members()))
-
-    def _place(self) -> None:
-        """Resume what waits, load what is wanted, unload and retire what is not."""
-        self._place_due = self.ledger.freed = False
-        instances = self.staying
-        self._resume()
-        decisions: list[Load | Swap | Unload] = []
-        if self.next_update == self.plan.updates:
-            pass  # the last batch is taken: nothing will run any more, so nothing is loaded
-        elif self.plan.paradigm.pinned:
-            waiting = sorted(placement.stranded(instances, self.ledger.pending), key=self._earliest_deadline)
-            decisions = placement.place(instances, waiting, self.newest, self.evaluating)
-        else:
-            decisions = placement.place_in_one_slot(instances, self.newest, self.evaluating)
-        for command in decisions:
-            self._give(command)
-        self._release()
-        for version in self.window.retirable(self._needs):
-            self._retire(version)
-        self.stranded = placement.stranded(instances, self.ledger.pending) if self.plan.paradigm.pinned else []
-        self._open = True
-
-    def _resume(self) -> None:
-        pinned = self.plan.paradigm.pinned
-        for version, waiting in list(self.ledger.pending.items()):
-            for trajectory in list(waiting.values()):
-                instance = placement.resuming_instance(self.staying, version if pinned else None)
-                if instance is None:
-                    break
-                under = version if pinned else max(instance.resident)
-                self.ledger.run(trajectory, instance, under)
-                self._commands.append(Resume(trajectory.id, under, instance.id))
-
-    def _release(self) -> None:
-        """Let go whoever was asked to and has nothing left to do."""
-        for instance in [each for each in self.instances.values() if each.leaving and not each.trajectories]:
-            if self.evaluating is None or self.evaluating[0] != instance.id:
-                del self.instances[instance.id]
-                self._commands.append(Release(instance.id))
-
-    def _retire(self, version: int) -> None:
-        for instance in self.instances.values():
-            if version in instance.resident:
-                self._give(Unload(instance.id, version))
-        self.window.retire(version)
-        self._commands.append(Retire(version))
-        if version in self.evaluations_due:
-            self.evaluations_due.remove(version)
-            self._skip_evaluation(version, "nothing needed the version any more before it was loaded")
+        self.commands.append(m.Train(update, self.ledger.batch_members(), self.replay.members()))
 
     def _admit(self) -> None:
         """Start groups while something allows it. What closes admission for longer also closes `_open`."""
@@ -438,14 +375,23 @@ class Brain:
             self.next_group += 1
             ids = tuple(range(group.id * plan.group_size, (group.id + 1) * plan.group_size))
             ledger.admit(group, ids, instance)
-            self._commands.append(Start(group.id, version, group.deadline, instance.id, ids))
+            self.commands.append(m.Start(group.id, version, group.deadline, instance.id, ids))
+
+    def candidates(self) -> list[tuple[Instance, int]]:
+        """Where a new group could go by what the instances hold, best first.
+
+        Where the newest version has not come yet, an older one takes new groups only if half of the updates that a
+        group may wait are left to them: one that is due at once would have the trainer wait for its whole tail.
+        """
+        oldest = self.newest - self.staleness // 2 if self.plan.paradigm.pinned else 0
+        return placement.candidates(self.staying, self.plan.most_running, oldest)
 
     def place_for_group(self) -> tuple[Instance, int] | None:
         """The instance and the version that a new group would get by slots and deadlines; None: it must wait."""
         if self.stranded:
             return None
         refused = -1
-        for instance, version in placement.candidates(self.staying, self.plan.most_running):
+        for instance, version in self.candidates():
             if version > refused:
                 if self._allows(version + self.staleness):
                     return instance, version
@@ -469,7 +415,7 @@ class Brain:
                     self._skip_evaluation(version, "the run ended")
                 self.evaluations_due.clear()
                 self.evaluating = None
-            self._commands.append(Finish(stopped=not done))
+            self.commands.append(m.Finish(stopped=not done))
 
     # -- parts of the above --------------------------------------------------------------------------------------------
 
@@ -481,7 +427,7 @@ class Brain:
         return found
 
     def _fail(self, trajectory: Trajectory, reason: str) -> None:
-        self._commands.append(Fail(trajectory.id, reason))
+        self.commands.append(m.Fail(trajectory.id, reason))
         if self.ledger.fail(trajectory):
             self._open = True
             self._finished(trajectory.group)
@@ -494,11 +440,11 @@ class Brain:
             return
         if self.filtered_in_a_row < limit:
             self.filtered_in_a_row += 1
-            self._commands.append(Filter(group.id, self.ledger.filter(group)))
+            self.commands.append(m.Filter(group.id, self.ledger.filter(group)))
             self._open = True
         else:
             self.counters.spared_groups += 1
-            self._commands.append(Spare(group.id, self.next_update))
+            self.commands.append(m.Spare(group.id, self.next_update))
 
     def _evaluate(self, version: int, instance: Instance) -> None:
         self.evaluations_due.remove(version)
@@ -506,11 +452,17 @@ class Brain:
             self._skip_evaluation(version, f"that of version {self.evaluating[1]} still runs")
             return
         self.evaluating = (instance.id, version)
-        self._commands.append(Evaluate(version, instance.id))
+        self.commands.append(m.Evaluate(version, instance.id))
+
+    def forget_evaluation(self, version: int) -> None:
+        """A version is gone: if its evaluation was due, it does not happen."""
+        if version in self.evaluations_due:
+            self.evaluations_due.remove(version)
+            self._skip_evaluation(version, "nothing needed the version any more before it was loaded")
 
     def _skip_evaluation(self, version: int, reason: str) -> None:
         self.counters.evaluations_skipped += 1
-        self._commands.append(SkipEvaluation(version, reason))
+        self.commands.append(m.SkipEvaluation(version, reason))
 
     def _do_again(self) -> None:
         for group in list(self.ledger.groups.values()):
@@ -519,21 +471,14 @@ class Brain:
                 self._finished(group)
         for trajectory in self.ledger.trajectories.values():
             if trajectory.state is State.SCORING:
-                self._commands.append(Rescore(trajectory.id))
+                self.commands.append(m.Rescore(trajectory.id))
         if self.ledger.batch:
             self._train(self.next_update - 1)
 
-    def _give(self, command: Load | Swap | Unload) -> None:
-        self.instances[command.instance].apply(command)
-        self._commands.append(command)
-
-    def _needs(self, version: int) -> bool:
+    def needs(self, version: int) -> bool:
         """Whether a version other than the newest is needed by rollout, by an evaluation, or by a load under way."""
         if version in self.ledger.running or (self.plan.paradigm.pinned and version in self.ledger.pending):
             return True
         if self.evaluating is not None and self.evaluating[1] == version:
             return True
         return any(version in instance.loading for instance in self.instances.values())
-
-    def _earliest_deadline(self, version: int) -> int:
-        return min(trajectory.group.deadline for trajectory in self.ledger.pending[version].values())

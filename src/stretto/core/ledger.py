@@ -54,6 +54,10 @@ class Trajectory:
     generation_failures: int = 0
     scoring_failures: int = 0
     reward: float | None = None  # once it is scored
+    tokens: int = 0  # of context, at the last survey
+    ending: bool = False  # it has nearly all tokens that it may have
+    rests_until: int = 0  # the survey before which it is not moved again to even out the work
+    why: str = ""  # why it was suspended, until it is resumed
 
     def runs_on(self, instance: int) -> bool:
         return self.instance is not None and self.instance.id == instance
@@ -105,6 +109,7 @@ class Counters:
     generation_retries: int = 0
     scoring_retries: int = 0
     interrupted: int = 0  # by the loss of an instance
+    moved: int = 0  # from one instance to another, each time
     evaluations: int = 0
     evaluations_skipped: int = 0
 

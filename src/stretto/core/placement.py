@@ -1,14 +1,8 @@
-"""Which instance does what, decided from what the instances hold and run. Pure functions.
-
-Why this never deadlocks: a trajectory that waits for an instance resumes at once where its version is resident, so one
-that still waits has its version on no instance. Such *stranded* versions get the first free slots, earliest deadline
-first, and while one of them has no slot nothing new is admitted, so that what runs comes to its end and frees one. A
-version is only ever evicted where nothing runs under it.
-"""
+"""What the instances hold and run, and what follows from that for one of them. Pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,6 +26,7 @@ class Instance:
     running: dict[int, int] = field(default_factory=dict)  # version -> trajectories, never 0
     trajectories: dict[int, Trajectory] = field(default_factory=dict)  # those that run here
     leaving: bool = False  # asked to go: takes nothing new
+    crowded: bool = False  # short of KV memory, at the last survey
 
     @property
     def load(self) -> int:
@@ -56,35 +51,27 @@ class Instance:
         self.loading.add(command.version)
 
 
-def candidates(instances: Collection[Instance], target: int) -> list[tuple[Instance, int]]:
+def candidates(instances: Collection[Instance], target: int, oldest: int) -> list[tuple[Instance, int]]:
     """Where a new group may go, with the newest version resident there, best first.
 
     Instances below their share of `target` trajectories come first, so that one that has just loaded the newest version
-    is not given everything; among those, the newest version, then the least loaded. Those that have their share come
-    last, and only if no other is about to have a version for the rest. One that is about to have a newer version itself
-    is left out until it has it: a group that starts now would be a version older for all of its life.
+    is not given everything; among those, the newest version, then the least loaded. Those that have their share, or are
+    short of KV memory, come last, and only if no other is about to have a version for the rest. One that is about to
+    have a newer version itself is left out until it has it: a group that starts now would be a version older for all of
+    its life. So is one whose newest version is older than `oldest`: a group that starts there is due too soon.
     """
     share = -(-target // max(1, len(instances)))
     hopeful = any(instance.loading and instance.load < share for instance in instances)
-    ranked = [
-        (instance.load >= share, -max(instance.resident), instance.load, instance.id, instance)
-        for instance in instances
-        if instance.resident and not instance.awaits_newer and (instance.load < share or not hopeful)
-    ]
+    ranked = []
+    for instance in instances:
+        if not instance.resident or instance.awaits_newer:
+            continue
+        full = instance.load >= share or instance.crowded
+        version = max(instance.resident)
+        if version >= oldest and not (full and hopeful):
+            ranked.append((full, -version, instance.load, instance.id, instance))
     ranked.sort()  # ids are unique: instances themselves are never compared
     return [(instance, -version) for _, version, _, _, instance in ranked]
-
-
-def resuming_instance(instances: Iterable[Instance], version: int | None) -> Instance | None:
-    """Where a trajectory goes on: the least loaded instance that holds `version`.
-
-    None for the version means any: the newest that is resident somewhere.
-    """
-    if version is None:
-        holders = [instance for instance in instances if instance.resident]
-        return min(holders, key=lambda each: (-max(each.resident), each.load, each.id), default=None)
-    holders = [instance for instance in instances if version in instance.resident]
-    return min(holders, key=lambda each: (each.load, each.id), default=None)
 
 
 def stranded(instances: Collection[Instance], versions: Iterable[int]) -> list[int]:
@@ -94,40 +81,6 @@ def stranded(instances: Collection[Instance], versions: Iterable[int]) -> list[i
         for version in versions
         if not any(version in each.resident or version in each.loading for each in instances)
     ]
-
-
-def place(
-    instances: Collection[Instance], waiting: Sequence[int], newest: int, hold: Hold | None
-) -> list[Load | Swap | Unload]:
-    """What to load and unload where versions are pinned: first the stranded versions, then the newest everywhere.
-
-    `waiting` are stranded versions, most urgent first. One for which there is no slot is left out; the newest version
-    gives way to a stranded one where nothing runs under it.
-    """
-    commands: list[Load | Swap | Unload] = []
-    free = {each.id: each.free for each in instances}
-    idle = {each.id: _evictable(each, hold) for each in instances}
-
-    def load(instance: Instance, version: int) -> None:
-        if free[instance.id] > 0:
-            free[instance.id] -= 1
-        else:
-            commands.append(Unload(instance.id, idle[instance.id].pop(0)))
-        commands.append(Load(instance.id, version))
-
-    for version in waiting:
-        roomy = [each for each in instances if free[each.id] > 0 or idle[each.id]]
-        if not roomy:
-            break
-        best = min(roomy, key=lambda each: (-free[each.id], idle[each.id][:1] == [newest], each.load, each.id))
-        load(best, version)
-    loading = {command.instance for command in commands if isinstance(command, Load) and command.version == newest}
-    for each in instances:
-        if newest in each.resident or newest in each.loading or each.id in loading:
-            continue
-        if free[each.id] > 0 or idle[each.id]:
-            load(each, newest)
-    return commands
 
 
 def place_in_one_slot(instances: Iterable[Instance], newest: int, hold: Hold | None) -> list[Load | Swap | Unload]:
@@ -148,7 +101,7 @@ def place_in_one_slot(instances: Iterable[Instance], newest: int, hold: Hold | N
     return commands
 
 
-def _evictable(instance: Instance, hold: Hold | None) -> list[int]:
+def evictable(instance: Instance, hold: Hold | None) -> list[int]:
     """What may be unloaded from an instance if its slot is wanted, oldest first."""
     return sorted(
         version for version in instance.resident if version not in instance.running and hold != (instance.id, version)

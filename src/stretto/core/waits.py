@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from stretto.core import admission
 from stretto.core.ledger import Group, State
-from stretto.core.placement import candidates
 
 if TYPE_CHECKING:
     from stretto.core.brain import Brain
@@ -105,9 +104,10 @@ def _closed(brain: Brain) -> str | None:
         return f"no version is loaded yet; instances (and what they load): {loading}"
     if brain.place_for_group() is not None:
         return None
-    if not candidates(brain.staying, plan.most_running):
-        loading = ", ".join(str(each.id) for each in brain.staying if each.loading)
-        return f"instances {loading} are loading, and the others have their share of the work"
+    if not brain.candidates():
+        if loading := ", ".join(str(each.id) for each in brain.staying if each.loading):
+            return f"instances {loading} are loading, and the others have their share of the work"
+        return f"no instance holds version {brain.newest} yet, and those with older ones run them to their end first"
     newest = max(max(instance.resident) for instance in brain.staying if instance.resident)
     return (
         f"deadlines: a group of version {newest} would be due by update {newest + brain.staleness}, and "
