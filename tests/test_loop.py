@@ -6,7 +6,6 @@ import asyncio
 import json
 import sqlite3
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -530,10 +529,6 @@ def test_the_clock_of_a_resumed_run_starts_with_whatever_it_does_first(tmp_path:
     with pytest.raises(TrainerError):
         first.run()
 
-    def go_back(bench: Bench) -> None:
-        known = dict.fromkeys(range(12), (0, 0))
-        bench.journal.rewind(updates=0, groups=3, under_way=known, evaluations=(), at=time.time())
-
     second = Bench(
         tmp_path,
         plan("synchronous", updates=1),
@@ -541,7 +536,6 @@ def test_the_clock_of_a_resumed_run_starts_with_whatever_it_does_first(tmp_path:
         snapshot=first.trainer.snapshot,
         flights=first.trainer.flights,
         weights=first.loop.weights,
-        prepare=go_back,
     )
     assert second.run()
     assert second.tally.totals.wall_s >= 0.05

@@ -380,63 +380,6 @@ def test_a_folder_that_cannot_be_written_can_be_read(finished_run):
         os.chmod(finished_run, 0o755)
 
 
-def test_rewinding_keeps_tokens_and_rewards_of_the_groups_that_the_checkpoint_knows(recorder, tmp_path):
-    run = recorder()
-    run.publish(0)
-    run.update(0)
-    for group in (2, 3):  # outstanding when the checkpoint is made
-        run.admit(group)
-    run.generate(6)
-    under_way = dict.fromkeys(run.ids(2) + run.ids(3), (0, 0)) | {11: (1, 0)}
-    run.journal.attempt_failed(11, "generation", "once", at=5.0)
-    run.journal.scored(6, 1.0, at=5.0)  # from here on after the checkpoint
-    for id in (7, 8, 9, 10):
-        run.generate(id)
-        run.journal.scored(id, 0.5, at=5.0)
-    run.journal.attempt_failed(11, "generation", "twice", at=5.0)
-    run.journal.failed(11, "out of tries", at=5.0)
-    run.journal.batch_taken(1, [6, 7, 8, 9, 10], at=6.0)
-    run.done(1)
-    run.admit(4)
-    run.journal.evaluation(2, "during", at=7.0, reward=0.5, num=4, seconds=1.0)
-    run.journal.close()
-
-    run = recorder(resume=True)
-    run.journal.rewind(updates=1, groups=4, under_way=under_way, evaluations=(), at=8.0)
-    run.journal.flush()
-    with JournalReader(tmp_path) as reader:
-        assert reader.counts() == {"trained": 6, "scored": 5, "running": 1}
-        assert reader.load_completion(7)[1] == 0.5
-        assert reader.num_updates() == 1
-        assert reader.num_groups() == 4
-        assert reader.versions() == {0: "sum0", 1: "sum1"}
-        assert reader.evaluations() == []
-        assert [reason for _, _, reason in reader.failures()] == ["once"], "what the checkpoint knows"
-    run.journal.rewind(updates=1, groups=4, under_way=under_way, evaluations=(), at=8.0)  # changes nothing
-    run.generate(11)
-    run.journal.scored(11, 0.0, at=9.0)
-    run.take(1)
-    run.done(1)
-    run.journal.flush()
-    db = sqlite3.connect(tmp_path / JOURNAL_NAME)
-    assert db.execute("SELECT updates, num_updates, num_groups, num_trajectories FROM rewinds").fetchall() == [
-        (1, 1, 1, 3)
-    ]
-    db.close()
-
-
-def test_rewinding_keeps_the_evaluations_that_the_checkpoint_knows_and_no_other(recorder, tmp_path):
-    run = recorder()
-    run.publish(0)
-    known = [(0, "before"), (1, "during"), (2, "skipped")]
-    for version, kind in [*known, (1, "skipped"), (3, "during"), (3, "skipped")]:
-        run.journal.evaluation(version, kind, at=1.0)
-    run.journal.rewind(updates=3, groups=0, under_way={}, evaluations=known, at=2.0)
-    run.journal.flush()
-    with JournalReader(tmp_path) as reader:
-        assert [(record.version, record.kind) for record in reader.evaluations()] == known
-
-
 WRITING = """
 import sys
 from stretto.store.journal import Journal, RunFacts

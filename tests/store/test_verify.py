@@ -489,15 +489,29 @@ def test_filtering_has_its_limit(recorder, tmp_path):
         run.journal.filtered(id, "no signal", at=run.now())
     run.journal.flush()
     findings = verify(tmp_path)
-    assert "2 groups are filtered, and the recipe allows 1 in so many updates" in format_findings(findings)
+    assert "2 groups were filtered before the batch of update 0, the recipe allows 1" in format_findings(findings)
     assert broken(findings) == {"2"}
+
+
+def test_every_batch_has_a_limit_of_its_own(recorder, tmp_path):
+    run = recorder(replace(FACTS, batch=1, updates=2, filter_limit=1))
+    run.publish(0)
+    for group in range(3):
+        run.admit(group)
+        for id in run.ids(group):
+            run.generate(id)
+            run.journal.scored(id, 1.0, at=run.now())
+    for id in run.ids(1):
+        run.journal.filtered(id, "no signal", at=run.now())
     run.take(0)
-    run.journal.flush()
-    assert broken(verify(tmp_path)) == set(), "the next update may have a limit of its own"
-    run.done(0)
-    run.journal.finished(stopped=False, at=run.now())
+    for id in run.ids(2):
+        run.journal.filtered(id, "no signal", at=run.now())
+    run.journal.group_spared(0, 0, "the limit is reached", at=run.now())
     run.journal.close()
-    assert broken(verify(tmp_path)) == {"2"}, "in a run that is finished there is no other"
+    findings = verify(tmp_path)
+    assert broken(findings) == set(), format_findings(findings)
+    findings = damage(tmp_path, "UPDATE trajectories SET reward = 0.5 WHERE trajectory = 1")
+    assert "group 0 was spared from being filtered, and its rewards differ" in format_findings(findings)
 
 
 def test_rows_by_pass_rate_come_as_often_as_they_like_and_say_why(finished_run):
@@ -515,22 +529,19 @@ def test_rows_by_pass_rate_come_as_often_as_they_like_and_say_why(finished_run):
     assert "are both drawn from row 3" in format_findings(findings)
 
 
-def test_a_run_that_went_back_to_a_checkpoint_keeps_every_law_and_says_so(recorder, tmp_path):
+def test_a_run_that_was_killed_and_taken_up_keeps_every_law_and_says_so(recorder, tmp_path):
     run = recorder()
     run.publish(0)
     run.update(0)
     run.admit(2)
     run.admit(3)
-    under_way = dict.fromkeys(run.ids(2) + run.ids(3), (0, 0))
     run.finish(2)
     run.finish(3)
-    run.take(1)
-    run.done(1)
-    run.admit(4)
-    run.journal.close()  # killed here; its checkpoint is of update 1
+    members = run.take(1)
+    run.journal.close()  # killed here, while it trains
     run = recorder(resume=True)
-    run.journal.rewind(updates=1, groups=4, under_way=under_way, evaluations=(), at=run.now())
-    run.take(1)
+    run.journal.settle(run.facts.retries, drops=False, at=run.now())
+    assert run.take(1) == members
     run.done(1)
     run.update(2)
     run.update(3)
@@ -538,11 +549,32 @@ def test_a_run_that_went_back_to_a_checkpoint_keeps_every_law_and_says_so(record
     run.journal.close()
     findings = verify(tmp_path)
     assert broken(findings) == set(), format_findings(findings)
-    assert "rewinds to a checkpoint: 1, with 3 trajectories begun after it" in format_findings(findings)
+    assert "taken up again 1 times" in format_findings(findings)
+
+
+def test_a_version_that_was_made_again_has_two_checksums_and_no_third(finished_run):
+    made_again = [
+        "INSERT INTO remade VALUES (2, 'sum2', 1.0)",
+        "UPDATE versions SET checksum = 'other' WHERE version = 2",
+        "UPDATE completions SET checksum = 'other' WHERE trajectory = (SELECT MAX(trajectory) FROM completions "
+        "WHERE version = 2)",
+    ]
+    findings = damage(finished_run, *made_again)
+    assert broken(findings) == set(), format_findings(findings)
+    assert "1 of them made again with other bits" in format_findings(findings)
+    assert broken(damage(finished_run, "UPDATE completions SET checksum = 'third' WHERE trajectory = 0")) == {"1"}
+
+
+def test_a_version_has_the_weights_that_its_update_made(finished_run):
+    findings = damage(finished_run, "UPDATE updates SET checksum = 'sum' || (update_id + 1)")
+    assert broken(findings) == set()
+    findings = damage(finished_run, "UPDATE updates SET checksum = 'another' WHERE update_id = 1")
+    assert broken(findings) == {"1"}
+    assert "version 2 was published as sum2, and update 1 had made another" in format_findings(findings)
 
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["dropped", "being dropped"])
-def test_what_was_dropped_with_the_batch_of_a_checkpoint_stays_dropped(recorder, tmp_path, recorded):
+def test_what_was_being_dropped_when_the_run_was_killed_is_dropped(recorder, tmp_path, recorded):
     run = recorder(replace(FACTS, paradigm="drop", updates=2, staleness=0))
     run.publish(0)
     run.update(0)
@@ -550,13 +582,12 @@ def test_what_was_dropped_with_the_batch_of_a_checkpoint_stays_dropped(recorder,
         run.admit(group, version=1)
     run.finish(2)
     run.finish(3)
-    members = run.take(1)
+    run.take(1)
     for id in run.ids(4) if recorded else ():
         run.journal.dropped(id, "past its age limit", at=run.now(), num_tokens=3)
-    run.journal.close()  # killed here; the checkpoint was made as the batch was taken and group 4 was given up
+    run.journal.close()  # killed here: the batch was taken, and with it group 4 was given up
     run = recorder(replace(FACTS, paradigm="drop", updates=2, staleness=0), resume=True)
-    under_way = dict.fromkeys(members, (0, 0))
-    run.journal.rewind(updates=1, groups=5, under_way=under_way, evaluations=(), at=run.now())
+    run.journal.settle(run.facts.retries, drops=True, at=run.now())
     run.take(1)
     run.done(1)
     run.journal.finished(stopped=False, at=run.now())

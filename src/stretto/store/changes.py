@@ -73,69 +73,6 @@ def settle(db: sqlite3.Connection, retries: int, drops: bool, at: float) -> None
             ended(db, trajectory, "dropped", "past its age limit", at, num_tokens)
 
 
-def rewind(
-    db: sqlite3.Connection,
-    updates: int,
-    groups: int,
-    under_way: dict[int, tuple[int, int]],
-    evaluations: set[tuple[int, str]],
-    at: float,
-) -> None:
-    erased = "(SELECT trajectory FROM trajectories WHERE group_id >= ?)"
-    db.execute(f"DELETE FROM completions WHERE trajectory IN {erased}", (groups,))
-    db.execute(f"DELETE FROM transitions WHERE trajectory IN {erased}", (groups,))
-    db.execute(f"DELETE FROM failures WHERE trajectory IN {erased}", (groups,))
-    num_trajectories = db.execute("DELETE FROM trajectories WHERE group_id >= ?", (groups,)).rowcount
-    num_groups = db.execute("DELETE FROM groups WHERE group_id >= ?", (groups,)).rowcount
-    db.execute("DELETE FROM members WHERE update_id >= ?", (updates,))
-    num_updates = db.execute("DELETE FROM updates WHERE update_id >= ?", (updates,)).rowcount
-    db.execute("DELETE FROM versions WHERE version > ?", (updates,))
-    recorded = db.execute("SELECT id, version, kind FROM evaluations").fetchall()
-    late = [(id,) for id, version, kind in recorded if (version, kind) not in evaluations]
-    db.executemany("DELETE FROM evaluations WHERE id = ?", late)
-    for (trajectory,) in db.execute(
-        "DELETE FROM completions WHERE checksum NOT IN (SELECT checksum FROM versions) RETURNING trajectory"
-    ).fetchall():
-        # Its last tokens are of a version that is gone with the updates (`partial` only): it is generated again.
-        db.execute(
-            "DELETE FROM transitions WHERE trajectory = ? AND to_state NOT IN ('running', 'suspended')", (trajectory,)
-        )
-        db.execute("UPDATE trajectories SET reward = NULL, scored_at = NULL WHERE trajectory = ?", (trajectory,))
-    num_reopened = 0
-    for trajectory, known in under_way.items():
-        for kind, count in zip(("generation", "scoring"), known, strict=True):
-            # The attempts that the checkpoint does not know are made again.
-            db.execute(
-                "DELETE FROM failures WHERE trajectory = ?1 AND kind = ?2 AND id NOT IN (SELECT id FROM failures "
-                "WHERE trajectory = ?1 AND kind = ?2 ORDER BY id LIMIT ?3)",
-                (trajectory, kind, count),
-            )
-        num_reopened += db.execute(
-            f"DELETE FROM transitions WHERE trajectory = ? AND to_state IN {('training', *ENDS)!r}", (trajectory,)
-        ).rowcount
-        reopened = db.execute(
-            "UPDATE trajectories SET ended_at = NULL, error = NULL, dropped_tokens = NULL, state = (SELECT to_state "
-            "FROM transitions WHERE transitions.trajectory = trajectories.trajectory ORDER BY seq DESC LIMIT 1) "
-            "WHERE trajectory = ?",
-            (trajectory,),
-        )
-        if reopened.rowcount != 1:
-            raise JournalError(f"trajectory {trajectory} of the checkpoint is not recorded")
-    # What had no end, and the checkpoint does not know any more, was just being thrown away (`drop` only).
-    unknown = [
-        trajectory
-        for (trajectory,) in db.execute(f"SELECT trajectory FROM trajectories WHERE {_NOT_ENDED}").fetchall()
-        if trajectory not in under_way
-    ]
-    for trajectory in unknown:
-        ended(db, trajectory, "dropped", "past its age limit", at)
-    if num_updates or num_groups or num_reopened or unknown:
-        db.execute(
-            "INSERT INTO rewinds (at, updates, num_updates, num_groups, num_trajectories) VALUES (?, ?, ?, ?, ?)",
-            (at, updates, num_updates, num_groups, num_trajectories),
-        )
-
-
 def version_published(db: sqlite3.Connection, version: int, checksum: str, at: float) -> None:
     db.execute(
         f"INSERT OR IGNORE INTO versions (version, checksum, published_at, published_after) VALUES (?, ?, ?, {_LAST})",

@@ -46,6 +46,12 @@ CHECKS: tuple[tuple[str, str], ...] = (
     ),
     (
         "1",
+        """SELECT 'version ' || version || ' was published as ' || v.checksum || ', and update ' || update_id ||
+            ' had made ' || u.checksum
+        FROM versions v JOIN updates u ON update_id = version - 1 WHERE u.checksum <> v.checksum""",
+    ),
+    (
+        "1",
         """SELECT 'trajectory ' || trajectory || ' started before an engine held its version ' || version
         FROM trajectories JOIN transitions USING (trajectory) JOIN versions USING (version)
         WHERE from_state IS NULL AND (loaded_after IS NULL OR seq <= loaded_after)""",
@@ -242,13 +248,23 @@ CHECKS: tuple[tuple[str, str], ...] = (
         HAVING SUM(state = 'filtered') AND (SUM(state NOT IN ('filtered', 'failed'))
             OR SUM(state = 'filtered' AND reward IS NULL) OR MIN(reward) <> MAX(reward))""",
     ),
-    # Counted over the run: a batch that a rewind undid is taken again later, after what was filtered behind it.
     (
         "2",
-        """SELECT filtered || ' groups are filtered, and the recipe allows ' || allowed || ' in so many updates'
-        FROM (SELECT COUNT(DISTINCT group_id) AS filtered FROM trajectories WHERE state = 'filtered'),
-            (SELECT :filter_limit * (COUNT(*) + NOT :finished) AS allowed FROM updates)
-        WHERE :filter_limit AND filtered > allowed""",
+        """WITH batches AS (SELECT update_id, MIN(seq) AS seq FROM members JOIN transitions USING (trajectory)
+                WHERE use = 0 AND to_state = 'training' GROUP BY update_id),
+            ends AS (SELECT MIN(seq) AS seq FROM transitions JOIN trajectories USING (trajectory)
+                WHERE to_state = 'filtered' GROUP BY group_id)
+        SELECT COUNT(*) || ' groups were filtered before the batch of update ' || before || ', the recipe allows ' ||
+            :filter_limit
+        FROM (SELECT (SELECT COUNT(*) FROM batches WHERE batches.seq < ends.seq) AS before FROM ends)
+        WHERE :filter_limit GROUP BY before HAVING COUNT(*) > :filter_limit""",
+    ),
+    (
+        "2",
+        """SELECT 'group ' || group_id || ' was spared from being filtered, and ' || iif(MIN(reward) <> MAX(reward),
+            'its rewards differ', 'the recipe filters nothing')
+        FROM groups JOIN trajectories USING (group_id) WHERE spared IS NOT NULL
+        GROUP BY group_id HAVING MIN(reward) <> MAX(reward) OR NOT :filter_limit""",
     ),
     (
         "2",
@@ -260,20 +276,16 @@ CHECKS: tuple[tuple[str, str], ...] = (
         """SELECT 'the run is finished, and trajectory ' || trajectory || ' is still ' || state FROM trajectories
         WHERE :finished AND state NOT IN ('trained', 'failed', 'filtered', 'dropped')""",
     ),
-    # A batch whose update went with a rewind was taken all the same, and takes its place in the order again later.
     (
         "2",
         """WITH ends AS (SELECT group_id, MIN(seq) AS seq FROM transitions JOIN trajectories USING (trajectory)
             WHERE to_state = 'dropped' GROUP BY group_id),
-        batches AS (SELECT update_id, MIN(iif(to_state = 'training', seq, NULL)) AS taken,
-                MAX(iif(to_state = 'trained', seq, NULL)) AS trained
-            FROM members JOIN transitions USING (trajectory) WHERE use = 0 GROUP BY update_id)
+        batches AS (SELECT update_id, MIN(seq) AS taken FROM members JOIN transitions USING (trajectory)
+            WHERE use = 0 AND to_state = 'training' GROUP BY update_id)
         SELECT 'group ' || group_id || ' was dropped before the batch of update ' || deadline ||
             ', its deadline, was taken'
         FROM ends JOIN groups USING (group_id)
-        WHERE NOT EXISTS (SELECT 1 FROM batches WHERE update_id >= deadline AND taken < ends.seq)
-            AND NOT (deadline IN (SELECT updates FROM rewinds) AND (deadline = 0
-                OR EXISTS (SELECT 1 FROM batches WHERE update_id = deadline - 1 AND trained < ends.seq)))""",
+        WHERE NOT EXISTS (SELECT 1 FROM batches WHERE update_id >= deadline AND taken < ends.seq)""",
     ),
     (
         "3",

@@ -5,9 +5,7 @@ count, and the loop awaits `durable()` for both: the members of a batch before i
 before its first token. `await room()` is where the loop waits for a slow disk, with a deadline.
 
 Exactly-once is a property of the file: (trajectory, use) is unique among the members of batches, an end is final, and
-a completion is written once. A run that was killed goes on from its last checkpoint: `rewind` erases the updates after
-it, whose weights are gone, and the groups admitted after it, and keeps every token and reward of the groups that the
-checkpoint knows.
+a completion is written once. What a killed run was follows from its journal (`recovery.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import math
 import os
 import sqlite3
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -135,24 +133,6 @@ class Journal:
         `drops`, what is past its deadline is dropped. Nothing happens where nothing was cut off.
         """
         self._writer.record(changes.settle, retries, drops, at)
-
-    def rewind(
-        self,
-        updates: int,
-        groups: int,
-        under_way: Mapping[int, tuple[int, int]],
-        evaluations: Collection[tuple[int, EvaluationKind]],
-        at: float,
-    ) -> None:
-        """Go back to a checkpoint made after `updates` updates, when `groups` groups had been admitted.
-
-        `under_way` are the trajectories that had not ended at that time, each with the failed attempts to generate and
-        to score it until then. What was recorded of them since is kept, but for their end and for later failures:
-        each has the state that its tokens and reward give it. What else has no end was being dropped and is `dropped`
-        now. Of the evaluations only `evaluations` stay, those of (version, kind) that the checkpoint knows: the others
-        are made or skipped again. Nothing happens if nothing came after.
-        """
-        self._writer.record(changes.rewind, updates, groups, dict(under_way), set(evaluations), at)
 
     def version_published(self, version: int, checksum: str, at: float) -> None:
         """Version `version` exists, with these weights."""

@@ -21,8 +21,6 @@
     members        the trajectories of each batch in order; `use` 0 is the training that law 2 speaks of, later uses are
                    those of a replay buffer. (trajectory, use) is unique: the file refuses to train one twice
     evaluations    before, during, after, skipped; `line` is what `metrics.jsonl` says of it (JSON)
-    rewinds        one row each time that a killed run went back to its last checkpoint, with what was erased by that:
-                   the updates after the checkpoint, whose weights are gone, and the groups admitted after it
     instances      one row an instance that joined a session: its slots, when it came and left, and as what (`removed`,
                    `lost`; NULL while it is there, and where the session ended first)
     moves          every time that a trajectory changed its instance: its context then, the bytes of KV that it took
@@ -100,9 +98,6 @@ CREATE UNIQUE INDEX members_train_once ON members (trajectory, use);
 CREATE TABLE evaluations (
     id INTEGER PRIMARY KEY, version INTEGER NOT NULL, kind TEXT NOT NULL, at REAL NOT NULL, reward REAL,
     num INTEGER NOT NULL, seconds REAL NOT NULL, line TEXT);
-CREATE TABLE rewinds (
-    id INTEGER PRIMARY KEY, at REAL NOT NULL, updates INTEGER NOT NULL, num_updates INTEGER NOT NULL,
-    num_groups INTEGER NOT NULL, num_trajectories INTEGER NOT NULL);
 CREATE TABLE instances (
     session INTEGER NOT NULL, instance INTEGER NOT NULL, slots INTEGER NOT NULL, joined_at REAL NOT NULL, left_at REAL,
     outcome TEXT, reason TEXT, PRIMARY KEY (session, instance)) WITHOUT ROWID;
