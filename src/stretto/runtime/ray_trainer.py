@@ -134,17 +134,18 @@ class RankGroup:
 
     async def _all(self, name: str, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every rank; what each returned."""
-        self._check()
+        self.check()
         return await self._answers(name, [getattr(actor, method).remote(*arguments) for actor in self._actors])
 
     async def _handed(self, name: str, method: str, *arguments: Any) -> tuple[Any, Any]:
         """Call a method that hands something over: what rank 0 says, and a reference to what stays where it is."""
-        self._check()
+        self.check()
         calls = [getattr(actor, method).options(num_returns=2).remote(*arguments) for actor in self._actors]
         said = await self._answers(name, [first for first, _ in calls])
         return said[0], calls[0][1]
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise why it is over, if it is."""
         if self.failure is not None:
             raise type(self.failure)(str(self.failure))
 
@@ -217,6 +218,7 @@ class RankedTrainer:
         self._notice = notice
         self._group: RankGroup | None = None
         self._version = 0
+        self._closed = False
         self._turn = asyncio.Lock()
 
     @property
@@ -243,6 +245,7 @@ class RankedTrainer:
         await self._done(lambda group: group.export(folder), None)
 
     def close(self) -> None:
+        self._closed = True
         if self._group is not None:
             self._group.close()
 
@@ -263,22 +266,22 @@ class RankedTrainer:
         """Go on with new ranks, or raise."""
         if self._group is not None:
             self._group.end(error)
-        if self._restore is None or self.restarts >= self._most_restarts:
+        if self._closed or self._restore is None or self.restarts >= self._most_restarts:
             raise error
         self.restarts += 1
         self._notice(f"{error}; the ranks are started anew ({self.restarts} of {self._most_restarts} times)")
 
     async def _ready(self, version: int) -> RankGroup:
         """The ranks, started and at the version where the last ones were."""
-        if self._group is not None and self._group.failure is None:
-            return self._group
-        if self._group is not None and not isinstance(self._group.failure, TrainerLostError):
-            self._group._check()
-        first = self._group is None
+        lost = self._group
+        if lost is not None and lost.failure is None:
+            return lost
+        if lost is not None and (self._closed or self._restore is None or isinstance(lost.failure, StalledError)):
+            lost.check()
         group = self._group = RankGroup(self._options, deadline_s=self._deadline_s)
         await group.start()
-        if not first and version:
-            assert self._restore is not None, "a lost trainer without it raises"
+        if lost is not None and version:
+            assert self._restore is not None, "without it, there is no other group"
             await self._restore(group, version)
         return group
 

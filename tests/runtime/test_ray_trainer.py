@@ -1,0 +1,132 @@
+"""Ranks that die: noticed, ended, made anew and brought back to where they were; on real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from ray_cases import small_cluster
+from stretto.errors import TrainerLostError
+from stretto.runtime.ray_trainer import RankedTrainer, RankOptions
+from stretto.runtime.ray_weights import WeightsHandle
+from stretto.runtime.roles import TrainerSeat
+from stretto.training.fake import FakeTrainer
+from stretto.training.parallel import Ranks
+from stretto.types import Batch, Completion, Sample, UpdateReport, Weights
+
+SLOW = 99  # first token of a batch that takes a while
+
+
+def batch(update: int = 0, token: int = 1) -> Batch:
+    done = Completion(0, update, np.array([token, 2], np.int32), np.zeros(2, np.float32), "stop", "")
+    return Batch(update, [Sample(0, 0, update, (1,), done, 1.0)])
+
+
+class Meeting(FakeTrainer):
+    """Meets its peers in every update."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+    def update(self, batch: Batch) -> UpdateReport:
+        if int(batch.samples[0].completion.tokens[0]) == SLOW:
+            time.sleep(1.0)
+        assert self.ranks.total(np.ones(1)) == self.ranks.count
+        return super().update(batch)
+
+    def save(self, folder: Path) -> None:
+        if self.ranks.rank == 0:
+            super().save(folder)
+
+
+BATCHES = [batch(0, 3), batch(1, 4), batch(2, SLOW), batch(3, 5)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import this file
+    with small_cluster():
+        yield
+
+
+def expected() -> list[str]:
+    """The checksums of the versions that the batches make."""
+    trainer, found = FakeTrainer(), []
+    for each in BATCHES:
+        trainer.update(each)
+        found.append(trainer.weights(each.update + 1).checksum)
+    return found
+
+
+async def ends_without_a_way_back(seat: RankedTrainer) -> None:
+    """A lost rank ends a run that has nothing to bring it back from, by name, and soon."""
+    bare = RankedTrainer(RankOptions(Meeting, count=2), deadline_s=200.0)
+    bare._group = seat._group
+    training = asyncio.create_task(bare.update(batch(4, SLOW)))
+    await asyncio.sleep(0.4)
+    os.kill(seat.processes[1], signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(TrainerLostError, match="update 4 failed, and the trainer with it: "):
+        await training
+    assert time.monotonic() - started < 60
+    with pytest.raises(TrainerLostError):
+        await bare.weights(4)
+
+
+def test_ranks_that_are_killed_are_made_anew_and_come_back_to_their_version(tmp_path: Path) -> None:
+    """Killed while they rest and while they train; from a checkpoint of version 1, and what was trained after it."""
+    notices: list[str] = []
+    restored: list[int] = []
+
+    async def restore(seat: TrainerSeat, version: int) -> None:
+        restored.append(version)
+        await seat.load(tmp_path / "checkpoint")
+        for each in BATCHES[1:version]:
+            await seat.update(each)
+
+    async def main() -> list[Weights]:
+        seat = RankedTrainer(
+            RankOptions(Meeting, count=2, cpus=0.1), deadline_s=200.0, restore=restore, notice=notices.append
+        )
+        try:
+            made = [(await seat.update(BATCHES[0]))[1]]
+            await seat.save(tmp_path / "checkpoint")
+            first = seat.processes
+            os.kill(first[0], signal.SIGKILL)
+            made.append((await seat.update(BATCHES[1]))[1])
+            second = seat.processes
+            assert not set(first) & set(second), "all of them are new"
+            training = asyncio.create_task(seat.update(BATCHES[2]))
+            await asyncio.sleep(0.4)
+            os.kill(second[1], signal.SIGKILL)
+            made.append((await training)[1])
+            made.append((await seat.update(BATCHES[3]))[1])
+            for process in second:
+                with pytest.raises(ProcessLookupError):
+                    os.kill(process, 0)
+            assert seat.restarts == 2
+            # The weights of a rank that is gone are still there: they are the driver's.
+            handle = made[0]
+            assert isinstance(handle, WeightsHandle)
+            assert (await asyncio.to_thread(handle.fetch)).tensors.keys() == {"values"}
+            await ends_without_a_way_back(seat)
+            return made
+        finally:
+            seat.close()
+
+    made = asyncio.run(main())
+    assert [each.checksum for each in made] == expected()
+    assert restored == [1, 2]
+    assert len(notices) == 2
+    assert "rank" in notices[0]
+    assert "1 of 4 times" in notices[0]
