@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from stretto.errors import ChecksumError
+from stretto.errors import ChecksumError, EngineError
 from stretto.runtime.ray_instance import Instance, InstanceOptions, Started
 from stretto.runtime.ray_mail import Remote
 from stretto.runtime.ray_weights import KvReference, LostObjectError, WeightsStore
@@ -109,9 +109,13 @@ class RayEngine:
                 await self._remote.call(how, *before, handle)
                 return
             except (ChecksumError, LostObjectError) as error:
-                if attempt + 1 == TRANSFERS:
-                    raise
-                await self._store.renew(handle, ref, error)
+                try:
+                    if attempt + 1 == TRANSFERS:
+                        raise
+                    await self._store.renew(handle, ref, error)
+                except LostObjectError as lost:
+                    self._remote.lose(f"cannot get version {handle.version}: {lost}")
+                    raise EngineError(f"{self._name} cannot get version {handle.version}: {lost}") from lost
 
     async def _follow(self, how: str, work: Request | Suspended, trajectory: int) -> Completion:
         if self._running == 0:

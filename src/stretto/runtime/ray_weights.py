@@ -115,8 +115,8 @@ async def pulled(ref: Any, timeout_s: float, what: str) -> Any:
 class WeightsStore:
     """The versions of a run in the object store. For the driver; it keeps nothing alive itself."""
 
-    def __init__(self, recover: Callable[[int], Weights] | None = None) -> None:
-        """`recover` reads a version from where it is durable; it is called in a thread."""
+    def __init__(self, recover: Callable[[WeightsHandle], Weights | None] | None = None) -> None:
+        """`recover` reads a version from where it is durable, if it is; it is called in a thread."""
         self.renewed = 0  # how often a version was put again
         self._recover = recover
         self._lock = asyncio.Lock()
@@ -144,16 +144,13 @@ class WeightsStore:
 
     def _put_again(self, handle: WeightsHandle) -> Any:
         """A reference to a whole copy, or None. The one that is here first: a pull may have damaged another node's."""
-        reads: list[Callable[[], Weights]] = [handle.fetch]
-        if (recover := self._recover) is not None:
-            reads.append(lambda: recover(handle.version))
-        for read in reads:
+        for read in (WeightsHandle.fetch, self._recover):
             try:
-                weights = read()
+                weights = None if read is None else read(handle)
             except (StrettoError, OSError) as error:
                 log.warning("version %d: %s", handle.version, error)
                 continue
-            if checksum(weights.tensors, weights.scale) == handle.checksum:
+            if weights is not None and checksum(weights.tensors, weights.scale) == handle.checksum:
                 return ray.put(PackedWeights.pack(weights))
         return None
 
