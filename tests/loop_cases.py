@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from stretto.core.paradigms import PARADIGMS
 from stretto.core.plan import Plan, resolve_plan
 from stretto.engines.fake import FakeEngine
 from stretto.engines.protocol import Engine
+from stretto.engines.threaded import Core
 from stretto.environments.data import PromptStream, Row
 from stretto.environments.order import PassRates
 from stretto.environments.protocol import Policy
@@ -23,6 +25,7 @@ from stretto.flights import Flight
 from stretto.loop import Loop, Settings
 from stretto.observe.metrics import JsonLines, Tally, Totals
 from stretto.observe.progress import Silent
+from stretto.runtime.pool import LocalPool
 from stretto.runtime.roles import TrainerRole
 from stretto.store.journal import Journal
 from stretto.store.schema import RunFacts
@@ -102,6 +105,12 @@ class Bench:
     pass_rates: PassRates | None = None
     rows: Sequence[Row] = tuple(Row(text=f"{n}+{n}=", columns={"answer": 2 * n}) for n in range(64))
     prepare: Callable[[Bench], None] = lambda bench: None
+    make: Callable[[int], Core] | None = None  # makes the core of an instance, where there is a pool of them
+    instances: int = 1  # of that pool
+    replacements: int = 0
+    instance_s: float = 20.0
+    rebalance_s: float = 5.0
+    beside: Callable[[Bench], Coroutine[Any, Any, None]] | None = None  # runs beside the loop
 
     def run(self) -> bool:
         return asyncio.run(self._run())
@@ -129,7 +138,11 @@ class Bench:
             replay_uses=plan.replay_uses,
         )
         weights = self.weights
+        pool = None if self.make is None else LocalPool(map(self.make, count()).__next__)
         try:
+            for _ in range(0 if pool is None else self.instances):
+                assert pool is not None
+                await pool.add()
             journal.begin(facts, at=time.time())
             if self.snapshot is None:
                 brain = Brain(plan)
@@ -141,7 +154,7 @@ class Bench:
             evaluator = Evaluator(prompts, 4, environment=InProcess(), sampling=sampling, seed=0, journal=journal)
             self.loop = Loop(
                 brain,
-                engines=dict(enumerate(self.engines)),
+                engines=dict(enumerate(self.engines)) if pool is None else pool,
                 trainer=role,
                 environment=self.environment,
                 prompts=prompts,
@@ -150,21 +163,36 @@ class Bench:
                 journal=journal,
                 tally=self.tally,
                 observer=self.watcher,
-                settings=Settings(seed=0, sampling=sampling, stall_s=self.stall_s, reward_s=self.reward_s),
+                settings=Settings(
+                    seed=0,
+                    sampling=sampling,
+                    stall_s=self.stall_s,
+                    reward_s=self.reward_s,
+                    instance_s=self.instance_s,
+                    replacements=self.replacements,
+                    rebalance_s=self.rebalance_s,
+                    vocabulary=100,
+                ),
                 weights=weights or {},
                 flights=self.flights,
                 kept=self.kept,
             )
             self.prepare(self)
+            beside = None if self.beside is None else asyncio.create_task(self.beside(self))
             try:
                 done = await self.loop.run()
             finally:
+                if beside is not None:
+                    beside.cancel()
+                    await asyncio.gather(beside, return_exceptions=True)
                 left = asyncio.all_tasks() - {asyncio.current_task()}
                 self.tasks_left = sorted(task.get_name() for task in left)
             journal.finished(stopped=not done, at=time.time())
             await journal.durable()
             return done
         finally:
+            if pool is not None:
+                await pool.close()
             for engine in self.engines:
                 await engine.close()
             role.close()

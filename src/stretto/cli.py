@@ -25,6 +25,7 @@ EXAMPLES = """examples:
   stretto compare recipes/quickstart.toml --paradigms synchronous,multi-version
   stretto verify runs/short
   stretto show runs/short --update 10
+  stretto pool runs/short --add 2
   stretto replay runs/short
 """
 
@@ -112,6 +113,14 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--update", type=int, metavar="N", help="show the samples of update N")
     show.add_argument("--samples", type=int, default=8, metavar="M", help="how many samples (default: 8)")
     show.set_defaults(command=_show)
+
+    pool = commands.add_parser("pool", help="list, add and remove the rollout instances of a run while it goes on")
+    pool.add_argument("run", type=Path, metavar="RUN")
+    wanted = pool.add_mutually_exclusive_group(required=True)
+    wanted.add_argument("--list", action="store_true", help="what every instance is doing")
+    wanted.add_argument("--add", type=int, metavar="N", help="make N more instances")
+    wanted.add_argument("--remove", type=int, metavar="ID", help="end one, after it has handed its trajectories over")
+    pool.set_defaults(command=_pool)
     return parser
 
 
@@ -220,6 +229,21 @@ def _show(options: argparse.Namespace) -> int:
     from stretto.observe.show import show
 
     Console().print(show(options.run, update=options.update, samples=options.samples))
+    return 0
+
+
+def _pool(options: argparse.Namespace) -> int:
+    from stretto.runtime.control import ask, describe
+
+    if options.add is not None and options.add < 1:
+        raise RunError(f"`--add {options.add}` adds nothing; use at least 1")
+    if options.list:
+        request: dict[str, object] = {"do": "list"}
+    elif options.add is not None:
+        request = {"do": "add", "count": options.add}
+    else:
+        request = {"do": "remove", "instance": options.remove}
+    sys.stdout.write(describe(ask(options.run, request)))
     return 0
 
 

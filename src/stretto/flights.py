@@ -125,26 +125,27 @@ class Flights:
 
     # -- one trajectory ------------------------------------------------------------------------------------------------
 
-    def launch(self, flight: Flight, version: int, instance: int, reason: str = "") -> Coroutine[Any, Any, None]:
-        """Send a trajectory to an instance: from now on this leg is the one that counts."""
+    def launch(
+        self, flight: Flight, version: int, instance: int, *, resumed: bool = False, reason: str = ""
+    ) -> Coroutine[Any, Any, None]:
+        """Send a trajectory to an instance, at first or again: from now on this leg is the one that counts."""
         if flight.instance is not None:
             flight.source = flight.instance
         flight.instance = instance
         flight.leg += 1
-        return self.fly(flight, version, instance, reason)
+        return self._fly(flight, _Policy(self, flight, version, instance, resumed, reason))
 
-    def fly(self, flight: Flight, version: int, instance: int | None, reason: str = "") -> Coroutine[Any, Any, None]:
-        """Carry one trajectory from where it is to its reward; whatever goes wrong with it alone is an event.
-
-        Without an instance it has its last token, and is scored.
-        """
-        return self._fly(flight, _Policy(self, flight, version, instance, flight.leg, reason))
+    def score(self, flight: Flight) -> Coroutine[Any, Any, None]:
+        """Score a trajectory that has its last token."""
+        return self._fly(flight, _Policy(self, flight, flight.version, None))
 
     async def _fly(self, flight: Flight, policy: _Policy) -> None:
-        if flight.leaving:
-            await asyncio.wait(flight.leaving)
+        """Carry one trajectory from where it is to its reward; whatever goes wrong with it alone is an event."""
+        await _all(flight.leaving)
         if policy.outdated:
             return
+        if policy.resumed:
+            self._journal.moved(flight.id, "running", at=time.time(), reason=policy.reason, instance=policy.instance)
         try:
             async with asyncio.timeout(None) as policy.limit:
                 reward = await self._environment.episode(flight.prompt, policy)
@@ -319,26 +320,22 @@ class Flights:
             flight.source, flight.instance = instance, None
             # Where it never got there, it still leaves the one before.
             flight.leaving = [*(each for each in flight.leaving if not each.done()), left]
-            self._journal.moved(flight.id, "suspended", at=time.time(), reason=reason)
-        return self._suspend(instance, flights, left)
+        return self._suspend(instance, flights, reason, left)
 
-    async def _suspend(self, instance: int, flights: Sequence[Flight], left: asyncio.Future[None]) -> None:
+    async def _suspend(self, instance: int, flights: Sequence[Flight], reason: str, left: asyncio.Future[None]) -> None:
         try:
-            await self.on(instance, self._take_out(instance, flights))
+            await self.on(instance, self._take_out(instance, flights, reason))
         finally:
             left.set_result(None)
 
-    async def _take_out(self, instance: int, flights: Sequence[Flight]) -> None:
-        engine = self.instances.engines.get(instance)
-        if engine is None:
-            return
-        per_token = engine.capacity.kv_bytes_per_token if self._pinned else 0
+    async def _take_out(self, instance: int, flights: Sequence[Flight], reason: str) -> None:
         here = {flight.id: flight for flight in flights if flight.call is not None and flight.completion is None}
-        contexts = self._contexts(here.values(), engine.report())
-        with_kv = [id for id, context in contexts.items() if carries_kv(context, per_token, self.rates)]
-        without = [id for id in here if id not in set(with_kv)]
 
-        async def both(engine: Engine) -> list[Suspended]:
+        async def suspend(engine: Engine) -> list[Suspended]:
+            per_token = engine.capacity.kv_bytes_per_token if self._pinned else 0
+            contexts = self._contexts(here.values(), engine.report())
+            with_kv = [id for id, context in contexts.items() if carries_kv(context, per_token, self.rates)]
+            without = [id for id in here if id not in set(with_kv)]
             found: list[Suspended] = []
             if with_kv:
                 began = time.perf_counter()
@@ -348,19 +345,18 @@ class Flights:
                 self.rates = self.rates.moved(num_bytes, 2 * (time.perf_counter() - began))
             if without:
                 found += await engine.suspend(without, kv=False)
+            # What had ended there before has its last word on the way.
+            await _all(flight.call for flight in here.values())
             return found
 
-        for suspended in await self.instances.ask(instance, "suspend", both):
+        for suspended in await self.instances.ask(instance, "suspend", suspend) if here else ():
             flight = here.pop(suspended.request.id, None)
             if flight is None:
                 raise EngineError(f"it handed trajectory {suspended.request.id} over, which nobody asked for")
             expected = flight.version if self._pinned else suspended.request.version
             self._check(suspended, replace(suspended.request, version=expected))
             flight.suspended = suspended if len(suspended.tokens) else None
-        # What had ended there before has its last word on the way.
-        calls = {flight.call for flight in here.values() if flight.call is not None and not flight.call.done()}
-        if calls:
-            await self.instances.ask(instance, "generate", lambda engine: asyncio.wait(calls))
+            self._journal.moved(flight.id, "suspended", at=time.time(), reason=reason)
 
     def _contexts(self, flights: Iterable[Flight], load: Load) -> dict[int, int]:
         """About how many tokens of context each has: every running row makes one a step."""
@@ -414,8 +410,7 @@ class Flights:
 
     async def _call_back(self, flights: Sequence[Flight]) -> None:
         """Take trajectories out of wherever they are, without KV."""
-        if leaving := {future for flight in flights for future in flight.leaving}:
-            await asyncio.wait(leaving)
+        await _all(future for flight in flights for future in flight.leaving)
         by_instance: dict[int, list[Flight]] = {}
         for flight in flights:
             if flight.instance is not None and flight.completion is None:
@@ -434,6 +429,12 @@ class Flights:
                 known[suspended.request.id].suspended = suspended
 
 
+async def _all(futures: Iterable[asyncio.Future[None] | None]) -> None:
+    """Wait for all of them; a wait that is cancelled cancels none."""
+    if pending := {future for future in futures if future is not None and not future.done()}:
+        await asyncio.wait(pending)
+
+
 def _under(suspended: Suspended, version: int) -> Suspended:
     """The same trajectory going on under `version`: its own, or where the paradigm continues it, the newest."""
     if suspended.request.version == version:
@@ -447,16 +448,23 @@ def _under(suspended: Suspended, version: int) -> Suspended:
 class _Policy:
     """What an episode asks for tokens. Generates once: an episode that is run again gets the same completion back."""
 
-    __slots__ = ("_flight", "_flights", "instance", "leg", "limit", "reason", "version")
+    __slots__ = ("_flight", "_flights", "_leg", "instance", "limit", "reason", "resumed", "version")
 
     def __init__(
-        self, flights: Flights, flight: Flight, version: int, instance: int | None, leg: int, reason: str
+        self,
+        flights: Flights,
+        flight: Flight,
+        version: int,
+        instance: int | None,
+        resumed: bool = False,
+        reason: str = "",
     ) -> None:
         self._flights = flights
         self._flight = flight
+        self._leg = flight.leg
         self.version = version
-        self.instance = instance
-        self.leg = leg
+        self.instance = instance  # None: it has its last token
+        self.resumed = resumed
         self.reason = reason
         self.limit = asyncio.timeout(None)  # of the environment, while no token is waited for
 
@@ -466,7 +474,7 @@ class _Policy:
         flight = self._flight
         if flight.id not in self._flights.under_way:
             return True
-        return self.instance is not None and (flight.leg != self.leg or flight.completion is not None)
+        return self.instance is not None and (flight.leg != self._leg or flight.completion is not None)
 
     async def generate(self, tokens: Sequence[int]) -> Completion:
         self.limit.reschedule(None)

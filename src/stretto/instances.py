@@ -142,23 +142,23 @@ class Instances:
         return member.error
 
     def release(self, instance: int) -> None:
-        """An instance has handed everything over: it ends."""
-        if instance not in self.engines:
-            return
-        member = self._members[instance]
-        del self.engines[instance]
-        member.left_at = time.time()
-        member.gone.set()
-        self._journal.instance_left(instance, "removed", "it was asked to go", at=member.left_at)
-        self._spawn(self._pool.remove(instance), f"end instance {instance}")
+        """The core needs an instance no more: it ends once it has done what it was told before."""
+        if instance in self.engines:
+            del self.engines[instance]
+            self._spawn(self._release(instance, self._members[instance]), f"release instance {instance}")
+
+    async def _release(self, instance: int, member: _Member) -> None:
+        async with member.turn:
+            member.left_at = time.time()
+            self._journal.instance_left(instance, "removed", "it was asked to go", at=member.left_at)
+            member.gone.set()
+        await self._pool.remove(instance)
 
     # -- what it is asked ----------------------------------------------------------------------------------------------
 
     async def follow(self, instance: int, work: Callable[[Engine], Awaitable[T]], *, working: bool = True) -> T:
         """Have an instance do something that takes as long as it takes. Raises `EngineError` once it is lost."""
-        if instance not in self.engines:
-            raise EngineError(f"instance {instance} is not there any more")
-        member = self._members[instance]
+        member = self._reach(instance)
         if working and not member.working:
             member.done_at = time.monotonic()
         limit = asyncio.timeout(None)
@@ -179,9 +179,7 @@ class Instances:
 
     async def ask(self, instance: int, what: str, work: Callable[[Engine], Awaitable[T]]) -> T:
         """Have an instance do something at once, after what it was told before. It answers in time, or is lost."""
-        if instance not in self.engines:
-            raise EngineError(f"instance {instance} is not there any more")
-        async with self._members[instance].turn:
+        async with self._reach(instance).turn:
             limit = asyncio.timeout(self._deadline_s)
             try:
                 async with limit:
@@ -195,18 +193,26 @@ class Instances:
                 self.failed(instance, error)
                 raise error from None
 
+    def _reach(self, instance: int) -> _Member:
+        member = self._members[instance]
+        if member.gone.is_set():
+            raise member.error or EngineError(f"instance {instance} has been released")
+        return member
+
     # -- who is lost ---------------------------------------------------------------------------------------------------
 
     def failed(self, instance: int, error: EngineError) -> None:
         """An instance is lost. Told once, whoever comes first; raises where it was the last and none follows."""
-        if instance not in self.engines:
-            return  # known already
         now, member = time.time(), self._members[instance]
-        del self.engines[instance]
+        if member.gone.is_set():
+            return  # known already
         member.error, member.left_at = error, now
         member.gone.set()
         for limit in member.limits:
             limit.reschedule(asyncio.get_running_loop().time())
+        if self.engines.pop(instance, None) is None:
+            log.warning("instance %d is lost as it leaves: %s", instance, error)
+            return  # it has been released: nobody waits for anything else of it
         follows = self._replaced < self._replacements
         if not (follows or self.engines or self._coming):
             raise error

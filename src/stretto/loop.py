@@ -362,8 +362,7 @@ class Loop:
             return
         if command.reason:
             log.info("trajectory %d goes to instance %d: %s", flight.id, command.instance, command.reason)
-        self._journal.moved(flight.id, "running", at=time.time(), reason=command.reason, instance=command.instance)
-        work = self._flights.launch(flight, command.version, command.instance, command.reason)
+        work = self._flights.launch(flight, command.version, command.instance, resumed=True, reason=command.reason)
         self._spawn(work, f"trajectory {flight.id}")
 
     def _suspend(self, command: core.Suspend) -> None:
@@ -381,7 +380,7 @@ class Loop:
         if flight.reward is not None:
             self.post(core.Scored(flight.id, flight.reward))  # scored as the run ended, and recorded
         else:
-            self._spawn(self._flights.fly(flight, flight.version, None), f"score {flight.id}")
+            self._spawn(self._flights.score(flight), f"score {flight.id}")
 
     def _fail(self, command: core.Fail) -> None:
         flight = self.flights.pop(command.trajectory)
