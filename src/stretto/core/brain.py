@@ -179,7 +179,7 @@ class Brain:
         if event.slots < 1:
             raise ValueError(f"`slots` of instance {event.instance} is {event.slots}; it must be at least 1")
         self.instances[event.instance] = Instance(event.instance, event.slots)
-        self.place_due = self.cycle_due = True
+        self.place_due = True
         if self.evaluation_cut is not None:
             self._skip_evaluation(self.evaluation_cut, "the run ended while it ran")
             self.evaluation_cut = None
@@ -364,8 +364,9 @@ class Brain:
         if ledger.num_active >= plan.rows or len(ledger.groups) >= plan.in_flight:
             return
         most = min(plan.in_flight, (plan.updates - self.next_update) * plan.batch)
+        candidates = self.candidates()
         while ledger.num_active < plan.rows and len(ledger.groups) < most:
-            place = self.place_for_group()
+            place = None if self.stranded else candidates.best(self.allows)
             if place is None:
                 # What is loading keeps a place for its share, which others take over as their own work ends.
                 self._open = any(each.loading for each in self.instances.values())
@@ -375,30 +376,21 @@ class Brain:
             self.next_group += 1
             ids = tuple(range(group.id * plan.group_size, (group.id + 1) * plan.group_size))
             ledger.admit(group, ids, instance)
+            candidates.started()
             self.commands.append(m.Start(group.id, version, group.deadline, instance.id, ids))
 
-    def candidates(self) -> list[tuple[Instance, int]]:
-        """Where a new group could go by what the instances hold, best first.
+    def candidates(self) -> placement.Candidates:
+        """Where new groups could go by what the instances hold.
 
         Where the newest version has not come yet, an older one takes new groups only if half of the updates that a
         group may wait are left to them: one that is due at once would have the trainer wait for its whole tail.
         """
         oldest = self.newest - self.staleness // 2 if self.plan.paradigm.pinned else 0
-        return placement.candidates(self.staying, self.plan.most_running, oldest)
+        return placement.Candidates(self.staying, self.plan.most_running, oldest)
 
-    def place_for_group(self) -> tuple[Instance, int] | None:
-        """The instance and the version that a new group would get by slots and deadlines; None: it must wait."""
-        if self.stranded:
-            return None
-        refused = -1
-        for instance, version in self.candidates():
-            if version > refused:
-                if self._allows(version + self.staleness):
-                    return instance, version
-                refused = version
-        return None
-
-    def _allows(self, deadline: int) -> bool:
+    def allows(self, version: int) -> bool:
+        """Whether the rules let a group of this version start now."""
+        deadline = version + self.staleness
         if self.plan.paradigm.bounded_by == "in_flight":
             return deadline >= self.next_update
         return admission.admits(self.ledger.outstanding_at, deadline, self.next_update, self.plan.batch)

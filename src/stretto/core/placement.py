@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import heapq
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -51,27 +52,61 @@ class Instance:
         self.loading.add(command.version)
 
 
-def candidates(instances: Collection[Instance], target: int, oldest: int) -> list[tuple[Instance, int]]:
-    """Where a new group may go, with the newest version resident there, best first.
+class Candidates:
+    """Where new groups may go, by what the instances hold and run, best first.
 
     Instances below their share of `target` trajectories come first, so that one that has just loaded the newest version
     is not given everything; among those, the newest version, then the least loaded. Those that have their share, or are
     short of KV memory, come last, and only if no other is about to have a version for the rest. One that is about to
     have a newer version itself is left out until it has it: a group that starts now would be a version older for all of
     its life. So is one whose newest version is older than `oldest`: a group that starts there is due too soon.
+
+    True of the moment that it is made, and as far as groups are started where it says and `started` is told.
     """
-    share = -(-target // max(1, len(instances)))
-    hopeful = any(instance.loading and instance.load < share for instance in instances)
-    ranked = []
-    for instance in instances:
-        if not instance.resident or instance.awaits_newer:
-            continue
-        full = instance.load >= share or instance.crowded
-        version = max(instance.resident)
-        if version >= oldest and not (full and hopeful):
-            ranked.append((full, -version, instance.load, instance.id, instance))
-    ranked.sort()  # ids are unique: instances themselves are never compared
-    return [(instance, -version) for _, version, _, _, instance in ranked]
+
+    def __init__(self, instances: Collection[Instance], target: int, oldest: int) -> None:
+        self._instances = instances
+        self._oldest = oldest
+        self._share = -(-target // max(1, len(instances)))
+        self._rank()
+
+    def _rank(self) -> None:
+        self._hopeful = any(each.loading and each.load < self._share for each in self._instances)
+        ranked = []
+        for each in self._instances:
+            if each.resident and not each.awaits_newer and max(each.resident) >= self._oldest:
+                full = each.load >= self._share or each.crowded
+                if not (full and self._hopeful):
+                    ranked.append((full, -max(each.resident), each.load, each.id, each))
+        heapq.heapify(ranked)  # ids are unique: instances themselves are never compared
+        self._ranked = ranked
+
+    def best(self, allows: Callable[[int], bool]) -> tuple[Instance, int] | None:
+        """The best place, and the version that a group gets there; what is refused once is not offered again."""
+        refused = -1
+        while self._ranked:
+            _, version, _, _, instance = self._ranked[0]
+            if -version > refused:
+                if allows(-version):
+                    return instance, -version
+                refused = -version
+            heapq.heappop(self._ranked)
+        return None
+
+    def started(self) -> None:
+        """A group has started where `best` said last."""
+        _, version, _, id, instance = self._ranked[0]
+        full = instance.load >= self._share or instance.crowded
+        if instance.loading:
+            self._rank()  # it may have been the one that the others waited for
+        elif full and self._hopeful:
+            heapq.heappop(self._ranked)
+        else:
+            heapq.heapreplace(self._ranked, (full, version, instance.load, id, instance))
+
+    def __iter__(self) -> Iterator[tuple[Instance, int]]:
+        """All places with their versions, best first."""
+        return iter([(instance, -version) for _, version, _, _, instance in sorted(self._ranked)])
 
 
 def stranded(instances: Collection[Instance], versions: Iterable[int]) -> list[int]:

@@ -102,12 +102,13 @@ def _closed(brain: Brain) -> str | None:
     if not any(instance.resident for instance in brain.staying):
         loading = ", ".join(f"{i.id} ({', '.join(map(str, sorted(i.loading)))})" for i in brain.staying)
         return f"no version is loaded yet; instances (and what they load): {loading}"
-    if brain.place_for_group() is not None:
-        return None
-    if not brain.candidates():
+    candidates = brain.candidates()
+    if not list(candidates):
         if loading := ", ".join(str(each.id) for each in brain.staying if each.loading):
             return f"instances {loading} are loading, and the others have their share of the work"
         return f"no instance holds version {brain.newest} yet, and those with older ones run them to their end first"
+    if candidates.best(brain.allows) is not None:
+        return None
     newest = max(max(instance.resident) for instance in brain.staying if instance.resident)
     return (
         f"deadlines: a group of version {newest} would be due by update {newest + brain.staleness}, and "
