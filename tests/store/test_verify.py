@@ -552,6 +552,19 @@ def test_a_run_that_was_killed_and_taken_up_keeps_every_law_and_says_so(recorder
     assert "taken up again 1 times" in format_findings(findings)
 
 
+def test_a_trajectory_moves_under_its_own_version_to_an_instance_that_is_there(finished_run):
+    joined = "INSERT INTO instances (session, instance, slots, joined_at) VALUES (1, 5, 4, 2.0)"
+    version = "(SELECT version FROM trajectories WHERE trajectory = {of})"
+    move = f"INSERT INTO moves VALUES (NULL, {{at}}, {{trajectory}}, {version}, 0, 5, 9, 64, 0, '')"
+    findings = damage(finished_run, joined, move.format(at=3.0, trajectory=20, of=20))
+    assert broken(findings) == set(), format_findings(findings)
+    findings = damage(finished_run, move.format(at=1.0, trajectory=20, of=20))
+    assert "trajectory 20 went to instance 5, which was not there" in format_findings(findings)
+    findings = damage(finished_run, move.format(at=3.0, trajectory=20, of=0))
+    assert broken(findings) == {"1", "2"}
+    assert "trajectory 20 of version 3 went to instance 5 under version 0" in format_findings(findings)
+
+
 def test_a_version_that_was_made_again_has_two_checksums_and_no_third(finished_run):
     made_again = [
         "INSERT INTO remade VALUES (2, 'sum2', 1.0)",

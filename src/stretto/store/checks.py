@@ -1,6 +1,7 @@
 """The checks of `verify`: a law, and a query with one sentence for each break of it.
 
-The parameters are the facts of the run (`schema.RunFacts`), whether it is `:finished`, and whether it `:drops`.
+The parameters are the facts of the run (`schema.RunFacts`), whether it is `:finished`, and whether it
+`:drops` or `:continues` under newer weights.
 """
 
 # Which state may follow which; nothing follows an end. `NULL` is the admission.
@@ -60,6 +61,18 @@ CHECKS: tuple[tuple[str, str], ...] = (
         "1",
         """SELECT 'trajectories ' || MIN(trajectory) || ' and ' || MAX(trajectory) || ' share the seed ' || seed
         FROM trajectories GROUP BY seed HAVING COUNT(*) > 1""",
+    ),
+    (
+        "1",
+        """SELECT 'trajectory ' || trajectory || ' of version ' || t.version || ' went to instance ' || target ||
+            ' under version ' || m.version
+        FROM moves m JOIN trajectories t USING (trajectory) WHERE NOT :continues AND m.version <> t.version""",
+    ),
+    (
+        "2",
+        """SELECT 'trajectory ' || trajectory || ' went to instance ' || target || ', which was not there'
+        FROM moves m WHERE NOT EXISTS (SELECT 1 FROM instances i
+            WHERE i.instance = m.target AND i.joined_at <= m.at)""",
     ),
     (
         "2",
@@ -130,7 +143,7 @@ CHECKS: tuple[tuple[str, str], ...] = (
         """SELECT 'trajectory ' || trajectory || ' is recorded in ' || what || ' and was never admitted' FROM (
             SELECT trajectory, 'transitions' AS what FROM transitions
             UNION SELECT trajectory, 'completions' FROM completions UNION SELECT trajectory, 'a batch' FROM members
-            UNION SELECT trajectory, 'failures' FROM failures)
+            UNION SELECT trajectory, 'failures' FROM failures UNION SELECT trajectory, 'moves' FROM moves)
         WHERE trajectory NOT IN (SELECT trajectory FROM trajectories)""",
     ),
     (

@@ -297,7 +297,13 @@ def _totals(db: sqlite3.Connection) -> dict[str, Any]:
         "SELECT COUNT(*), COALESCE(SUM(reward), 0) FROM (SELECT MAX(reward) AS reward FROM trajectories "
         "WHERE state = 'filtered' GROUP BY group_id)"
     ).fetchone()
+    moves = db.execute(
+        "SELECT COUNT(*), COALESCE(SUM(num_bytes), 0), COALESCE(SUM(prefilled), 0) FROM moves"
+    ).fetchone()
+    (lost,) = db.execute("SELECT COUNT(*) FROM instances WHERE outcome = 'lost'").fetchone()
     return totals | {
+        **dict(zip(("moves", "moved_bytes", "prefilled_again"), moves, strict=True)),
+        "instances_lost": lost,
         "failed": ended.get("failed", (0, 0))[0],
         "dropped": ended.get("dropped", (0, 0))[0],
         "filtered": ended.get("filtered", (0, 0))[0],

@@ -110,6 +110,7 @@ def _read_run(db: sqlite3.Connection, path: Path) -> _Run:
     outcome = last[0] if last else None
     params = {name: facts[name] for name in names}
     params |= {"finished": outcome == "finished", "drops": facts["paradigm"] == "drop"}
+    params["continues"] = facts["paradigm"] == "partial"
     how = {"finished": "run finished", "stopped": "run stopped"}.get(outcome or "", "run interrupted or going on")
     return _Run(facts["paradigm"], how, params)
 
