@@ -13,10 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
+import torch
 
 from ray_cases import small_cluster
+from run_cases import recipe
 from stretto.errors import TrainerLostError
-from stretto.runtime.ray_trainer import RankedTrainer, RankOptions
+from stretto.models import load_model
+from stretto.runtime.parts import make_trainer
+from stretto.runtime.ray_model import ModelSource
+from stretto.runtime.ray_trainer import RankedTrainer, RankOptions, rank_options
 from stretto.runtime.ray_weights import WeightsHandle
 from stretto.runtime.roles import TrainerSeat
 from stretto.training.fake import FakeTrainer
@@ -130,3 +135,35 @@ def test_ranks_that_are_killed_are_made_anew_and_come_back_to_their_version(tmp_
     assert len(notices) == 2
     assert "rank" in notices[0]
     assert "1 of 4 times" in notices[0]
+
+
+def test_the_ranks_of_a_recipe_train_and_export_its_policy_as_one_process_does(model: Path, tmp_path: Path) -> None:
+    made = recipe(model, tmp_path, "runtime.type=ray", "runtime.trainers=2", "runtime.trainer_cpus=0.1")
+    draw = np.random.default_rng(0)
+    samples = []
+    for id in range(6):
+        tokens = draw.integers(0, 50, int(draw.integers(2, 12))).astype(np.int32)
+        done = Completion(id, 0, tokens, np.full(len(tokens), -3.0, np.float32), "stop", "")
+        samples.append(Sample(id, id // 3, 0, (1, 2, 3), done, float(id % 2)))
+    alone = make_trainer(made, load_model(str(model), torch.float32, torch.device("cpu")), str(model))
+    report = alone.update(Batch(0, samples))
+    expected = alone.weights(1)
+
+    async def main() -> tuple[UpdateReport, Weights]:
+        source = await asyncio.to_thread(ModelSource.of, str(model))
+        seat = RankedTrainer(rank_options(made, source, threads=1), deadline_s=200.0)
+        try:
+            told, handle = await seat.update(Batch(0, samples))
+            await seat.export(tmp_path / "policy")
+            assert isinstance(handle, WeightsHandle)
+            return told, await asyncio.to_thread(handle.fetch)
+        finally:
+            seat.close()
+
+    told, weights = asyncio.run(main())
+    assert told.metrics["loss"] == pytest.approx(report.metrics["loss"], abs=1e-6)
+    assert told.metrics["grad_norm"] == pytest.approx(report.metrics["grad_norm"], rel=1e-4)
+    assert (weights.kind, weights.scale) == (expected.kind, expected.scale)
+    for name, tensor in expected.tensors.items():
+        assert torch.allclose(weights.tensors[name], tensor, rtol=1e-3, atol=2e-6), name
+    assert (tmp_path / "policy" / "adapter_config.json").exists()

@@ -27,6 +27,7 @@ from stretto.runtime.memory import context_length, engine_rows, footprint, out_o
 from stretto.tiny import WarmStart, tiny_model
 from stretto.training.lora import LoraOptions
 from stretto.training.optimizer import TrainerOptions
+from stretto.training.parallel import Ranks
 from stretto.training.trainer import LocalTrainer
 from stretto.types import Sampling
 
@@ -138,8 +139,13 @@ def instance_core(recipe: Recipe, model_path: str, longest_prompt: int) -> Nativ
         raise out_of_memory(recipe, need, error) from error
 
 
-def make_trainer(recipe: Recipe, model: nn.Module, model_path: str) -> LocalTrainer:
-    """The trainer of a policy that begins as `model`, which it takes over."""
+def make_trainer(
+    recipe: Recipe, model: nn.Module, model_path: str, *, base: str | None = None, ranks: Ranks | None = None
+) -> LocalTrainer:
+    """The trainer of a policy that begins as `model`, which it takes over; one of `ranks`, where there are others.
+
+    `base` is what an adapter says that it belongs to, where that is not `model_path`.
+    """
     lora = recipe.model.lora
     return LocalTrainer(
         model,
@@ -148,7 +154,8 @@ def make_trainer(recipe: Recipe, model: nn.Module, model_path: str) -> LocalTrai
         algorithm=recipe.algorithm,
         reference=_reference(recipe, model_path, choose_device(recipe.runtime.device)),
         tokenizer=load_tokenizer(model_path),
-        base=model_path,
+        base=base or model_path,
+        ranks=ranks,
     )
 
 

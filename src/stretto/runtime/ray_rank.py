@@ -14,7 +14,13 @@ from typing import Any, Literal
 
 import ray
 import torch
+from transformers.utils import logging as transformers_logging
 
+from stretto.config import Recipe
+from stretto.models import load_model
+from stretto.runtime.device import choose_device, choose_dtype
+from stretto.runtime.parts import make_trainer
+from stretto.runtime.ray_model import ModelSource
 from stretto.runtime.ray_weights import PackedWeights
 from stretto.training.parallel import Ranks, open_meeting
 from stretto.training.protocol import Trainer
@@ -33,6 +39,20 @@ class Facts:
 
 Handed = tuple[Any, PackedWeights | None]
 """What is said, and an object of its own that stays where it was made; rank 0's alone is anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrainer:
+    """Makes the trainer of a rank on the machine where it is called."""
+
+    recipe: Recipe
+    source: ModelSource
+
+    def __call__(self, ranks: Ranks) -> Trainer:
+        transformers_logging.disable_progress_bar()
+        path, device = self.source.here(), choose_device(self.recipe.runtime.device)
+        model = load_model(path, choose_dtype(self.recipe.model.dtype, device), device)
+        return make_trainer(self.recipe, model, path, base=self.source.path, ranks=ranks)
 
 
 class TrainerRank:

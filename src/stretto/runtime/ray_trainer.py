@@ -34,8 +34,11 @@ from typing import Any, TypeVar, cast
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from stretto.config import Recipe
 from stretto.errors import RunError, StalledError, StrettoError, TrainerError, TrainerLostError
-from stretto.runtime.ray_rank import Facts, TrainerRank
+from stretto.runtime.ray_cluster import gpus_of
+from stretto.runtime.ray_model import ModelSource
+from stretto.runtime.ray_rank import Facts, RankTrainer, TrainerRank
 from stretto.runtime.ray_weights import PackedWeights, WeightsHandle
 from stretto.runtime.roles import TrainerSeat
 from stretto.training.parallel import Ranks
@@ -60,6 +63,18 @@ class RankOptions:
     threads: int = 1  # of torch
     cpus: float = 1.0  # of the cluster's, for each
     gpus: float = 0.0
+
+
+def rank_options(recipe: Recipe, source: ModelSource, threads: int) -> RankOptions:
+    """The ranks of a recipe, which load the model from `source`."""
+    runtime = recipe.runtime
+    return RankOptions(
+        RankTrainer(recipe, source),
+        count=runtime.trainers,
+        threads=threads,
+        cpus=runtime.trainer_cpus,
+        gpus=gpus_of(runtime.trainer_gpus, recipe),
+    )
 
 
 class RankGroup:
@@ -210,10 +225,10 @@ class RankedTrainer:
         restarts: int = 4,
         notice: Callable[[str], None] = log.warning,
     ) -> None:
+        self.restore = restore  # may be given later, before a rank is lost
         self.restarts = 0  # how often the ranks were started anew
         self._options = options
         self._deadline_s = deadline_s
-        self._restore = restore
         self._most_restarts = restarts
         self._notice = notice
         self._group: RankGroup | None = None
@@ -266,7 +281,7 @@ class RankedTrainer:
         """Go on with new ranks, or raise."""
         if self._group is not None:
             self._group.end(error)
-        if self._closed or self._restore is None or self.restarts >= self._most_restarts:
+        if self._closed or self.restore is None or self.restarts >= self._most_restarts:
             raise error
         self.restarts += 1
         self._notice(f"{error}; the ranks are started anew ({self.restarts} of {self._most_restarts} times)")
@@ -276,13 +291,13 @@ class RankedTrainer:
         lost = self._group
         if lost is not None and lost.failure is None:
             return lost
-        if lost is not None and (self._closed or self._restore is None or isinstance(lost.failure, StalledError)):
+        if lost is not None and (self._closed or self.restore is None or isinstance(lost.failure, StalledError)):
             lost.check()
         group = self._group = RankGroup(self._options, deadline_s=self._deadline_s)
         await group.start()
         if lost is not None and version:
-            assert self._restore is not None, "without it, there is no other group"
-            await self._restore(group, version)
+            assert self.restore is not None, "without it, there is no other group"
+            await self.restore(group, version)
         return group
 
 
