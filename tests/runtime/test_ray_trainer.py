@@ -151,7 +151,7 @@ def test_the_ranks_of_a_recipe_train_and_export_its_policy_as_one_process_does(m
 
     async def main() -> tuple[UpdateReport, Weights]:
         source = await asyncio.to_thread(ModelSource.of, str(model))
-        seat = RankedTrainer(rank_options(made, source, threads=1), deadline_s=200.0)
+        seat = RankedTrainer(rank_options(made, source), deadline_s=200.0)
         try:
             told, handle = await seat.update(Batch(0, samples))
             await seat.export(tmp_path / "policy")

@@ -65,13 +65,13 @@ class RankOptions:
     gpus: float = 0.0
 
 
-def rank_options(recipe: Recipe, source: ModelSource, threads: int) -> RankOptions:
+def rank_options(recipe: Recipe, source: ModelSource) -> RankOptions:
     """The ranks of a recipe, which load the model from `source`."""
     runtime = recipe.runtime
     return RankOptions(
         RankTrainer(recipe, source),
         count=runtime.trainers,
-        threads=threads,
+        threads=runtime.trainer_threads or max(1, int(runtime.trainer_cpus)),
         cpus=runtime.trainer_cpus,
         gpus=gpus_of(runtime.trainer_gpus, recipe),
     )
