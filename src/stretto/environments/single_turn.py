@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from stretto.environments.protocol import Policy
-from stretto.environments.rewards import RewardPool
 from stretto.types import Prompt
 
 Decode = Callable[[Sequence[int]], str]
 """Tokens to text, special tokens left out."""
 
 
-class SingleTurn:
-    """One completion per episode, scored by a reward function. The pool is the caller's to start and to close."""
+class Scores(Protocol):
+    """Whatever gives completions their rewards."""
 
-    def __init__(self, rewards: RewardPool, decode: Decode) -> None:
+    async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+        """The reward of one completion, or a `RewardError` that says what went wrong."""
+        ...
+
+
+class SingleTurn:
+    """One completion per episode, scored by a reward function. What scores is the caller's to start and to close."""
+
+    def __init__(self, rewards: Scores, decode: Decode) -> None:
         self._rewards = rewards
         self._decode = decode
 

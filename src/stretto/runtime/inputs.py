@@ -84,14 +84,18 @@ def load_inputs(recipe: Recipe, tokenizer: Any, *, context: int, model_path: str
     return Inputs(task, prompts, held_out)
 
 
+def reward_columns(task: Task) -> frozenset[str]:
+    """The columns of the task's rows, as far as they were looked at."""
+    return frozenset(name for row in islice(task.train, LOOKED_AT) for name in row.columns)
+
+
 def reward_pool(recipe: Recipe, task: Task, said: Callable[[str], None] | None = None) -> RewardPool:
     """The pool that scores `task`; `said` is told every line that the function prints."""
-    columns = frozenset(name for row in islice(task.train, LOOKED_AT) for name in row.columns)
     return RewardPool(
         task.reward,
         workers=recipe.task.reward_workers,
         deadline_s=recipe.task.reward_seconds,
-        columns=columns,
+        columns=reward_columns(task),
         said=said,
     )
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 PLACE_S = 300.0  # for a machine with room, and for the process to import what it needs
 START_S = 1_800.0  # for a model to be loaded
-WAITS_S = 20.0  # after so long it is said that there is no room
+WAITS_S = 60.0  # after so long it is said what it may be waiting for
 
 
 class RayPool:
@@ -95,7 +95,7 @@ class RayPool:
             if not done:
                 free = await asyncio.to_thread(ray.available_resources)
                 left = ", ".join(f"{free.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
-                log.warning("%s waits for a machine with %s; free in the cluster are %s", name, asks, left)
+                log.warning("%s has not begun: it asks for %s, and free in the cluster are %s", name, asks, left)
             await ready
         except EngineError as error:
             raise EngineError(

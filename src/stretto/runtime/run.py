@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ from stretto.config import Recipe
 from stretto.core.brain import Brain
 from stretto.engines.protocol import Engine
 from stretto.environments.reward_output import RewardOutput
-from stretto.environments.rewards import RewardPool
 from stretto.environments.single_turn import SingleTurn
 from stretto.errors import VersionNotResidentError
 from stretto.evaluation import Evaluator, Moment
@@ -43,15 +43,14 @@ from stretto.observe.metrics import JsonLines, Tally
 from stretto.observe.progress import Observer, make_observer
 from stretto.observe.summary import summary_table
 from stretto.runtime.control import Control
-from stretto.runtime.device import as_begun, choose_device, on_device, resolved
+from stretto.runtime.device import as_begun, choose_device, resolved
 from stretto.runtime.export import export_policy
 from stretto.runtime.folder import make_folder, take_checkpoint, write_json
-from stretto.runtime.inputs import reward_pool
-from stretto.runtime.memory import longest_trajectory
-from stretto.runtime.parts import Parts, model_path_of
-from stretto.runtime.pool import LocalPool, Pool
+from stretto.runtime.parts import Desk, Parts, model_path_of, read_desk
+from stretto.runtime.pool import Pool
 from stretto.runtime.resuming import take_up
-from stretto.runtime.roles import TrainerRole, TrainerSeat
+from stretto.runtime.roles import TrainerSeat
+from stretto.runtime.seats import MakeSeats, Seats, local_seats
 from stretto.runtime.starting import refuse_another_recipe, refuse_nothing_to_resume, refuse_occupied
 from stretto.store.journal import Journal
 from stretto.store.schema import RunFacts
@@ -103,60 +102,73 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, observer: Obser
         transformers_logging.disable_progress_bar()
         observer.message(f"run folder: {folder}")
         model_path = model_path_of(recipe, observer)
-        parts = Parts.build(recipe, model_path)
-        for note in parts.inputs.notes(recipe):
+        if recipe.runtime.type == "ray":
+            from stretto.runtime.ray_cluster import connected
+
+            observer.message(stack.enter_context(connected(recipe)))
+            desk, make = _on_ray(recipe, model_path, folder, observer)
+        else:
+            desk = parts = Parts.build(recipe, model_path)
+            make = partial(local_seats, recipe, parts, observer)
+        for note in desk.inputs.notes(recipe):
             observer.message(note)
-        return asyncio.run(_train(recipe, folder, parts, observer, resume=resume))
+        return asyncio.run(_train(recipe, folder, make, observer, resume=resume))
+
+
+def _on_ray(recipe: Recipe, model_path: str, folder: Path, observer: Observer) -> tuple[Desk, MakeSeats]:
+    """What is read here of a run on a cluster, and how the rest is made there."""
+    from stretto.runtime.ray_model import ModelSource
+    from stretto.runtime.ray_seats import ray_seats
+
+    desk = read_desk(recipe, model_path)
+    return desk, partial(ray_seats, recipe, desk, ModelSource.of(model_path), folder, observer)
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-async def _train(recipe: Recipe, folder: Path, parts: Parts, observer: Observer, *, resume: bool) -> dict[str, Any]:
+async def _train(recipe: Recipe, folder: Path, make: MakeSeats, observer: Observer, *, resume: bool) -> dict[str, Any]:
     """Start what runs beside the loop, run, and end all of it whatever happens."""
-    said = RewardOutput(folder / "reward.log", observer.message)
-    rewards = reward_pool(recipe, parts.inputs.task, said)
-    longest = longest_trajectory(recipe, parts.inputs.longest_prompt)
-    pool = LocalPool(parts.take_core, threads=parts.threads[0], longest=longest)
-    role = TrainerRole(
-        parts.trainer,
-        parts.threads[1],
-        deadline_s=recipe.runtime.update_seconds,
-        engines=pool.engines.values(),
-        notice=observer.message,
-    )
-    versions = VersionFiles(folder / "versions")
-    try:
-        await rewards.start()
-        for _ in range(recipe.runtime.instances):
-            await pool.add()
+    async with contextlib.AsyncExitStack() as stack:
+        said = RewardOutput(folder / "reward.log", observer.message)
+        stack.callback(said.close)
+        versions = VersionFiles(folder / "versions")
+        seats = make(said, versions)
+        stack.push_async_callback(seats.rewards.close)
+        stack.push_async_callback(seats.pool.close)
+        stack.callback(versions.close)
+        await seats.rewards.start()
+        await _fill(seats.pool, recipe.runtime.instances)
         if not resume:
             make_folder(recipe, folder)
         # A run that was killed in its first moments has no journal yet, and simply begins.
         resume = resume and (folder / "journal.sqlite").exists()
         with Journal.open(folder / "journal.sqlite", resume=resume) as journal:
-            return await _run(recipe, folder, parts, journal, versions, observer, rewards, pool, role)
-    finally:
-        versions.close()
-        await pool.close()
-        await rewards.close()
-        said.close()
-        role.close()
+            role = seats.make_trainer(journal)
+            stack.callback(role.close)
+            return await _run(recipe, folder, seats, journal, versions, observer, role)
+
+
+async def _fill(pool: Pool, count: int) -> None:
+    """Make the instances that a run begins with, all at once; the first error, if there is one."""
+    made = await asyncio.gather(*(pool.add() for _ in range(count)), return_exceptions=True)
+    for each in made:
+        if isinstance(each, BaseException):
+            raise each
 
 
 async def _run(
     recipe: Recipe,
     folder: Path,
-    parts: Parts,
+    seats: Seats,
     journal: Journal,
     versions: VersionFiles,
     observer: Observer,
-    rewards: RewardPool,
-    pool: Pool,
     role: TrainerSeat,
 ) -> dict[str, Any]:
+    parts, pool = seats.desk, seats.pool
     plan, metrics = recipe.plan, JsonLines(folder / "metrics.jsonl")
-    environment = SingleTurn(rewards, parts.decode)
+    environment = SingleTurn(seats.rewards, parts.decode)
     journal.begin(_facts(recipe, parts.inputs.prompts.num_rows), at=time.time())
     resumed = await take_up(
         folder,
@@ -165,7 +177,7 @@ async def _run(
         journal=journal,
         trainer=role,
         versions=versions,
-        place=lambda weights: on_device(weights, parts.trainer.device),
+        place=seats.place,
         say=observer.message,
     )
     brain = resumed.brain
@@ -194,7 +206,7 @@ async def _run(
             seed=recipe.seed,
             sampling=parts.sampling,
             stall_s=recipe.runtime.stall_seconds,
-            reward_s=rewards.longest_s,
+            reward_s=seats.rewards.longest_s,
             checkpoint_s=recipe.runtime.checkpoint_seconds,
             instance_s=recipe.runtime.instance_seconds,
             replacements=recipe.runtime.replacements,
@@ -259,7 +271,7 @@ async def _evaluate_alone(
     observer.evaluated(result)
 
 
-def _evaluator(recipe: Recipe, parts: Parts, environment: SingleTurn, journal: Journal) -> Evaluator | None:
+def _evaluator(recipe: Recipe, parts: Desk, environment: SingleTurn, journal: Journal) -> Evaluator | None:
     if parts.inputs.held_out is None:
         return None
     wanted = recipe.evaluation

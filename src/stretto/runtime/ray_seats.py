@@ -1,0 +1,88 @@
+"""A run on a cluster: instances, the trainer's ranks and rewards are actors; the loop is all that is left here.
+
+Nothing of the model's size passes through this process: instances and ranks load the model themselves, weights go from
+rank 0 to the object store and from there to every machine once, KV from instance to instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from stretto.config import Recipe
+from stretto.observe.progress import Observer
+from stretto.runtime.inputs import reward_columns
+from stretto.runtime.memory import longest_trajectory
+from stretto.runtime.parts import Desk
+from stretto.runtime.ray_cluster import gpus_of
+from stretto.runtime.ray_environment import RayRewards, RewardOptions
+from stretto.runtime.ray_instance import InstanceOptions
+from stretto.runtime.ray_mail import idle_seconds
+from stretto.runtime.ray_model import InstanceCore, ModelSource
+from stretto.runtime.ray_pool import RayPool
+from stretto.runtime.ray_trainer import RankedTrainer, rank_options
+from stretto.runtime.ray_weights import WeightsHandle, WeightsStore
+from stretto.runtime.roles import TrainerSeat
+from stretto.runtime.seats import Seats
+from stretto.runtime.trainer_recovery import restoring
+from stretto.store.journal import Journal
+from stretto.store.versions import VersionFiles
+from stretto.types import Weights
+
+REPORT_S = 0.25  # between two reports of an instance that is busy
+
+
+def ray_seats(
+    recipe: Recipe,
+    desk: Desk,
+    source: ModelSource,
+    folder: Path,
+    observer: Observer,
+    said: Callable[[str], None],
+    versions: VersionFiles,
+) -> Seats:
+    """The seats of a run in `folder`, on the cluster that this process is connected to."""
+    runtime = recipe.runtime
+    options = InstanceOptions(
+        make=InstanceCore(recipe, source, desk.inputs.longest_prompt),
+        threads=runtime.engine_threads or max(1, int(runtime.instance_cpus)),
+        longest=longest_trajectory(recipe, desk.inputs.longest_prompt),
+        every_s=REPORT_S,
+        idle_s=idle_seconds(runtime.instance_seconds),
+        pull_s=runtime.instance_seconds / 2,
+    )
+    pool = RayPool(
+        options,
+        cpus=runtime.instance_cpus,
+        gpus=gpus_of(runtime.instance_gpus, recipe),
+        store=WeightsStore(lambda handle: versions.read(handle.version, handle.checksum)),
+        instance_seconds=runtime.instance_seconds,
+    )
+    rewards = RayRewards(
+        RewardOptions(
+            desk.inputs.task.reward,
+            workers=recipe.task.reward_workers,
+            deadline_s=recipe.task.reward_seconds,
+            columns=reward_columns(desk.inputs.task),
+            folder=str(Path.cwd()),
+        ),
+        said=said,
+        instance_seconds=runtime.instance_seconds,
+    )
+
+    def trainer(journal: Journal) -> TrainerSeat:
+        return RankedTrainer(
+            rank_options(recipe, source),
+            deadline_s=runtime.update_seconds,
+            restore=restoring(folder, journal, versions, observer.message),
+            notice=observer.message,
+        )
+
+    return Seats(desk, rewards, pool, trainer, _put)
+
+
+def _put(weights: Weights) -> Weights:
+    """Weights that were read from a file, as the loop knows them: by version, kind, checksum and scale alone."""
+    either: Any = weights
+    return cast(Weights, either if isinstance(either, WeightsHandle) else WeightsHandle.put(weights))

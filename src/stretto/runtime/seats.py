@@ -1,0 +1,75 @@
+"""Who does the work beside the loop: instances, trainer and rewards, wherever they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from stretto.config import Recipe
+from stretto.observe.progress import Observer
+from stretto.runtime.device import on_device
+from stretto.runtime.inputs import reward_pool
+from stretto.runtime.memory import longest_trajectory
+from stretto.runtime.parts import Desk, Parts
+from stretto.runtime.pool import LocalPool, Pool
+from stretto.runtime.roles import TrainerRole, TrainerSeat
+from stretto.store.journal import Journal
+from stretto.store.versions import VersionFiles
+from stretto.types import Weights
+
+
+class Rewards(Protocol):
+    """Whoever scores completions, within deadlines of its own."""
+
+    @property
+    def longest_s(self) -> float:
+        """After so long at most a reward ends."""
+        ...
+
+    async def start(self) -> None:
+        """Import the function; a `RecipeError` where it cannot be called."""
+        ...
+
+    async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+        """The reward of one completion, or a `RewardError`."""
+        ...
+
+    async def close(self) -> None:
+        """End. Safe to call twice."""
+        ...
+
+
+@dataclass(slots=True)
+class Seats:
+    """What `run.py` starts, hands to the loop, and closes whatever happens. Making them starts nothing."""
+
+    desk: Desk
+    rewards: Rewards
+    pool: Pool
+    make_trainer: Callable[[Journal], TrainerSeat]
+    place: Callable[[Weights], Weights]  # brings weights that were read from a file to where instances load them from
+
+
+MakeSeats = Callable[[Callable[[str], None], VersionFiles], Seats]
+"""From who hears what rewards print, and the files of the run's versions."""
+
+
+def local_seats(
+    recipe: Recipe, parts: Parts, observer: Observer, said: Callable[[str], None], versions: VersionFiles
+) -> Seats:
+    """All of it in threads of this process, but rewards, which have processes of their own."""
+    longest = longest_trajectory(recipe, parts.inputs.longest_prompt)
+    pool = LocalPool(parts.take_core, threads=parts.threads[0], longest=longest)
+
+    def make_trainer(journal: Journal) -> TrainerSeat:
+        return TrainerRole(
+            parts.trainer,
+            parts.threads[1],
+            deadline_s=recipe.runtime.update_seconds,
+            engines=pool.engines.values(),
+            notice=observer.message,
+        )
+
+    rewards = reward_pool(recipe, parts.inputs.task, said)
+    return Seats(parts, rewards, pool, make_trainer, lambda weights: on_device(weights, parts.trainer.device))
