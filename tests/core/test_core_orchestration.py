@@ -23,7 +23,7 @@ def due(scene_versions, staleness=3):
 
 def test_slots_are_divided_in_proportion_with_one_for_every_version_and_for_the_newest():
     sites = [site(each, 4, 10) for each in range(6)] + [site(6, 3, 4), site(7, 2, 1)]
-    division = divide(Scene(sites, newest=5, deadlines=due([2, 3, 4])))
+    division = divide(Scene(sites, newest=5, deadlines=due([2, 3, 4]), top_up=1))
     assert dict(zip(division.versions, division.whole, strict=True)) == {2: 1, 3: 1, 4: 5, 5: 1}
     assert division.suspended == []
 
@@ -36,7 +36,8 @@ def test_what_is_about_to_start_counts_for_the_newest():
 
 def test_the_newest_version_takes_the_instance_that_has_the_least_to_move():
     sites = [site(0, 4, 8, 900), site(1, 4, 8, 300), site(2, 4, 8, 700)]
-    (change,) = repartition(Scene(sites, newest=5, deadlines=due([4])))
+    assert repartition(Scene(sites, newest=5, deadlines=due([4]))) == []  # nothing may start under it yet
+    (change,) = repartition(Scene(sites, newest=5, deadlines=due([4]), top_up=1))
     assert (change.instance, change.suspend, change.unload, change.load) == (1, (4,), (4,), (5,))
     assert change.reason.startswith("instance 1 takes version 5 instead of version 4: version 4 has work for 2.0 of 3")
 
@@ -55,7 +56,7 @@ def test_what_rounding_alone_would_move_stays():
 
 def test_instances_that_can_hold_every_version_only_load_the_newest():
     sites = [many_slots(0, 4, {2: 1, 3: 9}), many_slots(1, 4, {3: 5}), many_slots(2, 4, {2: 3, 3: 1})]
-    changes = repartition(Scene(sites, newest=4, deadlines=due([2, 3])))
+    changes = repartition(Scene(sites, newest=4, deadlines=due([2, 3]), top_up=1))
     assert [(each.instance, each.suspend, each.unload, each.load) for each in changes] == [
         (0, (), (), (4,)),
         (1, (), (), (4,)),
@@ -65,20 +66,20 @@ def test_instances_that_can_hold_every_version_only_load_the_newest():
 
 def test_with_several_slots_a_version_gives_one_up_for_the_newest_where_that_moves_the_least():
     sites = [many_slots(0, 2, {2: 4, 3: 9}), many_slots(1, 2, {2: 1, 3: 9})]
-    (change,) = repartition(Scene(sites, newest=4, deadlines=due([2, 3])))
+    (change,) = repartition(Scene(sites, newest=4, deadlines=due([2, 3]), top_up=1))
     assert (change.instance, change.suspend, change.load) == (1, (2,), (4,))
 
 
 def test_what_loads_or_is_evaluated_keeps_its_slot():
     sites = [Site(0, 1, loading=frozenset({4})), site(1, 3, evaluates=3), site(2, 3, 9)]
-    (change,) = repartition(Scene(sites, newest=5, waiting={4: 1}, deadlines=due([3, 4])))
+    (change,) = repartition(Scene(sites, newest=5, waiting={4: 1}, deadlines=due([3, 4]), top_up=1))
     assert (change.instance, change.suspend, change.load) == (2, (3,), (5,))  # instance 1 goes on with version 3
-    assert repartition(Scene(sites[:2], newest=5, waiting={4: 1}, deadlines=due([4]))) == []
+    assert repartition(Scene(sites[:2], newest=5, waiting={4: 1}, deadlines=due([4]), top_up=1)) == []
 
 
 def test_with_too_few_slots_the_earliest_deadlines_are_served_and_the_newest_waits():
     sites = [site(0, 3, 5), site(1, 4, 5)]
-    scene = Scene(sites, newest=5, waiting={2: 3}, deadlines={2: 5, 3: 6, 4: 7})
+    scene = Scene(sites, newest=5, waiting={2: 3}, deadlines={2: 5, 3: 6, 4: 7}, top_up=9)
     (change,) = repartition(scene)
     assert (change.instance, change.suspend, change.unload, change.load) == (1, (4,), (4,), (2,))
     assert "not slots enough for version 4 and 5" in change.reason

@@ -307,6 +307,8 @@ class Brain:
         if not self.stopping:
             if self._batch_due and self.training is None and self.unpublished is None:
                 self._take_batch()
+            if self._open and self.unpublished is None and conductor.newest_is_missed(self):
+                self.place_due = self.cycle_due = True
             if self.place_due or self.ledger.freed:
                 conductor.place(self)
                 self._open = True

@@ -120,6 +120,14 @@ def survey_scene(brain: Brain) -> Scene:
     return Scene(sites, brain.newest, waiting, deadlines, _top_up(brain), brain.admits_more, brain.granted)
 
 
+def newest_is_missed(brain: Brain) -> bool:
+    """Whether something could start under the newest version, and no instance has it or is loading it."""
+    newest, instances = brain.newest, brain.instances.values()
+    if any(newest in each.resident or newest in each.loading for each in instances if not each.leaving):
+        return False
+    return _top_up(brain) > 0
+
+
 def _tokens(instance: Instance) -> dict[int, int]:
     tokens: dict[int, int] = {}
     for each in instance.trajectories.values():

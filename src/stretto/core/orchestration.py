@@ -2,8 +2,9 @@
 
 `repartition` decides which instance holds which versions:
 
-1. Every version with trajectories needs a slot, earliest deadline first, and then the newest, if the run is to admit
-   anything more. Where there are fewer slots than that, the rest is suspended until one is free.
+1. Every version with trajectories needs a slot, earliest deadline first; so does the newest, as soon as anything may
+   start under it: before that an instance would only wait. Where there are fewer slots than that, the rest is suspended
+   until one is free.
 2. Slots are divided in proportion to the trajectories of each version, those about to start under the newest included,
    by largest remainder, at least one each. A version whose instances are all short of KV memory gets one more.
 3. Which instance is whose: the choice that moves the fewest tokens of KV, then the one that loads the least.
@@ -72,7 +73,7 @@ class Scene:
         for site in self.sites:
             for version, count in site.counts.items():
                 needs[version] = needs.get(version, 0) + count
-        if self.admits or self.newest in needs:
+        if self.top_up or self.newest in needs:
             needs[self.newest] = needs.get(self.newest, 0) + self.top_up
         return needs
 
