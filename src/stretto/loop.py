@@ -1,33 +1,45 @@
 """The loop: what happened becomes an event, the core answers with commands, and this file carries them out.
 
 ```
-   prompts --Start--> flight (one task a trajectory): generate --> score --Scored--> core --Train--> trainer
-                         ^        |  engine                  environment              |              |
-                         |        +--GenerationFailed / ScoringFailed--> core         |              | Updated
-                         +---------------- Resume / Rescore --------------------------+   Publish, Load
+   prompts --Start--> flight (one task a leg): generate --> score --Scored--> core --Train--> trainer
+                        ^       | an instance       environment               |  |              |
+                        |       +--GenerationFailed / ScoringFailed--> core   |  |              | Updated
+                        +------------ Suspend, Resume / Rescore --------------+  |       Publish, Load, Retire
+                                                                                 |
+   pool --Joined / Lost--> core          `stretto pool` --Leaving--> core --Release--> pool
 ```
 
-Every decision is the core's; nothing here chooses. The loop's own thread never blocks: engines and the trainer have
-threads, rewards have processes, the journal has a writer.
+Every decision is the core's; nothing here chooses. The loop's own thread never blocks: instances and the trainer have
+threads or processes, rewards have processes, the journal has a writer.
 
-| who waits                | for what                                    | who ends it       | deadline               |
-|--------------------------|---------------------------------------------|-------------------|------------------------|
-| the loop                 | an event                                    | any task below    | `stall_s`, by name     |
-| a new group              | rows, in_flight, deadlines, a slot, a drain | core, at an event | named by `brain.waits` |
-| the trainer              | unfinished groups, named by the batch rule  | their flights     | named by `brain.waits` |
-| a batch before it trains | its members durable in the journal          | journal's writer  | the journal's own      |
-| a version's first token  | checksum and weights, durable on the disk   | writers of both   | the writers' own       |
-| the loop                 | an update, or the trainer's state           | the trainer       | `update_s`, by name    |
-| an update                | the trainer's state, while it is saved      | the trainer       | the update's own       |
-| a flight                 | its tokens                                  | engine            | the loop's `stall_s`   |
-| a flight, an evaluation  | its reward                                  | reward pool       | `task.reward_seconds`  |
+| who waits                 | for what                                    | who ends it        | deadline                |
+|---------------------------|---------------------------------------------|--------------------|-------------------------|
+| the loop                  | an event                                    | any task below     | `stall_s`, by name      |
+| a new group               | rows, in_flight, deadlines, a slot, a drain | core, at an event  | named by `brain.waits`  |
+| the trainer               | unfinished groups, named by the batch rule  | their flights      | named by `brain.waits`  |
+| a batch before it trains  | its members durable in the journal          | journal's writer   | the journal's own       |
+| a version's first token   | checksum and weights, durable on the disk   | writers of both    | the writers' own        |
+| the loop                  | an update, or the trainer's state           | the trainer        | `update_s`, by name     |
+| an update                 | the trainer's state, while it is saved      | the trainer        | the update's own        |
+| a flight                  | its tokens                                  | its instance       | `instance_s`, no token  |
+| a flight that moves       | its source, to hand it over                 | the source         | `instance_s`, then lost |
+| a trajectory between two  | an instance that holds its version          | core, at an event  | named by `brain.waits`  |
+| load, swap, unload        | the instance, and what it was told before   | the instance       | `instance_s`, then lost |
+| a version that is damaged | to be sent again                            | the instance       | three times, then lost  |
+| a lost instance's place   | another one                                 | the pool           | `replacements` tries    |
+| an instance that leaves   | what it was told before, an evaluation      | it; core `Release` | `instance_s`, then lost |
+| `stretto pool`            | that it is done                             | a task of its own  | its own, by name        |
+| a flight, an evaluation   | its reward                                  | reward pool        | `task.reward_seconds`   |
+| a flight                  | an environment that has its tokens          | the environment    | `stall_s + reward_s`    |
 
-No stall is an engine that makes tokens, or an update or a reward within its own deadline, however long they take.
-`update_s` is `runtime.update_seconds`, kept in `runtime/roles.py`.
+No stall is an instance that makes tokens, or an update or a reward within its own deadline, however long they take.
+`update_s` is `runtime.update_seconds`, kept in `runtime/roles.py`; `instance_s` is `runtime.instance_seconds`, kept in
+`instances.py`.
 
-A failure of a request, a reward or an environment is data and goes to the core. A failure of the trainer, the journal,
-the reward pool itself or of this file is stored once, wakes the loop, and ends the run with that error; one `finally`
-leaves no task behind. How a trajectory flies is in `flights.py`, how a batch is trained on in `updates.py`.
+A failure of a request, a reward or an environment is data and goes to the core, and so is the loss of an instance while
+there is another or one can be made. A failure of the trainer, the journal, the reward pool itself or of this file is
+stored once, wakes the loop, and ends the run with that error; one `finally` leaves no task behind. How a trajectory
+flies is in `flights.py`, who is there to fly on in `instances.py`, how a batch is trained on in `updates.py`.
 """
 
 from __future__ import annotations
@@ -511,7 +523,7 @@ class Loop:
                     newest=self.brain.newest,
                     staleness=self.brain.staleness,
                     versions=self.brain.versions,
-                    loads=self._flights.reports(),
+                    loads=[engine.report() for engine in self.instances.engines.values()],
                     waits=[f"{wait.owner}: {wait.reason}" for wait in waits],
                 )
             )
