@@ -12,25 +12,25 @@
 Every decision is the core's; nothing here chooses. The loop's own thread never blocks: instances and the trainer have
 threads or processes, rewards have processes, the journal has a writer.
 
-| who waits                 | for what                                    | who ends it        | deadline                |
-|---------------------------|---------------------------------------------|--------------------|-------------------------|
-| the loop                  | an event                                    | any task below     | `stall_s`, by name      |
-| a new group               | rows, in_flight, deadlines, a slot, a drain | core, at an event  | named by `brain.waits`  |
-| the trainer               | unfinished groups, named by the batch rule  | their flights      | named by `brain.waits`  |
-| a batch before it trains  | its members durable in the journal          | journal's writer   | the journal's own       |
-| a version's first token   | checksum and weights, durable on the disk   | writers of both    | the writers' own        |
-| the loop                  | an update, or the trainer's state           | the trainer        | `update_s`, by name     |
-| an update                 | the trainer's state, while it is saved      | the trainer        | the update's own        |
-| a flight                  | its tokens                                  | its instance       | `instance_s`, no token  |
-| a flight that moves       | its source, to hand it over                 | the source         | `instance_s`, then lost |
-| a trajectory between two  | an instance that holds its version          | core, at an event  | named by `brain.waits`  |
-| load, swap, unload        | the instance, and what it was told before   | the instance       | `instance_s`, then lost |
-| a version that is damaged | to be sent again                            | the instance       | three times, then lost  |
-| a lost instance's place   | another one                                 | the pool           | `replacements` tries    |
-| an instance that leaves   | what it was told before, an evaluation      | it; core `Release` | `instance_s`, then lost |
-| `stretto pool`            | that it is done                             | a task of its own  | its own, by name        |
-| a flight, an evaluation   | its reward                                  | reward pool        | `task.reward_seconds`   |
-| a flight                  | an environment that has its tokens          | the environment    | `stall_s + reward_s`    |
+| who waits                | for what                                    | who ends it       | deadline                |
+|--------------------------|---------------------------------------------|-------------------|-------------------------|
+| the loop                 | an event                                    | any task below    | `stall_s`, by name      |
+| a new group              | rows, in_flight, deadlines, a slot, a drain | core, at an event | named by `brain.waits`  |
+| the trainer              | unfinished groups, named by the batch rule  | their flights     | named by `brain.waits`  |
+| a batch before it trains | its members durable in the journal          | journal's writer  | the journal's own       |
+| a version's first token  | checksum and weights, durable on the disk   | writers of both   | the writers' own        |
+| the loop                 | an update, or the trainer's state           | the trainer       | `update_s`, by name     |
+| an update                | the trainer's state, while it is saved      | the trainer       | the update's own        |
+| a flight                 | its tokens                                  | its instance      | `instance_s`, no token  |
+| a flight that moves      | its source, to hand it over                 | the source        | `instance_s`, then lost |
+| a trajectory between two | an instance that holds its version          | core, at an event | named by `brain.waits`  |
+| load, swap, unload       | the instance, and what it was told before   | the instance      | `instance_s`, then lost |
+| a damaged version        | to be sent again                            | the instance      | three times, then lost  |
+| a lost instance's place  | another one                                 | the pool          | `replacements` tries    |
+| an instance that leaves  | what it was told before, an evaluation      | it, then the core | `instance_s`, then lost |
+| `stretto pool`           | that it is done                             | a task of its own | its own, by name        |
+| a flight, an evaluation  | its reward                                  | reward pool       | `task.reward_seconds`   |
+| a flight                 | an environment that has its tokens          | the environment   | `stall_s + reward_s`    |
 
 No stall is an instance that makes tokens, or an update or a reward within its own deadline, however long they take.
 `update_s` is `runtime.update_seconds`, kept in `runtime/roles.py`; `instance_s` is `runtime.instance_seconds`, kept in
