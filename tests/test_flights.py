@@ -141,6 +141,16 @@ def test_a_trajectory_flies_from_its_prompt_to_its_reward() -> None:
     assert events == [core.Generated(0, 4), core.Scored(0, 0.5)]
 
 
+def test_a_survey_says_how_far_what_runs_is_and_what_is_about_to_end() -> None:
+    async def survey(context: int) -> core.Surveyed:
+        flight = Flight(0, 7, 2, 9, PROMPT, 0, instance=0, call=asyncio.Future(), context=context)
+        made, _, _ = flights(flight, {0: Engine(completion(2))})
+        return made.survey()
+
+    assert asyncio.run(survey(10)) == core.Surveyed({0: 10})
+    assert asyncio.run(survey(11)) == core.Surveyed({0: 11}, ending=frozenset({0}))  # three of the prompt, and all of 8
+
+
 @pytest.mark.parametrize(
     ("before", "version", "after"),
     [(None, 1, None), (None, 3, [1, 1]), ([0, 1], 3, [0, 1])],

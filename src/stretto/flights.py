@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 TRANSFERS = 3  # of one version to one instance, where what arrives is damaged
 CROWDED_SHARE = 0.9  # of an instance's KV; above, what is queued there waits for memory
+ENDING_SHARE = 0.05  # of `max_tokens`; what has no more left than this is not worth moving
 
 
 @dataclass(slots=True)
@@ -389,7 +390,13 @@ class Flights:
                 self._prefill_rate = prefilled / busy_s
                 self.rates = replace(self.rates, prefill_tokens_per_s=self._prefill_rate)
         self._surveyed = now
-        return core.Surveyed(tokens, frozenset(crowded))
+        most = self._sampling.max_tokens
+        ending = frozenset(
+            id
+            for id, context in tokens.items()
+            if len(self.under_way[id].prompt.tokens) + most - context <= ENDING_SHARE * most
+        )
+        return core.Surveyed(tokens, frozenset(crowded), ending)
 
     async def discard(self, flights: Sequence[Flight]) -> None:
         """Throw trajectories away, and record how far each had come."""
