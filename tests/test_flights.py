@@ -143,8 +143,9 @@ def test_a_trajectory_flies_from_its_prompt_to_its_reward() -> None:
 
 def test_a_survey_says_how_far_what_runs_is_and_what_is_about_to_end() -> None:
     async def survey(context: int) -> core.Surveyed:
-        flight = Flight(0, 7, 2, 9, PROMPT, 0, instance=0, call=asyncio.Future(), context=context)
+        flight = Flight(0, 7, 2, 9, PROMPT, 0)
         made, _, _ = flights(flight, {0: Engine(completion(2))})
+        flight.instance, flight.call, flight.context = 0, asyncio.Future(), context
         return made.survey()
 
     assert asyncio.run(survey(10)) == core.Surveyed({0: 10})
