@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -145,6 +146,33 @@ def test_a_state_that_is_saved_is_that_between_the_updates_around_it(make: Make,
         assert again.checksum == two.checksum
 
     run(make(), work)
+
+
+def test_an_update_waits_for_the_copy_of_a_state_and_not_for_the_disk(tmp_path: Path) -> None:
+    go_on = threading.Event()
+
+    class Slow(FakeTrainer):
+        def capture(self) -> Callable[[Path], None]:
+            write = super().capture()
+
+            def slowly(folder: Path) -> None:
+                assert go_on.wait(20)
+                write(folder)
+
+            return slowly
+
+    async def work(seat: TrainerSeat) -> None:
+        saving = asyncio.ensure_future(seat.save(tmp_path / "state"))
+        await asyncio.sleep(0)
+        await seat.update(batch(0))
+        assert not saving.done()
+        go_on.set()
+        await saving
+
+    run(TrainerRole(Slow(), 1, deadline_s=20.0), work)
+    again = FakeTrainer()
+    again.load(tmp_path / "state")
+    assert again.version == 0
 
 
 def test_what_one_seat_saved_another_goes_on_from(make: Make, tmp_path: Path) -> None:

@@ -75,9 +75,9 @@ async def take_up(
     checkpoint, problems = find_checkpoint(folder / "checkpoints", oldest)
     for problem in problems:
         say(f"{problem}; going on from an older one")
+    versions.prune(needed.__contains__)
     made = await _bring_back(stood, checkpoint, journal, trainer, versions, needed, say)
     found = {version: place(each) for version, each in weights.items() if each is not None}
-    versions.prune(needed.__contains__)
     flights = flights_again(prompts, journal, checkpoint)
     recall_draws(journal.path, prompts)
     JsonLines(folder / "metrics.jsonl").rewrite(stood.lines)

@@ -147,8 +147,18 @@ class TrainerRole:
         return await self.call(lambda: self._weights(version), f"taking the weights of version {version}")
 
     async def save(self, folder: Path) -> None:
-        """Write the trainer's state, as it is when all that was asked for before is done."""
-        await self.call(lambda: self.trainer.save(folder), "saving the trainer")
+        """Write the trainer's state, as it is when all that was asked for before is done.
+
+        Only the copy takes the trainer's time; what is asked for next goes on while it is written.
+        """
+        write = await self.call(self.trainer.capture, "copying the trainer's state")
+        try:
+            await asyncio.wait_for(asyncio.to_thread(write, folder), self._deadline_s)
+        except TimeoutError:
+            raise StalledError(
+                f"the trainer's state is not written to `{folder}` after {self._deadline_s:g} s "
+                "(`runtime.update_seconds`)"
+            ) from None
 
     async def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""

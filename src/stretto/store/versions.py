@@ -96,7 +96,7 @@ class VersionFiles:
         return Weights(version, cast(Literal["lora", "full"], facts["kind"]), tensors, recorded, scale)
 
     def prune(self, needed: Callable[[int], bool]) -> None:
-        """Remove what a run that is taken up does not need, and what was never complete."""
+        """Remove what a run that is taken up does not need, and what was never complete. Before anything is written."""
         for path in self.folder.glob(".*.partial"):
             path.unlink(missing_ok=True)
         for version in self.versions():

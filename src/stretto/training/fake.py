@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -73,9 +73,17 @@ class FakeTrainer:
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
         self._values, self._version = state["values"].clone(), int(state["version"])
 
+    def capture(self) -> Callable[[Path], None]:
+        state = self.state()
+
+        def write(folder: Path) -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(state, folder / STATE_FILE)
+
+        return write
+
     def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(self.state(), folder / STATE_FILE)
+        self.capture()(folder)
 
     def load(self, folder: Path) -> None:
         self.restore(load_file(folder / STATE_FILE))

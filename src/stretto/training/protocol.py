@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -49,8 +49,12 @@ class Trainer(Protocol):
         """
         ...
 
+    def capture(self) -> Callable[[Path], None]:
+        """Copy the state; what is returned writes the copy to a folder, in any thread and while updates go on."""
+        ...
+
     def save(self, folder: Path) -> None:
-        """Write `state` to a folder."""
+        """Write the state to a folder."""
         ...
 
     def load(self, folder: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -427,9 +427,16 @@ class LocalTrainer:
     def save(self, folder: Path) -> None:
         with self.ranks.together():
             if self.ranks.rank == 0:  # every rank holds the same
-                folder.mkdir(parents=True, exist_ok=True)
-                tensors = {name: tensor.cpu().contiguous() for name, tensor in self.state().items()}
-                save_file(tensors, folder / STATE_FILE)
+                self.capture()(folder)
+
+    def capture(self) -> Callable[[Path], None]:
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in self.state().items()}
+
+        def write(folder: Path) -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, folder / STATE_FILE)
+
+        return write
 
     def load(self, folder: Path) -> None:
         if not (folder / STATE_FILE).exists():

@@ -1,0 +1,66 @@
+"""Runs trained again from their journals."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from run_cases import equal, policy, recipe, run
+from stretto.cli import main
+from stretto.errors import RunError
+from stretto.runtime.replaying import replay
+from stretto.store.reader import JournalReader
+
+MIXES = {
+    "synchronous": ['rollout.paradigm="synchronous"'],
+    "multi-version": ["rollout.staleness=2", "rollout.in_flight=6", "rollout.max_tokens=30"],
+    "partial": ['rollout.paradigm="partial"', "rollout.in_flight=6", "rollout.max_tokens=30"],
+    "steps": ["training.optimizer_steps=3", "training.replay={ratio=0.5}", "rollout.staleness=2"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "lora"), [("synchronous", True), ("multi-version", True), ("multi-version", False), ("steps", True)]
+)
+def test_a_run_trained_again_comes_to_the_recorded_weights(
+    model: Path, tmp_path: Path, name: str, lora: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = recipe(model, tmp_path, *MIXES[name], "training.steps=4", "evaluation.prompts=0", lora=lora)
+    run(made, tmp_path / "run")
+    assert main(["replay", str(tmp_path / "run"), "--out", str(tmp_path / "again")]) == 0
+    said = capsys.readouterr().out.splitlines()
+    with JournalReader(tmp_path / "run") as reader:
+        assert said[:-1] == [f"version {v} agrees: {checksum}" for v, checksum in reader.versions().items()]
+    assert said[-1] == "all 5 versions of 4 updates agree with what was recorded"
+    (tmp_path / "as a run").mkdir()
+    (tmp_path / "again").rename(tmp_path / "as a run" / "policy")
+    assert equal(policy(tmp_path / "as a run"), policy(tmp_path / "run"))
+
+
+def test_the_first_version_that_differs_is_named(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(recipe(model, tmp_path, 'rollout.paradigm="synchronous"', "evaluation.prompts=0"), tmp_path / "run")
+    with sqlite3.connect(tmp_path / "run" / "journal.sqlite") as db:
+        changed = "SELECT trajectory FROM members WHERE update_id = 1 LIMIT 1"
+        db.execute(f"UPDATE trajectories SET reward = reward + 1 WHERE trajectory = ({changed})")
+    db.close()
+    assert main(["replay", str(tmp_path / "run")]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[1].startswith("version 1 agrees")
+    assert said[2].startswith("version 2 differs: recorded ")
+    assert len(said) == 3
+    assert replay(tmp_path / "run", until=1).difference is None
+    assert replay(tmp_path / "run", until=1).updates == 1
+
+
+def test_what_cannot_be_trained_again_is_refused_by_name(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"no `config.toml`"):
+        replay(tmp_path)
+    run(recipe(model, tmp_path, "training.steps=1", "evaluation.prompts=0"), tmp_path / "run")
+    with pytest.raises(RunError, match="`--until` is 2; the run has versions 0 to 1"):
+        replay(tmp_path / "run", until=2)
+    with pytest.raises(RunError, match="exists already; choose another `--out`"):
+        replay(tmp_path / "run", out=tmp_path)

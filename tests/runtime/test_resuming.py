@@ -1,0 +1,224 @@
+"""Runs that are taken up after the worst: with damaged or missing files, on other hardware, on a full disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from run_cases import assert_verifies, recipe, rows, run, story
+from stretto.config import Recipe
+from stretto.errors import RunError
+from stretto.observe.progress import Silent
+from stretto.runtime.replaying import replay
+from stretto.training.trainer import LocalTrainer
+from stretto.types import Batch, UpdateReport
+
+KILLED_AT = 3
+
+
+class Dies(Silent):
+    """Ends the process, as far as the run can tell, as an update ends."""
+
+    def updated(self, line: Mapping[str, Any]) -> None:
+        if line["update"] == KILLED_AT:
+            raise KeyError("as if it were killed here")
+
+
+class Heard(Silent):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.said.append(text)
+
+
+@pytest.fixture
+def killed(model: Path, tmp_path: Path) -> Callable[..., Recipe]:
+    def make(*overrides: str, lora: bool = True) -> Recipe:
+        made = recipe(model, tmp_path, "training.steps=6", "evaluation.prompts=0", *overrides, lora=lora)
+        with pytest.raises(KeyError):
+            run(made, tmp_path / "run", observer=Dies())
+        assert rows(tmp_path / "run", "SELECT COUNT(finished_at) FROM updates") == [(KILLED_AT + 1,)]
+        return made
+
+    return make
+
+
+def damage(folder: Path) -> None:
+    """Change a bit in the middle of every file."""
+    for path in folder.rglob("*.safetensors"):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+
+
+def go_on(made: Recipe, folder: Path) -> list[str]:
+    heard = Heard()
+    summary = run(made, folder, resume=True, observer=heard)
+    assert (summary["steps"], summary["trained_trajectories"]) == (6, 72)
+    assert_verifies(folder)
+    return heard.said
+
+
+@pytest.mark.parametrize("trouble", ["nothing", "newest damaged", "all damaged", "no checkpoint", "no versions"])
+def test_whatever_is_damaged_but_the_journal_the_run_goes_on_with_the_same_bits(
+    model: Path, tmp_path: Path, killed: Callable[..., Recipe], trouble: str
+) -> None:
+    synchronous = 'rollout.paradigm="synchronous"'
+    made = killed(synchronous, "runtime.checkpoint_seconds=0.000001")
+    folder = tmp_path / "run"
+    checkpoints = sorted((folder / "checkpoints").glob("[0-9]*"))
+    assert [path.name for path in checkpoints] == ["000002", "000003"], "the last two are kept"
+    match trouble:
+        case "newest damaged":
+            damage(checkpoints[-1])
+        case "all damaged":
+            damage(folder / "checkpoints")
+            damage(folder / "versions")
+        case "no checkpoint":
+            shutil.rmtree(folder / "checkpoints")
+        case "no versions":
+            shutil.rmtree(folder / "versions")
+    said = " ".join(go_on(made, folder))
+    assert ("is damaged" in said) == (trouble in ("newest damaged", "all damaged"))
+    first = {"newest damaged": 2, "all damaged": 0, "no checkpoint": 0}.get(trouble, 3)
+    assert f"updates {first} to 3 are trained again from the journal" in said
+    run(recipe(model, tmp_path, "training.steps=6", "evaluation.prompts=0", synchronous), tmp_path / "whole")
+    assert story(folder) == story(tmp_path / "whole")
+
+
+def nudged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that rounds otherwise: every update ends with one other bit."""
+    original: Callable[[LocalTrainer, Batch], UpdateReport] = LocalTrainer.update
+
+    def update(self: LocalTrainer, batch: Batch) -> UpdateReport:
+        report = original(self, batch)
+        state = self.state()
+        name = next(name for name in state if name.startswith("value/"))
+        state[name].view(-1)[0] += 1e-3
+        self.restore(state)
+        return report
+
+    monkeypatch.setattr(LocalTrainer, "update", update)
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_where_training_again_comes_to_other_bits_the_recorded_weights_are_taken(
+    tmp_path: Path, killed: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, lora: bool
+) -> None:
+    made = killed('rollout.paradigm="synchronous"', lora=lora)
+    recorded = rows(tmp_path / "run", "SELECT update_id, checksum FROM updates")
+    nudged(monkeypatch)
+    said = go_on(made, tmp_path / "run")
+    assert any("version 4 was trained again with other bits; the recorded weights are taken" in text for text in said)
+    assert rows(tmp_path / "run", "SELECT update_id, checksum FROM updates")[:4] == recorded
+    assert rows(tmp_path / "run", "SELECT COUNT(*) FROM remade") == [(0,)]
+
+
+def test_where_nothing_has_the_recorded_weights_the_version_is_recorded_as_made_again(
+    tmp_path: Path, killed: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = killed("rollout.staleness=2", "rollout.in_flight=6", "rollout.max_tokens=30")
+    shutil.rmtree(tmp_path / "run" / "versions")
+    nudged(monkeypatch)
+    said = go_on(made, tmp_path / "run")
+    assert any("nothing has the recorded weights" in text for text in said)
+    (count,) = rows(tmp_path / "run", "SELECT COUNT(*) FROM remade")[0]
+    assert count > 0
+
+
+def test_another_model_is_refused(tmp_path: Path, killed: Callable[..., Recipe], model: Path) -> None:
+    made = killed(lora=False)
+    shutil.rmtree(tmp_path / "run" / "versions")
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    again = recipe(other, tmp_path, "training.steps=6", "evaluation.prompts=0", lora=False)
+    with pytest.raises(RunError, match=r"`model.path` is"):
+        run(again, tmp_path / "run", resume=True)
+    kept = {path: path.read_bytes() for path in model.glob("*.safetensors")}
+    try:
+        damage(model)
+        with pytest.raises(RunError, match="the model is not the one that the run began with"):
+            run(made, tmp_path / "run", resume=True)
+    finally:
+        for path, content in kept.items():
+            path.write_bytes(content)
+    go_on(made, tmp_path / "run")
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = recipe(model, tmp_path, "training.steps=6", "evaluation.prompts=0", "runtime.checkpoint_seconds=0.000001")
+    original, seen = LocalTrainer.capture, list[int]()
+
+    def full(self: LocalTrainer) -> Callable[[Path], None]:
+        write, version = original(self), self.version
+
+        def fail(folder: Path) -> None:
+            seen.append(version)
+            if version >= 3:
+                folder.mkdir()
+                (folder / "half").write_text("...")
+                raise OSError(28, "No space left on device")
+            write(folder)
+
+        return fail
+
+    monkeypatch.setattr(LocalTrainer, "capture", full)
+
+    class DiesLater(Heard):
+        def updated(self, line: Mapping[str, Any]) -> None:
+            if line["update"] == 4:
+                raise KeyError("as if it were killed here")
+
+    heard = DiesLater()
+    with pytest.raises(KeyError):
+        run(made, tmp_path / "run", observer=heard)
+    assert max(seen) >= 3
+    assert any("warning: " in text and "No space left on device" in text for text in heard.said)
+    left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert left
+    assert left[-1] in ("000001", "000002"), "the previous one is usable, and nothing half written is left"
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert run(made, tmp_path / "run", resume=True)["steps"] == 6
+    assert_verifies(tmp_path / "run")
+    assert replay(tmp_path / "run").difference is None
+
+
+def test_a_run_that_was_killed_before_it_had_anything_begins(model: Path, tmp_path: Path) -> None:
+    made = recipe(model, tmp_path, "training.steps=1", "evaluation.prompts=0", "model.dtype=float32")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.toml").write_text(made.dumps())
+    assert run(made, folder, resume=True)["steps"] == 1
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "config.toml").write_text(made.dumps())
+    (folder / "journal.sqlite").touch()
+    assert run(made, folder, resume=True)["steps"] == 1
+    assert_verifies(folder)
+
+
+def test_files_agree_after_a_kill(tmp_path: Path, killed: Callable[..., Recipe]) -> None:
+    made = killed("rollout.staleness=2", "rollout.in_flight=6")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "upd')  # killed as it wrote
+    summary = run(made, tmp_path / "run", resume=True)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines] == list(range(6))
+    recorded = [
+        json.loads(text) for (text,) in rows(tmp_path / "run", "SELECT metrics FROM updates ORDER BY update_id")
+    ]
+    assert lines == recorded
+    tokens = rows(tmp_path / "run", "SELECT SUM(num_tokens), COUNT(*) FROM completions JOIN members USING (trajectory)")
+    assert tokens == [(summary["tokens"], summary["trained_trajectories"])]
+    assert summary["length_ratio"] == 1.0
+    assert sum(summary["staleness"]["histogram"].values()) == 72
+    assert abs(summary["mismatch_kl"]) < 1e-6
