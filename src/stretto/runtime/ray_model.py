@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from transformers.utils import logging as transformers_logging
 
 from stretto.config import Recipe
 from stretto.engines.native.engine import NativeEngine
 from stretto.errors import ModelError
+from stretto.runtime.parts import instance_core
 
 SENT_BYTES = 256 << 20  # a folder of up to so many is sent to machines that do not have it
 PROBED_BYTES = 1 << 20  # of each end of a file, to tell whether it is the same
@@ -105,6 +107,5 @@ class InstanceCore:
     longest_prompt: int
 
     def __call__(self) -> NativeEngine:
-        from stretto.runtime.parts import instance_core
-
+        transformers_logging.disable_progress_bar()
         return instance_core(self.recipe, self.source.here(), self.longest_prompt)
