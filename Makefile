@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install quickstart smollm2 test lint types clean
+.PHONY: install quickstart smollm2 test chaos lint types clean
 
 install: .venv/installed
 
@@ -26,6 +26,10 @@ models/smollm2-135m/config.json: | .venv/installed
 
 test: install lint types
 	$(BIN)/python -m pytest -n 2
+
+# Fifty runs, each killed with SIGKILL at random moments and taken up again; prints how many kills they survived.
+chaos: install
+	$(BIN)/python tests/chaos/chaos.py --runs 50
 
 lint: install
 	$(BIN)/ruff check .

@@ -101,6 +101,10 @@ def test_a_key_without_effect_is_an_error(sections: dict[str, Any], words: str) 
         ({"rollout": {"kv_tokens": 271}}, "`rollout.kv_tokens = 271` does not hold one completion"),
         ({"training": {"steps": 5, "warmup_steps": 5}}, "`training.warmup_steps = 5` is never over"),
         ({"runtime": {"instances": 129}}, "`runtime.instances = 129` has no effect above `rollout.rows = 128`"),
+        (
+            {"model": {"path": "tiny", "lora": {"rank": 4}}, "runtime": {"durable_versions": False}},
+            "`runtime.durable_versions = false` has no effect with `model.lora`",
+        ),
         ({"runtime": {"instances": 4, "slots": 4}}, "`runtime.slots = 4` has no effect above 3"),
         ({"runtime": {"instances": 2, "slots": 1}}, "hold 2 versions at once, and the run needs 3 (K = 2)"),
         ({"runtime": {"slots": 3}, "evaluation": {"every": 2}}, "the run needs 4, evaluation's included"),

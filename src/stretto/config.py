@@ -237,6 +237,11 @@ class RuntimeSection(Section):
     checkpoint_seconds: float = Field(
         600.0, gt=0, description="Between checkpoints, at the next update; a run that is stopped always leaves one"
     )
+    durable_versions: bool = Field(
+        True,
+        description="Full weights: a version is on the disk before a group starts on it. If not, those that a killed "
+        "run needs are trained again from its journal; adapters are always on the disk",
+    )
     stall_seconds: float = Field(900.0, gt=0, description="A run in which nothing happens for so long is an error")
     update_seconds: float = Field(3_600.0, gt=0, description="An update or a checkpoint that takes longer is an error")
 

@@ -64,6 +64,11 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
             f"`runtime.slots = {recipe.runtime.slots}` has no effect above {most}, the versions that the run has at "
             f"once; use at most {most}, or leave it out"
         )
+    if recipe.model.lora is not None:
+        found["runtime", "durable_versions"] = (
+            "`runtime.durable_versions = false` has no effect with `model.lora`: adapters are small and always on the "
+            "disk before a group starts on them; leave it out"
+        )
     if recipe.runtime.type == "local":
         for name in RAY_ONLY:
             found["runtime", name] = (

@@ -120,6 +120,15 @@ def test_where_training_again_comes_to_other_bits_the_recorded_weights_are_taken
     assert rows(tmp_path / "run", "SELECT COUNT(*) FROM remade") == [(0,)]
 
 
+def test_versions_that_are_not_durable_are_trained_again(tmp_path: Path, killed: Callable[..., Recipe]) -> None:
+    overrides = ["rollout.staleness=2", "rollout.in_flight=6", "rollout.max_tokens=30"]
+    made = killed("runtime.durable_versions=false", *overrides, lora=False)
+    assert not (tmp_path / "run" / "versions").exists()
+    said = go_on(made, tmp_path / "run")
+    assert any("updates 0 to 3 are trained again" in text for text in said)
+    assert rows(tmp_path / "run", "SELECT COUNT(*) FROM remade") == [(0,)]
+
+
 def test_where_nothing_has_the_recorded_weights_the_version_is_recorded_as_made_again(
     tmp_path: Path, killed: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,7 +132,7 @@ async def _train(recipe: Recipe, folder: Path, make: MakeSeats, observer: Observ
     async with contextlib.AsyncExitStack() as stack:
         said = RewardOutput(folder / "reward.log", observer.message)
         stack.callback(said.close)
-        versions = VersionFiles(folder / "versions")
+        versions = VersionFiles(folder / "versions", durable=recipe.runtime.durable_versions)
         seats = make(said, versions)
         stack.push_async_callback(seats.rewards.close)
         stack.push_async_callback(seats.pool.close)
