@@ -103,9 +103,8 @@ def test_nothing_is_taken_for_the_newest_version_when_nothing_more_is_admitted()
 def scenes(draw):
     newest = draw(st.integers(3, 6))
     versions = st.integers(newest - 3, newest)
-    sites = []
+    sites, slots = [], draw(st.sampled_from([1, 1, 2, 3, 5]))
     for id in range(draw(st.integers(1, 7))):
-        slots = draw(st.sampled_from([1, 1, 1, 2, 5]))
         held = draw(st.sets(versions, max_size=slots))
         loading = draw(st.sets(st.sampled_from(sorted(held)), max_size=1)) if held else set()
         resident = held - loading
@@ -114,7 +113,7 @@ def scenes(draw):
         evaluates = draw(st.sampled_from(sorted(resident))) if resident and draw(st.integers(0, 9)) == 0 else None
         sites.append(Site(id, slots, frozenset(resident), frozenset(loading), evaluates, counts, tokens))
     waiting = draw(st.dictionaries(versions, st.integers(1, 9), max_size=2))
-    granted = draw(st.dictionaries(versions, st.integers(1, 4), max_size=1))
+    granted = draw(st.dictionaries(versions, st.integers(1, 4), max_size=1)) if slots == 1 else {}
     top_up, admits = draw(st.sampled_from([0, 0, 8])), draw(st.booleans())
     deadlines = {version: version + 3 for version in range(newest - 3, newest + 1)}
     return Scene(sites, newest, waiting, deadlines, top_up if admits else 0, admits, granted)

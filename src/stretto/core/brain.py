@@ -45,7 +45,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stretto.core import admission, conductor, placement, snapshots
+from stretto.core import admission, conductor, snapshots
 from stretto.core import messages as m
 from stretto.core.ledger import Counters, Group, Ledger, State, Trajectory
 from stretto.core.placement import Hold, Instance
@@ -87,7 +87,7 @@ class Brain:
             int, int
         ] = {}  # version -> instances at least, for want of KV memory, until the next publish
         self._batch_due = False  # whether to look if a batch is ready
-        self._open = False  # whether admission is worth trying
+        self.open = False  # whether admission is worth trying
         self.commands: list[m.Command] = []
         self._handlers: Mapping[type, Callable[[Any], None]] = {
             m.Joined: self._on_joined,
@@ -208,15 +208,8 @@ class Brain:
 
     def _on_surveyed(self, event: m.Surveyed) -> None:
         self.surveys += 1
-        for id, trajectory in self.ledger.trajectories.items():
-            if trajectory.state is State.RUNNING:
-                trajectory.tokens = event.tokens.get(id, 0)
-                trajectory.ending = id in event.ending
-        for instance in self.instances.values():
-            instance.crowded = instance.id in event.crowded
         self.place_due = self.cycle_due = True
-        if not self.stopping:
-            conductor.relieve(self)
+        conductor.survey(self, event)
 
     def _on_loaded(self, event: m.Loaded) -> None:
         instance = self.instances.get(event.instance)
@@ -287,7 +280,7 @@ class Brain:
                 self.ledger.outstanding_of, wanted, self.staleness, self.next_update, self.plan.batch
             )
         self.staleness = wanted
-        self._open = True
+        self.open = True
 
     def _on_evaluated(self, event: m.Evaluated) -> None:
         if self.evaluating is not None and self.evaluating[1] == event.version:
@@ -307,13 +300,13 @@ class Brain:
         if not self.stopping:
             if self._batch_due and self.training is None and self.unpublished is None:
                 self._take_batch()
-            if self._open and self.unpublished is None and conductor.newest_is_missed(self):
+            if self.open and self.unpublished is None and conductor.newest_is_missed(self):
                 self.place_due = self.cycle_due = True
             if self.place_due or self.ledger.freed:
                 conductor.place(self)
-                self._open = True
-            if self._open and self.unpublished is None:
-                self._admit()
+                self.open = True
+            if self.open and self.unpublished is None:
+                conductor.admit(self)
         if self.training is None:
             self._finish()
 
@@ -329,7 +322,7 @@ class Brain:
             self.evaluations_due.add(version)
         self.unpublished = None
         self.granted.clear()
-        self.place_due = self.cycle_due = self._batch_due = self._open = True
+        self.place_due = self.cycle_due = self._batch_due = self.open = True
 
     def _take_batch(self) -> None:
         """Start the next update if its batch is ready, and throw away what is too old where the paradigm does so."""
@@ -354,48 +347,11 @@ class Brain:
         if plan.paradigm.at_limit == "drop":
             for group in [each for each in ledger.groups.values() if each.deadline <= update]:
                 self.commands.append(m.Drop(group.id, ledger.drop(group)))
-        self._open = True
+        self.open = True
 
     def _train(self, update: int) -> None:
         self.training = update
         self.commands.append(m.Train(update, self.ledger.batch_members(), self.replay.members()))
-
-    def _admit(self) -> None:
-        """Start groups while something allows it. What closes admission for longer also closes `_open`."""
-        plan, ledger = self.plan, self.ledger
-        if ledger.num_active >= plan.rows or len(ledger.groups) >= plan.in_flight:
-            return
-        most = min(plan.in_flight, (plan.updates - self.next_update) * plan.batch)
-        candidates = self.candidates()
-        while ledger.num_active < plan.rows and len(ledger.groups) < most:
-            place = None if self.stranded else candidates.best(self.allows)
-            if place is None:
-                # What is loading keeps a place for its share, which others take over as their own work ends.
-                self._open = any(each.loading for each in self.instances.values())
-                return
-            instance, version = place
-            group = Group(self.next_group, version, version + self.staleness)
-            self.next_group += 1
-            ids = tuple(range(group.id * plan.group_size, (group.id + 1) * plan.group_size))
-            ledger.admit(group, ids, instance)
-            candidates.started()
-            self.commands.append(m.Start(group.id, version, group.deadline, instance.id, ids))
-
-    def candidates(self) -> placement.Candidates:
-        """Where new groups could go by what the instances hold.
-
-        Where the newest version has not come yet, an older one takes new groups only if half of the updates that a
-        group may wait are left to them: one that is due at once would have the trainer wait for its whole tail.
-        """
-        oldest = self.newest - self.staleness // 2 if self.plan.paradigm.pinned else 0
-        return placement.Candidates(self.staying, self.plan.most_running, oldest)
-
-    def allows(self, version: int) -> bool:
-        """Whether the rules let a group of this version start now."""
-        deadline = version + self.staleness
-        if self.plan.paradigm.bounded_by == "in_flight":
-            return deadline >= self.next_update
-        return admission.admits(self.ledger.outstanding_at, deadline, self.next_update, self.plan.batch)
 
     def _finish(self) -> None:
         if self.unpublished is not None:
@@ -423,7 +379,7 @@ class Brain:
     def _fail(self, trajectory: Trajectory, reason: str) -> None:
         self.commands.append(m.Fail(trajectory.id, reason))
         if self.ledger.fail(trajectory):
-            self._open = True
+            self.open = True
             self._finished(trajectory.group)
 
     def _finished(self, group: Group) -> None:
@@ -435,7 +391,7 @@ class Brain:
         if self.filtered_in_a_row < limit:
             self.filtered_in_a_row += 1
             self.commands.append(m.Filter(group.id, self.ledger.filter(group)))
-            self._open = True
+            self.open = True
         else:
             self.counters.spared_groups += 1
             self.commands.append(m.Spare(group.id, self.next_update))

@@ -1,4 +1,4 @@
-"""Gives every trajectory a place, as `orchestration` plans it, on the state of a run.
+"""Gives every trajectory a place, as `orchestration` plans it, on the state of a run, and starts new ones.
 
 Why this never deadlocks: a trajectory that waits resumes at once where its version is resident on an instance that
 stays, so one that still waits has its version on none, or on one that is loading it. A version that is on none is
@@ -14,7 +14,8 @@ import heapq
 from typing import TYPE_CHECKING
 
 from stretto.core import admission, placement
-from stretto.core.messages import Load, Release, Resume, Retire, Suspend, Swap, Unload
+from stretto.core.ledger import Group, State
+from stretto.core.messages import Load, Release, Resume, Retire, Start, Surveyed, Suspend, Swap, Unload
 from stretto.core.orchestration import Scene, Shift, Site, evened, repartition
 
 if TYPE_CHECKING:
@@ -71,13 +72,60 @@ def resume(brain: Brain) -> None:
             heapq.heapreplace(queue, (crowded, load + 1, id))
 
 
-def relieve(brain: Brain) -> None:
-    """On a survey: move trajectories from instances with much to do, or too little memory, to those with less.
-
-    A version whose instances are all short of memory is to have one more, until the next publish.
-    """
-    if not brain.plan.paradigm.pinned or brain.next_update == brain.plan.updates:
+def admit(brain: Brain) -> None:
+    """Start groups while something allows it. What closes admission for longer also closes `open`."""
+    plan, ledger = brain.plan, brain.ledger
+    if ledger.num_active >= plan.rows or len(ledger.groups) >= plan.in_flight:
         return
+    most = min(plan.in_flight, (plan.updates - brain.next_update) * plan.batch)
+    places = candidates(brain)
+    while ledger.num_active < plan.rows and len(ledger.groups) < most:
+        place = None if brain.stranded else places.best(lambda version: allows(brain, version))
+        if place is None:
+            # What is loading keeps a place for its share, which others take over as their own work ends.
+            brain.open = any(each.loading for each in brain.instances.values())
+            return
+        instance, version = place
+        group = Group(brain.next_group, version, version + brain.staleness)
+        brain.next_group += 1
+        ids = tuple(range(group.id * plan.group_size, (group.id + 1) * plan.group_size))
+        ledger.admit(group, ids, instance)
+        places.started()
+        brain.commands.append(Start(group.id, version, group.deadline, instance.id, ids))
+
+
+def candidates(brain: Brain) -> placement.Candidates:
+    """Where new groups could go by what the instances hold.
+
+    Where the newest version has not come yet, an older one takes new groups only if half of the updates that a group
+    may wait are left to them: one that is due at once would have the trainer wait for its whole tail.
+    """
+    oldest = brain.newest - brain.staleness // 2 if brain.plan.paradigm.pinned else 0
+    return placement.Candidates(brain.staying, brain.plan.most_running, oldest)
+
+
+def allows(brain: Brain, version: int) -> bool:
+    """Whether the rules let a group of this version start now."""
+    deadline = version + brain.staleness
+    if brain.plan.paradigm.bounded_by == "in_flight":
+        return deadline >= brain.next_update
+    return admission.admits(brain.ledger.outstanding_at, deadline, brain.next_update, brain.plan.batch)
+
+
+def survey(brain: Brain, event: Surveyed) -> None:
+    """Take in how far everything is, and relieve whoever has much more to do than others, or too little memory."""
+    for id, trajectory in brain.ledger.trajectories.items():
+        if trajectory.state is State.RUNNING:
+            trajectory.tokens = event.tokens.get(id, 0)
+            trajectory.ending = id in event.ending
+    for instance in brain.instances.values():
+        instance.crowded = instance.id in event.crowded
+    if brain.plan.paradigm.pinned and brain.next_update < brain.plan.updates and not brain.stopping:
+        _relieve(brain)
+
+
+def _relieve(brain: Brain) -> None:
+    """Even out the work of each version. One whose instances are all short of memory is to have one more of them."""
     staying = brain.staying
     loads = {each.id: each.load for each in staying}
     for version in sorted(brain.ledger.running):

@@ -105,8 +105,8 @@ class Division:
     """How many instances each version that is served gets."""
 
     versions: list[int]
-    exact: list[Fraction]
-    whole: list[int]
+    exact: list[Fraction]  # its share, whatever is pinned
+    whole: list[int]  # what it gets
     places: list[int]  # a site's slots that are not pinned and can be used
     suspended: list[int]  # versions for which there is no slot
 
@@ -135,19 +135,27 @@ def divide(scene: Scene) -> Division:
     served.sort()
     columns = frozenset(served)
     places = [min(site.slots - len(site.pinned), len(columns) - len(site.pinned & columns)) for site in scene.sites]
+    if not served:
+        return Division([], [], [], places, suspended)
     total = sum(places) + sum(pins.get(version, 0) for version in served)
-    least = [max(1, pins.get(version, 0)) for version in served]
     most = [
         sum(version in site.pinned or places[number] > 0 for number, site in enumerate(scene.sites))
         for version in served
     ]
-    for index, version in enumerate(served):
-        more = min(scene.granted.get(version, 0), most[index]) - least[index]
-        least[index] += max(0, min(more, total - sum(least)))
-    if not served:
-        return Division([], [], [], places, suspended)
-    exact = exact_shares([needs[version] for version in served], total, least, most)
-    return Division(served, exact, whole_shares(exact, total, most), places, suspended)
+    counts = [needs[version] for version in served]
+    granted = [min(scene.granted.get(version, 0), most[index]) for index, version in enumerate(served)]
+    exact = exact_shares(counts, total, _raised([1] * len(served), granted, total), most)
+    pinned = _raised([pins.get(version, 1) for version in served], granted, total)  # is had, whatever the share
+    whole = whole_shares(exact_shares(counts, total, pinned, most), total, most)
+    return Division(served, exact, whole, places, suspended)
+
+
+def _raised(least: list[int], granted: Sequence[int], total: int) -> list[int]:
+    """Lower bounds raised to what is granted, as far as that leaves the others theirs."""
+    raised = list(least)
+    for index, more in enumerate(granted):
+        raised[index] += max(0, min(more - raised[index], total - sum(raised)))
+    return raised
 
 
 def repartition(scene: Scene) -> list[Change]:
@@ -185,11 +193,11 @@ def _pressed(scene: Scene) -> list[int]:
 
 
 def _surplus(scene: Scene, division: Division) -> bool:
-    """Whether some version occupies at least one instance more than its share."""
-    for version, exact in zip(division.versions, division.exact, strict=True):
-        if sum(version in site.counts or version in site.pinned for site in scene.sites) - exact >= 1:
-            return True
-    return False
+    """Whether some version runs on at least one instance more than its share."""
+    return any(
+        sum(version in site.counts for site in scene.sites) - exact >= 1
+        for version, exact in zip(division.versions, division.exact, strict=True)
+    )
 
 
 def _choose(scene: Scene, division: Division) -> list[frozenset[int]]:
@@ -218,8 +226,8 @@ def _choose(scene: Scene, division: Division) -> list[frozenset[int]]:
 def _loads(scene: Scene, given: Sequence[frozenset[int]]) -> list[list[int]]:
     """What each site is to load now of what it is given.
 
-    The newest version is loaded wherever it is given. An older one only where the site would have nothing else: a
-    second place for it costs a load and gives nothing while the first can run it.
+    The newest version is loaded wherever it is given. An older one only where the site would have nothing else, the one
+    with the most to run: a second place for it costs a load and gives nothing while the first can run it.
     """
     needs = scene.needs()
     loads: list[list[int]] = []
@@ -227,8 +235,10 @@ def _loads(scene: Scene, given: Sequence[frozenset[int]]) -> list[list[int]]:
         missing = chosen - site.held
         if scene.newest in chosen:
             loads.append([scene.newest] if scene.newest in missing and scene.admits else [])
+        elif chosen & site.held or not missing:
+            loads.append([])
         else:
-            loads.append(sorted(version for version in missing if needs[version] > 0))
+            loads.append([max(missing, key=lambda version: (needs[version], version))])
     return loads
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stretto.core import admission
+from stretto.core import admission, conductor
 from stretto.core.ledger import Group, State
 
 if TYPE_CHECKING:
@@ -102,12 +102,12 @@ def _closed(brain: Brain) -> str | None:
     if not any(instance.resident for instance in brain.staying):
         loading = ", ".join(f"{i.id} ({', '.join(map(str, sorted(i.loading)))})" for i in brain.staying)
         return f"no version is loaded yet; instances (and what they load): {loading}"
-    candidates = brain.candidates()
+    candidates = conductor.candidates(brain)
     if not list(candidates):
         if loading := ", ".join(str(each.id) for each in brain.staying if each.loading):
             return f"instances {loading} are loading, and the others have their share of the work"
         return f"no instance holds version {brain.newest} yet, and those with older ones run them to their end first"
-    if candidates.best(brain.allows) is not None:
+    if candidates.best(lambda version: conductor.allows(brain, version)) is not None:
         return None
     newest = max(max(instance.resident) for instance in brain.staying if instance.resident)
     return (
