@@ -25,16 +25,26 @@ _VIEWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def checksum(tensors: Mapping[str, Tensor], scale: float = 1.0) -> str:
     """A checksum of names, shapes, types and every bit of the values."""
-    digest = hashlib.blake2b(repr(float(scale)).encode(), digest_size=16)
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for name in sorted(tensors):
-        tensor = tensors[name].detach()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
-        by_type.setdefault(tensor.dtype, []).append(tensor)
+        by_type.setdefault(tensors[name].dtype, []).append(tensors[name].detach())
     folds = [_fold(by_type[dtype]) for dtype in sorted(by_type, key=str)]
-    for value in folds:
-        digest.update(int(value).to_bytes(8, "little", signed=True))
-    return digest.hexdigest()
+    return digest(description(tensors), scale, [int(fold) for fold in folds])
+
+
+def description(tensors: Mapping[str, Tensor]) -> bytes:
+    """What a checksum says of tensors beside their values."""
+    each = (f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype} " for name in sorted(tensors))
+    return "".join(each).encode()
+
+
+def digest(described: bytes, scale: float, folds: Sequence[int]) -> str:
+    """The checksum of tensors from their `description` and the fold of each type, in the order of the types' names."""
+    state = hashlib.blake2b(repr(float(scale)).encode(), digest_size=16)
+    state.update(described)
+    for fold in folds:
+        state.update(fold.to_bytes(8, "little", signed=True))
+    return state.hexdigest()
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:

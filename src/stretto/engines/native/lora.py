@@ -58,10 +58,10 @@ class SlottedLinear(nn.Module):
 
     def _keep_operands(self) -> None:
         # The same tensors in a plain attribute: looking up Parameters and buffers costs as much as a small product.
-        self._operands = (self.weight, self.bias, self.lora_a, self.lora_b, self.in_features, self.out_features)
+        self.operands = (self.weight, self.bias, self.lora_a, self.lora_b, self.in_features, self.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias, a, b, width, out = self._operands
+        weight, bias, a, b, width, out = self.operands
         flat, mask = x.reshape(-1, width), self.mask
         y = F.linear(flat, weight, bias)
         h = torch.mm(flat, a).masked_fill_(mask.foreign, 0.0)

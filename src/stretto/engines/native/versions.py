@@ -5,14 +5,15 @@ Both verify what is *resident* after the copy: the checksum is computed over the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from stretto.checksums import all_finite, checksum
-from stretto.engines.native.lora import SlotMask, slot_linears
+from stretto.engines.native.kernels.resident import DeviceResident, PlainResident, Resident, fits
+from stretto.engines.native.lora import SlotMask, SlottedLinear, slot_linears
 from stretto.errors import ChecksumError, ModelError
 from stretto.models import second_tree
 from stretto.types import Weights
@@ -37,25 +38,41 @@ class Slots(Protocol):
         ...
 
 
-def _confirm(resident: Mapping[str, Tensor], weights: Weights) -> None:
-    found = checksum(resident, weights.scale)
-    if found != weights.checksum:
-        raise ChecksumError(
-            f"version {weights.version} arrived with checksum `{found}`, the trainer sent `{weights.checksum}`"
-        )
+def _other_checksum(weights: Weights, found: str) -> ChecksumError:
+    return ChecksumError(
+        f"version {weights.version} arrived with checksum `{found}`, the trainer sent `{weights.checksum}`"
+    )
 
 
 class LoraSlots:
-    """Adapters of all versions in one tree over the base's Parameters."""
+    """Adapters of all versions in one tree over the base's Parameters.
+
+    On a GPU a version is copied and confirmed on a stream of its own: steps that are under way do not use the slot, and
+    go on. What a slot without a version holds is zero.
+    """
 
     mixed = True
 
     def __init__(self, model: nn.Module, count: int, rank: int, targets: tuple[str, ...] | None) -> None:
         tree = second_tree(model, share=True)
-        self._mask = SlotMask(count, rank, next(model.parameters()).device)
+        device = next(model.parameters()).device
+        self._mask = SlotMask(count, rank, device)
         self._linears = slot_linears(tree, targets, count, rank, self._mask)
         self._rank = rank
         self._scales: dict[int, float] = {}
+        self._used: set[int] = set()  # slots that may hold something else than zeros
+        self._stream: torch.cuda.Stream | None = None
+        self._cleared: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._expected: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        for name, linear in self._linears.items():
+            dtype = linear.weight.dtype
+            self._expected[f"{name}.lora_A"] = torch.Size((rank, linear.in_features)), dtype
+            self._expected[f"{name}.lora_B"] = torch.Size((linear.out_features, rank)), dtype
+        self._placed: list[tuple[SlottedLinear, object]] = []
+        self._views: dict[int, dict[str, Tensor]] = {}
+        self._residents: dict[int, Resident] = {}
         self.trees: Sequence[nn.Module] = (tree,)
 
     def _check(self, weights: Weights, slot: int) -> None:
@@ -66,49 +83,70 @@ class LoraSlots:
             # One scale for all is applied in the product, so that a row does not depend on who is beside it.
             raise ModelError(f"version {weights.version} has `scale` {weights.scale}, resident ones {sorted(others)}")
         for name, tensor in weights.tensors.items():
-            module, _, part = name.rpartition(".")
-            if module not in self._linears or part not in ("lora_A", "lora_B"):
+            expected = self._expected.get(name)
+            if expected is None:
                 raise ModelError(f"version {weights.version} has `{name}`, which is no target of `lora_targets`")
-            linear = self._linears[module]
-            rank = self._rank
-            shape = (rank, linear.in_features) if part == "lora_A" else (linear.out_features, rank)
-            if tuple(tensor.shape) != shape or tensor.dtype != linear.weight.dtype:
+            if (tensor.shape, tensor.dtype) != expected:
                 raise ModelError(
                     f"`{name}` of version {weights.version} is {tuple(tensor.shape)} {tensor.dtype},"
-                    f" the slot holds {shape} {linear.weight.dtype}"
+                    f" the slot holds {tuple(expected[0])} {expected[1]}"
                 )
-            if f"{module}.{'lora_B' if part == 'lora_A' else 'lora_A'}" not in weights.tensors:
+            if (name[:-1] + ("B" if name[-1] == "A" else "A")) not in weights.tensors:
                 raise ModelError(f"`{name}` of version {weights.version} comes without its other half")
-        if not all_finite(list(weights.tensors.values())):
-            # The mask keeps foreign products out, but zero times a NaN of B would still reach every row.
-            bad = [name for name, tensor in weights.tensors.items() if not all_finite([tensor])]
-            raise ModelError(f"`{bad[0]}` of version {weights.version} has values that are not finite")
 
     def put(self, slot: int, weights: Weights) -> None:
         self._check(weights, slot)
-        self.clear(slot)
-        resident = self._resident(slot, {name.rpartition(".")[0] for name in weights.tensors})
-        for part in ("lora_A", "lora_B"):  # apart: the halves of one kind lie alike, and go in few launches
-            own = [name for name in resident if name.endswith(part)]
-            torch._foreach_copy_([resident[name] for name in own], [weights.tensors[name] for name in own])
-        try:
-            _confirm(resident, weights)
-        except ChecksumError:
+        if slot in self._used:
+            self._refuse_infinite(weights)  # before anything of what is there is lost
             self.clear(slot)
-            raise
+        self._used.add(slot)
+        if self._stream is not None and self._cleared is not None:
+            self._stream.wait_event(self._cleared)
+        found = self._resident(slot, tuple(weights.tensors)).receive(weights.tensors, weights.scale)
+        if not found.finite or found.checksum != weights.checksum:
+            self.clear(slot)
+            self._refuse_infinite(weights)
+            raise _other_checksum(weights, found.checksum)
         self._scales[slot] = self._mask.scale = weights.scale
 
-    def _resident(self, slot: int, names: Iterable[str]) -> dict[str, Tensor]:
+    def _refuse_infinite(self, weights: Weights) -> None:
+        # The mask keeps foreign products out, but zero times a NaN of B would still reach every row.
+        if not all_finite(list(weights.tensors.values())):
+            bad = [name for name, tensor in weights.tensors.items() if not all_finite([tensor])]
+            raise ModelError(f"`{bad[0]}` of version {weights.version} has values that are not finite")
+
+    def _resident(self, slot: int, names: tuple[str, ...]) -> Resident:
+        """Where tensors of these names lie in a slot; kept, because making it costs more than using it."""
+        views = self._of_slot(slot)
+        kept = self._residents.get(slot)
+        if kept is None or kept.names != names:
+            own = {name: views[name] for name in names}
+            if self._stream is not None and fits(own.values()):
+                kept = DeviceResident(own, self._stream)
+            else:
+                kept = PlainResident(own)
+            self._residents[slot] = kept
+        return kept
+
+    def _of_slot(self, slot: int) -> dict[str, Tensor]:
         """What is in a slot as it was received, views of what the forward reads."""
-        resident: dict[str, Tensor] = {}
-        for name in names:
-            resident[f"{name}.lora_A"], resident[f"{name}.lora_B"] = self._linears[name].resident(slot)
-        return resident
+        if any(linear.operands is not operands for linear, operands in self._placed):
+            self._views, self._residents, self._placed = {}, {}, []  # a decoder has moved the adapters
+        if slot not in self._views:
+            self._placed = [(linear, linear.operands) for linear in self._linears.values()]
+            self._views[slot] = {}
+            for name, linear in self._linears.items():
+                self._views[slot][f"{name}.lora_A"], self._views[slot][f"{name}.lora_B"] = linear.resident(slot)
+        return self._views[slot]
 
     def clear(self, slot: int) -> None:
         """Zero a slot, so that nothing of an unloaded version stays behind."""
         self._scales.pop(slot, None)
-        torch._foreach_zero_(list(self._resident(slot, self._linears).values()))
+        torch._foreach_zero_(list(self._of_slot(slot).values()))
+        self._used.discard(slot)
+        if self._stream is not None:
+            self._cleared = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._cleared.record()
 
     def choose(self, slots: Tensor) -> None:
         self._mask.choose(slots)
@@ -135,7 +173,9 @@ class FullSlots:
             if tensor.shape != parameters[name].shape or tensor.dtype != parameters[name].dtype:
                 raise ModelError(f"`{name}` of version {weights.version} is {tuple(tensor.shape)} {tensor.dtype}")
         torch._foreach_copy_([parameters[name] for name in weights.tensors], list(weights.tensors.values()))
-        _confirm({name: parameters[name] for name in weights.tensors}, weights)
+        found = checksum({name: parameters[name] for name in weights.tensors}, weights.scale)
+        if found != weights.checksum:
+            raise _other_checksum(weights, found)
 
     def clear(self, slot: int) -> None:
         """Nothing to forget: a slot without a version is never run, and loading overwrites all of it."""
