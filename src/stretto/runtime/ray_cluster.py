@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 from stretto.config import Recipe
 from stretto.errors import RecipeError
@@ -12,8 +16,11 @@ from stretto.runtime.parts import available_cores
 
 try:
     import ray
+    from ray.exceptions import AuthenticationError
 except ImportError as missing:
     raise RecipeError("`runtime.type = \"ray\"` takes the package ray: `pip install 'stretto[ray]'`") from missing
+
+log = logging.getLogger(__name__)
 
 NEW = "local"  # the address that always starts a cluster
 
@@ -25,36 +32,57 @@ def connected(recipe: Recipe) -> Iterator[str]:
     Without an address it is the one that `RAY_ADDRESS` names, or that was started on this machine, or a new one.
     Blocks, so it is called before anything runs.
     """
+    _hush()
     if ray.is_initialized():
         yield describe()
         return
     wanted = recipe.runtime.address
-    found = wanted != NEW and _join(wanted)
-    if not found:
-        _refuse_too_much(recipe, available_cores())
-        ray.init(address=NEW, num_cpus=available_cores(), **_QUIET)
+    if wanted == NEW or not _join(wanted or os.environ.get("RAY_ADDRESS")):
+        with _started(recipe):
+            yield describe()
+        return
     try:
         yield describe()
     finally:
         ray.shutdown()
 
 
-_QUIET = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+@contextlib.contextmanager
+def _started(recipe: Recipe) -> Iterator[None]:
+    """A cluster of this process's own. It ends with it, so it lies where nobody else looks for one."""
+    _refuse_too_much(recipe, available_cores())
+    folder = tempfile.mkdtemp(prefix="stretto-ray-")
+    try:
+        ray.init(address=NEW, num_cpus=available_cores(), include_dashboard=False, _temp_dir=folder, **_QUIET)
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
 def _join(address: str | None) -> bool:
     """Connect to a cluster that is there; whether there is one. One that was asked for by name must be."""
     try:
-        ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.ERROR)
-    except ConnectionError as error:
-        if address is None:
+        ray.init(address=address or "auto", **_QUIET)
+    except (ConnectionError, AuthenticationError) as error:
+        if address is None and isinstance(error, ConnectionError):
             return False
         said = str(error).strip().partition("\n")[0]
         raise RecipeError(
-            f"`runtime.address = {address!r}`: there is no cluster that can be joined ({said}); start one with `ray "
-            "start --head`, or leave the address out to have one on this machine"
+            f"`runtime.address`: the cluster at {address or 'this machine'} cannot be joined ({said}); start one with "
+            '`ray start --head`, `export RAY_AUTH_MODE=token` if it has a token, or set `runtime.address = "local"`'
         ) from error
     return True
+
+
+def _hush() -> None:
+    """Log what Ray would print into the terminal, pages of its own logs when a machine dies; a run says that itself."""
+    worker = ray._private.worker
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = lambda data, ignore_prefix=False: log.info("ray: %s", data["lines"][0][:200])
 
 
 def describe() -> str:
