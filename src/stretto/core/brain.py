@@ -22,7 +22,7 @@ Who waits for what, and who ends it:
 | admission | the deadline invariant | the next batch; `Updated` (a newer version has a later deadline) |
 | admission | no instance, or none has confirmed a version | `Joined`, `Loaded` |
 | admission | all but instances that are loading have their share of the work | `Loaded`, `Lost`, `Generated` |
-| admission | the instances hold versions that are too old to start anything | `Generated`: what is idle loads |
+| admission | the instances hold versions too old to start anything | `Generated`, `Evaluated`: what is idle loads |
 | admission | a version with waiting trajectories has no slot anywhere | what runs ends and frees a slot; `Joined` |
 | admission, publish | `drain` only: running work must end before the publish | `Generated`, or a failure for good |
 | a trajectory | an instance that holds its version | `Loaded` |
@@ -34,10 +34,10 @@ Who waits for what, and who ends it:
 
 Every wait ends with an event that comes from work already under way, so there is no cycle: work runs to its end
 whatever else waits, or is suspended for work with an earlier deadline that does (`conductor.py` has that argument); the
-trainer waits only for such work; admission is open whenever nothing is under way and
-fewer than `B` groups are outstanding, as the invariant holds with any group of the newest version then. Filtering takes
-finished groups away, which the invariant allows, and at most `filter_limit` of them before each batch: a data set
-without any signal is trained as it is, and the run comes to its end.
+trainer waits only for such work; admission is open whenever nothing is under way and fewer than `B` groups are
+outstanding, as the invariant holds with any group of the newest version then, and an idle instance takes that version.
+Filtering takes finished groups away, which the invariant allows, and at most `filter_limit` of them before each batch:
+a data set without any signal is trained as it is, and the run comes to its end.
 """
 
 from __future__ import annotations
