@@ -88,6 +88,24 @@ def test_one_that_cannot_be_replaced_is_missed_while_others_live(
     assert len(notes(tmp_path, "instance not made")) == 3
 
 
+def test_a_trajectory_that_kills_every_instance_fails_by_itself_and_the_run_goes_on(tmp_path: Path) -> None:
+    class Poisoned(FakeCore):
+        def step(self) -> list[Completion | Failed]:
+            if 5 in self._running or 5 in self._queue:
+                raise MemoryError("too much for me")
+            return super().step()
+
+    bench = Bench(tmp_path, plan(updates=3), make=lambda _: Poisoned(**FAST), instances=2, replacements=16)
+    assert bench.run()
+    assert broken(tmp_path) == []
+    ((state, error),) = rows(tmp_path, "SELECT state, error FROM trajectories WHERE trajectory = 5")
+    assert state == "failed"
+    assert "instances were lost while it ran on them, the last because" in error
+    totals = bench.tally.totals
+    assert (totals.trained, totals.failed) == (3 * 3 * 4 - 1, 1), "none of those beside it"
+    assert totals.instances_lost == 4 + 3, "four until it is suspected, and three tries"
+
+
 # -- one that hangs ----------------------------------------------------------------------------------------------------
 
 

@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 TRANSFERS = 3  # of one version to one instance, where what arrives is damaged
 CROWDED_SHARE = 0.9  # of an instance's KV; above, what is queued there waits for memory
+LOSSES = 4  # of instances under one trajectory, from which on it is suspected to be why
 ENDING_SHARE = 0.05  # of `max_tokens`; what has no more left than this is not worth moving
 
 
@@ -71,6 +72,7 @@ class Flight:
     reported: bool = False  # that it has its last token, to the core
     context: int = 0  # tokens, prompt included, when its leg began
     steps: int = 0  # of the engine, at that time
+    losses: int = 0  # of instances, while it ran on them
 
 
 class Flights:
@@ -98,6 +100,7 @@ class Flights:
         for flight in self.under_way.values():  # of an earlier session: nowhere, and its core heard nothing
             flight.instance, flight.source, flight.call, flight.leaving, flight.reported = None, None, None, [], False
         self.instances = instances
+        instances.before_loss = self._count_losses
         self.failed_in_a_row = 0  # trajectories, for good
         self.rates = MoveRates()
         self._environment = environment
@@ -114,6 +117,8 @@ class Flights:
         self._checksums: dict[int, str] = {}  # of the versions that instances were told to load
         self._surveyed: dict[int, Load] = {}  # what each instance said at the last survey
         self._prefill_rate = 0.0  # the fastest that was seen
+        self._suspicion = asyncio.Lock()
+        self._accused: Flight | None = None  # the one suspect that runs
 
     def reports(self) -> list[Load]:
         """What every instance is doing and has done, those that are gone included."""
@@ -184,7 +189,35 @@ class Flights:
             flight.source, flight.instance, flight.suspended = flight.instance, None, None
             self._post(core.GenerationFailed(flight.id, reason, policy.instance))
 
+    def _count_losses(self, instance: int, error: EngineError) -> None:
+        """An instance is lost. A trajectory that kills what it runs on must not take every instance along.
+
+        Whatever has lost several is a suspect, its neighbours too; as only one of them runs at a time, the next loss
+        names it, and is a failure of its own.
+        """
+        for flight in self.under_way.values():
+            if flight.instance == instance and flight.completion is None:
+                flight.losses += 1
+                if flight is self._accused:
+                    reason = f"{flight.losses} instances were lost while it ran on them, the last because {error}"
+                    self._post(core.GenerationFailed(flight.id, reason, instance))
+
     async def _generate(self, flight: Flight, policy: _Policy, tokens: Sequence[int]) -> Completion:
+        """Its tokens; what is suspected to kill instances waits until no other suspect runs."""
+        if flight.losses < LOSSES:
+            return await self._generate_now(flight, policy, tokens)
+        async with self._suspicion:
+            self._accused = flight
+            try:
+                return await self._generate_now(flight, policy, tokens)
+            except EngineError as error:
+                assert policy.instance is not None, "without an instance there is no engine that could fail"
+                self.instances.failed(policy.instance, error)  # while it is still accused
+                raise
+            finally:
+                self._accused = None
+
+    async def _generate_now(self, flight: Flight, policy: _Policy, tokens: Sequence[int]) -> Completion:
         instance, version = policy.instance, policy.version
         if policy.outdated or instance not in self.instances.engines:
             # It was called back, its instance is lost, or it was dropped: either way nobody waits for this one.

@@ -83,6 +83,7 @@ class Instances:
         self._deadline_s = deadline_s
         self._replacements = replacements
         self._replaced = self._coming = 0
+        self.before_loss: Callable[[int, EngineError], None] = lambda instance, error: None  # is told first
         for instance, engine in pool.engines.items():
             self._take_in(instance, engine)
 
@@ -220,6 +221,7 @@ class Instances:
         self._journal.instance_left(instance, "lost", str(error), at=now)
         self._journal.note("instance lost", f"{instance}: {error}", at=now)
         self._tally.instance_lost()
+        self.before_loss(instance, error)
         self._post(core.Lost(instance))
         if follows:
             self._replaced += 1

@@ -67,7 +67,7 @@ def effective(recipe: Recipe) -> str:
         if values["evaluation"][key] is None:
             values["evaluation"][key] = getattr(rollout, key)
     engine, trainer = role_threads(recipe)
-    values["runtime"] |= {"engine_threads": engine, "trainer_threads": trainer}
+    values["runtime"] |= {"engine_threads": engine, "trainer_threads": trainer, "slots": recipe.num_slots}
     for section, name in without_effect(recipe):
         values[section].pop(name, None)
     text = tomli_w.dumps(_without_none(values))
