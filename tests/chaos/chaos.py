@@ -5,8 +5,8 @@
 A run is a `stretto train` of a few seconds, of another paradigm each time, in a process that is forked from one that
 has imported everything: its life is then its own and not the imports'. A *victim* is what is killed: a
 function that ends something of the run's and says whether the run has to be taken up again. More kinds are rows of
-`VICTIMS`. Every moment follows from the seed, counted from where the run makes its folder; what the machine makes of it
-does not.
+`VICTIMS`. Every moment follows from the seed, as an update of the run and some time after it; what the machine does
+meanwhile does not.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ from run_cases import recipe, write_task  # noqa: E402 - the tests are no packag
 from stretto.runtime.replaying import replay  # noqa: E402
 from stretto.runtime.starting import standing  # noqa: E402
 from stretto.store.reader import JournalReader  # noqa: E402
+from stretto.store.schema import JOURNAL_NAME, is_empty  # noqa: E402
 from stretto.store.verify import exit_code, format_findings, verify  # noqa: E402
 
 STEPS, PROMPTS, GROUP = 6, 3, 4
-LIFE_S = 2.0  # about what a run takes after it has made its folder: moments are drawn from so many seconds
+LIFE_S = 2.0  # about what a run takes before its first update: moments in there are drawn from so many seconds
+UPDATE_S = 0.4  # and this after the update that a moment is drawn for
 PATIENCE_S = 300.0
 
 Victim = Callable[[ForkServerProcess, random.Random], bool]
@@ -53,12 +55,13 @@ def kill_driver(process: ForkServerProcess, chance: random.Random) -> bool:
 VICTIMS: dict[str, Victim] = {"driver": kill_driver}
 
 MIXES: tuple[tuple[str, ...], ...] = (
-    ('rollout.paradigm="multi-version"', "rollout.staleness=2", "rollout.in_flight=6"),
+    ('rollout.paradigm="multi-version"', "rollout.staleness=2", "rollout.in_flight=6", "runtime.instances=2"),
     ('rollout.paradigm="synchronous"',),
     ('rollout.paradigm="multi-version"', "rollout.staleness=2", "rollout.filter=no-signal", "task.order=pass-rate"),
     ('rollout.paradigm="one-step-off"', "evaluation.every=2"),
     ('rollout.paradigm="multi-version"', "rollout.staleness=3", "training.replay={ratio=0.5}", "evaluation.every=2"),
     ('rollout.paradigm="partial"', "rollout.in_flight=6"),
+    ('rollout.paradigm="multi-version"', "rollout.staleness=2", "model.lora=", "runtime.durable_versions=false"),
     ('rollout.paradigm="drop"', "rollout.staleness=1", "rollout.in_flight=9", "rollout.rows=36"),
 )
 
@@ -67,14 +70,14 @@ MIXES: tuple[tuple[str, ...], ...] = (
 class Outcome:
     """A run that came to its end."""
 
-    kills: int
+    kills: tuple[int, ...]  # at each, the updates that were finished
     mix: tuple[str, ...]
     seconds: float
 
 
 def survive(model: Path, folder: Path, seed: int, victim: str = "driver", kills: int = 1) -> Outcome:
     """One run in `folder`, killed up to `kills` times; raises AssertionError where it is not whole at its end."""
-    chance, started, done = random.Random(seed), time.monotonic(), 0
+    chance, started, done = random.Random(seed), time.monotonic(), list[int]()
     mix = MIXES[seed % len(MIXES)]
     folder.mkdir(parents=True)
     write_task(folder)
@@ -83,15 +86,27 @@ def survive(model: Path, folder: Path, seed: int, victim: str = "driver", kills:
     recipe(model, folder, *options)  # refuses here what could not be run
     while standing(folder / "run") != "finished":
         process = _start(folder, options)
-        if done < kills and _wait(process, folder / "run", chance.uniform(0.0, LIFE_S)):
-            done += 1
-            if VICTIMS[victim](process, chance):
+        before = finished(folder / "run")
+        target = chance.randint(before, STEPS)
+        soon = chance.uniform(0.0, LIFE_S if target == before else UPDATE_S)
+        if len(done) < kills and _wait(process, folder / "run", target, soon):
+            over = VICTIMS[victim](process, chance)
+            done.append(finished(folder / "run"))
+            if over:
                 continue
         process.join(PATIENCE_S)
         said = (folder / "log").read_text()[-3000:]
         assert process.exitcode == 0, f"seed {seed}, {mix}: ended with status {process.exitcode}: {said}"
-    prove(folder / "run", mix, f"seed {seed}, {mix}, {done} kills")
-    return Outcome(done, mix, time.monotonic() - started)
+    prove(folder / "run", f"seed {seed}, {mix}, killed after {done} updates")
+    return Outcome(tuple(done), mix, time.monotonic() - started)
+
+
+def finished(run: Path) -> int:
+    """Updates that are finished."""
+    if not (run / JOURNAL_NAME).exists() or is_empty(run / JOURNAL_NAME):
+        return 0
+    with JournalReader(run) as reader:
+        return reader.num_updates()
 
 
 def _start(folder: Path, options: list[str]) -> ForkServerProcess:
@@ -117,17 +132,22 @@ def live(folder: Path, words: list[str]) -> None:
     sys.exit(stretto(words))
 
 
-def _wait(process: ForkServerProcess, run: Path, seconds: float) -> bool:
-    """Wait so long from where the run makes its folder, or takes it up; whether it still goes on then."""
-    if not run.exists():
-        ends = time.monotonic() + PATIENCE_S
-        while process.is_alive() and not run.exists() and time.monotonic() < ends:
-            time.sleep(0.01)
+def _wait(process: ForkServerProcess, run: Path, updates: int, seconds: float) -> bool:
+    """Wait until the run has its folder and so many updates, and then so long; whether it still goes on then."""
+    ends = time.monotonic() + PATIENCE_S
+    while process.is_alive() and time.monotonic() < ends and (not run.exists() or _told(run) < updates):
+        time.sleep(0.005)
     process.join(seconds)
     return process.is_alive()
 
 
-def prove(run: Path, mix: tuple[str, ...], what: str) -> None:
+def _told(run: Path) -> int:
+    """Updates that the run has told of, which costs it nothing to ask."""
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b'"kind": "update"') if path.exists() else 0
+
+
+def prove(run: Path, what: str) -> None:
     """The laws, exactly the planned updates, every planned group once, files that agree, and the same weights again."""
     findings = verify(run)
     assert exit_code(findings) == 0, f"{what}\n{format_findings(findings)}"
@@ -169,8 +189,9 @@ def main() -> int:
     for seed in range(options.seed, options.seed + options.runs):
         folder = root / str(seed)
         outcome = survive(model, folder, seed, options.victim, kills=1 + seed % 3)
-        survived += outcome.kills
-        print(f"run {seed}: {outcome.kills} kills, {outcome.seconds:.0f} s, {' '.join(outcome.mix)}", flush=True)
+        survived += len(outcome.kills)
+        at = ", ".join(map(str, outcome.kills)) or "never"
+        print(f"run {seed}: killed after updates: {at}; {outcome.seconds:.0f} s; {' '.join(outcome.mix)}", flush=True)
         shutil.rmtree(folder)
     shutil.rmtree(root)
     print(f"{options.runs} runs survived {survived} kills of the {options.victim}")

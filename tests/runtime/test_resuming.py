@@ -72,8 +72,9 @@ def test_whatever_is_damaged_but_the_journal_the_run_goes_on_with_the_same_bits(
     synchronous = 'rollout.paradigm="synchronous"'
     made = killed(synchronous, "runtime.checkpoint_seconds=0.000001")
     folder = tmp_path / "run"
-    checkpoints = sorted((folder / "checkpoints").glob("[0-9]*"))
-    assert [path.name for path in checkpoints] == ["000002", "000003"], "the last two are kept"
+    checkpoints = sorted((folder / "checkpoints").glob("[0-9]*"))  # how many depends on how long each took
+    assert 1 <= len(checkpoints) <= 2, "the last two are kept"
+    usable = [0, *(int(path.name) for path in checkpoints)]
     match trouble:
         case "newest damaged":
             damage(checkpoints[-1])
@@ -86,7 +87,7 @@ def test_whatever_is_damaged_but_the_journal_the_run_goes_on_with_the_same_bits(
             shutil.rmtree(folder / "versions")
     said = " ".join(go_on(made, folder))
     assert ("is damaged" in said) == (trouble in ("newest damaged", "all damaged"))
-    first = {"newest damaged": 2, "all damaged": 0, "no checkpoint": 0}.get(trouble, 3)
+    first = {"newest damaged": usable[-2], "all damaged": 0, "no checkpoint": 0}.get(trouble, usable[-1])
     assert f"updates {first} to 3 are trained again from the journal" in said
     run(recipe(model, tmp_path, "training.steps=6", "evaluation.prompts=0", synchronous), tmp_path / "whole")
     assert story(folder) == story(tmp_path / "whole")
@@ -117,6 +118,7 @@ def test_where_training_again_comes_to_other_bits_the_recorded_weights_are_taken
     said = go_on(made, tmp_path / "run")
     assert any("version 4 was trained again with other bits; the recorded weights are taken" in text for text in said)
     assert rows(tmp_path / "run", "SELECT update_id, checksum FROM updates")[:4] == recorded
+    assert list((tmp_path / "run" / "versions").iterdir()) == [], "what is finished needs none"
     assert rows(tmp_path / "run", "SELECT COUNT(*) FROM remade") == [(0,)]
 
 

@@ -232,6 +232,7 @@ async def _run(
         engine = next(iter(loop.instances.engines.values()))
         await _evaluate_alone(evaluator, engine, loop.weights[plan.updates], "after", tally, observer)
         summary = await _conclude(folder, tally, brain, journal, role, stopped=False)
+    versions.prune(lambda version: False)  # `policy/` has the last, and nothing needs another
     return summary
 
 

@@ -96,12 +96,16 @@ class VersionFiles:
         return Weights(version, cast(Literal["lora", "full"], facts["kind"]), tensors, recorded, scale)
 
     def prune(self, needed: Callable[[int], bool]) -> None:
-        """Remove what a run that is taken up does not need, and what was never complete. Before anything is written."""
-        for path in self.folder.glob(".*.partial"):
-            path.unlink(missing_ok=True)
-        for version in self.versions():
-            if not needed(version):
-                self.remove(version)
+        """Remove all but what is needed, and what was never complete; what is being written now is."""
+
+        def remove() -> None:
+            for path in self.folder.glob(".*.partial"):
+                path.unlink(missing_ok=True)
+            for version in self.versions():
+                if not needed(version):
+                    self.path(version).unlink(missing_ok=True)
+
+        self._writer.submit(remove)
 
     def close(self) -> None:
         """Wait for what is being written. Safe to call twice."""
