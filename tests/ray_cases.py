@@ -20,15 +20,10 @@ QUIET = {"include_dashboard": False, "log_to_driver": False, "configure_logging"
 
 @contextmanager
 def small_cluster(cpus: int = 4) -> Iterator[None]:
-    """A cluster of this process's own; nothing is started where there is one already."""
-    if ray.is_initialized():
-        yield
-        return
-    ray.init(address="local", num_cpus=cpus, object_store_memory=128 << 20, **QUIET)
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    """A cluster of this process's own. It takes seconds to start, so it stays for whoever comes next."""
+    if not ray.is_initialized():
+        ray.init(address="local", num_cpus=cpus, object_store_memory=256 << 20, **QUIET)
+    yield
 
 
 def options_of(make: Callable[[], Any], *, seconds: float = 60.0, every_s: float = 0.002) -> InstanceOptions:

@@ -81,6 +81,7 @@ def test_a_run_goes_on_when_one_of_three_machines_dies(model: Path, tmp_path: Pa
         gone.append(threading.Thread(target=cluster.remove_node, args=(node,), kwargs={"allow_graceful": False}))
         gone[0].start()
 
+    ray.shutdown()  # of another test's cluster
     ray.init(address=cluster.address, **{k: v for k, v in QUIET.items() if k != "include_dashboard"})
     try:
         made = recipe(model, tmp_path, *RAY, "runtime.instances=1", "runtime.instance_seconds=10", "training.steps=5")
