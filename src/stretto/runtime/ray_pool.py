@@ -18,15 +18,20 @@ from ray.exceptions import RayError, RayTaskError
 from stretto.engines.protocol import Engine
 from stretto.errors import EngineError, StrettoError
 from stretto.runtime.ray_engine import RayEngine, place
-from stretto.runtime.ray_instance import InstanceOptions
+from stretto.runtime.ray_instance import InstanceOptions, Started
 from stretto.runtime.ray_mail import end
 from stretto.runtime.ray_weights import WeightsStore
 
 log = logging.getLogger(__name__)
 
 PLACE_S = 300.0  # for a machine with room, and for the process to import what it needs
+STARTS = 3  # tries of one instance, where it dies before it has started
 START_S = 1_800.0  # for a model to be loaded
 WAITS_S = 60.0  # after so long it is said what it may be waiting for
+
+
+class _GoneError(EngineError):
+    """An instance that was being made died on the way."""
 
 
 class RayPool:
@@ -48,6 +53,7 @@ class RayPool:
         self._seconds = instance_seconds
         self._next = first
         self._engines: dict[int, RayEngine] = {}
+        self._closed = False
         self._starting: set[Any] = set()  # actors that nobody else knows of yet
 
     @property
@@ -59,20 +65,30 @@ class RayPool:
         """Make an instance, wherever there is room. Raises `EngineError` where there is none, or it cannot start."""
         instance, self._next = self._next, self._next + 1
         name = f"instance {instance}"
+        for attempt in range(STARTS):
+            try:
+                actor, started = await self._start(name)
+                break
+            except _GoneError as error:  # with its machine, maybe: there are others
+                if attempt + 1 == STARTS or self._closed:
+                    raise EngineError(str(error)) from error
+                log.warning("%s; it is placed again", error)
+        engine = RayEngine(actor, started, name=name, store=self._store, instance_seconds=self._seconds)
+        self._engines[instance] = engine
+        log.info("%s runs on machine %s, process %d", name, started.node[:8], started.process)
+        return instance, engine
+
+    async def _start(self, name: str) -> tuple[Any, Started]:
         actor = place(self._options, cpus=self._cpus, gpus=self._gpus)
         self._starting.add(actor)
         try:
             await self._placed(actor, name)
-            started = await self._answer(actor.start.remote(), START_S, f"{name} has not loaded its model")
+            return actor, await self._answer(actor.start.remote(), START_S, f"{name} has not loaded its model")
         except BaseException:
             end(actor)
             raise
         finally:
             self._starting.discard(actor)
-        engine = RayEngine(actor, started, name=name, store=self._store, instance_seconds=self._seconds)
-        self._engines[instance] = engine
-        log.info("%s runs on machine %s, process %d", name, started.node[:8], started.process)
-        return instance, engine
 
     async def remove(self, instance: int) -> None:
         """End an instance, whatever state it is in."""
@@ -82,6 +98,7 @@ class RayPool:
 
     async def close(self) -> None:
         """End all of them, and those that are being made."""
+        self._closed = True
         for actor in list(self._starting):
             end(actor)
         await asyncio.gather(*(self.remove(instance) for instance in list(self._engines)))
@@ -97,6 +114,8 @@ class RayPool:
                 left = ", ".join(f"{free.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
                 log.warning("%s has not begun: it asks for %s, and free in the cluster are %s", name, asks, left)
             await ready
+        except _GoneError:
+            raise
         except EngineError as error:
             raise EngineError(
                 f"{error}: it asks for {asks} (`runtime.instance_cpus`, `runtime.instance_gpus`); `ray start` another "
@@ -118,4 +137,4 @@ class RayPool:
             said = str(cause) if isinstance(cause, StrettoError) else f"{type(cause).__name__}: {cause}"
             raise EngineError(f"{late}: {said}") from error
         except RayError as error:
-            raise EngineError(f"{late}: {str(error).strip().partition(chr(10))[0]}") from error
+            raise _GoneError(f"{late}: {str(error).strip().partition(chr(10))[0]}") from error
