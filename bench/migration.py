@@ -99,9 +99,9 @@ def measure(first: NativeEngine, second: NativeEngine, context: int) -> dict[str
     }
 
 
-def crossing(cells: Sequence[dict[str, Any]]) -> float | None:
+def crossing(cells: Sequence[dict[str, Any]], how: str) -> float | None:
     """The context above which carrying is cheaper at every larger one that was measured; None where it never is."""
-    gains = [(cell["context"], cell["prefilled_again_ms"] - cell["with_kv_ms"]) for cell in cells]
+    gains = [(cell["context"], cell["prefilled_again_ms"] - cell[f"{how}_ms"]) for cell in cells]
     found: float | None = None
     for (context, gain), later in zip(reversed(gains), [None, *reversed(gains)], strict=False):
         if gain < 0:
@@ -133,7 +133,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
         "kv_bytes_per_token": first.capacity.kv_bytes_per_token,
         "cells": cells,
-        "carrying_is_cheaper_above_tokens": crossing(cells),
+        "load_average": os.getloadavg()[0],
+        "carrying_is_cheaper_above_tokens": crossing(cells, "with_kv"),
+        "carrying_packed_is_cheaper_above_tokens": crossing(cells, "pickled"),
         "bytes_per_s": largest["bytes"] / max(1e-9, largest["with_kv_ms"] / 1e3),
         "prefill_tokens_per_s": largest["context"] / max(1e-9, largest["prefilled_again_ms"] / 1e3),
         "most_steps": most,

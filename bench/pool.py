@@ -144,6 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "modelled": f"a decode step of {options.step_ms:g} ms; lengths log-normal, median {MEDIAN:g}, sigma {SIGMA:g}",
         "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+        "load_average": os.getloadavg()[0],
         "cells": list(cells.values()),
         "idle_ratio": idle,
         "idle_floor": IDLE_FLOOR,

@@ -310,3 +310,13 @@ def test_check_refuses_what_train_refuses_and_prints_no_configuration(
         out, err = capsys.readouterr()
         assert bool(out) == (status == 0)
         assert status == 0 or words in err
+
+
+def test_pool_says_what_is_wrong_before_it_asks_anybody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pool", str(tmp_path), "--add", "0"]) == 2
+    assert "`--add 0` adds nothing" in capsys.readouterr().err
+    assert main(["pool", str(tmp_path), "--list"]) == 2
+    assert "is no run folder" in capsys.readouterr().err
+    (tmp_path / "config.toml").touch()
+    assert main(["pool", str(tmp_path), "--remove", "1"]) == 2
+    assert "is not running" in capsys.readouterr().err

@@ -440,3 +440,21 @@ def test_recording_encodes_nothing_on_the_callers_side(recorder):
 def test_the_journal_can_be_opened_as_a_path_or_by_its_folder(finished_run: Path):
     with JournalReader(finished_run) as by_folder, JournalReader(finished_run / JOURNAL_NAME) as by_file:
         assert by_folder.counts() == by_file.counts()
+
+
+def test_instances_and_moves_are_recorded_with_their_session(recorder, tmp_path):
+    run = recorder()
+    run.publish(0)
+    run.admit(0)
+    run.journal.instance_joined(0, 2, at=1.0)
+    run.journal.instance_joined(1, 1, at=2.0)
+    run.journal.instance_left(0, "lost", "it hangs", at=3.0)
+    run.journal.carried(
+        1, version=0, source=0, target=1, context=40, num_bytes=0, prefilled=40, reason="0 is lost", at=4.0
+    )
+    run.journal.flush()
+    with sqlite3.connect(tmp_path / JOURNAL_NAME) as db:
+        joined = db.execute("SELECT session, instance, slots, left_at, outcome, reason FROM instances").fetchall()
+        moves = db.execute("SELECT trajectory, source, target, context, num_bytes, prefilled FROM moves").fetchall()
+    assert joined == [(1, 0, 2, 3.0, "lost", "it hangs"), (1, 1, 1, None, None, None)]
+    assert moves == [(1, 0, 1, 40, 0, 40)]
