@@ -14,7 +14,7 @@ import torch
 
 from stretto.training.parallel import Ranks, open_meeting
 
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 
 
 def free_port() -> int:

@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rank_cases import Processes
 from training_cases import random_batch, tiny
+from transformers import AutoModelForCausalLM
 
-from stretto.errors import TrainerError
+from stretto.checksums import checksum
+from stretto.errors import RecipeError, TrainerError
 from stretto.objectives.base import ObjectiveOptions
 from stretto.objectives.grpo import GrpoOptions
 from stretto.objectives.gspo import GspoOptions
@@ -23,7 +25,7 @@ from stretto.objectives.ppo import PpoOptions
 from stretto.objectives.reinforce_plus_plus import ReinforcePlusPlusOptions
 from stretto.training.parallel import Ranks, shares
 from stretto.training.trainer import LocalTrainer, LoraOptions, TrainerOptions
-from stretto.types import Batch
+from stretto.types import Batch, Weights
 
 TIMES = ("seconds", "flops")  # measured or counted, and nobody's gradient
 
@@ -36,7 +38,13 @@ def two() -> Iterator[Processes]:
 
 
 def make(
-    ranks: Ranks, algorithm: ObjectiveOptions, *, lora: bool = True, dtype: torch.dtype = torch.float64, **options: Any
+    ranks: Ranks,
+    algorithm: ObjectiveOptions,
+    *,
+    lora: bool = True,
+    dtype: torch.dtype = torch.float64,
+    sharded: bool = False,
+    **options: Any,
 ) -> LocalTrainer:
     return LocalTrainer(
         tiny(dtype=dtype),
@@ -44,6 +52,7 @@ def make(
         options=TrainerOptions(learning_rate=1e-2, **{"micro_tokens": 40, **options}),
         algorithm=algorithm,
         ranks=ranks,
+        sharded=sharded and ranks.count > 1,
     )
 
 
@@ -57,14 +66,15 @@ def trained(ranks: Ranks, batches: list[Batch], algorithm: ObjectiveOptions, opt
     for batch in batches:
         reports.append(dict(trainer.update(batch).metrics))
         checksums.append(trainer.weights(batch.update + 1).checksum)
-    return reports, trainer.state(), checksums
+    state = trainer.state() if trainer.sharding is None else trainer.sharding.gathered(trainer.state())
+    return reports, state, checksums
 
 
 def assert_alike(one: Trained, many: list[Trained], tolerance: float) -> None:
     first = many[0]
     for other in many[1:]:
         assert other[2] == first[2], "the ranks hold the same weights, bit for bit"
-        assert all(torch.equal(other[1][name], tensor) for name, tensor in first[1].items())
+        assert all(torch.equal(tensor, first[1][name]) for name, tensor in other[1].items())
     assert first[1].keys() == one[1].keys()
     for name, tensor in one[1].items():
         worst = float((first[1][name].double() - tensor.double()).abs().max())
@@ -76,6 +86,7 @@ def assert_alike(one: Trained, many: list[Trained], tolerance: float) -> None:
                 assert theirs[name] == pytest.approx(value, rel=100 * tolerance, abs=tolerance), name
 
 
+CUT = {"lora": False, "sharded": True}  # over the ranks
 PPO = PpoOptions()
 KL_REWARD = GrpoOptions(kl={"coefficient": 0.3, "place": "reward"})
 BESIDE = GrpoOptions(
@@ -101,6 +112,10 @@ BESIDE = GrpoOptions(
         pytest.param(GrpoOptions(), {"optimizer_steps": 2}, 1e-9, id="two-steps"),
         pytest.param(KL_REWARD, {}, 1e-9, id="divergence-in-the-reward"),
         pytest.param(BESIDE, {"optimizer_steps": 2}, 1e-9, id="everything-beside"),
+        pytest.param(GrpoOptions(), {**CUT, "max_grad_norm": 0.1}, 1e-9, id="cut"),
+        pytest.param(PPO, {**CUT, "optimizer_steps": 2}, 1e-9, id="cut-ppo"),
+        pytest.param(GrpoOptions(), {**CUT, "dtype": torch.bfloat16}, 5e-2, id="cut-bfloat16"),
+        pytest.param(GrpoOptions(), {**CUT, "checkpointing": True}, 1e-9, id="cut-checkpointing"),
     ],
 )
 def test_two_ranks_give_what_one_gives(
@@ -111,11 +126,17 @@ def test_two_ranks_give_what_one_gives(
     assert_alike(one, two.run(trained, batches, algorithm, options), tolerance)
 
 
-@pytest.mark.parametrize("algorithm", [GrpoOptions(), PPO, KL_REWARD], ids=["grpo", "ppo", "divergence"])
-def test_a_rank_whose_share_is_empty_takes_part(two: Processes, algorithm: ObjectiveOptions) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "more"),
+    [(GrpoOptions(), {}), (PPO, {}), (KL_REWARD, {}), (GrpoOptions(), CUT)],
+    ids=["grpo", "ppo", "divergence", "cut"],
+)
+def test_a_rank_whose_share_is_empty_takes_part(
+    two: Processes, algorithm: ObjectiveOptions, more: dict[str, Any]
+) -> None:
     single = random_batch(0, groups=1, members=1)
     batches = [single, random_batch(1, groups=2, members=1)]
-    options = {"optimizer_steps": 2}  # in the second update each step has one sequence, and one rank none
+    options = {"optimizer_steps": 2, **more}  # in the second update each step has one sequence, and one rank none
     one = trained(Ranks(), batches, algorithm, options)
     assert_alike(one, two.run(trained, batches, algorithm, options), 1e-9)
 
@@ -150,28 +171,78 @@ def test_what_fails_on_one_rank_fails_on_all_and_changes_nothing(two: Processes,
     assert said[1].endswith(said[0])
 
 
-def saved(ranks: Ranks, folder: Path, algorithm: ObjectiveOptions) -> str:
-    trainer = make(ranks, algorithm)
+def saved(ranks: Ranks, folder: Path, algorithm: ObjectiveOptions, options: dict[str, Any]) -> str:
+    trainer = make(ranks, algorithm, **options)
     trainer.update(random_batch(0))
     trainer.save(folder)
     trainer.update(random_batch(1))
     return trainer.weights(2).checksum
 
 
-def loaded(ranks: Ranks, folder: Path, algorithm: ObjectiveOptions) -> tuple[str, dict[str, torch.Tensor]]:
-    trainer = make(ranks, algorithm)
+def loaded(
+    ranks: Ranks, folder: Path, algorithm: ObjectiveOptions, options: dict[str, Any]
+) -> tuple[str, dict[str, torch.Tensor]]:
+    trainer = make(ranks, algorithm, **options)
     trainer.load(folder)
     trainer.update(random_batch(1))
-    return trainer.weights(2).checksum, trainer.state()
+    state = trainer.state() if trainer.sharding is None else trainer.sharding.gathered(trainer.state())
+    return trainer.weights(2).checksum, state
 
 
-def test_a_checkpoint_of_two_ranks_is_gone_on_from_by_one_and_by_two(two: Processes, tmp_path: Path) -> None:
-    checksums = two.run(saved, tmp_path / "state", PPO)
-    again = two.run(loaded, tmp_path / "state", PPO)
+@pytest.mark.parametrize("options", [{}, CUT], ids=["whole", "cut"])
+def test_a_checkpoint_of_two_ranks_is_gone_on_from_by_one_and_by_two(
+    two: Processes, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    checksums = two.run(saved, tmp_path / "two", PPO, options)
+    again = two.run(loaded, tmp_path / "two", PPO, options)
     assert {checksum for checksum, _ in again} == set(checksums)
-    _, alone = loaded(Ranks(), tmp_path / "state", PPO)
+    _, alone = loaded(Ranks(), tmp_path / "two", PPO, options)
+    assert alone.keys() == again[0][1].keys()
     for name, tensor in alone.items():
         assert torch.allclose(tensor.double(), again[0][1][name].double(), rtol=1e-7, atol=1e-9), name
+    saved(Ranks(), tmp_path / "one", PPO, options)
+    for name, tensor in two.run(loaded, tmp_path / "one", PPO, options)[0][1].items():
+        assert torch.allclose(tensor.double(), alone[name].double(), rtol=1e-7, atol=1e-9), name
+
+
+def adopted_and_exported(ranks: Ranks, folder: Path, recorded: Weights) -> tuple[str, str]:
+    trainer = make(ranks, GrpoOptions(), **CUT)
+    trainer.update(random_batch(0, seed=5))
+    before = trainer.weights(1).checksum
+    trainer.adopt(recorded)
+    trainer.export(folder)
+    return before, trainer.weights(1).checksum
+
+
+def test_weights_that_are_cut_are_adopted_and_exported_whole(two: Processes, tmp_path: Path) -> None:
+    alone = make(Ranks(), GrpoOptions(), lora=False)
+    alone.update(random_batch(0))
+    recorded = alone.weights(1)
+    found = two.run(adopted_and_exported, tmp_path / "policy", recorded)
+    assert found[0] == found[1]
+    assert found[0][0] != recorded.checksum == found[0][1]
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float64)
+    assert checksum(dict(exported.named_parameters())) == recorded.checksum
+
+
+def other_models(ranks: Ranks) -> str:
+    model = tiny()
+    with torch.no_grad():
+        next(model.parameters()).add_(ranks.rank)
+    try:
+        LocalTrainer(model, ranks=ranks, sharded=False)
+    except TrainerError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_loaded_other_models_do_not_begin(two: Processes) -> None:
+    assert all("the ranks have loaded models that differ" in said for said in two.run(other_models))
+
+
+def test_only_full_weights_of_several_ranks_are_cut() -> None:
+    with pytest.raises(RecipeError, match="nothing else can"):
+        LocalTrainer(tiny(), sharded=True)
 
 
 def not_writable(ranks: Ranks, folder: Path) -> str:

@@ -10,8 +10,8 @@ What a call comes to, over all ranks:
 |---------------------------------------------|----------------------------------------------------------------------|
 | all done                                    | returns what rank 0 says                                             |
 | all raised                                  | raises the error of the rank that it came from; the ranks go on      |
-| one died, or cannot be reached              | `TrainerLostError`: all ranks are ended                              |
-| some raised, others did not by `GRACE_S`    | the same: they are not at one point any more                         |
+| some raised, others did not by `GRACE_S`    | the same, but all ranks are ended: they are not at one point         |
+| one died, or does not meet the others       | `TrainerLostError`: all ranks are ended                              |
 | some have not answered by the deadline      | `StalledError`: all ranks are ended, and so is the run               |
 
 A group that is lost is made anew, and `restore` brings it to the version that the call is about: from the last
@@ -184,27 +184,27 @@ class RankGroup:
             errors = {rank: task.exception() for rank, task in enumerate(tasks) if task.done()}
             if not any(errors.values()):
                 return [task.result() for task in tasks]
-            raise self._failed(name, [None if task in late else errors[rank] for rank, task in enumerate(tasks)], late)
+            raise self._failed(name, [errors.get(rank) for rank in range(len(tasks))])
         finally:
             for task in tasks:
                 task.cancel()
 
-    def _failed(self, name: str, errors: list[BaseException | None], late: set[Any]) -> StrettoError:
+    def _failed(self, name: str, errors: list[BaseException | None]) -> BaseException:
         """The error of a call that raised at some rank; the group is over unless all ranks raised, and are there."""
         causes = {rank: _cause(error) for rank, error in enumerate(errors) if error is not None}
         gone = {rank: cause for rank, cause in causes.items() if isinstance(cause, RayError | TrainerLostError)}
-        if gone or late or len(causes) < len(errors):
-            told = gone or causes
-            said = "; ".join(f"rank {rank}: {type(cause).__name__}: {_line(cause)}" for rank, cause in told.items())
+        if gone:
+            said = "; ".join(f"rank {rank}: {type(cause).__name__}: {_line(cause)}" for rank, cause in gone.items())
             return self._over(TrainerLostError(f"{name} failed, and the trainer with it: {said}"))
         # Where one rank fails, the others only say that it did.
         own = [cause for cause in causes.values() if not _line(cause).startswith("rank ")] or list(causes.values())
-        if isinstance(own[0], StrettoError | OSError):
-            return own[0]  # type: ignore[return-value]
-        return TrainerError(f"{name} failed: {type(own[0]).__name__}: {_line(own[0])}")
+        error = own[0]
+        if not isinstance(error, StrettoError | OSError):
+            error = TrainerError(f"{name} failed: {type(error).__name__}: {_line(error)}")
+        return self._over(error) if len(causes) < len(errors) else error
 
     def _over(self, why: Result) -> Result:
-        self.end(cast(StrettoError, why))
+        self.end(why if isinstance(why, StrettoError) else TrainerError(str(why)))
         return why
 
 
@@ -291,7 +291,9 @@ class RankedTrainer:
         lost = self._group
         if lost is not None and lost.failure is None:
             return lost
-        if lost is not None and (self._closed or self.restore is None or isinstance(lost.failure, StalledError)):
+        if lost is not None and (
+            self._closed or self.restore is None or not isinstance(lost.failure, TrainerLostError)
+        ):
             lost.check()
         group = self._group = RankGroup(self._options, deadline_s=self._deadline_s)
         await group.start()

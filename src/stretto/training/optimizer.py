@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from stretto.errors import RecipeError, TrainerError
+from stretto.training.parallel import Ranks, local
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -71,19 +74,26 @@ def learning_rate(step: int, options: TrainerOptions) -> float:
 
 
 class Optimizer:
-    """Steps named parameters. One in half precision has a float32 master, which is what is stepped and saved."""
+    """Steps named parameters. One in half precision has a float32 master, which is what is stepped and saved.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], options: TrainerOptions) -> None:
+    Of one that is cut over the ranks, this rank's part is stepped and saved; `ranks` are asked for the norm of all.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], options: TrainerOptions, ranks: Ranks | None = None
+    ) -> None:
         self.options = options
         self.step_count = 0
         self._parameters = dict(parameters)
-        self._stepped: dict[str, torch.Tensor] = {
-            name: p if p.dtype in (torch.float32, torch.float64) else p.detach().float()
-            for name, p in self._parameters.items()
-        }
+        self._ranks = ranks or Ranks()
+        self._cut = {name for name, p in self._parameters.items() if isinstance(p, DTensor)}
+        self._stepped: dict[str, torch.Tensor] = {name: _stepped(p) for name, p in self._parameters.items()}
+        # Gradients go from the parameter to what is stepped where that is another tensor; values come back from it
+        # where it has memory of its own.
         self._masters = [
             (p, self._stepped[name]) for name, p in self._parameters.items() if self._stepped[name] is not p
         ]
+        self._copied = [(local(p.detach()), master) for p, master in self._masters if p.dtype != master.dtype]
         decayed = [p for p in self._stepped.values() if p.ndim >= 2]
         others = [p for p in self._stepped.values() if p.ndim < 2]
         groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -97,16 +107,19 @@ class Optimizer:
 
     @property
     def stepped(self) -> Iterable[torch.Tensor]:
-        """What is stepped, whose gradients are the sums so far: the parameters, or their masters."""
-        return self._stepped.values()
+        """What is stepped, whose gradients are this rank's sums so far: the parameters, or their masters.
+
+        Those that are cut over the ranks are not among them: their gradients are the sums over all ranks already.
+        """
+        return (tensor for name, tensor in self._stepped.items() if name not in self._cut)
 
     def collect(self) -> None:
         """Call after each backward pass: gradients of half-precision parameters are summed in float32."""
-        pending = [(p, master, p.grad) for p, master in self._masters if p.grad is not None]
+        pending = [(p, master, local(p.grad)) for p, master in self._masters if p.grad is not None]
         summed = [(master.grad, grad) for _, master, grad in pending if master.grad is not None]
         for _, master, grad in pending:
             if master.grad is None:
-                master.grad = grad.float()
+                master.grad = grad.to(master.dtype)
         if summed:
             torch._foreach_add_([total for total, _ in summed], [grad for _, grad in summed])
         for parameter, _, _ in pending:
@@ -114,8 +127,15 @@ class Optimizer:
 
     def norm(self) -> torch.Tensor:
         """The norm of all gradients together, on the device: nothing waits for it."""
-        gradients = [p.grad for p in self._stepped.values() if p.grad is not None]
-        return nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+        found = {name: p.grad for name, p in self._stepped.items() if p.grad is not None}
+        if not self._cut or not found:
+            return nn.utils.get_total_norm(found.values()) if found else torch.zeros(())
+        cut = [nn.utils.get_total_norm([grad]).double().square() for name, grad in found.items() if name in self._cut]
+        own = float(torch.stack(cut).sum()) if cut else 0.0
+        whole = [grad for name, grad in found.items() if name not in self._cut]
+        squares = self._ranks.total(np.array([own]))[0] + float(nn.utils.get_total_norm(whole)) ** 2
+        total = math.sqrt(squares) if squares >= 0 else squares  # or no number
+        return torch.tensor(total, dtype=torch.float64).to(next(iter(found.values())))
 
     def step(
         self, norm: torch.Tensor | None = None, value: float | None = None, *, update: int | None = None
@@ -141,9 +161,9 @@ class Optimizer:
             group["lr"] = rate
         self._adam.step()
         self._adam.zero_grad(set_to_none=True)
-        if self._masters:
+        if self._copied:
             with torch.no_grad():
-                torch._foreach_copy_([p for p, _ in self._masters], [master for _, master in self._masters])
+                torch._foreach_copy_([p for p, _ in self._copied], [master for _, master in self._copied])
         self.step_count += 1
         return value, rate
 
@@ -193,11 +213,21 @@ class Optimizer:
                 for name, stepped in self._stepped.items():
                     stepped.copy_(given[name])
                     stepped.grad = None
-                for parameter, master in self._masters:
+                for parameter, master in self._copied:
                     parameter.copy_(master)
+                for parameter, _ in self._masters:
                     parameter.grad = None
 
         return take
+
+
+def _stepped(parameter: nn.Parameter) -> torch.Tensor:
+    """What is stepped for a parameter: itself, this rank's part of it, or either in float32."""
+    full = parameter.dtype in (torch.float32, torch.float64)
+    if not isinstance(parameter, DTensor):
+        return parameter if full else parameter.detach().float()
+    part = local(parameter.detach())
+    return part if full else part.float()
 
 
 def _empty_moments(parameter: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +27,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.distributed.tensor import DTensor
 
+from stretto.checksums import checksum
 from stretto.errors import TrainerError, TrainerLostError
 from stretto.training.measures import TokenValues, joined
 
@@ -120,8 +122,11 @@ class Ranks:
         return found
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Work that a rank does alone. Where it fails for one, it fails for all, once all have come to its end."""
+    def together(self, *, passes_meet: bool = False) -> Iterator[None]:
+        """Work that a rank does alone. Where it fails for one, it fails for all, once all have come to its end.
+
+        Where passes through the model are meetings too, `passes_meet`, nobody comes there: the rank fails alone.
+        """
         if self.count == 1:
             yield
             return
@@ -131,6 +136,10 @@ class Ranks:
         except TrainerLostError:
             raise  # there is nobody to agree with
         except Exception as raised:
+            if passes_meet:
+                if isinstance(raised, RuntimeError) and not isinstance(raised, torch.OutOfMemoryError):
+                    raise TrainerLostError(f"a pass of all ranks failed: {raised}") from raised
+                raise
             error = raised
         failures = self.gathered(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
@@ -141,6 +150,14 @@ class Ranks:
         for rank, failure in enumerate(failures):
             if failure is not None:
                 raise TrainerError(f"rank {rank} of {self.count} failed: {failure}")
+
+    def check_same(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise `TrainerError` at every rank unless all of them begin with the same values."""
+        if self.count > 1 and len(set(found := self.gathered(checksum(tensors)))) > 1:
+            raise TrainerError(
+                f"the ranks have loaded models that differ, of checksums {', '.join(found)}: give every machine the "
+                "same files"
+            )
 
     def total(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """The sum over ranks, in float64."""
@@ -189,6 +206,11 @@ class Ranks:
                 "one update: return the same names for every micro-batch, with zeros where there is nothing to tell"
             )
         return sum(each for each, _, _ in found), joined(values)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that is cut over the ranks, over the same memory; any other as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

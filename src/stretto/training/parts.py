@@ -38,6 +38,7 @@ class Part:
 
     pieces: list[Piece]  # those of this rank
     num_pieces: int  # of all ranks
+    most_pieces: int  # of any rank
     weights: NDArray[np.float64]  # [n], of each token of a sample in the loss; 0 outside of the part
     imitated: NDArray[np.float64] | None  # [n], of each token in the likelihood term
 
@@ -86,5 +87,5 @@ def cut_batch(
             imitated = np.zeros(len(samples))
             imitated[inside] = imitated_weights(rewards[inside], lengths[inside], algorithm.supervised.threshold)
         pieces = [Piece(tuple(shared[rank][chosen].tolist())) for chosen in bins[rank]]
-        parts.append(Part(pieces, sum(map(len, bins)), weights, imitated))
+        parts.append(Part(pieces, sum(map(len, bins)), max(map(len, bins)), weights, imitated))
     return parts

@@ -44,12 +44,13 @@ from stretto.training.measures import (
     token_measures,
 )
 from stretto.training.optimizer import Optimizer, TrainerOptions, learning_rate
-from stretto.training.packing import MicroBatch, micro_batch
+from stretto.training.packing import MicroBatch, input_lengths, micro_batch
 from stretto.training.parallel import Ranks
 from stretto.training.parts import Part, Piece, cut_batch, pieces_of
 from stretto.training.protocol import Trainer
 from stretto.training.reference import Reference
 from stretto.training.shaping import Shaped, shape
+from stretto.training.sharding import Sharding, wants_sharding
 from stretto.training.terms import sampled_divergences, weighted_divergence
 from stretto.types import Batch, UpdateReport, Weights
 
@@ -98,6 +99,7 @@ class LocalTrainer:
         base: str | None = None,  # what an adapter says it belongs to; None: the model's own `name_or_path`
         reference: nn.Module | None = None,  # what a divergence is measured against; None: the policy without adapters
         ranks: Ranks | None = None,  # those that train this policy together; None: this process alone
+        sharded: bool | None = None,  # full weights cut over the ranks; None: where they are many
     ) -> None:
         if any(parameter.is_inference() for parameter in model.parameters()):
             raise ModelError("the model was loaded under `torch.inference_mode`, so it cannot train: load it outside")
@@ -119,10 +121,22 @@ class LocalTrainer:
             self.adapted = inject_lora(model, lora.rank, lora.scale * lora.rank, lora.targets, self.options.seed)
         else:
             model.requires_grad_(True)
+        self.device = self.packed.head.weight.device
+        self.ranks.check_same(dict(model.named_parameters()))
+        self.sharding: Sharding | None = None
+        if wants_sharding(model, self.ranks, sharded, lora=lora is not None):
+            if self.options.compile:
+                raise RecipeError(
+                    "`training.compile = true` is for layers that are whole, and full weights of several ranks are cut "
+                    "over them: leave it out, train with `model.lora`, or with `runtime.trainers = 1`"
+                )
+            # Layers that are cut run through their own modules, which is where they are made whole.
+            self.packed.prepare(compiled=False, checkpointing=self.options.checkpointing, lean=False)
+            self.sharding = Sharding(self.packed, self.ranks)
+        else:
+            self.packed.prepare(compiled=self.options.compile, checkpointing=self.options.checkpointing)
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.device = next(iter(trainable.values())).device
-        self.packed.prepare(compiled=self.options.compile, checkpointing=self.options.checkpointing)
-        self.optimizer = Optimizer(trainable, self.options)
+        self.optimizer = Optimizer(trainable, self.options, self.ranks)
         self.costs = Costs(model, trains_weights=lora is None)
         peak = peak_flops(self.device, self.packed.head.weight.dtype)
         self.peak = None if peak is None else peak * self.ranks.count
@@ -154,7 +168,7 @@ class LocalTrainer:
         before = self.state() if len(parts) > 1 or self.critic is not None else None
         try:
             with torch.inference_mode(False):
-                with self.ranks.together():
+                with self.ranks.together(passes_meet=self.sharding is not None):
                     self._look_ahead(batch, parts)
                 measured = self._steps(batch, parts)
                 if self.device.type == "cuda":
@@ -230,6 +244,8 @@ class LocalTrainer:
                         piece.proximal = proximal.detach()
                     if self.critic is not None:
                         piece.values = self.critic.values(states, micro.predicts).detach()
+                for _ in range(sum(self._missing(part) for part in parts)):
+                    self._empty_pass(batch)
         if self.reference is not None:
             with self.reference.active() as packed, packed.as_in_training():
                 for piece in pieces_of(parts):
@@ -296,9 +312,12 @@ class LocalTrainer:
 
     def _gradient(self, batch: Batch, part: Part, advantages: Advantages, collector: Collector) -> _Gradient:
         """Sum the gradient of a part's loss over its micro-batches. Raises `TrainerError` if it cannot be stepped."""
-        with self.ranks.together(), torch.enable_grad():
+        with self.ranks.together(passes_meet=self.sharding is not None), torch.enable_grad():
             for piece in part.pieces:
                 self._accumulate(batch, part, piece, advantages, collector)
+            for _ in range(self._missing(part)):
+                (self._empty_pass(batch).sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+                self.optimizer.collect()
         self.ranks.add_gradients(self.optimizer.stepped)
         if self.critic is not None:
             self.ranks.add_gradients(self.critic.stepped)
@@ -319,6 +338,15 @@ class LocalTrainer:
         self.optimizer.step(gradient.norm, gradient.value, update=batch.update)
         if self.critic is not None:
             self.critic.step()
+
+    def _missing(self, part: Part) -> int:
+        """Passes that this rank has to make beyond its own, where every pass is one of all ranks."""
+        return part.most_pieces - len(part.pieces) if self.sharding is not None else 0
+
+    def _empty_pass(self, batch: Batch) -> torch.Tensor:
+        """A pass that counts for nothing, over the shortest sample: its last hidden states."""
+        shortest = int(np.argmin(input_lengths(batch.samples)))
+        return self.packed.states(self._micro(batch, Piece((shortest,))))
 
     def _accumulate(self, batch: Batch, part: Part, piece: Piece, advantages: Advantages, collector: Collector) -> None:
         micro = self._micro(batch, piece, advantages.values, part.weights)
@@ -390,12 +418,16 @@ class LocalTrainer:
         if self.lora is not None:
             tensors = lora_tensors(self.model, self.adapted)
             return Weights(version, "lora", tensors, checksum(tensors, self.lora.scale), self.lora.scale)
+        if self.sharding is not None:
+            tensors = self.sharding.parameters(self.model)
+            return Weights(version, "full", tensors, self.ranks.gathered(checksum(tensors))[0])
         parameters = {name: p.detach() for name, p in self.model.named_parameters()}
         tensors = {name: torch.empty_like(p) for name, p in parameters.items()}
         torch._foreach_copy_(list(tensors.values()), list(parameters.values()))
         return Weights(version, "full", tensors, checksum(tensors))
 
     def state(self) -> dict[str, torch.Tensor]:
+        """Of what is cut over the ranks it has this rank's part; what is saved is whole."""
         critic = {} if self.critic is None else self.critic.state()
         return {**self.optimizer.state(), **critic, "version": torch.tensor(self._version)}
 
@@ -418,19 +450,23 @@ class LocalTrainer:
         own = self.weights(weights.version)
         if own.checksum == weights.checksum:
             return  # what it holds may be finer than what is handed over, which adapters are rounded for
-        if own.tensors.keys() != weights.tensors.keys():
-            wrong = min(own.tensors.keys() ^ weights.tensors.keys())
+        names = own.tensors.keys() if self.sharding is None else dict(self.model.named_parameters()).keys()
+        if names != weights.tensors.keys():
+            wrong = min(names ^ weights.tensors.keys())
             raise TrainerError(f"weights of version {weights.version} are of another policy: `{wrong}` does not fit")
         del own
-        self.restore({**self.state(), **{f"value/{name}": tensor for name, tensor in weights.tensors.items()}})
+        values = {f"value/{name}": tensor for name, tensor in weights.tensors.items()}
+        self.restore({**self.state(), **(values if self.sharding is None else self.sharding.scattered(values))})
 
     def save(self, folder: Path) -> None:
+        write = self.capture()
         with self.ranks.together():
-            if self.ranks.rank == 0:  # every rank holds the same
-                self.capture()(folder)
+            if self.ranks.rank == 0:  # every rank holds the same, or handed over what it holds
+                write(folder)
 
     def capture(self) -> Callable[[Path], None]:
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in self.state().items()}
+        state = self.state() if self.sharding is None else self.sharding.gathered(self.state())
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in state.items()} if self.ranks.rank == 0 else {}
 
         def write(folder: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -441,19 +477,23 @@ class LocalTrainer:
     def load(self, folder: Path) -> None:
         if not (folder / STATE_FILE).exists():
             raise TrainerError(f"`{folder}` is no checkpoint of a trainer: it has no `{STATE_FILE}`")
-        self.restore(load_file(folder / STATE_FILE, device=str(self.device)))
+        if self.sharding is None:
+            self.restore(load_file(folder / STATE_FILE, device=str(self.device)))
+        else:
+            self.restore(self.sharding.scattered(load_file(folder / STATE_FILE)))
 
     def export(self, folder: Path) -> None:
+        whole = None if self.sharding is None else self.sharding.parameters(self.model)
         with self.ranks.together():
             if self.ranks.rank == 0:
-                self._export(folder)
+                self._export(folder, whole)
 
-    def _export(self, folder: Path) -> None:
+    def _export(self, folder: Path, whole: Mapping[str, torch.Tensor] | None) -> None:
         if self.lora is not None:
             tensors = lora_tensors(self.model, self.adapted)
             write_adapter(folder, tensors, options=self.lora, base=self.base, names=self.adapted)
         else:
-            self.model.save_pretrained(folder)
+            self.model.save_pretrained(folder, state_dict=whole)
         if self.critic is not None:
             self.critic.export(folder)
         if self.tokenizer is not None:
