@@ -12,7 +12,7 @@ def program() -> str:
     """How this process was called: `stretto` where that is on the path, else the file, or `python -m stretto.cli`."""
     called = sys.argv[0]
     name = Path(called).name
-    if name in ("cli.py", "__main__.py"):
+    if name == "cli.py" or Path(called).parts[-2:] == ("stretto", "__main__.py"):
         return f"{_shown(sys.executable)} -m stretto.cli"
     if name != "stretto":
         return "stretto"  # called from another program: nothing better is known
