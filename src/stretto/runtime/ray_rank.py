@@ -26,6 +26,8 @@ from stretto.training.parallel import Ranks, open_meeting
 from stretto.training.protocol import Trainer
 from stretto.types import Batch
 
+WRITING = "writing"  # what is done beside the calls that come one after the other
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -64,6 +66,7 @@ class TrainerRank:
         self._count = count
         self._threads = threads
         self._store: Any = None
+        self._write: Callable[[Path], None] | None = None
         self._trainer: Trainer
 
     def open(self, timeout_s: float) -> tuple[str, int]:
@@ -90,8 +93,14 @@ class TrainerRank:
     def weights(self, version: int) -> Handed:
         return self._handed(version)
 
-    def save(self, folder: str) -> None:
-        self._trainer.save(Path(folder))
+    def capture(self) -> None:
+        """Copy the trainer's state, for `write`."""
+        self._write = self._trainer.capture()
+
+    def write(self, folder: str) -> None:
+        """Write what was captured last. Runs beside everything else, in the group `WRITING`."""
+        assert self._write is not None, "`capture` comes first"
+        self._write(Path(folder))
 
     def load(self, folder: str) -> int:
         self._trainer.load(Path(folder))

@@ -38,7 +38,7 @@ from stretto.config import Recipe
 from stretto.errors import RunError, StalledError, StrettoError, TrainerError, TrainerLostError
 from stretto.runtime.ray_cluster import gpus_of
 from stretto.runtime.ray_model import ModelSource
-from stretto.runtime.ray_rank import Facts, RankTrainer, TrainerRank
+from stretto.runtime.ray_rank import WRITING, Facts, RankTrainer, TrainerRank
 from stretto.runtime.ray_weights import PackedWeights, WeightsHandle
 from stretto.runtime.roles import TrainerSeat
 from stretto.training.parallel import Ranks
@@ -87,9 +87,13 @@ class RankGroup:
         self.version = 0
         self.processes: tuple[int, ...] = ()  # of the ranks
         self.deadline_s = deadline_s  # of each call
-        actor = ray.remote(TrainerRank).options(
-            num_cpus=options.cpus, num_gpus=options.gpus, max_restarts=0, max_task_retries=0
-        )
+        actor = ray.remote(
+            num_cpus=options.cpus,
+            num_gpus=options.gpus,
+            max_restarts=0,
+            max_task_retries=0,
+            concurrency_groups={WRITING: 1},
+        )(TrainerRank)
         self._actors = [
             actor.remote(options.make, rank, options.count, options.threads) for rank in range(options.count)
         ]
@@ -114,8 +118,20 @@ class RankGroup:
         return _handle(facts, ref)
 
     async def save(self, folder: Path) -> None:
+        await self.capture()
+        await self.write(folder)
+
+    async def capture(self) -> int:
+        """Have the ranks copy their state; the version that it is of."""
+        await self._all("copying the trainer's state", "capture")
+        return self.version
+
+    async def write(self, folder: Path) -> None:
+        """Have rank 0 write what was captured, while the ranks go on."""
+        self.check()
         folder = folder.resolve()
-        await self._all("saving the trainer", "save", str(folder))
+        call = self._actors[0].write.options(concurrency_group=WRITING).remote(str(folder))
+        await self._answers("saving the trainer", [call])
         _seen(folder)
 
     async def load(self, folder: Path) -> None:
@@ -248,7 +264,16 @@ class RankedTrainer:
         return await self._done(lambda group: group.weights(version), None)
 
     async def save(self, folder: Path) -> None:
-        await self._done(lambda group: group.save(folder), None)
+        """Only the copy takes its turn; what is asked for next goes on while it is written."""
+
+        async def capture(group: RankGroup) -> tuple[RankGroup, int]:
+            return group, await group.capture()
+
+        group, version = await self._done(capture, None)
+        try:
+            await group.write(folder)
+        except TrainerLostError as error:
+            raise RunError(f"the state of version {version} was lost with its rank: {error}") from error
 
     async def load(self, folder: Path) -> None:
         await self._done(lambda group: group.load(folder), 0)
