@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from stretto.checksums import checksum
 from stretto.errors import ModelError, RecipeError, TrainerError
 from stretto.objectives.base import ObjectiveOptions, Tokens
 from stretto.objectives.grpo import GrpoOptions
@@ -32,7 +31,7 @@ from stretto.training.correction import correction_weights
 from stretto.training.critic import make_critic
 from stretto.training.flops import Costs, peak_flops, update_flops, utilization
 from stretto.training.forward import PackedModel
-from stretto.training.lora import LoraOptions, inject_lora, lora_tensors, write_adapter
+from stretto.training.lora import LoraOptions, inject_lora
 from stretto.training.measures import (
     Collector,
     TokenValues,
@@ -47,6 +46,7 @@ from stretto.training.optimizer import Optimizer, TrainerOptions, learning_rate
 from stretto.training.packing import MicroBatch, input_lengths, micro_batch
 from stretto.training.parallel import Ranks
 from stretto.training.parts import Part, Piece, cut_batch, pieces_of
+from stretto.training.policy import Policy
 from stretto.training.protocol import Trainer
 from stretto.training.reference import Reference
 from stretto.training.shaping import Shaped, shape
@@ -110,15 +110,13 @@ class LocalTrainer:
             reason := overlong_refusal(self.algorithm.length, max_tokens=self.options.max_tokens)
         ):
             raise RecipeError(reason)
-        self.lora = lora
         self.ranks = ranks or Ranks()
         self.tokenizer = tokenizer
-        self.base = base if base is not None else str(getattr(model, "name_or_path", ""))
         self.model.eval()  # no dropout: a ratio compares two policies, not two masks
         self.packed = PackedModel(model)
-        self.adapted: tuple[str, ...] = ()
+        adapted: tuple[str, ...] = ()
         if lora is not None:
-            self.adapted = inject_lora(model, lora.rank, lora.scale * lora.rank, lora.targets, self.options.seed)
+            adapted = inject_lora(model, lora.rank, lora.scale * lora.rank, lora.targets, self.options.seed)
         else:
             model.requires_grad_(True)
         self.device = self.packed.head.weight.device
@@ -137,6 +135,8 @@ class LocalTrainer:
             self.packed.prepare(compiled=self.options.compile, checkpointing=self.options.checkpointing)
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer = Optimizer(trainable, self.options, self.ranks)
+        base = base if base is not None else str(getattr(model, "name_or_path", ""))
+        self.policy = Policy(model, lora, adapted, base, self.ranks, self.sharding)
         self.costs = Costs(model, trains_weights=lora is None)
         peak = peak_flops(self.device, self.packed.head.weight.dtype)
         self.peak = None if peak is None else peak * self.ranks.count
@@ -415,16 +415,7 @@ class LocalTrainer:
     def weights(self, version: int) -> Weights:
         if version != self.version:
             raise TrainerError(f"the weights of version {version} were asked for: the trainer holds {self.version}")
-        if self.lora is not None:
-            tensors = lora_tensors(self.model, self.adapted)
-            return Weights(version, "lora", tensors, checksum(tensors, self.lora.scale), self.lora.scale)
-        if self.sharding is not None:
-            tensors = self.sharding.parameters(self.model)
-            return Weights(version, "full", tensors, self.ranks.gathered(checksum(tensors))[0])
-        parameters = {name: p.detach() for name, p in self.model.named_parameters()}
-        tensors = {name: torch.empty_like(p) for name, p in parameters.items()}
-        torch._foreach_copy_(list(tensors.values()), list(parameters.values()))
-        return Weights(version, "full", tensors, checksum(tensors))
+        return self.policy.weights(version)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Of what is cut over the ranks it has this rank's part; what is saved is whole."""
@@ -450,11 +441,11 @@ class LocalTrainer:
         own = self.weights(weights.version)
         if own.checksum == weights.checksum:
             return  # what it holds may be finer than what is handed over, which adapters are rounded for
-        names = own.tensors.keys() if self.sharding is None else dict(self.model.named_parameters()).keys()
-        if names != weights.tensors.keys():
-            wrong = min(names ^ weights.tensors.keys())
-            raise TrainerError(f"weights of version {weights.version} are of another policy: `{wrong}` does not fit")
         del own
+        if wrong := set(self.policy.names) ^ weights.tensors.keys():
+            raise TrainerError(
+                f"weights of version {weights.version} are of another policy: `{min(wrong)}` does not fit"
+            )
         values = {f"value/{name}": tensor for name, tensor in weights.tensors.items()}
         self.restore({**self.state(), **(values if self.sharding is None else self.sharding.scattered(values))})
 
@@ -483,18 +474,5 @@ class LocalTrainer:
             self.restore(self.sharding.scattered(load_file(folder / STATE_FILE)))
 
     def export(self, folder: Path) -> None:
-        whole = None if self.sharding is None else self.sharding.parameters(self.model)
-        with self.ranks.together():
-            if self.ranks.rank == 0:
-                self._export(folder, whole)
-
-    def _export(self, folder: Path, whole: Mapping[str, torch.Tensor] | None) -> None:
-        if self.lora is not None:
-            tensors = lora_tensors(self.model, self.adapted)
-            write_adapter(folder, tensors, options=self.lora, base=self.base, names=self.adapted)
-        else:
-            self.model.save_pretrained(folder, state_dict=whole)
-        if self.critic is not None:
-            self.critic.export(folder)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder)
+        beside = [] if self.critic is None else [self.critic.export]
+        self.policy.export(folder, *beside, *([] if self.tokenizer is None else [self.tokenizer.save_pretrained]))
