@@ -118,6 +118,10 @@ def test_a_key_without_effect_is_an_error(sections: dict[str, Any], words: str) 
         ({"training": {"steps": "many"}}, "`training.steps = 'many'`"),
         ({"task": {"type": "unheard-of"}}, "`task.type` must be one of"),
         ({"rollout": {"paradigm": "asynchronous"}}, "`rollout.paradigm = 'asynchronous'`"),
+        (
+            {"runtime": {"type": "ray", "trainers": 2, "trainer_gpus": 0.5}},
+            "`runtime.trainer_gpus = 0.5` with `runtime.trainers = 2`",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_refused_by_the_name_of_its_option(sections: dict[str, Any], words: str) -> None:

@@ -162,6 +162,11 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
 
 def _impossible_pool(recipe: Recipe, plan: Plan) -> Iterable[str]:
     runtime = recipe.runtime
+    if runtime.trainers > 1 and runtime.trainer_gpus is not None and 0 < runtime.trainer_gpus < 1:
+        yield (
+            f"`runtime.trainer_gpus = {runtime.trainer_gpus:g}` with `runtime.trainers = {runtime.trainers}` would put "
+            "two ranks on one GPU, where they cannot meet; give each a whole one, or use fewer ranks"
+        )
     if runtime.instances > plan.rows:
         yield (
             f"`runtime.instances = {runtime.instances}` has no effect above `rollout.rows = {plan.rows}`, the "
