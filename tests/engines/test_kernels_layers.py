@@ -71,15 +71,16 @@ def test_the_residual_gets_its_adapters_and_is_normalized(
     if by_tiles:
         monkeypatch.setattr(layers, "ADD_NORM_ROWS", 0)
     like: Any = {"device": device, "dtype": dtype}
-    stream = random(tokens, hidden + num_slots * rank, **like)
+    wide: Any = {"device": device, "dtype": torch.float32}
+    stream, added = random(tokens, hidden, **wide), random(tokens, hidden + num_slots * rank, seed=1, **wide)
     b = factor(num_slots, rank, hidden, **like) if num_slots else None
     weight, slots = random(hidden, **like), chosen(tokens, max(num_slots, 1), device)
     twin, results = stream.clone(), [torch.full((tokens, hidden), torch.nan, **like) for _ in range(2)]
-    layers.add_norm(stream, hidden, weight, EPSILON, slots, b, rank, SCALE, results[0])
-    layers.plain_add_norm(twin, hidden, weight, EPSILON, slots, b, rank, SCALE, results[1])
-    close(stream, twin)
-    close(*results)
-    assert not stream[:, hidden:].any()
+    for product in (None, added):
+        layers.add_norm(stream, product, weight, EPSILON, slots, b, rank, SCALE, results[0])
+        layers.plain_add_norm(twin, product, weight, EPSILON, slots, b, rank, SCALE, results[1])
+        close(stream, twin)
+        close(*results)
 
 
 SHAPES = [  # tokens, heads, kv heads, size, slots, rank, normalized
@@ -151,9 +152,9 @@ def test_larger_tiles_compute_the_same(tile: int, device: str, dtype: torch.dtyp
     layers.gate(x, 16, "silu", slots, (b, b), 4, SCALE, outs[0])
     layers.plain_gate(x, 16, "silu", slots, (b, b), 4, SCALE, outs[1])
     close(*outs)
-    streams = [x[:, :28].clone() for _ in range(2)]
-    layers.add_norm(streams[0], 16, b[0], EPSILON, slots, b, 4, SCALE, outs[0])
-    layers.plain_add_norm(streams[1], 16, b[0], EPSILON, slots, b, 4, SCALE, outs[1])
+    streams, added = [x[:, :16].float().clone() for _ in range(2)], x[:, 16:44].float().contiguous()
+    layers.add_norm(streams[0], added, b[0], EPSILON, slots, b, 4, SCALE, outs[0])
+    layers.plain_add_norm(streams[1], added, b[0], EPSILON, slots, b, 4, SCALE, outs[1])
     close(*outs)
     close(*streams)
 
@@ -233,7 +234,8 @@ def test_no_nan_of_another_version_reaches_a_token(
             b[rank : 2 * rank] = torch.nan
         out = torch.empty(tokens, width, **like)
         if kernel == "add_norm":
-            layers.add_norm(x, width, clean[0, :width], EPSILON, slots, bs[0], rank, SCALE, out)
+            stream = clean[:, :width].float().clone()
+            layers.add_norm(stream, x.float(), clean[0, :width], EPSILON, slots, bs[0], rank, SCALE, out)
         elif kernel == "gate":
             layers.gate(x, width, "silu", slots, (bs[0], bs[1]), rank, SCALE, out)
         else:

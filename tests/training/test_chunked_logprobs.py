@@ -72,9 +72,9 @@ def test_half_precision_is_reduced_in_float32():
     hidden, weight, _, predicts, targets = case(torch.bfloat16)
     got, _ = token_logprobs(hidden, weight, predicts, targets, chunk_tokens=2)
     got.sum().backward()
-    logits = torch.nn.functional.linear(hidden[predicts], weight).float()
+    logits = torch.nn.functional.linear(hidden[predicts].float(), weight.float())  # not rounded on the way
     assert got.dtype == torch.float32
-    assert torch.equal(got, logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1))
+    torch.testing.assert_close(got, logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1))
     assert weight.grad.dtype == torch.bfloat16
 
 
@@ -264,7 +264,7 @@ def test_half_precision_over_supports_is_reduced_in_float32():
     hidden, weight, _, predicts, targets = case(torch.bfloat16)
     got, _ = token_logprobs(hidden, weight, predicts, targets, chunk_tokens=2, supports=packed(SUPPORTS, targets))
     got.sum().backward()
-    logits = torch.nn.functional.linear(hidden[predicts], weight).float()
+    logits = torch.nn.functional.linear(hidden[predicts].float(), weight.float())
     expected = [row[t] - row[own].logsumexp(-1) for row, t, own in zip(logits, targets, SUPPORTS, strict=True)]
     torch.testing.assert_close(got, torch.stack(expected))
     assert got.dtype == torch.float32

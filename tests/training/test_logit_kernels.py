@@ -40,15 +40,18 @@ def block(rows, vocabulary, dtype, device):
 @ON
 @SCALES
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 1), (3, 16), (2, 33), (5, 7)])
-@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("delta", ["none", "in place", "apart"])
 def test_the_kernel_reduces_as_plain_torch_does(small_blocks, device, dtype, scale, rows, vocabulary, delta):
-    logits, targets = block(rows, vocabulary, dtype, device)
+    logits, targets = block(rows, vocabulary, torch.float32 if delta == "apart" else dtype, device)
     ours, theirs = logits.clone(), logits.clone()
-    got = logit_kernels._reduce_triton(ours, targets, scale, delta=delta)
-    expected = reduce_logits_reference(theirs, targets, scale, delta=delta)
+    if delta == "apart":
+        ours, theirs = (torch.full_like(logits, 7.0, dtype=dtype) for _ in range(2))
+    sources = (logits.clone(), logits.clone()) if delta == "apart" else (ours, theirs)
+    got = logit_kernels._reduce_triton(sources[0], targets, scale, None if delta == "none" else ours)
+    expected = reduce_logits_reference(sources[1], targets, scale, None if delta == "none" else theirs)
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
-    assert torch.equal(theirs, logits) is not delta or vocabulary == 1
+    assert torch.equal(theirs, logits) is (delta == "none") or vocabulary == 1
     tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
 
@@ -60,8 +63,11 @@ def test_the_kernel_makes_deltas_as_plain_torch_does(small_blocks, device, dtype
     logits, targets = block(rows, vocabulary, dtype, device)
     _, normalizers, _ = reduce_logits_reference(logits.clone(), targets, scale)
     factors = torch.linspace(-2, 1, rows, device=device)
-    got = logit_kernels._deltas_triton(logits.clone(), targets, normalizers, factors, scale)
-    expected = deltas_from_reference(logits.clone(), targets, normalizers, factors, scale)
+    ours, theirs = logits.clone(), logits.clone()
+    got = logit_kernels._deltas_triton(ours, targets, normalizers, factors, scale, ours)
+    expected = deltas_from_reference(theirs, targets, normalizers, factors, scale, theirs)
+    assert got is ours
+    assert expected is theirs
     tolerance = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
 
@@ -72,8 +78,8 @@ def test_the_kernel_holds_at_the_size_of_its_blocks_and_for_large_logits():
     logits, targets = block(2, 2 * logit_kernels.REDUCE_BLOCK + 5, dtype, device)
     logits[1] = logits[1] * 1e4  # a softmax that overflows without the maximum taken out
     ours, theirs = logits.clone(), logits.clone()
-    got = logit_kernels._reduce_triton(ours, targets, LogitScale(), delta=True)
-    expected = reduce_logits_reference(theirs, targets, LogitScale(), delta=True)
+    got = logit_kernels._reduce_triton(ours, targets, LogitScale(), ours)
+    expected = reduce_logits_reference(theirs, targets, LogitScale(), theirs)
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
     assert torch.isfinite(ours).all()
@@ -93,4 +99,4 @@ def test_the_derivative_is_that_of_autograd(scale):
     assert torch.allclose(got, logprobs, atol=1e-12)
     chances = scaled.softmax(-1)
     assert torch.allclose(entropies, -(chances * chances.log()).sum(-1), atol=1e-12)
-    assert torch.allclose(deltas_from(logits, targets, normalizers, factors, scale), expected, atol=1e-12)
+    assert torch.allclose(deltas_from(logits, targets, normalizers, factors, scale, logits), expected, atol=1e-12)

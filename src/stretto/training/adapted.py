@@ -20,6 +20,7 @@ import torch
 from torch import library, nn
 
 from stretto.training.lora import LoraLinear
+from stretto.training.wide import wide_mm, wide_type
 
 
 @library.custom_op(
@@ -148,6 +149,102 @@ def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
 
 
 adapted_linear.register_autograd(_backward, setup_context=_keep)
+
+
+@library.custom_op(
+    "stretto::adapted_wide",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor down_parameter, Tensor up_parameter, Tensor down, Tensor up, float scale) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+def adapted_wide(
+    x: torch.Tensor,  # [T, in], half precision
+    weight: torch.Tensor,  # [out, in], frozen
+    down_parameter: torch.Tensor,  # A [r, in]
+    up_parameter: torch.Tensor,  # B [out, r]
+    down: torch.Tensor,
+    up: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One layer whose output goes into the residual stream: `x W'` in float32, the adapter's part in the type of `x`,
+    both [T, out], for whoever adds them up; and what the adapter made of the input [T, r]."""
+    narrow = torch.mm(x, down.t())
+    added = x.new_empty((x.shape[0], weight.shape[0])).addmm_(narrow, up.t(), beta=0, alpha=scale)
+    return wide_mm(x, weight.t()), added, narrow
+
+
+@adapted_wide.register_fake
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    down_parameter: torch.Tensor,
+    up_parameter: torch.Tensor,
+    down: torch.Tensor,
+    up: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shape = (x.shape[0], weight.shape[0])
+    return x.new_empty(shape, dtype=wide_type(x.dtype)), x.new_empty(shape), x.new_empty((x.shape[0], down.shape[0]))
+
+
+@library.custom_op(
+    "stretto::adapted_wide_backward",
+    mutates_args=(),
+    schema="(Tensor base_grad, Tensor added_grad, Tensor x, Tensor narrow, Tensor weight, Tensor down, Tensor up, "
+    "float scale, bool with_input) -> (Tensor, Tensor, Tensor)",
+)
+def adapted_wide_backward(
+    base_grad: torch.Tensor,  # [T, out], both in the type of x
+    added_grad: torch.Tensor,
+    x: torch.Tensor,
+    narrow: torch.Tensor,
+    weight: torch.Tensor,
+    down: torch.Tensor,
+    up: torch.Tensor,
+    scale: float,
+    with_input: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradient of the input (empty unless `with_input`), then in float32 those of A and of B."""
+    wide = wide_type(x.dtype)
+    narrow_grad = torch.empty_like(narrow).addmm_(added_grad, up, beta=0, alpha=scale)
+    up_grad = torch.mm(added_grad.t(), narrow).to(wide).mul_(scale)
+    input_grad = torch.mm(narrow_grad, down).addmm_(base_grad, weight) if with_input else x.new_empty(0)
+    return input_grad, torch.mm(narrow_grad.t(), x).to(wide), up_grad
+
+
+@adapted_wide_backward.register_fake
+def _(
+    base_grad: torch.Tensor,
+    added_grad: torch.Tensor,
+    x: torch.Tensor,
+    narrow: torch.Tensor,
+    weight: torch.Tensor,
+    down: torch.Tensor,
+    up: torch.Tensor,
+    scale: float,
+    with_input: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    wide = wide_type(x.dtype)
+    input_grad = x.new_empty(x.shape if with_input else (0,))
+    return input_grad, x.new_empty(down.shape, dtype=wide), x.new_empty(up.shape, dtype=wide)
+
+
+def _keep_wide(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    x, weight, _, _, down, up, scale = inputs
+    ctx.save_for_backward(x, output[2], weight, down, up)
+    ctx.scale, ctx.with_input = scale, ctx.needs_input_grad[0]
+
+
+def _backward_wide(ctx: Any, base_grad: torch.Tensor, added_grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    x, narrow, weight, down, up = ctx.saved_tensors
+    # Here and not in the operator, so that the compiler rounds where the gradient is made.
+    input_grad, down_grad, up_grad = adapted_wide_backward(
+        base_grad.to(x.dtype), added_grad, x, narrow, weight, down, up, ctx.scale, ctx.with_input
+    )
+    return (input_grad if ctx.with_input else None, None, down_grad, up_grad, None, None, None)
+
+
+adapted_wide.register_autograd(_backward_wide, setup_context=_keep_wide)
 
 
 class AdapterGroup:

@@ -5,6 +5,8 @@ the products. Compiled, each stretch between two products is one kernel. The fun
 all layers share one compiled graph; its number of tokens and of sequences is free, so no batch compiles again. Layer 0
 of a model whose embedding is frozen gets a graph of its own, because nothing behind it needs a gradient.
 
+The residual stream is float32 in half precision (`wide.py`): it is what bfloat16 loses most in.
+
 Attention (`varlen.py`) and adapted linear layers (`adapted.py`) are operators that the compiler does not look into.
 `PackedModel` compares the result with the stock modules before it is used.
 """
@@ -20,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from stretto.training.adapted import AdapterGroup, adapted_linear
+from stretto.training.adapted import AdapterGroup, adapted_linear, adapted_wide
 from stretto.training.attention import PackedLayout
 from stretto.training.lora import LoraLinear
 from stretto.training.varlen import causal_varlen
+from stretto.training.wide import HALF, wide_linear, wide_type
 
 PLAIN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -66,11 +69,14 @@ class LayerShape:
     adapter_scale: float
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """As transformers rounds it: in float32 whatever the type, then to the type of the input, then the weight."""
+def normalized(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """The root-mean-square norm in `wide_type`: whoever uses it rounds it, once.
+
+    The factor is made in float32 whatever the type, as transformers does.
+    """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-    return weight * wide.to(x.dtype)
+    return wide.to(wide_type(x.dtype)) * weight
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -92,24 +98,43 @@ def project(x: Tensor, projection: Projection, owners: tuple[int, ...], scale: f
     return [part + bias for part, bias in zip(parts, projection.biases, strict=True)] if projection.biases else parts
 
 
+def add_projected(hidden: Tensor, x: Tensor, projection: Projection, owners: tuple[int, ...], scale: float) -> Tensor:
+    """The stream [T, width] with the output of the one linear layer of `projection` added."""
+    if x.dtype not in HALF:
+        (y,) = project(x, projection, owners, scale)
+        return hidden + y
+    (weight,) = projection.weights
+    if projection.down is None:
+        hidden = hidden + wide_linear(x, weight)
+    else:
+        base, added, _ = adapted_wide(
+            x, weight, projection.downs[0], projection.ups[0], projection.down, projection.ups_cast[0], scale
+        )
+        hidden = hidden + base + added
+    return hidden + projection.biases[0] if projection.biases else hidden
+
+
 def decoder_layer(
     shape: LayerShape, hidden: Tensor, cos: Tensor, sin: Tensor, ends: Tensor, limit: Tensor, weights: LayerWeights
 ) -> Tensor:
-    """`hidden` [T, width] after the layer. `ends` and `limit` are those of the layout."""
-    size = shape.head_size
-    x = rms_norm(hidden, weights.before, shape.epsilon)
+    """`hidden` [T, width] after the layer, in `wide_type`. `ends` and `limit` are those of the layout.
+
+    What a product or attention reads is rounded to the type of the weights, once; the engine's kernels round there too.
+    """
+    size, dtype = shape.head_size, weights.attention_in.weights[0].dtype
+    x = normalized(hidden, weights.before, shape.epsilon).to(dtype)
     q, k, v = project(x, weights.attention_in, shape.owners[0], shape.adapter_scale)
     q, k, v = (part.view(len(part), -1, size) for part in (q, k, v))
+    q, k = q.to(hidden.dtype), k.to(hidden.dtype)
     if weights.query_norm is not None and weights.key_norm is not None:
-        q, k = rms_norm(q, weights.query_norm, shape.epsilon), rms_norm(k, weights.key_norm, shape.epsilon)
-    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = normalized(q, weights.query_norm, shape.epsilon), normalized(k, weights.key_norm, shape.epsilon)
+    q, k = rotate(q, cos, sin).to(dtype), rotate(k, cos, sin).to(dtype)
     y, _ = causal_varlen(q, k, v, ends, limit, shape.scaling)
-    (y,) = project(y.flatten(1), weights.attention_out, shape.owners[1], shape.adapter_scale)
-    hidden = hidden + y
-    x = rms_norm(hidden, weights.between, shape.epsilon)
+    hidden = add_projected(hidden, y.flatten(1), weights.attention_out, shape.owners[1], shape.adapter_scale)
+    x = normalized(hidden, weights.between, shape.epsilon).to(dtype)
     gate, up = project(x, weights.mlp_in, shape.owners[2], shape.adapter_scale)
-    (y,) = project(F.silu(gate) * up, weights.mlp_out, shape.owners[3], shape.adapter_scale)
-    return hidden + y
+    x = (F.silu(gate.to(hidden.dtype)) * up).to(dtype)
+    return add_projected(hidden, x, weights.mlp_out, shape.owners[3], shape.adapter_scale)
 
 
 class PlainDecoder:
@@ -164,6 +189,8 @@ class PlainDecoder:
             cos, sin = self._decoder.rotary_emb(self._decoder.embed_tokens.weight, position_ids[None])
             cos, sin = cos[0, :, None], sin[0, :, None]
         hidden = F.embedding(input_ids, self._decoder.embed_tokens.weight)
+        dtype = hidden.dtype
+        hidden = hidden.to(wide_type(dtype))
         training = torch.is_grad_enabled()
         layer = self._compiled if self._compiled is not None and training else self._layer
         for weights in self._layers:
@@ -175,7 +202,7 @@ class PlainDecoder:
                 hidden = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 hidden = layer(*arguments)
-        return rms_norm(hidden, self._decoder.norm.weight, self._shape.epsilon)
+        return normalized(hidden, self._decoder.norm.weight, self._shape.epsilon).to(dtype)
 
     def _weights_of(self, layer: Any) -> LayerWeights:
         own = layer.self_attn

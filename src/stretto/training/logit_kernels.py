@@ -1,13 +1,13 @@
 """What is needed of a block of logits [rows, V], in as few passes over it as there can be.
 
 `reduce_logits` gives each row's log-probability of its target, the logarithm of the normalizer and the entropy, and
-where asked replaces the logits by `d logprob / d logits`. `deltas_from` makes that derivative alone, from normalizers
+where asked `d logprob / d logits`, in a type of its own. `deltas_from` makes that derivative alone, from normalizers
 that are known already. On CUDA both are Triton kernels, everywhere else plain torch (`*_reference`).
 
-Bytes moved, for logits of 2 bytes: `reduce_logits` reads the block once from memory (and once more from the cache of
-the device, because a row is read twice by the program that owns it: 132 rows of 152,000 logits are 40 MB) and with
-`delta` writes it once. At 2**27 logits and 4.3 TB/s that is 62 us, 125 us with `delta`, beside 0.7 ms for each product
-with the head of a model 2,048 wide. Plain torch takes about ten passes of 4 bytes.
+Bytes moved, for logits of 4 bytes and a derivative of 2: `reduce_logits` reads the block from memory, with `delta` once
+more (a part of it from the cache of the device: 132 rows of 152,000 logits are 80 MB), and writes `delta`. At 2**27
+logits and 4.3 TB/s that is 125 us, up to 310 us with `delta`, beside 0.7 ms for each product with the head of a model
+2,048 wide. Plain torch takes about ten passes of 4 bytes.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ Reduced = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def reduce_logits(
-    logits: torch.Tensor,  # [rows, V], contiguous; with `delta` replaced by the derivative, in its own type
+    logits: torch.Tensor,  # [rows, V], contiguous
     targets: torch.Tensor,  # [rows] int64
     scale: LogitScale,
-    *,
-    delta: bool = False,
+    delta: torch.Tensor | None = None,  # [rows, V], contiguous: where the derivative goes; may be `logits` itself
 ) -> Reduced:
     """Reduce a block of logits in float32, float64 for float64. Under the scaled softmax; see the module's page."""
     reduce = _reduce_triton if _has_kernel(logits) else reduce_logits_reference
-    return reduce(logits, targets, scale, delta=delta)
+    return reduce(logits, targets, scale, delta)
 
 
 def deltas_from(
-    logits: torch.Tensor,  # [rows, V], contiguous; replaced
+    logits: torch.Tensor,  # [rows, V], contiguous; used up
     targets: torch.Tensor,  # [rows] int64
     normalizers: torch.Tensor,  # [rows]
     factors: torch.Tensor,  # [rows], of each row's derivative
     scale: LogitScale,
+    into: torch.Tensor,  # [rows, V], contiguous; may be `logits` itself
 ) -> torch.Tensor:
-    """`factor * d logprob / d logits`, in place and in the type of the logits."""
+    """`factor * d logprob / d logits`, in the type of `into`, which it returns."""
     make = _deltas_triton if _has_kernel(logits) else deltas_from_reference
-    return make(logits, targets, normalizers, factors, scale)
+    return make(logits, targets, normalizers, factors, scale, into)
 
 
 def _has_kernel(logits: torch.Tensor) -> bool:
@@ -73,19 +73,24 @@ def _has_kernel(logits: torch.Tensor) -> bool:
 
 
 def reduce_logits_reference(
-    logits: torch.Tensor, targets: torch.Tensor, scale: LogitScale, *, delta: bool = False
+    logits: torch.Tensor, targets: torch.Tensor, scale: LogitScale, delta: torch.Tensor | None = None
 ) -> Reduced:
     scaled = scale.apply_(logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True))
     normalizers = scaled.logsumexp(-1)
     logprobs = scaled.gather(1, targets[:, None])[:, 0] - normalizers
     entropies = normalizers - torch.linalg.vecdot((scaled - normalizers[:, None]).exp_(), scaled)
-    if delta:
-        deltas_from_reference(logits, targets, normalizers, torch.ones_like(normalizers), scale)
+    if delta is not None:
+        deltas_from_reference(logits, targets, normalizers, torch.ones_like(normalizers), scale, delta)
     return logprobs, normalizers, entropies
 
 
 def deltas_from_reference(
-    logits: torch.Tensor, targets: torch.Tensor, normalizers: torch.Tensor, factors: torch.Tensor, scale: LogitScale
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    normalizers: torch.Tensor,
+    factors: torch.Tensor,
+    scale: LogitScale,
+    into: torch.Tensor,
 ) -> torch.Tensor:
     scaled = scale.apply_(logits.to(normalizers.dtype))  # in place where the type is right already
     bent = None if scale.softcap is None else 1 - (scaled * (scale.temperature / scale.softcap)).square_()
@@ -94,7 +99,7 @@ def deltas_from_reference(
     result.mul_((factors * scale.slope)[:, None])
     if bent is not None:
         result.mul_(bent)
-    return result if result is logits else logits.copy_(result)
+    return result if result is into else into.copy_(result)
 
 
 def deltas_with_entropy(
@@ -126,31 +131,40 @@ def _numbers(scale: LogitScale) -> tuple[float, float, float]:
     return scale.slope, scale.multiplier / cap, cap / scale.temperature
 
 
-def _reduce_triton(logits: torch.Tensor, targets: torch.Tensor, scale: LogitScale, *, delta: bool = False) -> Reduced:
+def _reduce_triton(
+    logits: torch.Tensor, targets: torch.Tensor, scale: LogitScale, delta: torch.Tensor | None = None
+) -> Reduced:
     rows, vocabulary = logits.shape
     assert logits.is_contiguous()
+    assert delta is None or delta.is_contiguous()
     results = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     logprobs, normalizers, entropies = results.unbind()
     if rows:
         _kernels()["reduce"][(rows,)](
-            logits, targets, logprobs, normalizers, entropies, *_numbers(scale),
-            VOCABULARY=vocabulary, CAPPED=scale.softcap is not None, DELTA=delta,
+            logits, logits if delta is None else delta, targets, logprobs, normalizers, entropies, *_numbers(scale),
+            VOCABULARY=vocabulary, CAPPED=scale.softcap is not None, DELTA=delta is not None,
             BLOCK=REDUCE_BLOCK, num_warps=REDUCE_WARPS,
         )  # fmt: skip
     return logprobs, normalizers, entropies
 
 
 def _deltas_triton(
-    logits: torch.Tensor, targets: torch.Tensor, normalizers: torch.Tensor, factors: torch.Tensor, scale: LogitScale
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    normalizers: torch.Tensor,
+    factors: torch.Tensor,
+    scale: LogitScale,
+    into: torch.Tensor,
 ) -> torch.Tensor:
     rows, vocabulary = logits.shape
     assert logits.is_contiguous()
+    assert into.is_contiguous()
     if rows:
         _kernels()["deltas"][(rows, -(-vocabulary // DELTA_BLOCK))](
-            logits, targets, normalizers, factors.contiguous(), *_numbers(scale),
+            logits, into, targets, normalizers, factors.contiguous(), *_numbers(scale),
             VOCABULARY=vocabulary, CAPPED=scale.softcap is not None, BLOCK=DELTA_BLOCK, num_warps=DELTA_WARPS,
         )  # fmt: skip
-    return logits
+    return into
 
 
 @functools.cache

@@ -21,6 +21,7 @@ def _scaled(raw, slope, inside, outside, CAPPED: tl.constexpr):  # noqa: N803
 @triton.jit
 def reduce_kernel(
     logits,  # [rows, VOCABULARY]
+    deltas,  # of the same shape; may be the logits
     targets,
     logprobs,
     normalizers,
@@ -33,7 +34,7 @@ def reduce_kernel(
     DELTA: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """One program a row: the sums of the softmax in one pass, the derivative in place in a second one."""
+    """One program a row: the sums of the softmax in one pass, the derivative in a second one."""
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * VOCABULARY
     target = tl.load(targets + row)
@@ -63,12 +64,13 @@ def reduce_kernel(
             raw = tl.load(line + columns, mask=valid, other=0.0).to(tl.float32)
             scaled, bent = _scaled(raw, slope, inside, outside, CAPPED)
             delta = (tl.where(columns == target, 1.0, 0.0) - tl.exp(scaled - normalizer)) * slope * bent
-            tl.store(line + columns, delta.to(logits.dtype.element_ty), mask=valid)
+            tl.store(deltas + row * VOCABULARY + columns, delta.to(deltas.dtype.element_ty), mask=valid)
 
 
 @triton.jit
 def deltas_kernel(
     logits,  # [rows, VOCABULARY]
+    deltas,  # of the same shape; may be the logits
     targets,
     normalizers,
     factors,
@@ -79,13 +81,13 @@ def deltas_kernel(
     CAPPED: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """One program a block of a row: the derivative in place, times the row's factor."""
+    """One program a block of a row: the derivative, times the row's factor."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = columns < VOCABULARY
-    place = logits + row * VOCABULARY + columns
-    raw = tl.load(place, mask=valid, other=0.0).to(tl.float32)
+    place = row * VOCABULARY + columns
+    raw = tl.load(logits + place, mask=valid, other=0.0).to(tl.float32)
     scaled, bent = _scaled(raw, slope, inside, outside, CAPPED)
     hit = tl.where(columns == tl.load(targets + row), 1.0, 0.0)
     delta = (hit - tl.exp(scaled - tl.load(normalizers + row))) * (slope * tl.load(factors + row)) * bent
-    tl.store(place, delta.to(logits.dtype.element_ty), mask=valid)
+    tl.store(deltas + place, delta.to(deltas.dtype.element_ty), mask=valid)

@@ -13,6 +13,9 @@ time and reduced to two numbers a token. For the gradient there are two ways:
 On CUDA the directions are used wherever they can be, on a processor where there is more than one chunk. The gradient of
 a head that is trained takes one product more than the naive way, which is the price of its memory.
 
+In half precision logits are float32: a bfloat16 between 16 and 32 is off by 0.03 on average. With their derivative
+beside them that is 6 bytes a logit instead of 2.
+
 With `supports`, probabilities are those over each token's support alone, and zero elsewhere: `logit_supports`.
 """
 
@@ -26,6 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from stretto.training.logit_kernels import LogitScale, deltas_from, deltas_with_entropy, reduce_logits
 from stretto.training.logit_supports import PackedSupports, deltas_of_supports, reduce_supports
+from stretto.training.wide import wide_logits
 
 # Logits held at once. A processor wants them in its cache; a GPU wants products with enough rows (883 of Qwen3's
 # vocabulary) and, where the head is trained, few sums over its float32 gradient.
@@ -105,15 +109,17 @@ class _DirectedLogprobs(torch.autograd.Function):
                 made = _direct(rows, weight, bias, targets[chunk], scale.slope, entropy, direction)
                 logprobs[chunk], entropies[chunk] = made
                 continue
-            logits = F.linear(hidden.index_select(0, predicts[chunk]), weight, bias)
+            logits = wide_logits(hidden.index_select(0, predicts[chunk]), weight, bias)
             if supports is None:
-                reduced = reduce_logits(logits, targets[chunk], scale, delta=with_gradient)
+                delta = _deltas_like(logits, hidden) if with_gradient else None
+                reduced = reduce_logits(logits, targets[chunk], scale, delta)
             else:
                 block = supports.block(start, start + len(logits), logits.shape[1])
                 reduced = reduce_supports(logits, block, scale, delta=with_gradient)
+                delta = logits.to(hidden.dtype) if with_gradient else None
             logprobs[chunk], _, entropies[chunk] = reduced
-            if with_gradient:
-                torch.mm(logits, weight, out=directions[chunk])
+            if delta is not None:
+                torch.mm(delta, weight, out=directions[chunk])
         ctx.save_for_backward(directions, predicts)
         ctx.num_tokens = hidden.shape[0]
         ctx.mark_non_differentiable(entropies)
@@ -126,6 +132,11 @@ class _DirectedLogprobs(torch.autograd.Function):
         grad_hidden = directions.new_zeros((ctx.num_tokens, directions.shape[1]))
         scaled = (directions * grads[0][:, None]).to(directions.dtype)
         return (grad_hidden.index_copy_(0, predicts, scaled), *([None] * 9))
+
+
+def _deltas_like(logits: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Where the derivative of logits goes, in the type of the hidden states: in their own place where types agree."""
+    return logits if logits.dtype == hidden.dtype else torch.empty_like(logits, dtype=hidden.dtype)
 
 
 def _direct(
@@ -179,7 +190,7 @@ class _TokenLogprobs(torch.autograd.Function):
         entropies = torch.zeros_like(logprobs)
         for start in range(0, len(targets), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            logits = F.linear(hidden.index_select(0, predicts[chunk]), weight, bias)
+            logits = wide_logits(hidden.index_select(0, predicts[chunk]), weight, bias)
             if supports is not None:
                 block = supports.block(start, start + len(logits), logits.shape[1])
                 logprobs[chunk], normalizers[chunk], entropies[chunk] = reduce_supports(logits, block, scale)
@@ -187,7 +198,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if logits.is_cuda:
                 logprobs[chunk], normalizers[chunk], entropies[chunk] = reduce_logits(logits, targets[chunk], scale)
                 continue
-            logits = scale.apply_(logits.to(dtype))
+            logits = scale.apply_(logits)
             normalizer = logits.logsumexp(-1)
             normalizers[chunk] = normalizer
             logprobs[chunk] = logits.gather(1, targets[chunk, None])[:, 0] - normalizer
@@ -215,9 +226,7 @@ class _TokenLogprobs(torch.autograd.Function):
             chunk = slice(start, start + ctx.chunk_tokens)
             index = predicts[chunk]
             rows = hidden.index_select(0, index)
-            logits = F.linear(rows, weight, bias)
-            if not logits.is_cuda:
-                logits = logits.to(dtype)
+            logits = wide_logits(rows, weight, bias)
             if ctx.supports is not None:
                 block = ctx.supports.block(start, start + len(logits), logits.shape[1])
                 with_entropy = (entropies[chunk], grads[1][chunk]) if ctx.entropy_gradient else ()
@@ -228,7 +237,8 @@ class _TokenLogprobs(torch.autograd.Function):
                     ctx.scale,
                 )  # fmt: skip
             else:
-                delta = deltas_from(logits, targets[chunk], normalizers[chunk], grads[0][chunk], ctx.scale)
+                into = logits if need_bias else _deltas_like(logits, hidden)
+                delta = deltas_from(logits, targets[chunk], normalizers[chunk], grads[0][chunk], ctx.scale, into)
             if grad_bias is not None:
                 # The bias stands before the multiplier, as the weight does.
                 grad_bias += delta.sum(0, dtype=dtype)

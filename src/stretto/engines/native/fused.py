@@ -3,8 +3,8 @@
 What `lean` is on a processor, this is on a GPU: products go to the vendor's library, everything between two products is
 one kernel. Weights that read the same input are one matrix [out, in], and the adapters' `A` of all slots are its last
 rows, so that their product rides along; the second product of an adapter is done where its result is consumed, each
-token with the `B` of its own slot alone. The residual stream carries the columns of `A`'s results behind it: the output
-and down products are accumulated into it in place, and the norm that follows adds the adapter's part.
+token with the `B` of its own slot alone. The residual stream is float32, and so are the output and down products, whose
+last columns are `A`'s results: the norm that follows adds both to the stream.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from stretto.engines.native.cache import KVCache
 from stretto.engines.native.kernels.choice import Kernels
 from stretto.engines.native.lean import epsilon_of, rotary_table
 from stretto.engines.native.lora import SlotMask, SlottedLinear
+from stretto.training.wide import wide_logits, wide_mm, wide_type
 
 ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "GELUActivation": "gelu"}
 
@@ -83,11 +84,9 @@ class Product:
     def __call__(self, x: Tensor) -> Tensor:
         return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
 
-    def add_to(self, stream: Tensor, x: Tensor) -> None:
-        """Accumulate the output, its adapter's columns with it, into the stream."""
-        stream.addmm_(x, self.weight)
-        if self.bias is not None:
-            stream.add_(self.bias)
+    def wide(self, x: Tensor) -> Tensor:
+        """The output as it goes into the residual stream: float32."""
+        return wide_mm(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +113,7 @@ class FusedLayer:
         )
         self.qkv = Product(*heads, columns=columns_of(*heads))
         self.gate_up = Product(*gates, columns=columns_of(*gates))
-        # Both leave their adapters' columns behind the residual, so both have as many.
-        self.out, self.down = (Product(end, columns=columns_of(*ends)) for end in ends)
+        self.out, self.down = (Product(end, columns=columns_of(end)) for end in ends)
         self.before, self.between = Norm.of(layer.input_layernorm), Norm.of(layer.post_attention_layernorm)
         self.query_norm, self.key_norm = Norm.of(getattr(own, "q_norm", None)), Norm.of(getattr(own, "k_norm", None))
         self.width = mlp.gate_proj.out_features
@@ -136,7 +134,6 @@ class FusedDecoder:
         self._norm = Norm.of(tree.model.norm)
         self._rotary = rotary_table(tree, max_context + 1, signed=False)
         self._hidden = int(self._embedding.shape[1])
-        self._columns = self.layers[0].out.weight.shape[1] - self._hidden
         adapted = [module for module in tree.modules() if isinstance(module, SlottedLinear)]
         self._rank = adapted[0].rank if adapted else 0
         self._mask: SlotMask | None = adapted[0].mask if adapted else None
@@ -158,14 +155,14 @@ class FusedDecoder:
     ) -> Tensor:
         """Logits [kept tokens, vocabulary], float32."""
         kernels, hidden, count = self._kernels, self._hidden, tokens.shape[0]
-        stream = self._embedding.new_zeros(count, hidden + self._columns)
-        stream[:, :hidden] = F.embedding(tokens, self._embedding)
-        x = stream.new_empty(count, hidden)
-        q = stream.new_empty(count, self._heads, self._size)
+        stream = F.embedding(tokens, self._embedding).to(wide_type(self._embedding.dtype))
+        x = self._embedding.new_empty(count, hidden)
+        q = x.new_empty(count, self._heads, self._size)
         attended = torch.empty_like(q)
-        arriving: Product | None = None  # whose adapter's columns the stream carries
+        added: Tensor | None = None  # what `arriving` made, which is not in the stream yet
+        arriving: Product | None = None
         for number, layer in enumerate(self.layers):
-            self._norm_into(stream, layer.before, arriving, slots, x)
+            self._norm_into(stream, added, layer.before, arriving, slots, x)
             keys, values = self._cache.of_layer[number]
             kernels.split_heads(
                 layer.qkv(x),
@@ -187,25 +184,25 @@ class FusedDecoder:
                 q,
             )
             attend(number, q, attended, layer.scaling)
-            layer.out.add_to(stream, attended.view(count, -1))
-            self._norm_into(stream, layer.between, layer.out, slots, x)
-            gated = stream.new_empty(count, layer.width)
+            added = layer.out.wide(attended.view(count, -1))
+            self._norm_into(stream, added, layer.between, layer.out, slots, x)
+            gated = x.new_empty(count, layer.width)
             up = layer.gate_up
             kernels.gate(up(x), layer.width, layer.activation, slots, up.bs, self._rank, up.scale, gated)
-            layer.down.add_to(stream, gated)
-            arriving = layer.down
-        if keep is not None:
-            stream, slots = stream.index_select(0, keep), slots.index_select(0, keep)
-            x = stream.new_empty(keep.shape[0], hidden)
-        self._norm_into(stream, self._norm, arriving, slots, x)
+            added, arriving = layer.down.wide(gated), layer.down
+        if keep is not None and added is not None:
+            stream, added = stream.index_select(0, keep), added.index_select(0, keep)
+            slots, x = slots.index_select(0, keep), x.new_empty(keep.shape[0], hidden)
+        self._norm_into(stream, added, self._norm, arriving, slots, x)
         return self._logits(x)
 
-    def _norm_into(self, stream: Tensor, norm: Norm, product: Product | None, slots: Tensor, out: Tensor) -> None:
+    def _norm_into(
+        self, stream: Tensor, added: Tensor | None, norm: Norm, product: Product | None, slots: Tensor, out: Tensor
+    ) -> None:
+        """Add what `product` made to the stream, and write the norm of the sum."""
         b = None if product is None or product.bs is None else product.bs[0]
         scale = 1.0 if product is None else product.scale
-        self._kernels.add_norm(stream, self._hidden, norm.weight, norm.epsilon, slots, b, self._rank, scale, out)
+        self._kernels.add_norm(stream, added, norm.weight, norm.epsilon, slots, b, self._rank, scale, out)
 
     def _logits(self, x: Tensor) -> Tensor:
-        if x.device.type == "cuda" and x.dtype != torch.float32 and self._head_bias is None:
-            return torch.mm(x, self._head.t(), out_dtype=torch.float32)
-        return F.linear(x, self._head, self._head_bias).float()
+        return wide_logits(x, self._head, self._head_bias).float()

@@ -6,10 +6,10 @@ product (q, k, v or gate, up) has the columns from `j * num_slots * rank` on, an
 on. The second product is done here with `b` [num_slots * rank, out] of each layer. A token *selects* the product with
 its own slot's rows, so nothing of another version, not even a NaN, can reach it. `scale` is that of all adapters.
 
-Every kernel has a twin in plain torch, `plain_...`, with the same signature, which defines what it computes. Values
-round to the model's dtype where transformers rounds them; everything between is float32. Launch grids depend on shapes
-alone, so that all of it can be captured in a CUDA graph. The last dimension of every tensor is contiguous; each
-element of `slots` [tokens] is in [0, num_slots).
+Every kernel has a twin in plain torch, `plain_...`, with the same signature, which defines what it computes. What a
+product or attention reads is rounded to the model's dtype, once; everything between is float32, the residual stream
+too, as in the trainer's decoder. Launch grids depend on shapes alone, so that all of it can be captured in a CUDA
+graph. The last dimension of every tensor is contiguous; each element of `slots` [tokens] is in [0, num_slots).
 """
 
 # ruff: noqa: N803 - what a kernel is compiled for is in capitals
@@ -48,7 +48,7 @@ def _own_adapter(  # type: ignore[no-untyped-def]
     """
     ranks = tl.arange(0, RANK_PADDED)
     own = h[:, None] + slots[:, None] * RANK + ranks[None, :]
-    own = tl.load(own, mask=inside_rows[:, None] & (ranks < RANK)[None, :], other=0.0)
+    own = tl.load(own, mask=inside_rows[:, None] & (ranks < RANK)[None, :], other=0.0).to(b.dtype.element_ty)
     total = tl.zeros((TILE, COLUMNS), tl.float32)
     inside = (ranks < RANK)[:, None] & inside_columns[None, :]
     for slot in range(NUM_SLOTS):
@@ -62,54 +62,50 @@ def _own_adapter(  # type: ignore[no-untyped-def]
 
 @kernel()
 def _add_norm_kernel(  # type: ignore[no-untyped-def]
-    stream, weight, slots, b, out, epsilon, scale, STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr,
-    HIDDEN: tl.constexpr, EXTRA: tl.constexpr, B_STRIDE: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, EXTRA_BLOCK: tl.constexpr,
+    stream, added, weight, slots, b, out, epsilon, scale, STRIDE: tl.constexpr, ADDED_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr, HIDDEN: tl.constexpr, B_STRIDE: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    start = stream + row * STRIDE
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
-    residual = tl.load(start + columns, mask=inside, other=0.0)
-    if b is not None:
-        first = tl.load(slots + row) * RANK
-        added = tl.zeros((BLOCK,), tl.float32)
-        for start_rank in range(0, RANK, CHUNK):
-            ranks = start_rank + tl.arange(0, CHUNK)
-            h = tl.load(start + HIDDEN + first + ranks, mask=ranks < RANK, other=0.0).to(tl.float32)
-            factor = b + (first + ranks)[:, None] * B_STRIDE + columns[None, :]
-            factor = tl.load(factor, mask=(ranks < RANK)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-            added += tl.sum(h[:, None] * factor, 0)
-        residual = (residual.to(tl.float32) + scale * added).to(stream.dtype.element_ty)
-        tl.store(start + columns, residual, mask=inside)
-    value = residual.to(tl.float32)
+    value = tl.load(stream + row * STRIDE + columns, mask=inside, other=0.0)
+    if added is not None:
+        start = added + row * ADDED_STRIDE
+        value += tl.load(start + columns, mask=inside, other=0.0)
+        if b is not None:
+            first = tl.load(slots + row) * RANK
+            adapted = tl.zeros((BLOCK,), tl.float32)
+            for start_rank in range(0, RANK, CHUNK):
+                ranks = start_rank + tl.arange(0, CHUNK)
+                h = tl.load(start + HIDDEN + first + ranks, mask=ranks < RANK, other=0.0)
+                h = h.to(b.dtype.element_ty).to(tl.float32)
+                factor = b + (first + ranks)[:, None] * B_STRIDE + columns[None, :]
+                factor = tl.load(factor, mask=(ranks < RANK)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+                adapted += tl.sum(h[:, None] * factor, 0)
+            value += scale * adapted
+        tl.store(stream + row * STRIDE + columns, value, mask=inside)
     inverse = tl.rsqrt(tl.sum(value * value, 0) / HIDDEN + epsilon)
-    value = (value * inverse).to(out.dtype.element_ty).to(tl.float32)
-    value *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    value = value * inverse * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * OUT_STRIDE + columns, value.to(out.dtype.element_ty), mask=inside)
-    if EXTRA > 0:
-        tl.debug_barrier()  # every warp has read its h by now
-        extra = tl.arange(0, EXTRA_BLOCK)
-        zero = tl.zeros((EXTRA_BLOCK,), stream.dtype.element_ty)
-        tl.store(start + HIDDEN + extra, zero, mask=extra < EXTRA)
 
 
 @kernel("tokens")
 def _add_kernel(  # type: ignore[no-untyped-def]
-    stream, slots, b, tokens, scale, STRIDE: tl.constexpr, HIDDEN: tl.constexpr, B_STRIDE: tl.constexpr,
-    NUM_SLOTS: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    stream, added, slots, b, tokens, scale, STRIDE: tl.constexpr, ADDED_STRIDE: tl.constexpr, HIDDEN: tl.constexpr,
+    B_STRIDE: tl.constexpr, NUM_SLOTS: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside_rows, inside_columns = rows < tokens, columns < HIDDEN
     inside = inside_rows[:, None] & inside_columns[None, :]
-    start = stream + rows.to(tl.int64) * STRIDE
     slot = tl.load(slots + rows, mask=inside_rows, other=0)
-    added = _own_adapter(start + HIDDEN, b, slot, inside_rows, columns, inside_columns, B_STRIDE, NUM_SLOTS, RANK,
-                         RANK_PADDED, TILE, COLUMNS)  # fmt: skip
-    place = start[:, None] + columns[None, :]
-    value = tl.load(place, mask=inside, other=0.0).to(tl.float32) + scale * added
-    tl.store(place, value.to(stream.dtype.element_ty), mask=inside)
+    h = added + rows.to(tl.int64) * ADDED_STRIDE + HIDDEN
+    adapted = _own_adapter(h, b, slot, inside_rows, columns, inside_columns, B_STRIDE, NUM_SLOTS, RANK, RANK_PADDED,
+                           TILE, COLUMNS)  # fmt: skip
+    place = stream + rows.to(tl.int64)[:, None] * STRIDE + columns[None, :]
+    tl.store(place, tl.load(place, mask=inside, other=0.0) + scale * adapted, mask=inside)
 
 
 @kernel()
@@ -117,13 +113,13 @@ def _adapted(  # type: ignore[no-untyped-def]
     start, h, b, slots, inside_rows, columns, inside_columns, scale, B_STRIDE: tl.constexpr, NUM_SLOTS: tl.constexpr,
     RANK: tl.constexpr, RANK_PADDED: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of a layer's output with its adapter added, rounded to its dtype; zero outside."""
+    """Some columns of a layer's output with its adapter added, float32; zero outside."""
     inside = inside_rows[:, None] & inside_columns[None, :]
-    value = tl.load(start[:, None] + columns[None, :], mask=inside, other=0.0)
+    value = tl.load(start[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     if b is not None:
         added = _own_adapter(h, b, slots, inside_rows, columns, inside_columns, B_STRIDE, NUM_SLOTS, RANK, RANK_PADDED,
                              TILE, COLUMNS)  # fmt: skip
-        value = (value.to(tl.float32) + scale * added).to(value.dtype)
+        value += scale * added
     return value
 
 
@@ -142,16 +138,13 @@ def _head(  # type: ignore[no-untyped-def]
                      HALF_PADDED)  # fmt: skip
     second = _adapted(start, h, b, slots, own, columns + SIZE // 2, whole, scale, B_STRIDE, NUM_SLOTS, RANK,
                       RANK_PADDED, TILE, HALF_PADDED)  # fmt: skip
-    dtype: tl.constexpr = start.dtype.element_ty
-    first = first.to(tl.float32)
-    second = second.to(tl.float32)
     if weight is not None:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         inverse = tl.rsqrt(squares / SIZE + epsilon)[:, None]
         of_first = tl.load(weight + halves, mask=whole, other=0.0).to(tl.float32)
         of_second = tl.load(weight + SIZE // 2 + halves, mask=whole, other=0.0).to(tl.float32)
-        first = ((first * inverse).to(dtype).to(tl.float32) * of_first[None, :]).to(dtype).to(tl.float32)
-        second = ((second * inverse).to(dtype).to(tl.float32) * of_second[None, :]).to(dtype).to(tl.float32)
+        first = first * inverse * of_first[None, :]
+        second = second * inverse * of_second[None, :]
     place = place[:, None] + halves[None, :]
     if ROTATED:
         angle = cos_sin + position[:, None] * TABLE_STRIDE + halves[None, :]
@@ -216,9 +209,9 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     start = gate_up + rows.to(tl.int64) * STRIDE
     slot = tl.load(slots + rows, mask=own, other=0)
     gate = _adapted(start, start + 2 * WIDTH, b_gate, slot, own, columns, whole, scale, GATE_STRIDE, NUM_SLOTS, RANK,
-                      RANK_PADDED, TILE, COLUMNS).to(tl.float32)  # fmt: skip
+                      RANK_PADDED, TILE, COLUMNS)  # fmt: skip
     up = _adapted(start + WIDTH, start + 2 * WIDTH + NUM_SLOTS * RANK, b_up, slot, own, columns, whole, scale,
-                    UP_STRIDE, NUM_SLOTS, RANK, RANK_PADDED, TILE, COLUMNS).to(tl.float32)  # fmt: skip
+                    UP_STRIDE, NUM_SLOTS, RANK, RANK_PADDED, TILE, COLUMNS)  # fmt: skip
     if ACTIVATION == "silu":
         active = gate * tl.sigmoid(gate)
     elif ACTIVATION == "gelu_tanh":
@@ -226,9 +219,8 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
         active = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
     else:
         active = 0.5 * gate * (1.0 + tl.erf(0.7071067811865476 * gate))
-    dtype = out.dtype.element_ty
     place = out + rows.to(tl.int64)[:, None] * OUT_STRIDE + columns[None, :]
-    tl.store(place, (active.to(dtype).to(tl.float32) * up).to(dtype), mask=own[:, None] & whole[None, :])
+    tl.store(place, (active * up).to(out.dtype.element_ty), mask=own[:, None] & whole[None, :])
 
 
 def _power_of_two(number: int, least: int = 1) -> int:
@@ -247,39 +239,40 @@ def _blocks(length: int, block: int) -> int:
     return -(-length // block)
 
 
-def _row_stride(b: Tensor | None) -> int:
-    return 0 if b is None else b.stride(0)
+def _row_stride(matrix: Tensor | None) -> int:
+    return 0 if matrix is None else matrix.stride(0)
 
 
 def add_norm(
-    stream: Tensor,  # [tokens, hidden + H]: the residual, changed in place, and h, which is set to zero
-    hidden: int,
+    stream: Tensor,  # [tokens, hidden] float32: the residual, changed in place
+    added: Tensor | None,  # [tokens, hidden + H] float32: a product that goes into it, and its h; None: nothing to add
     weight: Tensor,  # [hidden]
     epsilon: float,
     slots: Tensor,  # [tokens] int64
-    b: Tensor | None,  # [num_slots * rank, hidden]; None: nothing to add
+    b: Tensor | None,  # [num_slots * rank, hidden]; None: no adapters
     rank: int,
     scale: float,
     out: Tensor,  # [tokens, hidden]
 ) -> None:
-    """Add the adapters of the product that was just accumulated into the residual; `out` is its norm.
+    """Add a product with its adapters to the residual; `out` is the norm of the sum.
 
-    A program a row, all of it in registers. Bytes a token: the row read and written, `out` written, `rank` rows of `b`
-    (64 KB at rank 16 and 2,048 columns) from the L2 cache. At 256 tokens those 16 MB bound it: about 4 us expected,
-    2 us without adapters. Above `ADD_NORM_ROWS` tokens the adapters are added by tiles in a kernel of their own.
+    A program a row, all of it in registers. Bytes a token: the row read and written, `added` read, `out` written,
+    `rank` rows of `b` (64 KB at rank 16 and 2,048 columns) from the L2 cache. At 256 tokens those 16 MB bound it: about
+    4 us expected, 3 us without adapters. Above `ADD_NORM_ROWS` tokens the adapters are added by tiles in a kernel of
+    their own. `h` is rounded to the type of `b`, as the trainer rounds it.
     """
-    tokens, extra = stream.shape[0], stream.shape[1] - hidden
-    if b is not None and tokens > ADD_NORM_ROWS:
+    tokens, hidden = stream.shape
+    if b is not None and added is not None and tokens > ADD_NORM_ROWS:
         tile = _tile(tokens)
         _add_kernel[(_blocks(tokens, tile), _blocks(hidden, ADD_COLUMNS))](
-            stream, slots, b, tokens, scale, stream.stride(0), hidden, b.stride(0), b.shape[0] // rank, rank,
-            _power_of_two(rank, 16), tile, ADD_COLUMNS, num_warps=_warps(tile),
+            stream, added, slots, b, tokens, scale, stream.stride(0), added.stride(0), hidden, b.stride(0),
+            b.shape[0] // rank, rank, _power_of_two(rank, 16), tile, ADD_COLUMNS, num_warps=_warps(tile),
         )  # fmt: skip
         b = None
     block, chunk = _power_of_two(hidden), min(NORM_CHUNK, _power_of_two(rank))
     _add_norm_kernel[(tokens,)](
-        stream, weight, slots, b, out, epsilon, scale, stream.stride(0), out.stride(0), hidden, extra, _row_stride(b),
-        rank, chunk, block, _power_of_two(max(extra, 1)), num_warps=min(16, max(4, block // 256)),
+        stream, added, weight, slots, b, out, epsilon, scale, stream.stride(0), _row_stride(added), out.stride(0),
+        hidden, _row_stride(b), rank, chunk, block, num_warps=min(16, max(4, block // 256)),
     )  # fmt: skip
 
 
@@ -354,23 +347,21 @@ def _check_activation(activation: str) -> None:
 
 
 def _plain_adapted(y: Tensor, h: Tensor, slots: Tensor, b: Tensor | None, rank: int, scale: float) -> Tensor:
-    """`y` [tokens, out] with the product of each token's own part of `h` [tokens, num_slots * rank] added."""
+    """`y` [tokens, out] with the product of each token's own part of `h` [tokens, num_slots * rank] added; float32."""
     if b is None:
-        return y
-    own = h.float().gather(1, slots[:, None] * rank + torch.arange(rank, device=h.device))
+        return y.float()
+    own = h.to(b.dtype).float().gather(1, slots[:, None] * rank + torch.arange(rank, device=h.device))
     factors = b.float().reshape(-1, rank, b.shape[1]).index_select(0, slots)
-    return (y.float() + scale * torch.bmm(own.unsqueeze(1), factors).squeeze(1)).to(y.dtype)
+    return y.float() + scale * torch.bmm(own.unsqueeze(1), factors).squeeze(1)
 
 
 def _plain_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    value = x.float()
-    value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + epsilon)
-    return weight * value.to(x.dtype)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight.float()
 
 
 def plain_add_norm(
     stream: Tensor,
-    hidden: int,
+    added: Tensor | None,
     weight: Tensor,
     epsilon: float,
     slots: Tensor,
@@ -379,10 +370,10 @@ def plain_add_norm(
     scale: float,
     out: Tensor,
 ) -> None:
-    residual, h = stream[:, :hidden], stream[:, hidden:]
-    residual.copy_(_plain_adapted(residual, h, slots, b, rank, scale))
-    h.zero_()
-    out.copy_(_plain_norm(residual, weight, epsilon))
+    if added is not None:
+        y, h = added.tensor_split([stream.shape[1]], 1)
+        stream.add_(_plain_adapted(y, h, slots, b, rank, scale))
+    out.copy_(_plain_norm(stream, weight, epsilon))
 
 
 def plain_split_heads(
@@ -415,7 +406,7 @@ def plain_split_heads(
     cos, sin = cos_sin.index_select(0, positions).float().unsqueeze(1).chunk(2, -1)
 
     def turned(x: Tensor, weight: Tensor | None) -> Tensor:
-        x = (x if weight is None else _plain_norm(x, weight, epsilon)).float()
+        x = x if weight is None else _plain_norm(x, weight, epsilon)
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat((-second, first), -1) * sin
 
