@@ -3,10 +3,9 @@
     python tests/chaos/chaos.py --runs 50 [--victim driver] [--seed 0]
 
 A run is a `stretto train` of a few seconds, of another paradigm each time, in a process that is forked from one that
-has imported everything: its life is then its own and not the imports'. A *victim* is what is killed: a
-function that ends something of the run's and says whether it did. More kinds are rows of
-`VICTIMS`. Every moment follows from the seed, as an update of the run and some time after it; what the machine does
-meanwhile does not.
+has imported everything: its life is then its own and not the imports'. A *victim* is what is killed: a function that
+ends something of the run's and says whether it did. More kinds are rows of `VICTIMS`. Every moment follows from the
+seed, as an update of the run and some time after it; what the machine does meanwhile does not.
 """
 
 from __future__ import annotations
@@ -88,9 +87,9 @@ def survive(model: Path, folder: Path, seed: int, victim: str = "driver", kills:
         before = finished(folder / "run")
         target = chance.randint(before, STEPS)
         soon = chance.uniform(0.0, LIFE_S if target == before else UPDATE_S)
-        if len(done) < kills and _wait(process, folder / "run", target, soon):
-            if VICTIMS[victim](process, chance):
-                done.append(finished(folder / "run"))
+        goes_on = len(done) < kills and _wait(process, folder / "run", target, soon)
+        if goes_on and VICTIMS[victim](process, chance):
+            done.append(finished(folder / "run"))
         process.join(PATIENCE_S)
         if process.exitcode == -signal.SIGKILL:
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -201,6 +202,19 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     assert run(made, tmp_path / "run", resume=True)["steps"] == 6
     assert_verifies(tmp_path / "run")
     assert replay(tmp_path / "run").difference is None
+
+
+def test_a_version_that_finds_no_room_ends_the_run_and_it_goes_on_when_there_is(model: Path, tmp_path: Path) -> None:
+    made = recipe(model, tmp_path, "training.steps=2", "evaluation.prompts=0", lora=False)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, hard))
+        with pytest.raises(RunError, match=r"version 0 could not be written to .* go on with `--resume`"):
+            run(made, tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert run(made, tmp_path / "run", resume=True)["steps"] == 2
+    assert_verifies(tmp_path / "run")
 
 
 def test_a_run_that_was_killed_before_it_had_anything_begins(model: Path, tmp_path: Path) -> None:

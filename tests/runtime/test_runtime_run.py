@@ -374,7 +374,17 @@ def test_a_policy_that_cannot_be_written_is_an_error_by_name(model: Path, tmp_pa
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, hard))
         with pytest.raises(RunError, match=r"the trained policy cannot be written to .*policy"):
-            run(recipe(model, tmp_path, "training.steps=1", "evaluation.prompts=0", lora=False), tmp_path / "run")
+            run(
+                recipe(
+                    model,
+                    tmp_path,
+                    "training.steps=1",
+                    "evaluation.prompts=0",
+                    "runtime.durable_versions=false",
+                    lora=False,
+                ),
+                tmp_path / "run",
+            )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert_verifies(tmp_path / "run")

@@ -91,6 +91,11 @@ class PromptStream:
         """How many times every row has come before position `index`, where rows come in epochs."""
         return index // len(self._rows)
 
+    @property
+    def follows_rewards(self) -> bool:
+        """Whether later draws depend on what was scored."""
+        return self._pass_rates is not None
+
     def draw(self, index: int) -> Draw:
         """The row at position `index`, and why. With pass rates each position is drawn once, in order."""
         if self._pass_rates is not None:

@@ -113,6 +113,8 @@ def snapshot(path: Path, plan: Plan) -> dict[str, Any]:
 
 def recall_draws(path: Path, prompts: PromptStream) -> None:
     """Tell the prompts what was drawn, scored and taken, in its order: later draws follow from that."""
+    if not prompts.follows_rewards:
+        return
     with _open(path) as db:
         rows = db.execute(
             "SELECT t.from_state, t.to_state, g.row_number, x.reward, x.member, m.update_id FROM transitions t "
