@@ -163,9 +163,9 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_checkpointing() -
             BILLIONS, tokens, torch.bfloat16, CUDA, packed=packed, trains_head=False, checkpointing=checkpointing
         )
 
-    assert 16 * GIB < held(8192) < 20 * GIB, "2.1 MB a token"
+    assert 16 * GIB < held(8192) < 20 * GIB, "2.4 MB a token"
     assert held(16_384) - held(8192) == held(24_576) - held(16_384)
-    assert held(8192, checkpointing=True) < held(8192) / 5
+    assert held(8192, checkpointing=True) < held(8192) / 4
     assert held(8192, packed=False) > 1.8 * held(8192), "in half precision"
 
 

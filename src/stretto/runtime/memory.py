@@ -39,7 +39,7 @@ from stretto.runtime.device import choose_device, choose_dtype, describe_device
 from stretto.training import decoder
 from stretto.training.logprobs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_TRAINED_HEAD
 from stretto.training.lora import inject_lora
-from stretto.training.varlen import flash_fits
+from stretto.training.varlen import HALF, flash_fits
 
 GIB = 1 << 30
 KV_BYTES_BY_DEFAULT = 4 * GIB  # cap of the KV cache on the CPU, where the recipe does not name one
@@ -242,10 +242,11 @@ def activation_bytes(
     experts = getattr(config, "num_experts_per_tok", None) or 0
     dense = getattr(config, "intermediate_size", None) or 4 * width
     feed_forward = max(dense, experts * (getattr(config, "moe_intermediate_size", None) or dense))
-    layer = 4 * width + (3 * heads + 4 * kv_heads) * size + 3 * feed_forward
+    stream = 2 if packed and dtype in HALF else 1  # the lean decoder's is float32
+    layer = (2 + 2 * stream) * width + (3 * heads + 4 * kv_heads) * size + 3 * feed_forward
     layer = int(layer * (1.0 if packed else STOCK_FACTORS[dtype != torch.float32]))
     layers = config.num_hidden_layers
-    kept = layers * width + layer if checkpointing else layers * layer
+    kept = layers * stream * width + layer if checkpointing else layers * layer
     ends = 4 * width  # embedding, last norm, directions or their gradient
     held = tokens * (kept + layer + ends) * dtype.itemsize
     chunks = CHUNK_ELEMENTS_TRAINED_HEAD if trains_head else CHUNK_ELEMENTS
