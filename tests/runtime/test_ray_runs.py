@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +72,28 @@ def test_instances_that_are_killed_and_that_hang_are_replaced_and_nothing_is_los
     assert_verifies(tmp_path / "run")
 
 
+def test_instances_are_added_and_removed_from_outside_while_a_run_goes_on(model: Path, tmp_path: Path) -> None:
+    folder, said = tmp_path / "run", list[str]()
+
+    def ask() -> None:
+        for wanted in (("--add", "1"), ("--remove", "0"), ("--list",)):
+            command = [sys.executable, "-m", "stretto.cli", "pool", str(folder), *wanted]
+            said.append(subprocess.run(command, capture_output=True, text=True, timeout=300).stdout)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    asking = threading.Thread(target=ask)
+    with small_cluster():
+        made = recipe(model, tmp_path, *RAY, "runtime.instances=1", "training.steps=100000")
+        summary = run(made, folder, observer=After(1, asking.start))
+    asking.join()
+    assert summary["stopped"]
+    assert "added instances 1" in said[0]
+    assert [line.split()[0] for line in said[2].splitlines()[1:]] == ["1"]
+    assert rows(folder, "SELECT instance, outcome FROM instances ORDER BY 1") == [(0, "removed"), (1, None)]
+    assert rows(folder, "SELECT count(*) FROM completions c JOIN trajectories USING (trajectory)")[0][0] > 24
+    assert_verifies(folder)
+
+
 def test_a_run_goes_on_when_one_of_three_machines_dies(model: Path, tmp_path: Path, instances: list[RayEngine]) -> None:
     # The driver's machine has no room, so the instance is on one of the others; so is the trainer, maybe on the same.
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
@@ -84,13 +108,13 @@ def test_a_run_goes_on_when_one_of_three_machines_dies(model: Path, tmp_path: Pa
     ray.shutdown()  # of another test's cluster
     ray.init(address=cluster.address, **{k: v for k, v in QUIET.items() if k != "include_dashboard"})
     try:
-        made = recipe(model, tmp_path, *RAY, "runtime.instances=1", "runtime.instance_seconds=10", "training.steps=5")
+        made = recipe(model, tmp_path, *RAY, "runtime.instances=1", "runtime.instance_seconds=10", "training.steps=40")
         summary = run(made, tmp_path / "run", observer=After(1, harm))
         gone[0].join()
     finally:
         ray.shutdown()
         cluster.shutdown()
-    assert summary["steps"] == 5
+    assert summary["steps"] == 40
     assert lost(tmp_path / "run") == 1
     assert instances[1].node != instances[0].node
     assert_verifies(tmp_path / "run")

@@ -32,10 +32,9 @@ from transformers.utils import logging as transformers_logging
 
 from stretto.config import Recipe
 from stretto.core.brain import Brain
-from stretto.engines.protocol import Engine
 from stretto.environments.reward_output import RewardOutput
 from stretto.environments.single_turn import SingleTurn
-from stretto.errors import VersionNotResidentError
+from stretto.errors import EngineError, VersionNotResidentError
 from stretto.evaluation import Evaluator, Moment
 from stretto.invocation import command
 from stretto.loop import Loop, Settings
@@ -60,6 +59,7 @@ from stretto.types import Weights
 # Engine and trainer make thousands of short calls a second that give up the interpreter lock and want it back at once.
 # A thread that waits for the lock gets it only after this long; with the usual 5 ms each starves the other.
 SWITCH_S = 1e-4
+EVALUATION_TRIES = 3  # on other instances, of an evaluation before or after the run
 
 
 def train_from_command_line(recipe: Recipe, folder: Path, *, resume: bool, part_of_compare: bool = False) -> int:
@@ -184,9 +184,7 @@ async def _run(
     tally = Tally(rows=plan.rows, sink=metrics, totals=resumed.totals)
     evaluator = _evaluator(recipe, parts, environment, journal)
     if evaluator is not None and brain.newest == 0 and not resumed.evaluated_before:
-        await _evaluate_alone(
-            evaluator, next(iter(pool.engines.values())), resumed.weights[0], "before", tally, observer
-        )
+        await _evaluate_alone(evaluator, pool, resumed.weights[0], "before", tally, observer)
 
     def checkpointing(loop: Loop) -> Coroutine[Any, Any, None]:
         return take_checkpoint(folder, loop, role, journal, versions)
@@ -229,8 +227,7 @@ async def _run(
     # Complete from here on: what becomes of the last evaluation changes nothing of what was trained.
     summary = await _conclude(folder, tally, brain, journal, role, stopped=False)
     if evaluator is not None:
-        engine = next(iter(loop.instances.engines.values()))
-        await _evaluate_alone(evaluator, engine, loop.weights[plan.updates], "after", tally, observer)
+        await _evaluate_alone(evaluator, pool, loop.weights[plan.updates], "after", tally, observer)
         summary = await _conclude(folder, tally, brain, journal, role, stopped=False)
     versions.prune(lambda version: False)  # `policy/` has the last, and nothing needs another
     return summary
@@ -259,16 +256,28 @@ async def _conclude(
 
 
 async def _evaluate_alone(
-    evaluator: Evaluator, engine: Engine, weights: Weights, moment: Moment, tally: Tally, observer: Observer
+    evaluator: Evaluator, pool: Pool, weights: Weights, moment: Moment, tally: Tally, observer: Observer
 ) -> None:
-    """Evaluate while nothing else runs, before the first admission or after the last update."""
-    for version in engine.report().versions:
-        with contextlib.suppress(VersionNotResidentError):  # the end of the loop may have unloaded it since
-            await engine.unload(version)
-    await engine.load(weights)
-    result = await evaluator.evaluate(engine, weights.version, moment)
+    """Evaluate while nothing else runs, before the first admission or after the last update.
+
+    Where the instance is lost on the way, it is done by another.
+    """
+    for attempt in range(EVALUATION_TRIES):
+        instance, engine = next(iter(pool.engines.items()), None) or await pool.add()
+        try:
+            for version in engine.report().versions:
+                with contextlib.suppress(VersionNotResidentError):  # the end of the loop may have unloaded it since
+                    await engine.unload(version)
+            await engine.load(weights)
+            result = await evaluator.evaluate(engine, weights.version, moment)
+            await engine.unload(weights.version)
+            break
+        except EngineError as error:
+            await pool.remove(instance)
+            if attempt + 1 == EVALUATION_TRIES:
+                raise
+            observer.message(f"instance {instance} was lost while it evaluated: {error}; another does it")
     evaluator.record(result, tally.evaluated(result))
-    await engine.unload(weights.version)
     observer.evaluated(result)
 
 
