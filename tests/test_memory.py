@@ -166,7 +166,7 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_checkpointing() -
     assert 16 * GIB < held(8192) < 20 * GIB, "2.4 MB a token"
     assert held(16_384) - held(8192) == held(24_576) - held(16_384)
     assert held(8192, checkpointing=True) < held(8192) / 4
-    assert held(8192, packed=False) > 1.8 * held(8192), "in half precision"
+    assert held(8192, packed=False) > 1.6 * held(8192), "in half precision"
 
 
 def test_a_micro_batch_holds_a_whole_sequence_and_no_more_than_the_batch() -> None:
