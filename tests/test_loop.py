@@ -271,7 +271,7 @@ def test_a_stall_says_who_waits_for_what(tmp_path: Path) -> None:
             await asyncio.Event().wait()
             raise AssertionError
 
-    bench = Bench(tmp_path, plan(), engines=[Stuck()], stall_s=0.2)
+    bench = Bench(tmp_path, plan(), engines=[Stuck()], stall_s=0.2, rebalance_s=0.02)
     with pytest.raises(
         StalledError, match=r"nothing happened for 0.2 s .*trainer: update 0: 0 of 3 groups are finished"
     ):
@@ -303,15 +303,19 @@ def test_a_long_update_and_a_slow_reward_are_no_stall(tmp_path: Path) -> None:
     assert bench.run()
 
 
-def test_a_reward_that_does_not_keep_its_own_deadline_is_a_stall(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asks_first", [True, False])
+def test_environments_that_never_return_fail_their_trajectories_and_then_the_run(
+    asks_first: bool, tmp_path: Path
+) -> None:
     class Hangs(InProcess):
         async def episode(self, prompt: Prompt, policy: Policy) -> float:
-            await super().episode(prompt, policy)
+            if asks_first:
+                await super().episode(prompt, policy)
             await asyncio.Event().wait()
             raise AssertionError
 
-    bench = Bench(tmp_path, plan(), environment=Hangs(), stall_s=0.1, reward_s=0.2)
-    with pytest.raises(StalledError, match=r"nothing happened for 0\.1 s"):
+    bench = Bench(tmp_path, plan(retries=0, rows=64), environment=Hangs(), stall_s=0.4, reward_s=0.0)
+    with pytest.raises(StalledError, match=r"trajectories all failed.* environment has not returned for 0\.4 s since"):
         bench.run()
 
 

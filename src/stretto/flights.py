@@ -117,6 +117,7 @@ class Flights:
         self._checksums: dict[int, str] = {}  # of the versions that instances were told to load
         self._surveyed: dict[int, Load] = {}  # what each instance said at the last survey
         self._prefill_rate = 0.0  # the fastest that was seen
+        self._episodes: set[_Policy] = set()  # those that an environment plays
         self._suspicion = asyncio.Lock()
         self._accused: Flight | None = None  # the one suspect that runs
 
@@ -126,8 +127,8 @@ class Flights:
 
     @property
     def scores(self) -> bool:
-        """Whether a reward is being computed."""
-        return any(flight.completion is not None and flight.reward is None for flight in self.under_way.values())
+        """Whether an environment is at something else than to wait for tokens; each has a deadline for that."""
+        return any(policy.limit.when() is not None for policy in self._episodes)
 
     # -- one trajectory ------------------------------------------------------------------------------------------------
 
@@ -152,8 +153,9 @@ class Flights:
             return
         if policy.resumed:
             self._journal.moved(flight.id, "running", at=time.time(), reason=policy.reason, instance=policy.instance)
+        self._episodes.add(policy)
         try:
-            async with asyncio.timeout(None) as policy.limit:
+            async with asyncio.timeout(self._episode_s) as policy.limit:
                 reward = await self._environment.episode(flight.prompt, policy)
         except (SuspendedError, AbortedError):
             return  # whoever took it out of the engine holds it
@@ -163,12 +165,15 @@ class Flights:
             return
         except Exception as error:
             if isinstance(error, TimeoutError) and policy.limit.expired():
-                error = RewardError(f"the environment has not returned for {self._episode_s:g} s after its last token")
+                since = "it began" if flight.completion is None else "its last token"
+                error = RewardError(f"the environment has not returned for {self._episode_s:g} s since {since}")
             ours = isinstance(error, StrettoError) and not isinstance(error, RewardError | RequestError)
             if ours or isinstance(error, AssertionError):
                 raise  # not of this trajectory: of the journal, of the reward pool itself, of this file
             self._failed(flight, policy, error)
             return
+        finally:
+            self._episodes.discard(policy)
         if flight.id not in self.under_way:
             return  # dropped while it was scored
         flight.reward = reward

@@ -46,8 +46,9 @@ LOOK_S = 1.0  # between looks at who makes progress, at most
 class _Member:
     """One instance that took part."""
 
-    engine: Engine
+    engine: Engine | None  # None once it is gone
     joined_at: float
+    last: Load | None = None  # what it had done by then
     left_at: float = math.inf
     error: EngineError | None = None  # once it is lost
     leaving: bool = False
@@ -57,6 +58,18 @@ class _Member:
     working: int = 0  # those of them that end with a trajectory
     done: tuple[int, int, int] = (0, 0, 0)  # what it had done at the last look
     done_at: float = 0.0  # when that last changed, or it had nothing to do
+
+    def report(self) -> Load:
+        """What it is doing and has done, and from when to when it took part."""
+        load = self.last if self.engine is None else self.engine.report()
+        assert load is not None, "an instance that is gone has left its last report"
+        return replace(load, since=self.joined_at, until=self.left_at)
+
+    def go(self, at: float) -> None:
+        """It takes part no more: its engine is let go, and with it what that holds."""
+        self.left_at = at
+        self.last, self.engine = self.report(), None
+        self.gone.set()
 
 
 class Instances:
@@ -96,14 +109,16 @@ class Instances:
 
     def reports(self) -> list[Load]:
         """What every instance is doing and has done, those that are gone included."""
-        return [
-            replace(member.engine.report(), since=member.joined_at, until=member.left_at)
-            for member in self._members.values()
-        ]
+        return [member.report() for member in self._members.values()]
 
     def report_of(self, instance: int) -> Load:
         """What an instance is doing."""
         return self.engines[instance].report()
+
+    @property
+    def coming(self) -> bool:
+        """Whether one is being made in the place of a lost one, within the deadlines of the pool."""
+        return self._coming > 0
 
     @property
     def leaving(self) -> frozenset[int]:
@@ -150,9 +165,8 @@ class Instances:
 
     async def _release(self, instance: int, member: _Member) -> None:
         async with member.turn:
-            member.left_at = time.time()
+            member.go(time.time())
             self._journal.instance_left(instance, "removed", "it was asked to go", at=member.left_at)
-            member.gone.set()
         await self._pool.remove(instance)
 
     # -- what it is asked ----------------------------------------------------------------------------------------------
@@ -160,6 +174,8 @@ class Instances:
     async def follow(self, instance: int, work: Callable[[Engine], Awaitable[T]], *, working: bool = True) -> T:
         """Have an instance do something that takes as long as it takes. Raises `EngineError` once it is lost."""
         member = self._reach(instance)
+        engine = member.engine
+        assert engine is not None, "one that is not gone has its engine"
         if working and not member.working:
             member.done_at = time.monotonic()
         limit = asyncio.timeout(None)
@@ -167,7 +183,7 @@ class Instances:
         try:
             async with limit:
                 member.limits.add(limit)
-                result = await work(member.engine)
+                result = await work(engine)
         except TimeoutError:
             if member.error is None:
                 raise
@@ -207,8 +223,8 @@ class Instances:
         now, member = time.time(), self._members[instance]
         if member.gone.is_set():
             return  # known already
-        member.error, member.left_at = error, now
-        member.gone.set()
+        member.error = error
+        member.go(now)
         for limit in member.limits:
             limit.reschedule(asyncio.get_running_loop().time())
         if self.engines.pop(instance, None) is None:
@@ -270,7 +286,7 @@ class Instances:
     def _look(self, instance: int, now: float, late_s: float) -> None:
         """One look. Time in which this thread itself was held up is nobody else's."""
         member = self._members[instance]
-        load = member.engine.report()
+        load = member.report()
         done = (load.steps, load.tokens, load.prefilled)
         if done != member.done or not (member.working or load.running or load.queued):
             member.done, member.done_at = done, now

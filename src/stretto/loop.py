@@ -14,7 +14,7 @@ threads or processes, rewards have processes, the journal has a writer.
 
 | who waits                | for what                                    | who ends it       | deadline                |
 |--------------------------|---------------------------------------------|-------------------|-------------------------|
-| the loop                 | an event                                    | any task below    | `stall_s`, by name      |
+| the loop                 | an event, but of a timer                    | any task below    | `stall_s`, by name      |
 | a new group              | rows, in_flight, deadlines, a slot, a drain | core, at an event | named by `brain.waits`  |
 | the trainer              | unfinished groups, named by the batch rule  | their flights     | named by `brain.waits`  |
 | a batch before it trains | its members durable in the journal          | journal's writer  | the journal's own       |
@@ -32,7 +32,8 @@ threads or processes, rewards have processes, the journal has a writer.
 | a flight, an evaluation  | its reward                                  | reward pool       | `task.reward_seconds`   |
 | a flight                 | an environment that has its tokens          | the environment   | `stall_s + reward_s`    |
 
-No stall is an instance that makes tokens, or an update or a reward within its own deadline, however long they take.
+No stall is an instance that makes tokens or is being made, or an update or a reward within its own deadline, however
+long they take.
 `update_s` is `runtime.update_seconds`, kept in `runtime/roles.py`; `instance_s` is `runtime.instance_seconds`, kept in
 `instances.py`.
 
@@ -147,6 +148,7 @@ class Loop:
 
         self._events: deque[core.Event] = deque()
         self._wake = asyncio.Event()
+        self._moved_at = time.monotonic()  # when something last happened that a run lives by
         self._tasks: set[asyncio.Task[None]] = set()
         self._discards: set[asyncio.Task[None]] = set()  # those of the tasks that end a trajectory
         self._failure: BaseException | None = None
@@ -218,6 +220,8 @@ class Loop:
         self._spawn(self._report_status(), "status")
         self._spawn(self.instances.watch(), "watch the instances")
         self._spawn(self._survey(), "survey the instances")
+        self._moved_at = time.monotonic()
+        self._spawn(self._watch_for_a_stall(), "watch for a stall")
         if self._control is not None:
             self._spawn(self._control.serve(self.instances), "control")
         self._updates.free_at = self._checkpointed_at = time.time()
@@ -253,6 +257,8 @@ class Loop:
 
     def post(self, event: core.Event) -> None:
         """Something happened. From the loop's thread only."""
+        if not isinstance(event, core.Surveyed | core.Measured):  # these come by themselves, whatever hangs
+            self._moved_at = time.monotonic()
         self._events.append(event)
         self._wake.set()
 
@@ -286,25 +292,30 @@ class Loop:
             self.post(core.StopRequested())
 
     async def _next_event(self) -> None:
-        """Wait for an event; what is under way and moves, or has a deadline of its own, is no stall."""
-        since = time.monotonic()
+        """Wait until there is an event or a failure, which `_watch_for_a_stall` brings where nothing else comes."""
         while not self._events and self._failure is None:
             self._wake.clear()
-            tokens = self._tokens_made()
-            try:
-                await asyncio.wait_for(self._wake.wait(), self._settings.stall_s)
-            except TimeoutError:
-                if self._tokens_made() > tokens or self.brain.training is not None:
-                    since = time.monotonic()
-                    continue
-                scores = self._flights.scores or self.brain.evaluating is not None
-                if scores and time.monotonic() - since < self._settings.stall_s + self._settings.reward_s:
-                    continue
+            await self._wake.wait()
+
+    async def _watch_for_a_stall(self) -> None:
+        """Raise once nothing has happened for too long; what moves, or has a deadline of its own, is no stall."""
+        tokens = self._tokens_made()
+        while True:
+            left_s = self._settings.stall_s - (time.monotonic() - self._moved_at)
+            if left_s <= 0 and (self._flights.scores or self.brain.evaluating is not None):
+                # The flight of a reward ends it after `stall_s + reward_s`, so that deadline has come before this one.
+                left_s += self._settings.stall_s + self._settings.reward_s
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+                continue
+            made = self._tokens_made()
+            if made == tokens and self.brain.training is None and not self.instances.coming:
                 reasons = "; ".join(f"{wait.owner}: {wait.reason}" for wait in self.brain.waits())
                 raise StalledError(
                     f"nothing happened for {self._settings.stall_s:g} s (`runtime.stall_seconds`). {reasons}. "
                     + " ".join(f"Instance {i}: {e.report()}." for i, e in self.instances.engines.items())
-                ) from None
+                )
+            tokens, self._moved_at = made, time.monotonic()
 
     def _tokens_made(self) -> int:
         return sum(load.tokens + load.prefilled for load in self._flights.reports())
