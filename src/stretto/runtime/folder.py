@@ -44,14 +44,16 @@ def take_checkpoint(
     updates, root = loop.brain.newest, folder / "checkpoints"
     needed = [loop.weights[version] for version in loop.brain.needed_versions]
     suspended = [flight.suspended for flight in loop.flights.values() if flight.suspended is not None]
+    for weights in needed:
+        versions.keep(weights)  # now, as one that is retired meanwhile must not be written after it was removed
 
     async def save() -> None:
         scratch = begin_checkpoint(root, updates)
         try:
             await trainer.save(scratch / "trainer")
             for weights in needed:
-                versions.keep(weights)
-                await versions.durable(weights.version)
+                if versions.keeps(weights.version):
+                    await versions.durable(weights.version)
             await journal.durable()
         except (OSError, SafetensorError) as error:
             abandon_checkpoint(scratch)

@@ -65,6 +65,10 @@ class VersionFiles:
         if weights.version not in self._writes:
             self._writes[weights.version] = self._writer.submit(self._write, weights)
 
+    def keeps(self, version: int) -> bool:
+        """Whether a version is on the disk or on its way there; not once it is removed."""
+        return version in self._writes
+
     async def durable(self, version: int) -> None:
         """Return once a version is on the disk, if it is to be there; raises `RunError` where it could not be."""
         write = self._writes.get(version)
