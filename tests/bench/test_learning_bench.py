@@ -96,7 +96,7 @@ def test_differences_are_paired_by_seed_and_judged_against_noise(learning: Modul
     records = [record("grpo", 0, seed, 0.5 + seed / 10) for seed in range(3)]
     records += [record("grpo", 4, seed, 0.48 + seed / 10) for seed in range(3)]  # a little worse, always
     records += [record("grpo", 8, seed, 0.40 + seed / 10) for seed in range(3)]  # clearly worse, without noise
-    records += [record("grpo", 2, seed, accuracy) for seed, accuracy in enumerate((0.2, 0.6, 0.7))]  # some learn, one does not
+    records += [record("grpo", 2, seed, found) for seed, found in enumerate((0.2, 0.6, 0.7))]  # one does not learn
     records += [record("grpo", 1, 0, 0.9), record("grpo", 1, 7, 0.0)]  # one seed in common, and better
     rows = {row["staleness"]: row for row in learning.compared(records)}
     assert "verdict" not in rows[0]
