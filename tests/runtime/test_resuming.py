@@ -16,6 +16,7 @@ from stretto.config import Recipe
 from stretto.errors import RunError
 from stretto.observe.progress import Silent
 from stretto.runtime.replaying import replay
+from stretto.store.versions import VersionFiles
 from stretto.training.trainer import LocalTrainer
 from stretto.types import Batch, UpdateReport
 
@@ -121,6 +122,22 @@ def test_where_training_again_comes_to_other_bits_the_recorded_weights_are_taken
     assert rows(tmp_path / "run", "SELECT update_id, checksum FROM updates")[:4] == recorded
     assert list((tmp_path / "run" / "versions").iterdir()) == [], "what is finished needs none"
     assert rows(tmp_path / "run", "SELECT COUNT(*) FROM remade") == [(0,)]
+
+
+def test_files_that_nothing_else_needs_any_more_serve_the_updates_that_are_trained_again(
+    tmp_path: Path, killed: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(VersionFiles, "remove", lambda self, version: None)  # killed before any was removed
+        made = killed('rollout.paradigm="synchronous"')
+    half = tmp_path / "run" / "checkpoints" / ".000002.partial"
+    half.mkdir(parents=True)
+    nudged(monkeypatch)
+    said = go_on(made, tmp_path / "run")
+    taken = [text.split()[1] for text in said if text.endswith("the recorded weights are taken instead")]
+    assert taken == ["1", "2", "3", "4"]
+    assert not half.exists()
+    assert list((tmp_path / "run" / "versions").iterdir()) == []
 
 
 def test_versions_that_are_not_durable_are_trained_again(tmp_path: Path, killed: Callable[..., Recipe]) -> None:

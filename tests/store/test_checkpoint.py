@@ -13,7 +13,13 @@ from safetensors import SafetensorError
 
 from stretto.errors import RunError
 from stretto.store import checkpoint as module
-from stretto.store.checkpoint import begin_checkpoint, complete_checkpoint, find_checkpoint, load_checkpoint
+from stretto.store.checkpoint import (
+    abandon_checkpoints,
+    begin_checkpoint,
+    complete_checkpoint,
+    find_checkpoint,
+    load_checkpoint,
+)
 from stretto.types import Request, Sampling, Supports, Suspended
 
 
@@ -72,6 +78,14 @@ def test_everything_comes_back(tmp_path: Path) -> None:
 
 def test_a_run_with_nothing_under_way_comes_back_too(tmp_path: Path) -> None:
     assert load_checkpoint(complete_checkpoint(begin_checkpoint(tmp_path, 1), [])).suspended == {}
+
+
+def test_what_a_killed_process_left_half_written_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    (begin_checkpoint(tmp_path, 7) / "trainer").mkdir()
+    abandon_checkpoints(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["000004"]
+    abandon_checkpoints(tmp_path / "never made")
 
 
 def test_the_last_two_are_kept_and_one_of_the_same_update_takes_its_place(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from stretto.errors import RunError
 from stretto.flights import Flight
 from stretto.observe.metrics import JsonLines, Totals
 from stretto.runtime.roles import TrainerSeat
-from stretto.store.checkpoint import Checkpoint, find_checkpoint
+from stretto.store.checkpoint import Checkpoint, abandon_checkpoints, find_checkpoint
 from stretto.store.journal import Journal
 from stretto.store.reader import JournalReader
 from stretto.store.recovery import Standing, recall_draws, snapshot, standing
@@ -63,6 +63,7 @@ async def take_up(
     say: Callable[[str], None],
 ) -> Resumed:
     """A run as it was when it was stopped or killed. `place` brings weights to where engines load them from."""
+    abandon_checkpoints(folder / "checkpoints")
     journal.settle(plan.retries, plan.paradigm.at_limit == "drop", at=time.time())
     await journal.durable()
     stood = standing(journal.path)
@@ -75,8 +76,8 @@ async def take_up(
     checkpoint, problems = find_checkpoint(folder / "checkpoints", oldest)
     for problem in problems:
         say(f"{problem}; going on from an older one")
-    versions.prune(needed.__contains__)
     made = await _bring_back(stood, checkpoint, journal, trainer, versions, needed, say)
+    versions.prune(needed.__contains__)  # not before, as training again may adopt what nothing else needs
     found = {version: place(each) for version, each in weights.items() if each is not None}
     flights = flights_again(prompts, journal, checkpoint)
     recall_draws(journal.path, prompts)

@@ -96,6 +96,12 @@ def abandon_checkpoint(scratch: Path) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
 
 
+def abandon_checkpoints(root: Path) -> None:
+    """Remove what killed processes left of checkpoints that they were writing; nobody writes any now."""
+    for scratch in root.glob(".*.partial"):
+        abandon_checkpoint(scratch)
+
+
 def complete_checkpoints(root: Path) -> list[Path]:
     """The folders of complete checkpoints, the newest first."""
     return sorted((path for path in root.glob("[0-9]*") if (path / STATE_FILE).exists()), reverse=True)
