@@ -246,3 +246,12 @@ def test_on_cuda_instances_share_what_is_left_for_the_cache() -> None:
         footprint(made, BILLIONS, 512, CUDA, free=30 * GIB)
     named = recipe(lora=True, rollout={"kv_tokens": 100_000}, runtime={"instances": 2})
     assert footprint(named, BILLIONS, 100, CUDA, free=140 * GIB).kv_tokens == 50_000
+
+
+def test_an_instance_without_a_trainer_beside_it_has_the_trainers_memory_for_its_cache() -> None:
+    made = recipe(lora=True, rollout={"prompts": 64, "max_tokens": 4_000})
+    both = footprint(made, BILLIONS, 100, CUDA, free=40 * GIB)
+    alone = footprint(made, BILLIONS, 100, CUDA, free=40 * GIB, trains=False)
+    assert alone.optimizer == alone.gradients == alone.working == alone.trained == alone.store == 0
+    assert (alone.base, alone.versions) == (both.base, both.versions)
+    assert alone.kv_tokens > both.kv_tokens

@@ -141,11 +141,13 @@ def footprint(
     device: torch.device,
     *,
     free: int | None = None,
+    trains: bool = True,
 ) -> Footprint:
     """Plan the memory of a run on `device`, of which `free` bytes are there: on CUDA, by default, what it says itself.
 
-    Counts parameters on the meta device; nothing is allocated. On CUDA it raises `RecipeError`, with every number and
-    the options to change, where too little is left for the KV cache.
+    Without `trains` it is that of an instance alone: the trainer is elsewhere, and so is the store of weights. Counts
+    parameters on the meta device; nothing is allocated. On CUDA it raises `RecipeError`, with every number and the
+    options to change, where too little is left for the KV cache.
     """
     dtype, on_cuda = choose_dtype(recipe.model.dtype, device), device.type == "cuda"
     text = config.get_text_config()
@@ -186,6 +188,8 @@ def footprint(
         kv=0,
         kv_tokens=0,
     )
+    if not trains:
+        need = replace(need, store=0, trained=0, reference=0, undo=0, optimizer=0, gradients=0, working=0)
     per_token = kv_bytes_per_token(text, dtype if on_cuda else torch.float32)
     if on_cuda:
         assert free is not None

@@ -131,7 +131,12 @@ def make_core(recipe: Recipe, model: nn.Module, kv_tokens: int, decode: Decode) 
 def instance_core(recipe: Recipe, model_path: str, longest_prompt: int) -> NativeEngine:
     """The core of a rollout instance that has this process, and a copy of the model, for itself."""
     config, device = load_config(model_path), choose_device(recipe.runtime.device)
-    need = footprint(recipe, config, longest_prompt, device)
+    free = None
+    if device.type == "cuda":  # others have the rest of a GPU that it has a fraction of
+        left, total = torch.cuda.mem_get_info(device)
+        share = 1.0 if recipe.runtime.instance_gpus is None else min(1.0, recipe.runtime.instance_gpus)
+        free = min(left, int(total * share))
+    need = footprint(recipe, config, longest_prompt, device, free=free, trains=False)
     try:
         model = load_model(model_path, choose_dtype(recipe.model.dtype, device), device)
         return make_core(recipe, model, need.kv_tokens, decoder_of(load_tokenizer(model_path)))
