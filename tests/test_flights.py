@@ -12,11 +12,11 @@ import pytest
 
 from stretto.core import messages as core
 from stretto.environments.protocol import Policy
-from stretto.errors import EngineError, JournalError, RequestError, RewardError
+from stretto.errors import EngineError, JournalError, RequestError, RewardError, StrettoError, SuspendedError
 from stretto.flights import Flight, Flights
 from stretto.instances import Instances
 from stretto.runtime.pool import FixedPool
-from stretto.types import Capacity, Completion, Load, Prompt, Request, Sampling, Suspended
+from stretto.types import Capacity, Completion, Load, Prompt, Request, Sampling, Suspended, Weights
 
 PROMPT = Prompt(0, "1+1=", (1, 2, 3), {})
 
@@ -73,6 +73,12 @@ class Recorder:
 
     def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []
+
+    async def room(self) -> None:
+        pass
+
+    async def durable(self) -> None:
+        pass
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **options: self.told.append((name, args[0] if args else options))
@@ -221,7 +227,103 @@ def test_what_is_thrown_away_is_recorded_with_the_tokens_that_it_had() -> None:
     done = Flight(1, 0, 1, 9, PROMPT, 0, completion=completion(1))
     waiting = Flight(2, 0, 1, 9, PROMPT, 0)
     made, recorder, _ = flights(running, {0: Engine(completion(1))})
-    running.instance = 0
-    asyncio.run(made.discard([running, done, waiting]))
+    running.instance, running.request = 0, request(0, version=1)
+
+    async def discard() -> None:
+        await made.discard([running, done, waiting])
+
+    asyncio.run(discard())
     counted = [told for name, told in recorder.told if name == "dropped"]
     assert counted == [2, 0, 4, 1, 0, 2], "the tally's tokens and the journal's trajectory, in turn"
+
+
+# -- instances that hand over what they were not asked for -------------------------------------------------------------
+
+WRONG: dict[str, Suspended] = {
+    "with another prompt, seed or sampling": replace(suspended(1), request=replace(request(0, 1), seed=8)),
+    "tokens of versions [2]": suspended(2),
+    "weights `other`": replace(suspended(1), checksum="other"),
+    "it handed trajectory 5 over, which nobody asked for": replace(suspended(1), request=request(5, 1)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("how", ["move", "stop"])
+def test_what_is_handed_over_and_was_not_asked_for_is_refused_wherever_it_is_taken_back(wrong: str, how: str) -> None:
+    class Lies(Engine):
+        async def load(self, weights: Weights) -> None:
+            pass
+
+        async def suspend(self, ids: Sequence[int], *, kv: bool) -> list[Suspended]:
+            return [WRONG[wrong]]
+
+    flight = Flight(0, 0, 1, 9, PROMPT, 0)
+    made, recorder, _ = flights(flight, {0: Lies(completion(1)), 1: Engine(completion(1))})
+    flight.instance = flight.called = 0
+    flight.request = request(0, version=1)
+
+    async def story() -> None:
+        await made.load(0, Weights(1, "full", {}, "sum"))
+        await (made.suspend(0, [0], "moves") if how == "move" else made.suspend_all())
+
+    asyncio.run(story())
+    assert flight.suspended is None
+    assert list(made.instances.engines) == [1]
+    assert ("instance_left", 0) in recorder.told
+
+
+def test_what_an_instance_goes_on_from_and_then_answers_wrongly_begins_again_elsewhere() -> None:
+    flight = Flight(0, 0, 1, 9, PROMPT, 0, suspended=suspended(1))
+    made, _, events = flights(flight, {0: Engine(completion(2)), 1: Engine(completion(1))})
+    asyncio.run(fly(made, flight, 1, 0))
+    assert events == [core.Lost(0)]
+    assert flight.suspended is None
+
+
+def test_an_instance_that_hands_a_trajectory_back_unasked_is_lost() -> None:
+    flight = Flight(0, 0, 1, 9, PROMPT, 0)
+    made, _, events = flights(flight, {0: Engine(SuspendedError("as I like")), 1: Engine(completion(1))})
+    asyncio.run(fly(made, flight, 1, 0))
+    assert events == [core.Lost(0)]
+
+
+@pytest.mark.parametrize("error", [RequestError("no slot"), KeyError("what"), StrettoError("no")])
+def test_an_instance_that_refuses_what_it_is_told_is_lost_and_the_run_goes_on(error: Exception) -> None:
+    class Refuses(Engine):
+        async def load(self, weights: Weights) -> None:
+            raise error
+
+    made, _, events = flights(Flight(0, 0, 1, 9, PROMPT, 0), {0: Refuses(error), 1: Engine(completion(1))})
+    asyncio.run(made.load(0, Weights(1, "full", {}, "sum")))
+    assert events == [core.Lost(0)]
+
+
+def test_a_move_does_not_wait_for_a_call_on_another_instance() -> None:
+    async def story() -> None:
+        flight = Flight(0, 0, 1, 9, PROMPT, 0)
+        made, _, events = flights(flight, {0: Engine(completion(1)), 1: Engine(completion(1))})
+        flight.instance, flight.called, flight.call = 1, 0, asyncio.Future()  # on the way from 0 to 1
+        await asyncio.wait_for(made.suspend(1, [0], "moves on"), 1.0)
+        assert not events
+
+    asyncio.run(story())
+
+
+def test_instances_are_called_back_at_once_and_one_that_is_lost_meanwhile_ends_nothing() -> None:
+    class Slow(Engine):
+        async def suspend(self, ids: Sequence[int], *, kv: bool) -> list[Suspended]:
+            await asyncio.sleep(0.2)
+            raise EngineError("gone")
+
+    first, second = Flight(0, 0, 1, 9, PROMPT, 0), Flight(1, 0, 1, 9, PROMPT, 0)
+    made, recorder, events = flights(first, {0: Slow(completion(1)), 1: Slow(completion(1))})
+    made.under_way[1] = second
+    first.instance, second.instance = 0, 1
+    made.instances.ending = True
+
+    async def story() -> None:
+        await asyncio.wait_for(made.suspend_all(), 0.35)
+
+    asyncio.run(story())
+    assert not events
+    assert [told for name, told in recorder.told if name == "moved"] == [0, 1]

@@ -68,7 +68,9 @@ class Flight:
     source: int | None = None  # where it ran before
     leg: int = 0  # counts up when it is sent somewhere, and when it is called back
     leaving: list[asyncio.Future[None]] = field(default_factory=list)  # until its sources have answered
-    call: asyncio.Future[None] | None = None  # until the engine's answer about it has come back
+    request: Request | None = None  # what an instance was last asked for it
+    call: asyncio.Future[None] | None = None  # until that instance's answer has come back
+    called: int | None = None  # that instance
     reported: bool = False  # that it has its last token, to the core
     context: int = 0  # tokens, prompt included, when its leg began
     steps: int = 0  # of the engine, at that time
@@ -98,7 +100,8 @@ class Flights:
         """`pinned`: a trajectory keeps its version for life. `episode_s`: an environment's deadline between tokens."""
         self.under_way: dict[int, Flight] = dict(under_way)
         for flight in self.under_way.values():  # of an earlier session: nowhere, and its core heard nothing
-            flight.instance, flight.source, flight.call, flight.leaving, flight.reported = None, None, None, [], False
+            flight.instance, flight.source, flight.leaving, flight.reported = None, None, [], False
+            flight.request, flight.call, flight.called = None, None, None
         self.instances = instances
         instances.before_loss = self._count_losses
         self.failed_in_a_row = 0  # trajectories, for good
@@ -149,6 +152,8 @@ class Flights:
     async def _fly(self, flight: Flight, policy: _Policy) -> None:
         """Carry one trajectory from where it is to its reward; whatever goes wrong with it alone is an event."""
         await _all(flight.leaving)
+        if policy.resumed:
+            await self._journal.room()  # thousands may go on at once
         if policy.outdated:
             return
         if policy.resumed:
@@ -157,8 +162,12 @@ class Flights:
         try:
             async with asyncio.timeout(self._episode_s) as policy.limit:
                 reward = await self._environment.episode(flight.prompt, policy)
-        except (SuspendedError, AbortedError):
-            return  # whoever took it out of the engine holds it
+        except (SuspendedError, AbortedError) as error:
+            if policy.instance in self.instances.engines and not policy.outdated:
+                # Else whoever took it out of the engine holds it.
+                unasked = EngineError(f"it handed trajectory {flight.id} back, which nobody asked for: {error}")
+                self.instances.failed(policy.instance, unasked)
+            return
         except EngineError as error:
             assert policy.instance is not None, "without an instance there is no engine that could fail"
             self.instances.failed(policy.instance, error)
@@ -228,13 +237,16 @@ class Flights:
             # It was called back, its instance is lost, or it was dropped: either way nobody waits for this one.
             raise AbortedError(f"trajectory {flight.id} has nowhere to run")
         assert instance is not None, "only what has its last token has no instance"
-        request = Request(flight.id, version, tuple(tokens), flight.seed, self._sampling, group=flight.group)
         suspended = None if flight.suspended is None else _under(flight.suspended, version)
+        request = Request(flight.id, version, tuple(tokens), flight.seed, self._sampling, group=flight.group)
+        if suspended is not None:  # of a session with other options, perhaps
+            request = suspended.request
         self._count_move(flight, policy, suspended, instance, len(tokens))
         load = self.instances.report_of(instance)
         flight.context, flight.steps = len(tokens) + (0 if suspended is None else len(suspended.tokens)), load.steps
         if suspended is not None:  # should this instance die too, it goes on from there, prefilled again
             flight.suspended = replace(suspended, kv=None)
+        flight.request, flight.called = request, instance
         flight.call = call = asyncio.get_running_loop().create_future()
         try:
             completion = await self.instances.follow(
@@ -246,7 +258,11 @@ class Flights:
             raise EngineError(f"it had confirmed version {version}, and says now: {error}") from error
         finally:
             call.set_result(None)
-        self._check(completion, request)
+        try:
+            self._check(completion, request)
+        except EngineError:
+            flight.suspended = None  # what it went on from may be why: it begins again
+            raise
         return self._ended(flight, completion)
 
     def _ended(self, flight: Flight, completion: Completion) -> Completion:
@@ -347,6 +363,22 @@ class Flights:
         except EngineError as error:
             self.instances.failed(instance, error)
 
+    def _received(self, expected: dict[int, Flight], suspended: Suspended) -> Flight:
+        """Whose trajectory it is that an instance hands over; taken out of those that it was asked for.
+
+        Raises `EngineError` where it is none of them, or not what the instance was asked to generate.
+        """
+        flight = expected.pop(suspended.request.id, None)
+        if flight is None or flight.request is None:
+            raise EngineError(f"it handed trajectory {suspended.request.id} over, which nobody asked for")
+        request = flight.request
+        if not self._pinned:
+            request = replace(request, version=suspended.request.version)
+        self._check(suspended, request)
+        if suspended.request != request:
+            raise EngineError(f"it handed trajectory {flight.id} over with another prompt, seed or sampling")
+        return flight
+
     # -- leaving an instance -------------------------------------------------------------------------------------------
 
     def suspend(self, instance: int, ids: Sequence[int], reason: str) -> Coroutine[Any, Any, None]:
@@ -368,7 +400,8 @@ class Flights:
             left.set_result(None)
 
     async def _take_out(self, instance: int, flights: Sequence[Flight], reason: str) -> None:
-        here = {flight.id: flight for flight in flights if flight.call is not None and flight.completion is None}
+        here = {flight.id: flight for flight in flights if flight.called == instance and flight.completion is None}
+        calls = [flight.call for flight in here.values()]
 
         async def suspend(engine: Engine) -> list[Suspended]:
             per_token = engine.capacity.kv_bytes_per_token if self._pinned else 0
@@ -385,16 +418,13 @@ class Flights:
             if without:
                 found += await engine.suspend(without, kv=False)
             # What had ended there before has its last word on the way.
-            await _all(flight.call for flight in here.values())
+            await _all(calls)
             return found
 
         for suspended in await self.instances.ask(instance, "suspend", suspend) if here else ():
-            flight = here.pop(suspended.request.id, None)
-            if flight is None:
-                raise EngineError(f"it handed trajectory {suspended.request.id} over, which nobody asked for")
-            expected = flight.version if self._pinned else suspended.request.version
-            self._check(suspended, replace(suspended.request, version=expected))
+            flight = self._received(here, suspended)
             flight.suspended = suspended if len(suspended.tokens) else None
+            await self._journal.room()
             self._journal.moved(flight.id, "suspended", at=time.time(), reason=reason)
 
     def _contexts(self, flights: Iterable[Flight], load: Load) -> dict[int, int]:
@@ -436,10 +466,14 @@ class Flights:
         )
         return core.Surveyed(tokens, frozenset(crowded), ending)
 
-    async def discard(self, flights: Sequence[Flight]) -> None:
-        """Throw trajectories away, and record how far each had come."""
-        await self._call_back(flights)
+    def discard(self, flights: Sequence[Flight]) -> Coroutine[Any, Any, None]:
+        """Throw trajectories away: they are called back at once, and what is returned records how far each had come."""
+        return self._discard(flights, self._call_back(flights))
+
+    async def _discard(self, flights: Sequence[Flight], calls: Sequence[asyncio.Task[None]]) -> None:
+        await self._called_back(flights, calls)
         for flight in flights:
+            await self._journal.room()
             held = flight.completion or flight.suspended
             num_tokens = 0 if held is None else len(held.tokens)
             self._tally.dropped(num_tokens)
@@ -448,30 +482,39 @@ class Flights:
     async def suspend_all(self) -> None:
         """Take what is running out of the engines, so that a resumed run goes on with it."""
         running = [flight for flight in self.under_way.values() if flight.instance is not None]
-        await self._call_back(list(self.under_way.values()))
+        flights = list(self.under_way.values())
+        await self._called_back(flights, self._call_back(flights))
         for flight in running:
             if flight.completion is None:
+                await self._journal.room()
                 self._journal.moved(flight.id, "suspended", at=time.time(), reason="the run was stopped")
 
-    async def _call_back(self, flights: Sequence[Flight]) -> None:
-        """Take trajectories out of wherever they are, without KV."""
-        await _all(future for flight in flights for future in flight.leaving)
+    def _call_back(self, flights: Sequence[Flight]) -> list[asyncio.Task[None]]:
+        """Take trajectories out of wherever they are, without KV, before whatever their instances are told next."""
         by_instance: dict[int, list[Flight]] = {}
         for flight in flights:
             if flight.instance is not None and flight.completion is None:
                 by_instance.setdefault(flight.instance, []).append(flight)
-        for instance, own in by_instance.items():
-            known = {flight.id: flight for flight in own}
-            for flight in own:
-                flight.leg += 1
+                flight.leg += 1  # one that still waits for its source to let it go goes nowhere
                 flight.instance = None
-            await self.on(instance, self._take_back(instance, known))
+        return [
+            self.instances.spawn(self.on(instance, self._take_back(instance, own)), f"call back from {instance}")
+            for instance, own in by_instance.items()
+        ]
 
-    async def _take_back(self, instance: int, known: Mapping[int, Flight]) -> None:
-        if instance in self.instances.engines:
-            taken = await self.instances.ask(instance, "suspend", lambda engine: engine.suspend(list(known), kv=False))
-            for suspended in taken:
-                known[suspended.request.id].suspended = suspended
+    async def _called_back(self, flights: Sequence[Flight], calls: Sequence[asyncio.Task[None]]) -> None:
+        """Wait for those calls, and for whatever called one of the trajectories back before."""
+        await _all([*calls, *(future for flight in flights for future in flight.leaving)])
+        for call in calls:
+            call.result()
+
+    async def _take_back(self, instance: int, flights: Sequence[Flight]) -> None:
+        if instance not in self.instances.engines:
+            return
+        known = {flight.id: flight for flight in flights}
+        ids = list(known)
+        for suspended in await self.instances.ask(instance, "suspend", lambda engine: engine.suspend(ids, kv=False)):
+            self._received(known, suspended).suspended = suspended
 
 
 async def _all(futures: Iterable[asyncio.Future[None] | None]) -> None:

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from stretto.core import messages as core
 from stretto.engines.protocol import Engine
-from stretto.errors import EngineError, RunError
+from stretto.errors import ChecksumError, EngineError, RunError
 from stretto.observe.metrics import Tally
 from stretto.runtime.pool import Pool
 from stretto.store.journal import Journal
@@ -92,10 +92,11 @@ class Instances:
         self._journal = journal
         self._tally = tally
         self._post = post
-        self._spawn = spawn
+        self.spawn = spawn
         self._deadline_s = deadline_s
         self._replacements = replacements
         self._replaced = self._coming = 0
+        self.ending = False  # nothing runs any more: who is lost is neither missed nor replaced
         self.before_loss: Callable[[int, EngineError], None] = lambda instance, error: None  # is told first
         for instance, engine in pool.engines.items():
             self._take_in(instance, engine)
@@ -161,7 +162,7 @@ class Instances:
         """The core needs an instance no more: it ends once it has done what it was told before."""
         if instance in self.engines:
             del self.engines[instance]
-            self._spawn(self._release(instance, self._members[instance]), f"release instance {instance}")
+            self.spawn(self._release(instance, self._members[instance]), f"release instance {instance}")
 
     async def _release(self, instance: int, member: _Member) -> None:
         async with member.turn:
@@ -195,20 +196,25 @@ class Instances:
         return result
 
     async def ask(self, instance: int, what: str, work: Callable[[Engine], Awaitable[T]]) -> T:
-        """Have an instance do something at once, after what it was told before. It answers in time, or is lost."""
+        """Have an instance do something at once, after what it was told before. It answers in time, or is lost.
+
+        Raises `ChecksumError` where what it was sent arrived damaged, and for whatever else it raises `EngineError`.
+        """
         async with self._reach(instance).turn:
             limit = asyncio.timeout(self._deadline_s)
             try:
                 async with limit:
                     return await self.follow(instance, work, working=False)
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                error = EngineError(
-                    f"it has not answered `{what}` for {self._deadline_s:g} s (`runtime.instance_seconds`)"
-                )
-                self.failed(instance, error)
-                raise error from None
+            except (EngineError, ChecksumError):
+                raise
+            except Exception as error:
+                if isinstance(error, TimeoutError) and limit.expired():
+                    late = f"it has not answered `{what}` for {self._deadline_s:g} s (`runtime.instance_seconds`)"
+                    lost = EngineError(late)
+                    self.failed(instance, lost)
+                    raise lost from None
+                # It was told what it could do: one that refuses is not in the state that it reported.
+                raise EngineError(f"it answered `{what}` with {type(error).__name__}: {error}") from error
 
     def _reach(self, instance: int) -> _Member:
         member = self._members[instance]
@@ -230,6 +236,11 @@ class Instances:
         if self.engines.pop(instance, None) is None:
             log.warning("instance %d is lost as it leaves: %s", instance, error)
             return  # it has been released: nobody waits for anything else of it
+        if self.ending:
+            log.warning("instance %d is lost as the run ends: %s", instance, error)
+            self._journal.instance_left(instance, "lost", str(error), at=now)
+            self._tally.instance_lost()
+            return
         follows = self._replaced < self._replacements
         if not (follows or self.engines or self._coming):
             raise error
@@ -242,14 +253,14 @@ class Instances:
         if follows:
             self._replaced += 1
             self._coming += 1
-            self._spawn(self._replace(instance), f"replace instance {instance}")
+            self.spawn(self._replace(instance), f"replace instance {instance}")
         else:
             log.error("instance %d is not replaced: `runtime.replacements` is %d", instance, self._replacements)
-            self._spawn(self._pool.remove(instance), f"end instance {instance}")
+            self.spawn(self._pool.remove(instance), f"end instance {instance}")
 
     async def _replace(self, lost: int) -> None:
         """End a lost instance and make another, again and again while the run's bound allows it."""
-        ending = self._spawn(self._pool.remove(lost), f"end instance {lost}")
+        ending = self.spawn(self._pool.remove(lost), f"end instance {lost}")
         await asyncio.wait({ending}, timeout=END_S)
         pause, longest = AGAIN_S
         while True:

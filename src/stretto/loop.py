@@ -238,6 +238,7 @@ class Loop:
                 await self._journal.room()
                 if self._failure is not None:
                     raise self._failure
+            self.instances.ending = True
             await asyncio.gather(*self._discards)
             if self._finish.stopped:
                 if self._saves is not None:

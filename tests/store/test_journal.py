@@ -189,6 +189,21 @@ def test_a_full_queue_is_a_wait_with_a_deadline(tmp_path):
     asyncio.run(scenario())
 
 
+def test_many_who_wait_for_room_do_not_overflow_it_together(tmp_path):
+    async def scenario() -> None:
+        journal = Journal.open(tmp_path / JOURNAL_NAME, capacity=10)
+        journal.begin(FACTS, at=1.0)
+
+        async def record(number: int) -> None:
+            await journal.room(timeout_s=10)
+            journal.note("wait", str(number), at=1.0)
+
+        await asyncio.gather(*(record(number) for number in range(100)))
+        journal.close()
+
+    asyncio.run(scenario())
+
+
 def test_changes_of_many_threads_all_arrive(tmp_path):
     journal = Journal.open(tmp_path / JOURNAL_NAME, capacity=100_000)
     journal.begin(FACTS, at=1.0)

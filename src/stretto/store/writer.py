@@ -91,15 +91,16 @@ class Writer:
 
     async def room(self, timeout_s: float) -> None:
         """Return once fewer than `capacity` changes wait to be written; at once in the ordinary case."""
-        with self._lock:
-            if self._failure is not None or self._closing:
-                raise self._error()
-            if self.backlog < self._capacity:
-                return
-            future: Future[None] = Future()
-            self._room_waiters.append(future)
-            self._hurry()
-        await self._wait(future, timeout_s, "for room in its queue")
+        while True:
+            with self._lock:
+                if self._failure is not None or self._closing:
+                    raise self._error()
+                if self.backlog < self._capacity:
+                    return
+                future: Future[None] = Future()
+                self._room_waiters.append(future)
+                self._hurry()
+            await self._wait(future, timeout_s, "for room in its queue")  # others waited too, and may have taken it
 
     def close(self) -> None:
         """Write what is left, stop the thread, and raise if anything could not be written. Safe to call twice."""
