@@ -56,7 +56,7 @@ class _Again(Instance):
 
 
 class Processes:
-    """Engines for the contract, each in an actor that had another before. What ends an actor only sets it free."""
+    """Engines for the contract, each in an actor that had another before."""
 
     def __init__(self) -> None:
         self._free: list[Any] = []
@@ -67,10 +67,13 @@ class Processes:
 
     @contextmanager
     def spared(self) -> Iterator[Processes]:
+        """What ends an actor only sets it free."""
         ended, mail.end = mail.end, self._free.append
         try:
             yield self
         finally:
             mail.end = ended
-            for actor in self._free:
-                ray.kill(actor)
+
+    def close(self) -> None:
+        for actor in self._free:
+            ray.kill(actor)

@@ -59,14 +59,20 @@ def _lora_core_of(model: Any) -> Callable[[], NativeEngine]:
 
 @pytest.fixture(scope="session")
 def processes() -> Iterator[Processes]:
-    with small_cluster(), Processes().spared() as made:
+    with small_cluster():
+        made = Processes()
         yield made
+        made.close()
 
 
 @pytest.fixture(params=["fake", "lora", "full", "ray"])
-def bench(request: pytest.FixtureRequest, model: Any) -> Bench:
-    processes = request.getfixturevalue("processes") if request.param == "ray" else None
-    return Bench(request.param, model, processes)
+def bench(request: pytest.FixtureRequest, model: Any) -> Iterator[Bench]:
+    if request.param != "ray":
+        yield Bench(request.param, model)
+        return
+    processes: Processes = request.getfixturevalue("processes")
+    with processes.spared():
+        yield Bench(request.param, model, processes)
 
 
 def request_of(number: int, version: int = 0, tokens: int = 24, **options: Any) -> Request:
