@@ -15,7 +15,7 @@ from stretto.engines.fake import FakeEngine
 from stretto.environments.order import PassRates
 from stretto.store.journal import Journal
 from stretto.store.reader import JournalReader
-from stretto.store.recovery import recall_draws, snapshot, standing
+from stretto.store.recovery import progress_of, recall_draws, snapshot
 
 MIXES: dict[str, dict[str, Any]] = {
     "synchronous": {"paradigm": "synchronous"},
@@ -98,9 +98,9 @@ def test_a_run_goes_on_from_what_the_journal_says(tmp_path: Path, name: str) -> 
         assert reader.num_updates() == 8
 
 
-def test_a_run_that_has_not_begun_has_no_standing(tmp_path: Path) -> None:
+def test_a_run_that_has_not_begun_has_no_progress_of(tmp_path: Path) -> None:
     Journal.open(tmp_path / "journal.sqlite").close()
-    assert standing(tmp_path / "journal.sqlite") is None
+    assert progress_of(tmp_path / "journal.sqlite") is None
 
 
 def test_what_was_decided_and_recorded_in_part_is_carried_out(recorder: Any, tmp_path: Path) -> None:
@@ -159,10 +159,10 @@ def test_an_update_that_is_finished_and_not_published_is_published_first(recorde
     run.journal.flush()
     told = snapshot(tmp_path / "journal.sqlite", asked)
     assert (told["next_update"], told["newest"], told["unpublished"], told["training"]) == (1, 0, 1, [])
-    stood = standing(tmp_path / "journal.sqlite")
-    assert stood is not None
-    assert (stood.updates, stood.checksums[1], stood.totals["steps"]) == (1, "sum1", 1)
-    assert stood.totals["sampled"] == 6
+    progress = progress_of(tmp_path / "journal.sqlite")
+    assert progress is not None
+    assert (progress.updates, progress.checksums[1], progress.totals["steps"]) == (1, "sum1", 1)
+    assert progress.totals["sampled"] == 6
 
 
 def test_draws_by_pass_rate_go_on_as_they_would_have(tmp_path: Path) -> None:

@@ -7,7 +7,10 @@ trainer, without generating anything; on the processor and with the threads that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +23,10 @@ from stretto.models import load_model
 from stretto.observe.progress import Silent
 from stretto.runtime.device import choose_device, choose_dtype
 from stretto.runtime.parts import make_trainer, model_path_of, role_threads
-from stretto.store.reader import JournalReader
-from stretto.store.recovery import standing
-from stretto.types import Batch
+from stretto.runtime.roles import TrainerRole, TrainerSeat
+from stretto.runtime.trainer_recovery import train_again
+from stretto.store.recovery import recorded_checksums
+from stretto.store.schema import journal_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +57,42 @@ def replay(
         raise RunError(f"`{folder}` is no run folder: it has no `config.toml`")
     if out is not None and out.exists():
         raise RunError(f"`{out}` exists already; choose another `--out`")
-    with JournalReader(folder) as reader:
-        stood = standing(reader.path)
-        if stood is None:
-            raise RunError(f"the run in `{folder}` ended before it had a version; there is nothing to train again")
-        last = stood.updates if until is None else until
-        if not 0 <= last <= stood.updates:
-            raise RunError(f"`--until` is {last}; the run has versions 0 to {stood.updates}")
-        recipe = load_recipe(folder / "config.toml")
-        transformers_logging.disable_progress_bar()
-        torch.set_num_threads(role_threads(recipe)[1])  # sums depend on how they are cut
-        path, device = model_path_of(recipe, Silent()), choose_device(recipe.runtime.device)
-        model = load_model(path, choose_dtype(recipe.model.dtype, device), device)
-        trainer = make_trainer(recipe, model, path)
-        difference, version = None, 0
-        for version in range(last + 1):
-            if version:
-                trainer.update(Batch(version - 1, reader.batch(version - 1)))
-            made, recorded = trainer.weights(version).checksum, stood.checksums[version]
-            if made != recorded:
-                difference = f"version {version} differs: recorded {recorded}, trained again {made}"
+    journal = journal_path(folder)
+    checksums = recorded_checksums(journal)
+    if not checksums:
+        raise RunError(f"the run in `{folder}` ended before it had a version; there is nothing to train again")
+    last = max(checksums) if until is None else until
+    if not 0 <= last <= max(checksums):
+        raise RunError(f"`--until` is {last}; the run has versions 0 to {max(checksums)}")
+    recipe = load_recipe(folder / "config.toml")
+    transformers_logging.disable_progress_bar()
+    threads = role_threads(recipe)[1]  # sums depend on how they are cut
+    torch.set_num_threads(threads)
+    path, device = model_path_of(recipe, Silent()), choose_device(recipe.runtime.device)
+    model = load_model(path, choose_dtype(recipe.model.dtype, device), device)
+    trainer = TrainerRole(make_trainer(recipe, model, path), threads, deadline_s=math.inf)
+    try:
+        return asyncio.run(_replay(trainer, journal, last, checksums, out, say))
+    finally:
+        trainer.close()
+
+
+async def _replay(
+    trainer: TrainerSeat,
+    journal: Path,
+    last: int,
+    checksums: Mapping[int, str],
+    out: Path | None,
+    say: Callable[[str], None],
+) -> Replayed:
+    difference, version = None, 0
+    async with aclosing(train_again(trainer, journal, 0, last)) as again:
+        async for made in again:
+            version, recorded = made.version, checksums[made.version]
+            if made.checksum != recorded:
+                difference = f"version {version} differs: recorded {recorded}, trained again {made.checksum}"
                 break
-            say(f"version {version} agrees: {made}")
-        if out is not None:
-            trainer.export(out)
+            say(f"version {version} agrees: {recorded}")
+    if out is not None:
+        await trainer.export(out)
     return Replayed(version, difference)

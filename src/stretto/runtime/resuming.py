@@ -18,17 +18,17 @@ from stretto.core.brain import Brain
 from stretto.core.plan import Plan
 from stretto.core.replay import Replay
 from stretto.environments.data import PromptStream
-from stretto.errors import RunError
 from stretto.flights import Flight
 from stretto.observe.metrics import JsonLines, Totals
 from stretto.runtime.roles import TrainerSeat
-from stretto.store.checkpoint import Checkpoint, abandon_checkpoints, find_checkpoint
+from stretto.runtime.trainer_recovery import bring_back, newest_checkpoint
+from stretto.store.checkpoint import Checkpoint, abandon_checkpoints
 from stretto.store.journal import Journal
 from stretto.store.reader import JournalReader
-from stretto.store.recovery import Standing, recall_draws, snapshot, standing
+from stretto.store.recovery import progress_of, recall_draws, snapshot
 from stretto.store.schema import UNDER_WAY
 from stretto.store.versions import VersionFiles
-from stretto.types import Batch, Suspended, Weights
+from stretto.types import Suspended, Weights
 
 
 @dataclass(slots=True)
@@ -66,71 +66,33 @@ async def take_up(
     abandon_checkpoints(folder / "checkpoints")
     journal.settle(plan.retries, plan.paradigm.at_limit == "drop", at=time.time())
     await journal.durable()
-    stood = standing(journal.path)
-    if stood is None:
+    progress = progress_of(journal.path)
+    if progress is None:
         return await begin(plan, journal, trainer, versions)
     brain = Brain.restore(plan, snapshot(journal.path, plan))
-    needed = {*brain.needed_versions, stood.updates}
-    weights = {version: versions.read(version, stood.checksums[version]) for version in needed}
-    oldest = min((version for version in needed if weights[version] is None), default=stood.updates)
-    checkpoint, problems = find_checkpoint(folder / "checkpoints", oldest)
-    for problem in problems:
-        say(f"{problem}; going on from an older one")
-    made = await _bring_back(stood, checkpoint, journal, trainer, versions, needed, say)
-    versions.prune(needed.__contains__)  # not before, as training again may adopt what nothing else needs
+    needed = {*brain.needed_versions, progress.updates}
+    weights = {version: versions.read(version, progress.checksums[version]) for version in needed}
+    oldest = min((version for version in needed if weights[version] is None), default=progress.updates)
+    checkpoint = await newest_checkpoint(folder, oldest, say)
     found = {version: place(each) for version, each in weights.items() if each is not None}
+    way = bring_back(
+        trainer, checkpoint, progress.updates,
+        journal=journal.path, checksums=progress.checksums, versions=versions, needed=needed, say=say,
+    )  # fmt: skip
+    async for made in way:
+        if made.checksum != progress.checksums[made.version]:
+            journal.version_made_again(made.version, made.checksum, at=time.time())
+        versions.keep(made)
+        found[made.version] = made
+    await journal.durable()
+    versions.prune(needed.__contains__)  # not before, as training again may adopt what nothing else needs
     flights = flights_again(prompts, journal, checkpoint)
     recall_draws(journal.path, prompts)
-    JsonLines(folder / "metrics.jsonl").rewrite(stood.lines)
-    totals = Totals.from_json(stood.totals, stood.lines)
+    JsonLines(folder / "metrics.jsonl").rewrite(progress.lines)
+    totals = Totals.from_json(progress.totals, progress.lines)
     _tell(journal, flights, say)
     kept = kept_again(prompts, journal, brain.replay)
-    return Resumed(brain, found | made, totals, flights, kept, evaluated_before="before" in stood.evaluated)
-
-
-async def _bring_back(
-    stood: Standing,
-    checkpoint: Checkpoint | None,
-    journal: Journal,
-    trainer: TrainerSeat,
-    versions: VersionFiles,
-    needed: set[int],
-    say: Callable[[str], None],
-) -> dict[int, Weights]:
-    """Bring the trainer to the last version that was made; the weights of versions on the way that have no file."""
-    first = 0
-    if checkpoint is not None:
-        first = checkpoint.updates
-        await trainer.load(checkpoint.folder / "trainer")
-    if first < stood.updates:
-        say(f"updates {first} to {stood.updates - 1} are trained again from the journal, as they were recorded")
-    weights: dict[int, Weights] = {}
-    for version in range(first, stood.updates + 1):
-        if version > first:
-            with JournalReader(journal.path) as reader:
-                batch = Batch(version - 1, reader.batch(version - 1))
-            _, made = await trainer.update(batch)
-        else:
-            made = await trainer.weights(version)
-        recorded = stood.checksums[version]
-        if made.checksum != recorded:
-            if (own := versions.read(version, recorded)) is not None:
-                await trainer.adopt(own)
-                made = await trainer.weights(version)
-                say(f"version {version} was trained again with other bits; the recorded weights are taken instead")
-            elif version == 0:
-                raise RunError(
-                    f"the model is not the one that the run began with: version 0 was recorded as {recorded}, and is "
-                    f"{made.checksum}; give `model.path` as it was, or start a new run"
-                )
-            elif version in needed:
-                journal.version_made_again(version, made.checksum, at=time.time())
-                say(f"version {version} was trained again with other bits, and nothing has the recorded weights")
-        if version in needed:
-            versions.keep(made)
-            weights[version] = made
-    await journal.durable()
-    return weights
+    return Resumed(brain, found, totals, flights, kept, evaluated_before="before" in progress.evaluated)
 
 
 def _tell(journal: Journal, flights: dict[int, Flight], say: Callable[[str], None]) -> None:

@@ -44,7 +44,7 @@ _STATES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class Progress:
     """How far a run had come."""
 
     updates: int  # finished: the version that the trainer has to come to
@@ -54,14 +54,18 @@ class Standing:
     evaluated: frozenset[str]  # the moments, of "before" and "after", that were evaluated
 
 
-def standing(path: Path) -> Standing | None:
+def recorded_checksums(path: Path) -> dict[int, str]:
+    """The checksum of every version that was made, published or not; none where the run has not begun."""
+    with _open(path) as db:
+        return _checksums(db)
+
+
+def progress_of(path: Path) -> Progress | None:
     """How far the run of a journal had come; None where it had not even its first version."""
     with _open(path) as db:
-        checksums = dict(db.execute("SELECT version, checksum FROM versions ORDER BY version"))
+        checksums = _checksums(db)
         if not checksums:
             return None
-        made = "SELECT update_id + 1, checksum FROM updates WHERE finished_at IS NOT NULL AND checksum IS NOT NULL"
-        checksums |= dict(db.execute(made))
         (updates,) = db.execute("SELECT COUNT(*) FROM updates WHERE finished_at IS NOT NULL").fetchone()
         lines = [
             json.loads(line) for (line,) in db.execute("SELECT metrics FROM updates WHERE finished_at IS NOT NULL")
@@ -72,7 +76,7 @@ def standing(path: Path) -> Standing | None:
         ]
         moments = frozenset(kind for (kind,) in db.execute("SELECT DISTINCT kind FROM evaluations"))
         totals = _totals(db) | {"evaluations": [_without_kind(each) for each in evaluations]}
-    return Standing(updates, checksums, sorted([*lines, *evaluations], key=lambda line: line["at"]), totals, moments)
+    return Progress(updates, checksums, sorted([*lines, *evaluations], key=lambda line: line["at"]), totals, moments)
 
 
 def snapshot(path: Path, plan: Plan) -> dict[str, Any]:
@@ -138,6 +142,12 @@ def _open(path: Path) -> Iterator[sqlite3.Connection]:
         yield db
     finally:
         db.close()
+
+
+def _checksums(db: sqlite3.Connection) -> dict[int, str]:
+    published = db.execute("SELECT version, checksum FROM versions")
+    made = db.execute("SELECT update_id + 1, checksum FROM updates WHERE checksum IS NOT NULL")
+    return dict(published) | dict(made)
 
 
 def _without_kind(line: dict[str, Any]) -> dict[str, Any]:
