@@ -20,6 +20,7 @@ from stretto.environments.order import PassRates
 from stretto.runtime.resuming import kept_again
 from stretto.store.journal import Journal
 from stretto.store.reader import JournalReader
+from stretto.store.recovery import recall_draws
 from stretto.store.verify import format_findings, verify
 from stretto.training.fake import FakeTrainer
 from stretto.types import Completion, Prompt
@@ -208,8 +209,7 @@ def test_the_draws_of_a_synchronous_run_are_those_of_another_and_go_on_after_a_s
     assert by_rate(tmp_path / "whole", "synchronous", updates=10).run()
     first = stopped_after(by_rate(tmp_path / "parts", "synchronous", updates=10), 4)
     second = by_rate(tmp_path / "parts", "synchronous", updates=10)
-    state = json.loads(json.dumps(first.loop.prompts.state()))
-    second.prepare = lambda bench: bench.loop.prompts.restore(state)
+    second.prepare = lambda bench: recall_draws(bench.journal.path, bench.loop.prompts)
     second.trainer, second.snapshot = first.trainer, first.loop.brain.snapshot()
     second.flights, second.weights = first.loop.flights, first.loop.weights
     assert second.run()

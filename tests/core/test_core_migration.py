@@ -9,28 +9,22 @@ def test_kv_is_carried_where_that_takes_less_time_than_the_prefill():
     assert not carries_kv(100, 1_001, rates)
 
 
-def test_a_fixed_cost_of_a_move_makes_short_contexts_prefill_again():
-    rates = MoveRates(bytes_per_s=1e6, prefill_tokens_per_s=1e3, move_s=0.05)
-    assert not carries_kv(99, 500, rates)
-    assert carries_kv(101, 500, rates)
-
-
 def test_nothing_is_carried_where_there_is_nothing_or_the_engine_cannot():
     assert not carries_kv(0, 1_000, MoveRates())
     assert not carries_kv(1_000, 0, MoveRates())
 
 
-def test_rates_follow_what_was_measured_and_ignore_what_was_too_quick_to_measure():
+def test_the_rate_of_moves_follows_what_was_measured_and_ignores_what_was_too_quick_to_measure():
     rates = MoveRates(bytes_per_s=100.0, prefill_tokens_per_s=100.0)
     for _ in range(30):
-        rates = rates.moved(1_000, 2.0).prefilled(40, 2.0)
+        rates = rates.moved(1_000, 2.0)
     assert rates.bytes_per_s == pytest.approx(500, rel=0.01)
-    assert rates.prefill_tokens_per_s == pytest.approx(20, rel=0.01)
-    assert rates.moved(10, 0.0) == rates.prefilled(0, 1.0) == rates
+    assert rates.prefill_tokens_per_s == 100.0
+    assert rates.moved(10, 0.0) == rates.moved(0, 1.0) == rates
 
 
 def test_rates_that_no_device_has_are_refused():
     with pytest.raises(ValueError, match="`bytes_per_s` is 0"):
         MoveRates(bytes_per_s=0)
-    with pytest.raises(ValueError, match="`move_s` is -1"):
-        MoveRates(move_s=-1)
+    with pytest.raises(ValueError, match="`prefill_tokens_per_s` is -1"):
+        MoveRates(prefill_tokens_per_s=-1)

@@ -117,15 +117,6 @@ class PromptStream:
         if self._pass_rates is not None:
             self._pass_rates.settle(update)
 
-    def state(self) -> dict[str, Any]:
-        """What later draws follow besides their position, of types that JSON has."""
-        return {} if self._pass_rates is None else self._pass_rates.state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` gave: later draws are then the same."""
-        if self._pass_rates is not None:
-            self._pass_rates.restore(state)
-
     def prompt(self, index: int, row_number: int | None = None) -> Prompt:
         """The prompt at position `index`, made from `row_number` where that was drawn before."""
         number = self.row_number(index) if row_number is None else row_number

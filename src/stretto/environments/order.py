@@ -13,9 +13,7 @@ again.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -76,23 +74,3 @@ class PassRates:
             self._solved[row] += share
             self._scored[row] += 1.0
         self._waiting.clear()
-
-    def state(self) -> dict[str, Any]:
-        """What was learnt of the rows so far, of types that JSON has."""
-        known = np.flatnonzero(self._scored).tolist()
-        return {
-            "rows": known,
-            "solved": self._solved[known].tolist(),
-            "scored": self._scored[known].tolist(),
-            "waiting": [list(each) for each in self._waiting],
-            "settled": self._settled,
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` gave: later draws are then the same."""
-        self._solved[:] = 0.0
-        self._scored[:] = 0.0
-        self._solved[state["rows"]] = state["solved"]
-        self._scored[state["rows"]] = state["scored"]
-        self._waiting = [(row, share) for row, share in state["waiting"]]
-        self._settled = state["settled"]

@@ -11,11 +11,9 @@ a completion is written once. What a killed run was follows from its journal (`r
 from __future__ import annotations
 
 import fcntl
-import json
 import math
 import os
 import sqlite3
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -324,7 +322,6 @@ def _prepare(path: Path) -> RunFacts | None:
         if not connection.execute("SELECT 1 FROM sqlite_schema").fetchone():  # a run killed as it began left it empty
             connection.execute("PRAGMA journal_mode = WAL")
             connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT")
-            connection.execute("INSERT INTO run VALUES ('created_at', ?)", (json.dumps(time.time()),))
             return None
         check_schema(connection, path)
         with JournalReader(path) as reader:
