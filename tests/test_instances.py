@@ -280,6 +280,27 @@ def test_one_that_is_asked_to_go_hands_its_trajectories_over_first(tmp_path: Pat
     assert bench.tally.totals.failed == 0
 
 
+def test_the_last_one_stays_although_it_was_asked_to_go_and_says_so(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    async def remove_the_other(bench: Bench) -> None:
+        instances = bench.loop.instances
+        while not instances.report_of(1).running:
+            await asyncio.sleep(0.002)
+        leaving = asyncio.create_task(instances.leave(1))
+        await asyncio.sleep(0)  # it is asked, and the core has not heard of it yet
+        instances.failed(0, EngineError("gone"))
+        with pytest.raises(RunError) as refused:
+            await leaving
+        said.append(str(refused.value))
+
+    bench = Bench(tmp_path, plan(updates=4), make=lambda _: FakeCore(**FAST), instances=2, beside=remove_the_other)
+    assert bench.run()
+    assert broken(tmp_path) == []
+    assert said == ["instance 1 stays, as all others were lost: add another before it goes"]
+    assert outcomes(tmp_path) == [(0, "lost"), (1, None)]
+
+
 def test_time_without_an_instance_is_not_idle_time_of_it(tmp_path: Path) -> None:
     async def add_late(bench: Bench) -> None:
         await asyncio.sleep(0.2)

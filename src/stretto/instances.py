@@ -17,6 +17,7 @@ at most `replacements` times over a run. The run ends with an error only where n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -26,7 +27,7 @@ from typing import Any, TypeVar
 
 from stretto.core import messages as core
 from stretto.engines.protocol import Engine
-from stretto.errors import ChecksumError, EngineError, RunError
+from stretto.errors import ChecksumError, EngineError, RunError, VersionNotResidentError
 from stretto.observe.metrics import Tally
 from stretto.runtime.pool import Pool
 from stretto.store.journal import Journal
@@ -53,6 +54,7 @@ class _Member:
     error: EngineError | None = None  # once it is lost
     leaving: bool = False
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # it was released, or is lost
+    told: asyncio.Event = field(default_factory=asyncio.Event)  # what became of it once it was asked to go
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # what it is told in order
     limits: set[asyncio.Timeout] = field(default_factory=set)  # of calls that have not come back
     working: int = 0  # those of them that end with a trajectory
@@ -70,6 +72,7 @@ class _Member:
         self.left_at = at
         self.last, self.engine = self.report(), None
         self.gone.set()
+        self.told.set()
 
 
 class Instances:
@@ -144,7 +147,7 @@ class Instances:
     async def leave(self, instance: int) -> EngineError | None:
         """Ask an instance to go, and return once it is gone; the error, if it was lost before it had handed all over.
 
-        Raises `RunError` where there is no such instance, or none would be left.
+        Raises `RunError` where there is no such instance, or none would be left, then or when it has handed all over.
         """
         if instance not in self.engines:
             there = ", ".join(map(str, self.engines))
@@ -155,14 +158,45 @@ class Instances:
         if not member.leaving:
             member.leaving = True
             self._post(core.Leaving(instance))
-        await member.gone.wait()
+        await member.told.wait()
+        if not member.gone.is_set():
+            raise RunError(f"instance {instance} stays, as all others were lost: add another before it goes")
         return member.error
 
-    def release(self, instance: int) -> None:
-        """The core needs an instance no more: it ends once it has done what it was told before."""
+    def keep(self, instance: int) -> None:
+        """The core needs an instance that was asked to go."""
         if instance in self.engines:
-            del self.engines[instance]
-            self.spawn(self._release(instance, self._members[instance]), f"release instance {instance}")
+            log.warning("instance %d stays although it was asked to go: all others are lost", instance)
+            member = self._members[instance]
+            member.leaving, told, member.told = False, member.told, asyncio.Event()
+            told.set()
+
+    def release(self, instance: int) -> None:
+        """The core needs an instance no more: it ends once it has done what it was told before.
+
+        Where all others are lost, of which the core has not heard yet, and none follows, it comes back empty instead.
+        """
+        if instance in self.engines:
+            engine, member = self.engines.pop(instance), self._members[instance]
+            if not (self.engines or self._coming):
+                self._coming += 1
+                self.spawn(self._return(instance, engine), f"return of instance {instance}")
+                return
+            self.spawn(self._release(instance, member), f"release instance {instance}")
+
+    async def _return(self, instance: int, engine: Engine) -> None:
+        """Have an instance that was released take part again as one that joins: with no version."""
+
+        async def unload(engine: Engine) -> None:
+            for version in engine.report().versions:
+                with contextlib.suppress(VersionNotResidentError):  # it was told so, and has not reported since
+                    await engine.unload(version)
+
+        await self.ask(instance, "unload", unload)
+        self._coming -= 1
+        self.engines[instance] = engine
+        self.keep(instance)
+        self._post(core.Joined(instance, engine.capacity.slots))
 
     async def _release(self, instance: int, member: _Member) -> None:
         async with member.turn:

@@ -397,6 +397,9 @@ class Loop:
     def _release(self, command: core.Release) -> None:
         self.instances.release(command.instance)
 
+    def _keep(self, command: core.Keep) -> None:
+        self.instances.keep(command.instance)
+
     def _rescore(self, command: core.Rescore) -> None:
         self._score(self.flights[command.trajectory])
 
@@ -547,6 +550,7 @@ _HANDLERS: dict[type[Any], Callable[[Loop, Any], None]] = {
     core.Suspend: Loop._suspend,
     core.Resume: Loop._resume,
     core.Release: Loop._release,
+    core.Keep: Loop._keep,
     core.Rescore: Loop._rescore,
     core.Fail: Loop._fail,
     core.Drop: Loop._drop,

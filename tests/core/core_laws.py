@@ -176,9 +176,14 @@ class Laws:
 
     def do_release(self, command: m.Release) -> None:
         assert self.boxes[command.instance].leaving
+        assert any(not box.leaving for box in self.boxes.values()), "somebody stays"
         assert not any(piece.instance == command.instance for piece in self.pieces.values())
         assert self.evaluating is None or self.evaluating[0] != command.instance
         del self.boxes[command.instance]
+
+    def do_keep(self, command: m.Keep) -> None:
+        assert self.boxes[command.instance].leaving
+        self.boxes[command.instance].leaving = False
 
     def do_rescore(self, command: m.Rescore) -> None:
         assert not self.stopping

@@ -53,11 +53,22 @@ def test_an_instance_that_leaves_hands_its_trajectories_over_and_is_released():
     assert run.send(m.Lost(0)) == []  # ended as it was told, and seen to be gone
 
 
+def test_the_last_instance_stays_although_it_was_asked_to_go_when_all_others_are_lost():
+    run = Run(instances=(2, 2), staleness=1, in_flight=4, rows=4)
+    run.send(m.Generated(0, 5))
+    run.brain.evaluating = (0, 0)  # holds it up, without a trajectory
+    assert m.Release(0) not in run.send(m.Leaving(0))
+    commands = run.send(m.Lost(1))
+    assert commands[0] == m.Keep(0)
+    assert m.Release(0) not in commands
+    assert {command.instance for command in run.given(m.Resume)} == {0}
+
+
 def test_an_instance_that_leaves_runs_what_has_no_place_elsewhere_until_it_has():
     run = Run(instances=(1,), staleness=1, in_flight=2, rows=2)
-    assert run.send(m.Leaving(0)) == []
-    assert "there is no instance" in run.wait("admission").reason
+    assert run.send(m.Leaving(0)) == [m.Keep(0)]
     assert run.send(m.Joined(1, 1)) == [m.Load(1, 0)]
+    assert run.send(m.Leaving(0)) == []
     assert [type(command) for command in run.send(m.Loaded(1, 0))] == [m.Suspend, m.Resume, m.Resume, m.Release]
 
 

@@ -197,6 +197,7 @@ class Brain:
         if self.evaluating is not None and self.evaluating[0] == event.instance:
             self._skip_evaluation(self.evaluating[1], f"instance {event.instance} was lost")
             self.evaluating = None
+        self._keep_somebody()
         self.place_due = self.cycle_due = True
 
     def _on_leaving(self, event: m.Leaving) -> None:
@@ -204,7 +205,15 @@ class Brain:
         if instance is None:
             return
         instance.leaving = True
+        self._keep_somebody()
         self.place_due = self.cycle_due = True
+
+    def _keep_somebody(self) -> None:
+        """Where nobody would stay, whoever was asked to go does."""
+        if not self.staying:
+            for each in self.instances.values():
+                each.leaving = False
+                self.commands.append(m.Keep(each.id))
 
     def _on_surveyed(self, event: m.Surveyed) -> None:
         self.surveys += 1

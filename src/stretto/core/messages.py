@@ -199,6 +199,13 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """An instance that was asked to go stays, as if nobody had asked: there is no other that does."""
+
+    instance: int
+
+
+@dataclass(frozen=True, slots=True)
 class Rescore:
     """Score a trajectory once more."""
 
@@ -302,6 +309,7 @@ Command = (
     | Suspend
     | Resume
     | Release
+    | Keep
     | Rescore
     | Fail
     | Drop
