@@ -12,7 +12,7 @@ import pytest
 
 from stretto.environments.data import PromptStream, Row
 from stretto.environments.protocol import Policy
-from stretto.errors import EngineError, RequestError, RewardError
+from stretto.errors import EngineError, RequestError, RewardError, VersionNotResidentError
 from stretto.evaluation import PRIORITY, EvaluationResult, Evaluator
 from stretto.store.journal import Journal, JournalReader
 from stretto.store.schema import RunFacts
@@ -34,15 +34,16 @@ class Characters:
 class Answers:
     """As much of an engine as an evaluation uses: ten tokens for each request, or what `trouble` raises."""
 
-    def __init__(self, trouble: Callable[[Request], None]) -> None:
+    def __init__(self, trouble: Callable[[Request], None], checksum: str = "sum") -> None:
         self.requests: list[Request] = []
         self._trouble = trouble
+        self._checksum = checksum
 
     async def generate(self, request: Request) -> Completion:
         self.requests.append(request)
         self._trouble(request)
         empty = np.zeros(10, dtype=np.float32)
-        return Completion(request.id, request.version, np.zeros(10, dtype=np.int32), empty, "stop", "sum")
+        return Completion(request.id, request.version, np.zeros(10, dtype=np.int32), empty, "stop", self._checksum)
 
 
 class Scores:
@@ -56,17 +57,20 @@ class Scores:
 
 
 def evaluate(
-    folder: Path, version: int = 4, trouble: Callable[[Request], None] = lambda request: None
+    folder: Path,
+    version: int = 4,
+    trouble: Callable[[Request], None] = lambda request: None,
+    checksum: str = "sum",
 ) -> tuple[EvaluationResult, list[Request], list[Any]]:
     rows = [Row(text=f"{number}+{number}=") for number in range(8)]
     prompts = PromptStream(rows, Characters(), seed=0, max_prompt_tokens=64, shuffle=False)
-    engine: Any = Answers(trouble)
+    engine: Any = Answers(trouble, checksum)
     with Journal.open(folder / f"{version}.sqlite") as journal:
         journal.begin(RunFacts("synchronous", 0, False, 1, 1, 1, 0, 9, 0), at=1.0)
         evaluator = Evaluator(
             prompts, 4, environment=Scores(), sampling=Sampling(max_tokens=16), seed=5, journal=journal
         )
-        result = asyncio.run(evaluator.evaluate(engine, version, "during"))
+        result = asyncio.run(evaluator.evaluate(engine, version, "during", "sum"))
         evaluator.record(result)
     with JournalReader(folder / f"{version}.sqlite") as reader:
         recorded = [(each.version, each.kind, each.reward, each.num) for each in reader.evaluations()]
@@ -108,4 +112,20 @@ def test_an_engine_that_dies_is_no_failed_request(tmp_path: Path) -> None:
         raise EngineError("gone")
 
     with pytest.raises(EngineError, match="gone"):
+        evaluate(tmp_path, trouble=trouble)
+
+
+def test_an_engine_that_answers_with_other_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="answered with weights `other`; version 4 is `sum`"):
+        evaluate(tmp_path, checksum="other")
+
+
+@pytest.mark.parametrize("error", [VersionNotResidentError("not here"), KeyError("what")])
+def test_an_engine_that_does_not_hold_what_it_had_confirmed_or_breaks_has_failed(
+    error: Exception, tmp_path: Path
+) -> None:
+    def trouble(request: Request) -> None:
+        raise error
+
+    with pytest.raises(EngineError, match=r"not here|KeyError"):
         evaluate(tmp_path, trouble=trouble)

@@ -31,6 +31,7 @@ from stretto.errors import (
 )
 from stretto.evaluation import EvaluationResult, Evaluator
 from stretto.store.reader import JournalReader
+from stretto.store.recovery import snapshot
 from stretto.training.fake import FakeTrainer
 from stretto.types import Batch, Completion, Prompt, Request, UpdateReport, Weights
 
@@ -116,8 +117,10 @@ def test_a_version_may_be_retired_while_the_journal_is_made_durable_for_its_load
 
 def test_an_evaluation_that_ends_as_its_instance_is_lost_is_recorded_once(tmp_path: Path) -> None:
     class LostAsItEnds(Evaluator):
-        async def evaluate(self, engine: Engine, version: int, moment: Any) -> EvaluationResult:
-            result = await super().evaluate(engine, version, moment)
+        async def evaluate(
+            self, engine: Engine, version: int, moment: Any, checksum: str | None = None
+        ) -> EvaluationResult:
+            result = await super().evaluate(engine, version, moment, checksum)
             if engine is engines[0]:
                 bench.loop.instances.failed(0, EngineError("gone"))
             return result
@@ -481,7 +484,7 @@ def test_a_stopped_run_ends_at_an_update_boundary_and_goes_on_from_there(tmp_pat
         tmp_path,
         plan(updates=8),
         trainer=first.trainer,
-        snapshot=brain.snapshot(),
+        snapshot=snapshot(tmp_path / "journal.sqlite", first.plan),
         flights=first.loop.flights,
         weights=first.loop.weights,
     )
@@ -514,7 +517,7 @@ def test_a_trajectory_that_ends_while_the_run_stops_is_neither_lost_nor_generate
         plan(updates=8),
         engines=[engine],
         trainer=first.trainer,
-        snapshot=first.loop.brain.snapshot(),
+        snapshot=snapshot(tmp_path / "journal.sqlite", first.plan),
         flights=first.loop.flights,
         weights=first.loop.weights,
     )
@@ -526,7 +529,7 @@ def test_a_trajectory_that_ends_while_the_run_stops_is_neither_lost_nor_generate
 def test_the_clock_of_a_resumed_run_starts_with_whatever_it_does_first(tmp_path: Path) -> None:
     class Killed(FakeTrainer):
         def update(self, batch: Batch) -> UpdateReport:
-            self.snapshot, self.flights = first.loop.brain.snapshot(), dict(first.loop.flights)
+            self.flights = dict(first.loop.flights)
             raise ValueError("as if it were killed here")
 
     first = Bench(tmp_path, plan("synchronous", updates=1), trainer=Killed())
@@ -537,7 +540,7 @@ def test_the_clock_of_a_resumed_run_starts_with_whatever_it_does_first(tmp_path:
         tmp_path,
         plan("synchronous", updates=1),
         trainer=FakeTrainer(update_s=0.05),
-        snapshot=first.trainer.snapshot,
+        snapshot=snapshot(tmp_path / "journal.sqlite", first.plan),
         flights=first.trainer.flights,
         weights=first.loop.weights,
     )

@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from stretto.answers import refuse_answer
 from stretto.engines.protocol import Engine
 from stretto.environments.data import PromptStream
 from stretto.environments.protocol import Environment
-from stretto.errors import RequestError, RewardError
+from stretto.errors import EngineError, RequestError, RewardError, StrettoError, VersionNotResidentError
 from stretto.seeds import derived_seed
 from stretto.store.journal import Journal
-from stretto.types import Completion, Request, Sampling
+from stretto.types import Completion, Prompt, Request, Sampling
 
 PRIORITY = 1  # after everything that trains
 
@@ -47,21 +48,30 @@ class Evaluator:
         sampling: Sampling,
         seed: int,
         journal: Journal,
+        vocabulary: int | None = None,
     ) -> None:
+        """`vocabulary`: tokens that an engine may answer with; None: any."""
         self._prompts = prompts
         self._count = count
         self._environment = environment
         self._sampling = sampling
         self._seed = seed
         self._journal = journal
+        self._vocabulary = vocabulary
+        self.num_ended = 0  # episodes, scored or failed, of all evaluations
 
-    async def evaluate(self, engine: Engine, version: int, moment: Moment) -> EvaluationResult:
-        """Evaluate `version`, which must be resident on `engine`. A failed request or reward is counted, not scored."""
+    async def evaluate(
+        self, engine: Engine, version: int, moment: Moment, checksum: str | None = None
+    ) -> EvaluationResult:
+        """Evaluate `version`, which must be resident on `engine`. A failed request or reward is counted, not scored.
+
+        Raises `EngineError` where the engine fails, or answers with something else than it was asked for; where a
+        `checksum` is given, that includes other weights.
+        """
         started = time.time()
-        policies = [_EvaluationPolicy(self, engine, version, index) for index in range(self._count)]
-        episodes = [
-            self._environment.episode(self._prompts.prompt(index), policy) for index, policy in enumerate(policies)
-        ]
+        checksums = {} if checksum is None else {version: checksum}
+        policies = [_EvaluationPolicy(self, engine, version, checksums, index) for index in range(self._count)]
+        episodes = [self._episode(self._prompts.prompt(index), policy) for index, policy in enumerate(policies)]
         results = await asyncio.gather(*episodes, return_exceptions=True)
         rewards: list[float] = []
         for outcome in results:
@@ -83,6 +93,12 @@ class Evaluator:
             seconds=ended - started,
         )
 
+    async def _episode(self, prompt: Prompt, policy: _EvaluationPolicy) -> float:
+        try:
+            return await self._environment.episode(prompt, policy)
+        finally:
+            self.num_ended += 1
+
     def record(self, result: EvaluationResult, line: Mapping[str, Any] | None = None) -> None:
         """Write a result into the journal; apart from `evaluate`, so that it comes when the core counts it.
 
@@ -100,25 +116,36 @@ class Evaluator:
 
 
 class _EvaluationPolicy:
-    __slots__ = ("_engine", "_index", "_owner", "_version", "num_tokens")
+    __slots__ = ("_checksums", "_engine", "_index", "_owner", "_version", "num_tokens")
 
-    def __init__(self, owner: Evaluator, engine: Engine, version: int, index: int) -> None:
+    def __init__(
+        self, owner: Evaluator, engine: Engine, version: int, checksums: Mapping[int, str], index: int
+    ) -> None:
         self._owner = owner
         self._engine = engine
         self._version = version
+        self._checksums = checksums
         self._index = index
         self.num_tokens: int | None = None  # None: the request failed
 
     async def generate(self, tokens: Sequence[int]) -> Completion:
-        completion = await self._engine.generate(
-            Request(
-                id=-1 - self._index,
-                version=self._version,
-                prompt=tuple(tokens),
-                seed=derived_seed(self._owner._seed, "evaluation", self._index),
-                sampling=self._owner._sampling,
-                priority=PRIORITY,
-            )
+        owner = self._owner
+        request = Request(
+            id=-1 - self._index,
+            version=self._version,
+            prompt=tuple(tokens),
+            seed=derived_seed(owner._seed, "evaluation", self._index),
+            sampling=owner._sampling,
+            priority=PRIORITY,
         )
+        try:
+            completion = await self._engine.generate(request)
+        except VersionNotResidentError as error:
+            raise EngineError(f"it had confirmed version {self._version}, and says now: {error}") from error
+        except StrettoError:
+            raise
+        except Exception as error:
+            raise EngineError(f"it answered an evaluation with {type(error).__name__}: {error}") from error
+        refuse_answer(completion, request, checksums=self._checksums, vocabulary=owner._vocabulary, continued=False)
         self.num_tokens = len(completion.tokens)
         return completion

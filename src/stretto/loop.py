@@ -501,11 +501,13 @@ class Loop:
 
     def _evaluate(self, command: core.Evaluate) -> None:
         assert self._evaluator is not None, "an evaluation is planned only where there is an evaluator"
-        evaluator = self._evaluator
+        evaluator, checksum = self._evaluator, self.weights[command.version].checksum
 
         async def evaluate() -> None:
             self._evaluations[command.version] = await self.instances.follow(
-                command.instance, lambda engine: evaluator.evaluate(engine, command.version, "during"), working=False
+                command.instance,
+                lambda engine: evaluator.evaluate(engine, command.version, "during", checksum),
+                working=False,
             )
             self.post(core.Evaluated(command.version))
 

@@ -201,10 +201,10 @@ def test_a_run_that_ends_in_its_last_evaluation_is_complete(
 ) -> None:
     original = Evaluator.evaluate
 
-    async def interrupted(self: Evaluator, engine: Any, version: int, moment: Any) -> Any:
+    async def interrupted(self: Evaluator, engine: Any, version: int, moment: Any, checksum: Any) -> Any:
         if moment == "after":
             raise KeyboardInterrupt
-        return await original(self, engine, version, moment)
+        return await original(self, engine, version, moment, checksum)
 
     monkeypatch.setattr(Evaluator, "evaluate", interrupted)
     with pytest.raises(KeyboardInterrupt):

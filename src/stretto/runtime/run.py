@@ -32,10 +32,11 @@ from transformers.utils import logging as transformers_logging
 
 from stretto.config import Recipe
 from stretto.core.brain import Brain
+from stretto.engines.protocol import Engine
 from stretto.environments.reward_output import RewardOutput
 from stretto.environments.single_turn import SingleTurn
-from stretto.errors import EngineError, VersionNotResidentError
-from stretto.evaluation import Evaluator, Moment
+from stretto.errors import ChecksumError, EngineError, RequestError, VersionNotResidentError
+from stretto.evaluation import EvaluationResult, Evaluator, Moment
 from stretto.invocation import command
 from stretto.loop import Loop, Settings
 from stretto.observe.metrics import JsonLines, Tally
@@ -183,8 +184,9 @@ async def _run(
     brain = resumed.brain
     tally = Tally(rows=plan.rows, sink=metrics, totals=resumed.totals)
     evaluator = _evaluator(recipe, parts, environment, journal)
+    deadlines = recipe.runtime.instance_seconds, seats.rewards.longest_s
     if evaluator is not None and brain.newest == 0 and not resumed.evaluated_before:
-        await _evaluate_alone(evaluator, pool, resumed.weights[0], "before", tally, observer)
+        await _evaluate_alone(deadlines, evaluator, pool, resumed.weights[0], "before", tally, observer)
 
     def checkpointing(loop: Loop) -> Coroutine[Any, Any, None]:
         return take_checkpoint(folder, loop, role, journal, versions)
@@ -227,7 +229,7 @@ async def _run(
     # Complete from here on: what becomes of the last evaluation changes nothing of what was trained.
     summary = await _conclude(folder, tally, brain, journal, role, stopped=False)
     if evaluator is not None:
-        await _evaluate_alone(evaluator, pool, loop.weights[plan.updates], "after", tally, observer)
+        await _evaluate_alone(deadlines, evaluator, pool, loop.weights[plan.updates], "after", tally, observer)
         summary = await _conclude(folder, tally, brain, journal, role, stopped=False)
     versions.prune(lambda version: False)  # `policy/` has the last, and nothing needs another
     return summary
@@ -256,21 +258,22 @@ async def _conclude(
 
 
 async def _evaluate_alone(
-    evaluator: Evaluator, pool: Pool, weights: Weights, moment: Moment, tally: Tally, observer: Observer
+    deadlines: tuple[float, float],
+    evaluator: Evaluator,
+    pool: Pool,
+    weights: Weights,
+    moment: Moment,
+    tally: Tally,
+    observer: Observer,
 ) -> None:
     """Evaluate while nothing else runs, before the first admission or after the last update.
 
-    Where the instance is lost on the way, it is done by another.
+    Where the instance is lost on the way, it is done by another. `deadlines` are of an instance and of a reward.
     """
     for attempt in range(EVALUATION_TRIES):
         instance, engine = next(iter(pool.engines.items()), None) or await pool.add()
         try:
-            for version in engine.report().versions:
-                with contextlib.suppress(VersionNotResidentError):  # the end of the loop may have unloaded it since
-                    await engine.unload(version)
-            await engine.load(weights)
-            result = await evaluator.evaluate(engine, weights.version, moment)
-            await engine.unload(weights.version)
+            result = await _evaluate_on(engine, evaluator, weights, moment, deadlines)
             break
         except EngineError as error:
             await pool.remove(instance)
@@ -279,6 +282,42 @@ async def _evaluate_alone(
             observer.message(f"instance {instance} was lost while it evaluated: {error}; another does it")
     evaluator.record(result, tally.evaluated(result))
     observer.evaluated(result)
+
+
+async def _evaluate_on(
+    engine: Engine, evaluator: Evaluator, weights: Weights, moment: Moment, deadlines: tuple[float, float]
+) -> EvaluationResult:
+    """One try. Raises `EngineError` where the instance makes no progress within its deadline, or refuses something.
+
+    An instance that runs nothing may have to wait for a reward, which has a deadline of its own.
+    """
+    instance_s, reward_s = deadlines
+
+    async def work() -> EvaluationResult:
+        for version in engine.report().versions:
+            with contextlib.suppress(VersionNotResidentError):  # the end of the loop may have unloaded it since
+                await engine.unload(version)
+        await engine.load(weights)
+        result = await evaluator.evaluate(engine, weights.version, moment, weights.checksum)
+        await engine.unload(weights.version)
+        return result
+
+    working = asyncio.create_task(work(), name=f"evaluation {moment}")
+    before, moved_at = None, time.monotonic()
+    try:
+        while not (await asyncio.wait({working}, timeout=min(1.0, instance_s / 4)))[0]:
+            load = engine.report()
+            now = (load.steps, load.tokens, load.prefilled, evaluator.num_ended)
+            if now != before:
+                before, moved_at = now, time.monotonic()
+            elif time.monotonic() - moved_at > instance_s + (0.0 if load.running or load.queued else reward_s):
+                raise EngineError(f"it made no progress for {instance_s:g} s (`runtime.instance_seconds`)")
+        return await working
+    except (RequestError, ChecksumError) as error:
+        raise EngineError(f"it refused version {weights.version}: {error}") from error
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
 
 
 def _evaluator(recipe: Recipe, parts: Desk, environment: SingleTurn, journal: Journal) -> Evaluator | None:
@@ -293,7 +332,13 @@ def _evaluator(recipe: Recipe, parts: Desk, environment: SingleTurn, journal: Jo
     )
     count = min(wanted.prompts, parts.inputs.held_out.num_rows)
     return Evaluator(
-        parts.inputs.held_out, count, environment=environment, sampling=sampling, seed=recipe.seed, journal=journal
+        parts.inputs.held_out,
+        count,
+        environment=environment,
+        sampling=sampling,
+        seed=recipe.seed,
+        journal=journal,
+        vocabulary=parts.vocabulary,
     )
 
 
