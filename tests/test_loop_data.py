@@ -20,7 +20,7 @@ from stretto.environments.order import PassRates
 from stretto.runtime.resuming import kept_again
 from stretto.store.journal import Journal
 from stretto.store.reader import JournalReader
-from stretto.store.recovery import recall_draws
+from stretto.store.recovery import recall_draws, snapshot
 from stretto.store.verify import format_findings, verify
 from stretto.training.fake import FakeTrainer
 from stretto.types import Completion, Prompt
@@ -158,7 +158,7 @@ def test_a_stopped_run_goes_on_filtering(tmp_path: Path) -> None:
     first = stopped_after(filtering(tmp_path, updates=8), 3)
     before = first.loop.brain.counters.filtered_groups
     second = filtering(tmp_path, updates=8)
-    second.trainer, second.snapshot = first.trainer, first.loop.brain.snapshot()
+    second.trainer, second.snapshot = first.trainer, snapshot(first.journal.path, first.plan)
     second.flights, second.weights = first.loop.flights, first.loop.weights
     assert second.run()
     assert broken(tmp_path) == []
@@ -210,7 +210,7 @@ def test_the_draws_of_a_synchronous_run_are_those_of_another_and_go_on_after_a_s
     first = stopped_after(by_rate(tmp_path / "parts", "synchronous", updates=10), 4)
     second = by_rate(tmp_path / "parts", "synchronous", updates=10)
     second.prepare = lambda bench: recall_draws(bench.journal.path, bench.loop.prompts)
-    second.trainer, second.snapshot = first.trainer, first.loop.brain.snapshot()
+    second.trainer, second.snapshot = first.trainer, snapshot(first.journal.path, first.plan)
     second.flights, second.weights = first.loop.flights, first.loop.weights
     assert second.run()
     assert broken(tmp_path / "parts") == []
@@ -270,20 +270,20 @@ def test_nothing_is_kept_that_cannot_be_used_again(tmp_path: Path) -> None:
 
 def test_a_stopped_run_uses_again_what_the_journal_has(tmp_path: Path) -> None:
     first = stopped_after(replaying(tmp_path, updates=8), 3)
-    snapshot = json.loads(json.dumps(first.loop.brain.snapshot()))
+    told = snapshot(first.journal.path, first.plan)
     expected = first.loop._updates._kept
     assert expected, "nothing could be used again; the test shows nothing"
     second = replaying(tmp_path, updates=8)
     prompts = PromptStream(ROWS, Characters(), seed=0, max_prompt_tokens=64)
     with Journal.open(tmp_path / "journal.sqlite", resume=True) as journal:
-        kept = kept_again(prompts, journal, Brain.restore(second.plan, snapshot).replay)
+        kept = kept_again(prompts, journal, Brain.restore(second.plan, told).replay)
     assert kept.keys() == expected.keys()
     for id, flight in kept.items():
         assert flight.completion is not None
         assert flight.completion.tokens.tolist() == expected[id].completion.tokens.tolist()
         assert flight.completion.logprobs.tolist() == expected[id].completion.logprobs.tolist()
         assert (flight.reward, flight.prompt) == (expected[id].reward, expected[id].prompt)
-    second.trainer, second.snapshot, second.kept = first.trainer, snapshot, kept
+    second.trainer, second.snapshot, second.kept = first.trainer, told, kept
     second.flights, second.weights = first.loop.flights, first.loop.weights
     assert second.run()
     assert broken(tmp_path) == []

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 from core_laws import Box, Laws
 
+from core_record import record
 from stretto.core import messages as m
 from stretto.core.brain import Brain
 
@@ -195,10 +194,12 @@ class World(Laws):
         self.send(m.Lost(box))
 
     def restore(self) -> None:
-        snapshot = json.loads(json.dumps(self.brain.snapshot()))
+        snapshot = record(self.brain)
         self.brain = Brain.restore(self.plan, snapshot)
-        assert self.brain.snapshot() == {**snapshot, **self.brain.snapshot()}
+        assert record(self.brain) == snapshot
         self.boxes.clear()
+        if self.evaluating:
+            self.evaluated.remove(self.evaluating[1])  # it is made again
         self.evaluating, self.stopping = None, False
         for trajectory, piece in self.pieces.items():
             piece.instance = None

@@ -1,8 +1,7 @@
-import json
-
 import pytest
 from core_run import Run
 
+from core_record import record
 from stretto.core import messages as m
 from stretto.core.brain import Brain
 from stretto.core.plan import resolve_plan
@@ -230,7 +229,7 @@ def test_a_restored_run_resumes_rescores_and_trains_again_when_the_first_instanc
     run.finish(0, 1)
     run.send(m.Generated(2, 5))
     run.finish(3)
-    brain = Brain.restore(run.plan, json.loads(json.dumps(run.brain.snapshot())))
+    brain = Brain.restore(run.plan, record(run.brain))
     assert brain.needed_versions == [0]
     assert brain.versions == {0: 2}
     assert brain.handle(m.Joined(5, 3)) == [m.Rescore(2), m.Train(0, (0, 1)), m.Load(5, 0)]
@@ -240,7 +239,7 @@ def test_a_restored_run_resumes_rescores_and_trains_again_when_the_first_instanc
 
 def test_a_snapshot_is_refused_by_a_plan_that_does_not_fit_it():
     run = Run(staleness=1, in_flight=4, rows=99)
-    snapshot = run.brain.snapshot()
+    snapshot = record(run.brain)
     with pytest.raises(ValueError, match="`batch` is 3, but the run was begun with 2"):
         Brain.restore(
             resolve_plan("multi-version", batch=3, group_size=1, updates=10, retries=2, staleness=2), snapshot
@@ -332,7 +331,7 @@ def test_rewards_and_the_count_of_filtered_groups_survive_a_restore():
     run = Run("synchronous", group_size=2, filter_limit=1)
     score(run, 0, 0.0, 0.0)
     score(run, 1, 1.0)
-    brain = Brain.restore(run.plan, json.loads(json.dumps(run.brain.snapshot())))
+    brain = Brain.restore(run.plan, record(run.brain))
     brain.handle(m.Joined(0, 8))
     brain.handle(m.Loaded(0, 0))
     brain.handle(m.Generated(3, 5))
@@ -375,7 +374,7 @@ def test_a_batch_that_is_trained_again_after_a_restore_uses_the_same_groups_agai
     run.update()
     (command,) = [c for c in run.finish(2, 3) if isinstance(c, m.Train)]
     assert command.again == ((0, 1), (1, 1))
-    brain = Brain.restore(run.plan, json.loads(json.dumps(run.brain.snapshot())))
+    brain = Brain.restore(run.plan, record(run.brain))
     assert command in brain.handle(m.Joined(0, 8))
     brain.handle(m.Updated(1))
     assert {group: each.uses for group, each in brain.replay.kept.items()} == {0: 2, 1: 2, 2: 1, 3: 1}

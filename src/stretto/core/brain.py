@@ -74,7 +74,6 @@ class Brain:
         self.training: int | None = None  # the update that runs
         self.unpublished: int | None = None  # a version whose publish waits
         self.evaluating: Hold | None = None
-        self.evaluation_cut: int | None = None  # after a restore: the version whose evaluation ran
         self.evaluations_due: set[int] = set()  # published, to be evaluated where first loaded
         self.stranded: list[int] = []  # versions that trajectories wait for and that have no slot
         self.stopping = False
@@ -145,26 +144,16 @@ class Brain:
         """The versions whose weights must be there for the run to go on: after a restore, those to bring back."""
         return sorted(v for v in self.window.live if v == self.newest or self.needs(v))
 
-    @property
-    def evaluations_past(self) -> list[int]:
-        """The versions whose evaluation, where one was due, has ended or was skipped."""
-        ahead = self.evaluations_due | {self.evaluation_cut if self.evaluating is None else self.evaluating[1]}
-        return [version for version in range(self.newest + 1) if version not in ahead]
-
     def waits(self) -> list[Wait]:
         """Who waits for what right now, in words."""
         return explain(self)
 
-    def snapshot(self) -> dict[str, Any]:
-        """All that is needed to go on later, as JSON."""
-        return snapshots.record(self)
-
     @classmethod
     def restore(cls, plan: Plan, snapshot: Mapping[str, Any]) -> Brain:
-        """Go on from a snapshot. There are no instances until they join.
+        """Go on from what a run was, as its journal tells it. There are no instances until they join.
 
         What ran is pending; what was being scored is scored again and what was being trained on is trained on again,
-        with the same members, as soon as the first instance joins; an evaluation that ran counts as skipped.
+        with the same members, as soon as the first instance joins; an evaluation that ran is due again.
         """
         brain = cls(plan)
         snapshots.restore(brain, snapshot)
@@ -180,9 +169,6 @@ class Brain:
             raise ValueError(f"`slots` of instance {event.instance} is {event.slots}; it must be at least 1")
         self.instances[event.instance] = Instance(event.instance, event.slots)
         self.place_due = True
-        if self.evaluation_cut is not None:
-            self._skip_evaluation(self.evaluation_cut, "the run ended while it ran")
-            self.evaluation_cut = None
         if self._again and not self.stopping:
             self._again = False
             self._do_again()

@@ -7,7 +7,7 @@ choice is a function of what is kept: fewest uses first, then the newest version
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from stretto.core.ledger import Group, State
@@ -63,12 +63,8 @@ class Replay:
             del self.kept[each.id]
         return tuple(trajectory for each in ended for trajectory in each.trajectories)
 
-    def record(self) -> dict[str, Any]:
-        """All of it, of types that JSON has."""
-        return {"kept": [asdict(each) for each in self.kept.values()], "chosen": [each.id for each in self.chosen]}
-
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Take over what `record` gave. What was chosen is used again with the batch that is trained on again."""
+        """Take over what the journal tells. What was chosen is used again with the batch that is trained on again."""
         for each in record["kept"]:
             self.kept[each["id"]] = Kept(**{**each, "trajectories": tuple(each["trajectories"])})
         self.chosen = [self.kept[id] for id in record["chosen"]]

@@ -1,9 +1,8 @@
-"""A run's decisions as JSON, and back."""
+"""A core that goes on where another one was, from what that had decided."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from stretto.core.ledger import Counters, Group, State, Trajectory
@@ -12,39 +11,10 @@ from stretto.core.window import Window
 if TYPE_CHECKING:
     from stretto.core.brain import Brain
 
-FORMAT = 2
-
-
-def record(brain: Brain) -> dict[str, Any]:
-    """Everything that `restore` needs, of types that JSON has."""
-    ledger = brain.ledger
-    return {
-        "format": FORMAT,
-        "paradigm": brain.plan.paradigm.name,
-        "batch": brain.plan.batch,
-        "group_size": brain.plan.group_size,
-        "next_update": brain.next_update,
-        "next_group": brain.next_group,
-        "newest": brain.newest,
-        "live": sorted(brain.window.live),
-        "staleness": brain.staleness,
-        "unpublished": brain.unpublished,
-        "evaluating": brain.evaluation_cut if brain.evaluating is None else brain.evaluating[1],
-        "evaluations_due": sorted(brain.evaluations_due),
-        "counters": asdict(ledger.counters),
-        "outstanding": [_record_group(group) for group in ledger.groups.values()],
-        "finished": list(ledger.finished),
-        "training": [_record_group(group) for group in ledger.batch],
-        "filtered_in_a_row": brain.filtered_in_a_row,
-        "replay": brain.replay.record(),
-    }
-
 
 def restore(brain: Brain, snapshot: Mapping[str, Any]) -> None:
-    """Fill a new brain from a record; raises ValueError where its plan does not fit what was recorded."""
+    """Fill a new brain from what its journal tells (`store/recovery.py`); ValueError where its plan does not fit."""
     plan, ledger = brain.plan, brain.ledger
-    if snapshot["format"] != FORMAT:
-        raise ValueError(f"the snapshot has format {snapshot['format']}; this version reads format {FORMAT}")
     for name, now in (
         ("paradigm", plan.paradigm.name),
         ("batch", plan.batch),
@@ -63,7 +33,6 @@ def restore(brain: Brain, snapshot: Mapping[str, Any]) -> None:
     brain.unpublished = snapshot["unpublished"]
     brain.evaluations_due = set(snapshot["evaluations_due"])
     ledger.counters = Counters(**snapshot["counters"])
-    brain.evaluation_cut = snapshot["evaluating"]
     for each in snapshot["outstanding"]:
         ledger.enter_again(_restore_group(each), taken=False)
     for each in snapshot["training"]:
@@ -74,35 +43,15 @@ def restore(brain: Brain, snapshot: Mapping[str, Any]) -> None:
     brain.replay.restore(snapshot["replay"])
 
 
-def _record_group(group: Group) -> dict[str, Any]:
-    return {
-        "id": group.id,
-        "version": group.version,
-        "deadline": group.deadline,
-        "trajectories": [
-            {
-                "id": each.id,
-                "version": each.version,
-                "state": each.state.name.lower(),
-                "generation_failures": each.generation_failures,
-                "scoring_failures": each.scoring_failures,
-                "reward": each.reward,
-            }
-            for each in group.trajectories
-        ],
-    }
-
-
 def _restore_group(record: Mapping[str, Any]) -> Group:
     group = Group(record["id"], record["version"], record["deadline"])
     for each in record["trajectories"]:
-        state = State[each["state"].upper()]
         group.trajectories.append(
             Trajectory(
                 id=each["id"],
                 group=group,
                 version=each["version"],
-                state=State.PENDING if state is State.RUNNING else state,
+                state=State[each["state"].upper()],
                 generation_failures=each["generation_failures"],
                 scoring_failures=each["scoring_failures"],
                 reward=each["reward"],

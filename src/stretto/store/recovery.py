@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from stretto.core.plan import Plan
-from stretto.core.snapshots import FORMAT
 from stretto.environments.data import PromptStream
 from stretto.store.schema import connect_readonly
 
@@ -94,7 +93,6 @@ def snapshot(path: Path, plan: Plan) -> dict[str, Any]:
             each["version"] for group in outstanding for each in group["trajectories"] if each["state"] == "pending"
         }
         return {
-            "format": FORMAT,
             "paradigm": plan.paradigm.name,
             "batch": plan.batch,
             "group_size": plan.group_size,
@@ -104,7 +102,6 @@ def snapshot(path: Path, plan: Plan) -> dict[str, Any]:
             "live": sorted({newest, *pending, *due}),
             "staleness": last[0] if last else min(plan.staleness, 1),
             "unpublished": finished if finished > newest else None,
-            "evaluating": None,
             "evaluations_due": due,
             "counters": _counters(db, plan),
             "outstanding": outstanding,
