@@ -11,9 +11,9 @@ its process however that ends. Imports nothing heavy.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import json
+import logging
 import os
 import time
 import uuid
@@ -25,6 +25,8 @@ from stretto.errors import RunError, StrettoError
 
 if TYPE_CHECKING:
     from stretto.instances import Instances
+
+log = logging.getLogger(__name__)
 
 FOLDER = "pool"  # in the run's
 REQUEST, ANSWER = ".request.json", ".answer.json"
@@ -39,47 +41,77 @@ class Control:
     def __init__(self, run_folder: Path) -> None:
         self._folder = run_folder / FOLDER
 
-    async def serve(self, instances: Instances) -> None:
-        """Do what is asked, each request by itself: a removal that takes long holds up nobody."""
+    def open(self) -> None:
+        """Make the folder, without what an earlier session left in it.
+
+        To be called before the run shows itself alive by the lock of its journal: what is asked from then on is done,
+        however long the run takes to begin.
+        """
+        if is_alive(self._folder.parent):
+            return  # another process runs it, and this one is about to be refused
         try:
             self._folder.mkdir(exist_ok=True)
-            for left in self._folder.iterdir():  # of an earlier session
+            for left in self._folder.iterdir():
                 left.unlink()
         except OSError as error:
             raise RunError(f"`{self._folder}` cannot be used: {error}") from error
+
+    async def serve(self, instances: Instances) -> None:
+        """Do what is asked, each request by itself: a removal that takes long holds up nobody."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 for path in sorted(self._folder.glob(f"*{REQUEST}")):
+                    try:
+                        text = path.read_bytes()
+                        path.unlink()
+                    except OSError as error:  # the next look may find it
+                        log.warning("request `%s` cannot be read: %s", path, error)
+                        continue
                     name = path.name.removesuffix(REQUEST)
-                    request = json.loads(path.read_text(encoding="utf-8"))
-                    path.unlink()
-                    tasks.create_task(self._serve(instances, name, request), name=f"control {name}")
+                    tasks.create_task(self._serve(instances, name, text), name=f"control {name}")
                 await asyncio.sleep(POLL_S)
 
-    async def _serve(self, instances: Instances, name: str, request: Mapping[str, Any]) -> None:
+    async def _serve(self, instances: Instances, name: str, text: bytes) -> None:
+        """Do one thing, and answer. Whatever is wrong with the request is the answer, and no trouble of the run."""
         answer: dict[str, Any] = {"error": "the run ended before it was done"}
         try:
-            done = await _do(instances, request)
+            done = await _do(instances, text)
             answer = {"done": done, "instances": instances.describe()}
         except StrettoError as error:
             answer = {"error": str(error)}
         finally:
-            with contextlib.suppress(FileNotFoundError):  # nobody waits any more
-                _write(self._folder / f"{name}{ANSWER}", answer)
-
-
-async def _do(instances: Instances, request: Mapping[str, Any]) -> str:
-    if request["do"] == "list":
-        return ""
-    if request["do"] == "add":
-        added: list[int] = []
-        for _ in range(request["count"]):
             try:
-                added.append(await instances.add())
-            except StrettoError as error:
-                raise RunError(f"{len(added)} of {request['count']} instances were added; then: {error}") from error
-        return f"added instances {', '.join(map(str, added))}"
-    instance = request["instance"]
+                _write(self._folder / f"{name}{ANSWER}", answer)
+            except OSError as error:
+                log.warning("request `%s` was answered with %s, which cannot be written: %s", name, answer, error)
+
+
+async def _do(instances: Instances, text: bytes) -> str:
+    try:
+        request = json.loads(text)
+    except ValueError as error:
+        raise RunError(f"the request is no JSON: {error}") from error
+    match request:
+        case {"do": "list"}:
+            return ""
+        case {"do": "add", "count": int(count)} if count > 0:
+            return await _add(instances, count)
+        case {"do": "remove", "instance": int(instance)}:
+            return await _remove(instances, instance)
+    raise RunError(f"the run does not know the request `{request}`")
+
+
+async def _add(instances: Instances, count: int) -> str:
+    added: list[int] = []
+    for _ in range(count):
+        try:
+            added.append(await instances.add())
+        except StrettoError as error:
+            raise RunError(f"{len(added)} of {count} instances were added; then: {error}") from error
+    return f"added instances {', '.join(map(str, added))}"
+
+
+async def _remove(instances: Instances, instance: int) -> str:
     lost = await instances.leave(instance)
     if lost:
         return f"instance {instance} was lost as it left: {lost}; its trajectories begin again elsewhere"

@@ -144,10 +144,12 @@ async def _train(recipe: Recipe, folder: Path, make: MakeSeats, observer: Observ
             make_folder(recipe, folder)
         # A run that was killed in its first moments has no journal yet, and simply begins.
         resume = resume and (folder / "journal.sqlite").exists()
+        control = Control(folder)
+        control.open()
         with Journal.open(folder / "journal.sqlite", resume=resume) as journal:
             role = seats.make_trainer(journal)
             stack.callback(role.close)
-            return await _run(recipe, folder, seats, journal, versions, observer, role)
+            return await _run(recipe, folder, seats, journal, versions, observer, role, control)
 
 
 async def _fill(pool: Pool, count: int) -> None:
@@ -166,6 +168,7 @@ async def _run(
     versions: VersionFiles,
     observer: Observer,
     role: TrainerSeat,
+    control: Control,
 ) -> dict[str, Any]:
     parts, pool = seats.desk, seats.pool
     plan, metrics = recipe.plan, JsonLines(folder / "metrics.jsonl")
@@ -218,7 +221,7 @@ async def _run(
         kept=resumed.kept,
         versions=versions,
         checkpointing=checkpointing,
-        control=Control(folder),
+        control=control,
     )
     with _stops_on_interrupt(loop):
         done = await loop.run()
