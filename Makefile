@@ -27,7 +27,8 @@ models/smollm2-135m/config.json: | .venv/installed
 test: install lint types
 	$(BIN)/python -m pytest -n 2
 
-# Fifty runs, each killed with SIGKILL at random moments and taken up again; prints how many kills they survived.
+# Fifty runs, local and on a cluster, of which driver, instances, trainer ranks or machines are killed at random moments;
+# prints how many kills of each they survived.
 chaos: install
 	$(BIN)/python tests/chaos/chaos.py --runs 50
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from machines import machines
 
-from chaos import VICTIMS, survive
+from chaos import survive
 from stretto.tiny import WarmStart, tiny_model
 
 
@@ -15,9 +16,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model") / "tiny", warm_start=WarmStart(steps=2))
 
 
-@pytest.mark.parametrize("victim", sorted(VICTIMS))
-@pytest.mark.parametrize(("seed", "kills"), [(0, 2), (1, 1)])
-def test_a_run_that_is_killed_at_random_moments_comes_to_its_end_and_is_whole(
-    model: Path, tmp_path: Path, victim: str, seed: int, kills: int
+@pytest.mark.parametrize("seed", [2, 8])  # before its first update, and in the middle
+def test_a_run_that_is_killed_at_a_random_moment_comes_to_its_end_and_is_whole(
+    model: Path, tmp_path: Path, seed: int
 ) -> None:
-    survive(model, tmp_path / "life", seed, victim, kills)
+    assert len(survive(model, tmp_path / "life", seed).kills) == 1
+
+
+def test_a_run_on_a_cluster_whose_trainer_is_killed_goes_on_and_is_whole(model: Path, tmp_path: Path) -> None:
+    with machines(workers=0) as on:
+        assert len(survive(model, tmp_path / "life", seed=10, victim="trainer", on=on).kills) == 1
