@@ -174,7 +174,7 @@ class Bench:
                     vocabulary=100,
                 ),
                 weights=weights or {},
-                flights=self.flights,
+                flights={id: _anew(flight) for id, flight in self.flights.items()},
                 kept=self.kept,
             )
             self.prepare(self)
@@ -197,6 +197,14 @@ class Bench:
                 await engine.close()
             role.close()
             journal.close()
+
+
+def _anew(flight: Flight) -> Flight:
+    """What a run that is taken up knows of a trajectory: nothing of where it was and what was asked for it."""
+    return Flight(
+        flight.id, flight.group, flight.version, flight.seed, flight.prompt, flight.row_number,
+        completion=flight.completion, reward=flight.reward, suspended=flight.suspended,
+    )  # fmt: skip
 
 
 def plan(paradigm: str = "multi-version", **options: Any) -> Plan:

@@ -71,7 +71,6 @@ class Flight:
     request: Request | None = None  # what an instance was last asked for it
     call: asyncio.Future[None] | None = None  # until that instance's answer has come back
     called: int | None = None  # that instance
-    reported: bool = False  # that it has its last token, to the core
     context: int = 0  # tokens, prompt included, when its leg began
     steps: int = 0  # of the engine, at that time
     losses: int = 0  # of instances, while it ran on them
@@ -99,9 +98,6 @@ class Flights:
     ) -> None:
         """`pinned`: a trajectory keeps its version for life. `episode_s`: an environment's deadline between tokens."""
         self.under_way: dict[int, Flight] = dict(under_way)
-        for flight in self.under_way.values():  # of an earlier session: nowhere, and its core heard nothing
-            flight.instance, flight.source, flight.leaving, flight.reported = None, None, [], False
-            flight.request, flight.call, flight.called = None, None, None
         self.instances = instances
         instances.before_loss = self._count_losses
         self.failed_in_a_row = 0  # trajectories, for good
@@ -275,7 +271,6 @@ class Flights:
         if flight.id not in self.under_way:
             raise AbortedError(f"trajectory {flight.id} was dropped as it ended")
         self._journal.generated(flight.id, completion, text, at=time.time())
-        flight.reported = True
         self._post(core.Generated(flight.id, len(completion.tokens)))
         return completion
 

@@ -376,14 +376,8 @@ class Loop:
     def _resume(self, command: core.Resume) -> None:
         flight = self.flights[command.trajectory]
         self._open_window(time.time())
-        if flight.reported:
-            return  # it had ended before it was suspended, and the core is about to hear of it
         if flight.completion is not None:
-            # It had its last token when the run ended, and the core had not heard of it.
-            flight.reported = True
-            self.post(core.Generated(flight.id, len(flight.completion.tokens)))
-            self._score(flight)
-            return
+            return  # it had ended before it was suspended, and the core is about to hear of it
         if command.reason:
             log.info("trajectory %d goes to instance %d: %s", flight.id, command.instance, command.reason)
         work = self._flights.launch(flight, command.version, command.instance, resumed=True, reason=command.reason)
@@ -401,13 +395,7 @@ class Loop:
         self.instances.keep(command.instance)
 
     def _rescore(self, command: core.Rescore) -> None:
-        self._score(self.flights[command.trajectory])
-
-    def _score(self, flight: Flight) -> None:
-        if flight.reward is not None:
-            self.post(core.Scored(flight.id, flight.reward))  # scored as the run ended, and recorded
-        else:
-            self._spawn(self._flights.score(flight), f"score {flight.id}")
+        self._spawn(self._flights.score(self.flights[command.trajectory]), f"score {command.trajectory}")
 
     def _fail(self, command: core.Fail) -> None:
         flight = self.flights.pop(command.trajectory)
