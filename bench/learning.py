@@ -7,8 +7,8 @@ Each cell is one `stretto train` with the quickstart's model and settings, in a 
 cores, and leaves one JSON file in the folder; what is there already is not run again, so a bench that was stopped goes
 on by the same command. The table has the final accuracy on held-out problems (mean over seeds and its standard error),
 and for each K the paired difference to `synchronous` with the same seeds. A K *holds* if it falls short by no more than
-0.03 or two standard errors, unless those are so large that the seeds disagree; one seed says nothing about that. `naive` has no correction at all, so that one sees what
-the others are for.
+0.03 or two standard errors, unless those are so large that the seeds disagree; one seed says nothing about that.
+`naive` has no correction at all, so that one sees what the others are for.
 
 With `--in-flight full` as many groups are under way as K allows, which makes everything about K updates old; by default
 only the tail is. The second task is the quickstart's with other numbers: counts are uniform from 5 to 30 instead of
