@@ -80,8 +80,12 @@ class Machines:
 def machines(workers: int = 2) -> Iterator[Machines]:
     """A cluster that nobody else finds."""
     folder = tempfile.mkdtemp(prefix="chaos-")  # short, since paths of sockets are
-    before = os.environ.get("RAY_TMPDIR")
-    os.environ["RAY_TMPDIR"] = folder  # where clusters of this machine are looked for, too
+    changed = {
+        "RAY_TMPDIR": folder,  # where clusters of this machine are looked for, too
+        "RAY_worker_niceness": "0",  # else actors wait for whatever else is done on a busy machine
+    }
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
     try:
         made = Machines(workers)
         try:
@@ -89,7 +93,9 @@ def machines(workers: int = 2) -> Iterator[Machines]:
         finally:
             made.close()
     finally:
-        os.environ.pop("RAY_TMPDIR")
-        if before is not None:
-            os.environ["RAY_TMPDIR"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
         shutil.rmtree(folder, ignore_errors=True)
