@@ -478,7 +478,8 @@ def test_a_stopped_run_ends_at_an_update_boundary_and_goes_on_from_there(tmp_pat
         under_way = set(reader.ids("running", "suspended", "scoring", "scored"))
         suspended = set(reader.ids("suspended"))
     assert under_way == set(first.loop.flights)
-    assert suspended == {flight.id for flight in first.loop.flights.values() if flight.suspended is not None}
+    # One that had not reached its engine yet has no tokens to keep.
+    assert suspended >= {flight.id for flight in first.loop.flights.values() if flight.suspended is not None}
 
     second = Bench(
         tmp_path,
