@@ -12,6 +12,7 @@ import pytest
 from stretto.engines import threaded
 from stretto.engines.fake import FakeCore
 from stretto.errors import EngineError
+from stretto.runtime import pool as pool_module
 from stretto.runtime.pool import FixedPool, LocalPool, Pool
 from stretto.types import Request, Sampling, Weights
 
@@ -82,6 +83,33 @@ def test_one_that_is_being_made_when_nobody_waits_any_more_is_ended_too() -> Non
 
     asyncio.run(story())
     assert not threads()
+
+
+def test_one_that_takes_too_long_to_be_made_is_an_error_and_holds_up_neither_the_next_nor_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_module, "MAKE_S", 0.1)
+    monkeypatch.setattr(pool_module, "CLOSE_S", 0.1)
+    go_on = threading.Event()
+    makes = iter([True, False])
+
+    def make() -> FakeCore:
+        if next(makes):
+            go_on.wait()
+            raise MemoryError("too late anyway")
+        return FakeCore()
+
+    async def story() -> None:
+        pool = LocalPool(make)
+        with pytest.raises(EngineError, match=r"instance 0 is not made after 0\.1 s"):
+            await pool.add()
+        assert (await pool.add())[0] == 1
+        await asyncio.wait_for(pool.close(), 2.0)
+
+    try:
+        asyncio.run(story())
+    finally:
+        go_on.set()
 
 
 def test_a_thread_that_hangs_does_not_hang_who_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:

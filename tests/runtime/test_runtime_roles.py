@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from stretto.engines.fake import FakeEngine
-from stretto.errors import StalledError, TrainerError
+from stretto.errors import EngineError, RunError, TrainerError
 from stretto.runtime.roles import KEPT_SHARE, MORE_TRIES, TrainerRole
 from stretto.training.fake import FakeTrainer
 from stretto.types import Batch, Completion, Sample, UpdateReport, Weights
@@ -53,15 +54,11 @@ class Hungry(FakeTrainer):
         return super().weights(version)
 
 
-def updated(
-    trainer: FakeTrainer, engine: FakeEngine | None, **options: Any
-) -> tuple[UpdateReport, Weights, TrainerRole, list[str]]:
+def updated(trainer: FakeTrainer, engine: FakeEngine | None) -> tuple[UpdateReport, Weights, TrainerRole, list[str]]:
     async def main() -> tuple[UpdateReport, Weights, TrainerRole, list[str]]:
         notices: list[str] = []
         engines = [] if engine is None else [engine]
-        role = TrainerRole(
-            trainer, 1, deadline_s=options.get("deadline_s", 10.0), engines=engines, notice=notices.append
-        )
+        role = TrainerRole(trainer, 1, deadline_s=10.0, engine_s=0.2, engines=engines, notice=notices.append)
         try:
             report, weights = await role.update(batch())
         finally:
@@ -126,14 +123,43 @@ def test_without_an_engine_there_is_still_another_try() -> None:
     assert "no engine that could give any back" in notices[0]
 
 
-def test_an_engine_that_does_not_answer_is_a_stall_by_name() -> None:
+def test_an_engine_that_does_not_answer_or_is_lost_is_left_out() -> None:
     class Stuck(FakeEngine):
         async def shrink(self, share: float) -> int:
             await asyncio.sleep(3600)
             return 0
 
-    with pytest.raises(StalledError, match=r"the engine has not given any back after 1 s"):
-        updated(Hungry(updates=1), Stuck(), deadline_s=1.0)
+    class Lost(FakeEngine):
+        async def shrink(self, share: float) -> int:
+            raise EngineError("gone")
+
+    _, weights, _, notices = updated(Hungry(updates=1), Stuck())
+    assert weights.version == 1
+    assert "an engine has not given any back after 0.2 s (`runtime.instance_seconds`)" in notices[0]
+    _, weights, _, notices = updated(Hungry(updates=1), Lost())
+    assert weights.version == 1
+    assert "an engine that is lost gives none back (gone)" in notices[0]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("file write failed")])
+def test_a_state_that_cannot_be_written_is_no_failure_of_the_trainer(error: Exception, tmp_path: Path) -> None:
+    class Full(FakeTrainer):
+        def capture(self) -> Callable[[Path], None]:
+            def write(folder: Path) -> None:
+                raise error
+
+            return write
+
+    async def main() -> None:
+        role = TrainerRole(Full(), 1, deadline_s=10.0)
+        try:
+            with pytest.raises(RunError, match="the trainer's state cannot be written"):
+                await role.save(tmp_path)
+            assert (await role.weights(0)).version == 0
+        finally:
+            role.close()
+
+    asyncio.run(main())
 
 
 def test_other_errors_are_not_tried_again() -> None:

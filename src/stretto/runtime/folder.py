@@ -12,13 +12,14 @@ from typing import Any
 from safetensors import SafetensorError
 
 from stretto.config import Recipe
-from stretto.errors import RunError
+from stretto.errors import RunError, StalledError
 from stretto.loop import Loop
 from stretto.runtime.roles import TrainerSeat
 from stretto.store.checkpoint import abandon_checkpoint, begin_checkpoint, complete_checkpoint
 from stretto.store.journal import Journal
 from stretto.store.versions import VersionFiles
 
+COMPLETE_S = 300.0  # for the last files of a checkpoint and its name
 _WRITER = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # one, so that checkpoints are complete in their order
 
 
@@ -53,7 +54,7 @@ def take_checkpoint(
             await trainer.save(scratch / "trainer")
             for weights in needed:
                 if versions.keeps(weights.version):
-                    await versions.durable(weights.version)
+                    await _durable(versions, weights.version)
             await journal.durable()
         except (OSError, SafetensorError) as error:
             abandon_checkpoint(scratch)
@@ -61,9 +62,20 @@ def take_checkpoint(
         except BaseException:
             abandon_checkpoint(scratch)
             raise
-        await asyncio.get_running_loop().run_in_executor(_WRITER, complete_checkpoint, scratch, suspended)
+        completing = asyncio.get_running_loop().run_in_executor(_WRITER, complete_checkpoint, scratch, suspended)
+        try:
+            await asyncio.wait_for(asyncio.shield(completing), COMPLETE_S)
+        except TimeoutError:
+            raise RunError(f"checkpoint `{scratch}` is not complete after {COMPLETE_S:g} s: the disk hangs") from None
 
     return save()
+
+
+async def _durable(versions: VersionFiles, version: int) -> None:
+    try:
+        await versions.durable(version)
+    except StalledError as error:  # it ends no run that what a checkpoint needs cannot be written
+        raise RunError(str(error)) from error
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

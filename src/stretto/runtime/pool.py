@@ -3,7 +3,7 @@
 Contract:
 
 - `add` makes an instance with an id that was never used before in this pool. It raises `EngineError` where none can be
-  made; the pool is then as it was before.
+  made, and by a deadline; the pool is then as it was before.
 - `remove` ends an instance and forgets it, whatever state it is in, and is over by a deadline. An id that is not there
   is no error, so that one that is lost can be removed twice.
 - `engines` are those that were made and not removed. Whether one of them still lives is not the pool's to say.
@@ -12,14 +12,21 @@ Contract:
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Protocol
 
 from stretto.engines.protocol import Engine
 from stretto.engines.threaded import Core, ThreadedEngine
 from stretto.errors import EngineError, StrettoError
+
+log = logging.getLogger(__name__)
+
+MAKE_S = 600.0  # for an instance to be made: it may have to load a large model
+CLOSE_S = 30.0  # for one that is being made when all of them are to end
 
 
 class Pool(Protocol):
@@ -77,7 +84,7 @@ class LocalPool:
         self._threads, self._longest = threads, longest
         self._engines: dict[int, Engine] = {}
         self._next = 0
-        self._maker = ThreadPoolExecutor(1, thread_name_prefix="pool")  # one at a time: each needs memory of its own
+        self._turn = asyncio.Lock()  # one is made at a time: each needs memory of its own
         self._making: set[asyncio.Future[Engine]] = set()
 
     @property
@@ -86,12 +93,28 @@ class LocalPool:
 
     async def add(self) -> tuple[int, Engine]:
         instance, self._next = self._next, self._next + 1
-        making = asyncio.get_running_loop().run_in_executor(self._maker, self._engine, instance)
-        self._making.add(making)
-        engine = await asyncio.shield(making)  # one that nobody waits for any more is ended by `close`
-        self._making.discard(making)
-        self._engines[instance] = engine
+        async with self._turn:
+            making = self._begin(instance)
+            self._making.add(making)
+            await asyncio.wait({making}, timeout=MAKE_S)  # one that nobody waits for any more is ended by `close`
+            if not making.done():
+                raise EngineError(f"instance {instance} is not made after {MAKE_S:g} s: its thread is left behind")
+            self._making.discard(making)
+        engine = self._engines[instance] = making.result()
         return instance, engine
+
+    def _begin(self, instance: int) -> asyncio.Future[Engine]:
+        """Make an instance in a thread that keeps no process from ending should it hang."""
+        made: Future[Engine] = Future()
+
+        def work() -> None:
+            try:
+                made.set_result(self._engine(instance))
+            except BaseException as error:
+                made.set_exception(error)
+
+        threading.Thread(target=work, name=f"making instance {instance}", daemon=True).start()
+        return asyncio.wrap_future(made)
 
     def _engine(self, instance: int) -> Engine:
         name = f"instance {instance}"
@@ -107,10 +130,13 @@ class LocalPool:
             await engine.close()
 
     async def close(self) -> None:
-        made = await asyncio.gather(*self._making, return_exceptions=True)
-        self._making.clear()
-        orphans = [engine for engine in made if not isinstance(engine, BaseException)]
+        making, self._making = self._making, set()
+        late: set[asyncio.Future[Engine]] = set()
+        if making:
+            _, late = await asyncio.wait(making, timeout=CLOSE_S)
+        if late:
+            log.warning("%d instances are still being made: their threads are left behind", len(late))
+        orphans = [each.result() for each in making - late if each.exception() is None]
         await asyncio.gather(
             *(engine.close() for engine in orphans), *(self.remove(instance) for instance in list(self._engines))
         )
-        self._maker.shutdown(wait=False)

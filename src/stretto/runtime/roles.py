@@ -21,7 +21,7 @@ import torch
 
 from stretto.engines.native.capture import release_cached
 from stretto.engines.protocol import Engine
-from stretto.errors import StalledError, StrettoError, TrainerError
+from stretto.errors import EngineError, RunError, StalledError, StrettoError, TrainerError
 from stretto.training.trainer import Trainer
 from stretto.types import Batch, UpdateReport, Weights
 
@@ -84,7 +84,8 @@ class TrainerRole:
     is a daemon, and keeps no process from ending.
 
     Weights that it hands over are whole: on CUDA the trainer's stream has been waited for, so any other stream may read
-    them. `engines` share the trainer's device; `notice` is told, in words, whenever they gave memory back.
+    them. `engines` share the trainer's device, and have `engine_s` to give memory back: one that does not, or is lost,
+    is left out. `notice` is told, in words, whenever they gave memory back.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class TrainerRole:
         threads: int,
         *,
         deadline_s: float,
+        engine_s: float = 120.0,
         engines: Collection[Engine] = (),
         notice: Callable[[str], None] = log.warning,
     ) -> None:
@@ -100,6 +102,7 @@ class TrainerRole:
         self.kv_given_back = 0  # tokens of the KV caches that updates needed the memory of
         self._threads = threads
         self._deadline_s = deadline_s
+        self._engine_s = engine_s
         self._engines = engines
         self._notice = notice
         self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any], str] | None] = SimpleQueue()
@@ -149,16 +152,20 @@ class TrainerRole:
     async def save(self, folder: Path) -> None:
         """Write the trainer's state, as it is when all that was asked for before is done.
 
-        Only the copy takes the trainer's time; what is asked for next goes on while it is written.
+        Only the copy takes the trainer's time; what is asked for next goes on while it is written. Raises `RunError`
+        where it cannot be written: the trainer itself is as it was.
         """
         write = await self.call(self.trainer.capture, "copying the trainer's state")
         try:
             await asyncio.wait_for(asyncio.to_thread(write, folder), self._deadline_s)
         except TimeoutError:
-            raise StalledError(
+            raise RunError(
                 f"the trainer's state is not written to `{folder}` after {self._deadline_s:g} s "
                 "(`runtime.update_seconds`)"
             ) from None
+        except Exception as error:
+            said = f"{type(error).__name__}: {_first_line(error)}"
+            raise RunError(f"the trainer's state cannot be written to `{folder}`: {said}") from error
 
     async def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
@@ -180,26 +187,27 @@ class TrainerRole:
 
     async def _make_room(self, name: str, reason: str, attempt: int) -> None:
         """Have every engine give part of its KV back, and hand the memory from the allocator's caches to all."""
-        said = []
-        for engine in tuple(self._engines):  # instances come and go meanwhile
-            before = engine.capacity.kv_tokens
-            try:
-                kept = await asyncio.wait_for(engine.shrink(KEPT_SHARE), self._deadline_s)
-            except TimeoutError:
-                raise StalledError(
-                    f"{name} ran out of memory, and the engine has not given any back after {self._deadline_s:g} s "
-                    f"(`runtime.update_seconds`): {engine.report()}"
-                ) from None
-            self.kv_given_back += before - kept
-            if kept < before:
-                said.append(f"the engine keeps {kept:,} of {before:,} tokens of KV")
-            else:
-                said.append(f"the engine has no KV to give back, its longest trajectory needs all {kept:,} tokens")
+        # All at once, as they were when it was asked: instances come and go meanwhile.
+        said = list(await asyncio.gather(*(self._shrink(engine) for engine in tuple(self._engines))))
         free = await self.call(_release_cached, f"releasing memory for {name}")
         if free is not None:
             said.append(f"{free / (1 << 30):.2f} GiB of the device are free now")
         told = "; ".join(said) or "there is no engine that could give any back"
         self._notice(f"{name} ran out of memory ({reason}): {told}; try {attempt + 1} of {MORE_TRIES + 1}")
+
+    async def _shrink(self, engine: Engine) -> str:
+        """Have one engine give part of its KV back; what came of it, in words. Who is lost is not for the trainer."""
+        before = engine.capacity.kv_tokens
+        try:
+            kept = await asyncio.wait_for(engine.shrink(KEPT_SHARE), self._engine_s)
+        except TimeoutError:
+            return f"an engine has not given any back after {self._engine_s:g} s (`runtime.instance_seconds`)"
+        except EngineError as error:
+            return f"an engine that is lost gives none back ({error})"
+        self.kv_given_back += before - kept
+        if kept < before:
+            return f"the engine keeps {kept:,} of {before:,} tokens of KV"
+        return f"the engine has no KV to give back, its longest trajectory needs all {kept:,} tokens"
 
     async def call(self, work: Callable[[], Result], name: str) -> Result:
         """Run something in the trainer's thread, after what is already there; `name` is what errors call it.

@@ -67,6 +67,7 @@ def local_seats(
             parts.trainer,
             parts.threads[1],
             deadline_s=recipe.runtime.update_seconds,
+            engine_s=recipe.runtime.instance_seconds,
             engines=pool.engines.values(),
             notice=observer.message,
         )
