@@ -327,3 +327,12 @@ def test_instances_are_called_back_at_once_and_one_that_is_lost_meanwhile_ends_n
     asyncio.run(story())
     assert not events
     assert [told for name, told in recorder.told if name == "moved"] == [0, 1]
+
+
+def test_when_a_suspect_fails_for_good_those_that_ran_beside_it_are_no_suspects_any_more() -> None:
+    guilty, beside = Flight(0, 0, 1, 9, PROMPT, 0, losses=6), Flight(1, 0, 1, 9, PROMPT, 0, losses=4)
+    made, _, _ = flights(beside, {0: Engine(completion(1))})
+    made.failed_for_good(Flight(2, 0, 1, 9, PROMPT, 0))
+    assert beside.losses == 4
+    made.failed_for_good(guilty)
+    assert (beside.losses, made.failed_in_a_row) == (0, 2)

@@ -212,6 +212,13 @@ class Flights:
                     reason = f"{flight.losses} instances were lost while it ran on them, the last because {error}"
                     self._post(core.GenerationFailed(flight.id, reason, instance))
 
+    def failed_for_good(self, flight: Flight) -> None:
+        """Count it. A suspect that fails is what killed instances: those that had run beside it are none any more."""
+        self.failed_in_a_row += 1
+        if flight.losses >= LOSSES:
+            for each in self.under_way.values():
+                each.losses = 0
+
     async def _generate(self, flight: Flight, policy: _Policy, tokens: Sequence[int]) -> Completion:
         """Its tokens; what is suspected to kill instances waits until no other suspect runs."""
         if flight.losses < LOSSES:

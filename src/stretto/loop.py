@@ -28,6 +28,8 @@ threads or processes, rewards have processes, the journal has a writer.
 | a damaged version        | to be sent again                            | the instance      | three times, then lost  |
 | a lost instance's place  | another one                                 | the pool          | `replacements` tries    |
 | an instance that leaves  | what it was told before, an evaluation      | it, then the core | `instance_s`, then lost |
+| an instance's maker      | its model                                   | the pool          | the pool's, by name     |
+| a checkpoint, a stop     | its last files                              | the disk          | `COMPLETE_S`, a warning |
 | `stretto pool`           | that it is done                             | a task of its own | its own, by name        |
 | a flight, an evaluation  | its reward                                  | reward pool       | `task.reward_seconds`   |
 | a flight                 | an environment that has its tokens          | the environment   | `stall_s + reward_s`    |
@@ -403,7 +405,7 @@ class Loop:
         self._journal.failed(flight.id, command.reason, at=time.time())
         self._tail.member_ended(flight.group, scored=False)
         self._failures.warn(f"trajectory {flight.id} failed for good: {command.reason}")
-        self._flights.failed_in_a_row += 1
+        self._flights.failed_for_good(flight)
         plan = self.brain.plan
         if self._flights.failed_in_a_row >= max(HOPELESS, 4 * plan.batch * plan.group_size):
             # Groups that fail are replaced, so a reward that can only fail would draw prompts for ever.
