@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 EXAMPLES = """examples:
   stretto check recipes/quickstart.toml
   stretto train recipes/quickstart.toml --set training.steps=20 --out runs/short
-  stretto train recipes/quickstart.toml --out runs/short --resume
+  stretto train recipes/quickstart.toml --set training.steps=20 --out runs/short --resume
   stretto compare recipes/quickstart.toml --paradigms synchronous,multi-version
   stretto verify runs/short
   stretto show runs/short --update 10
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, run, return the exit status.
 
     0: done. 1: a law is broken, or a run trained again came to other weights. 2: bad input or a failed run. 130:
-    stopped, by Ctrl-C or a signal; a run that was stopped at an update boundary can be resumed.
+    stopped, by Ctrl-C or a signal; a run that was stopped, or killed, can be resumed.
     """
     options = _parser().parse_args(arguments)
     logging.basicConfig(
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train a policy by a recipe")
     _recipe_arguments(train)
     train.add_argument("--out", type=Path, metavar="RUN", help="run folder (default: runs/<recipe>-<time>)")
-    train.add_argument("--resume", action="store_true", help="continue the run in --out after it was stopped")
+    train.add_argument("--resume", action="store_true", help="continue the run in --out after it was stopped or killed")
     train.add_argument("--part-of-compare", action="store_true", help=argparse.SUPPRESS)
     train.set_defaults(command=_train)
 
