@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import ray
 
 import stretto.runtime.ray_mail as mail
@@ -39,6 +41,22 @@ def instance(make: Callable[[], Any], *, seconds: float = 60.0, every_s: float =
 def started(actor: Any, seconds: float, *arguments: Any) -> RayEngine:
     result = ray.get(actor.start.remote(*arguments), timeout=240)
     return RayEngine(actor, result, name="instance 0", store=WeightsStore(), instance_seconds=seconds)
+
+
+@ray.remote(num_cpus=0)
+class _Owner:
+    def put(self, value: Any) -> list[Any]:
+        return [ray.put(value)]
+
+
+def lost_reference() -> Any:
+    """A reference to nothing."""
+    owner = _Owner.remote()
+    (ref,) = ray.get(owner.put.remote(np.zeros(1 << 20)), timeout=60)
+    ray.kill(owner)
+    while ray.wait([owner.put.remote(0)], timeout=0.1)[0] == []:
+        time.sleep(0.1)
+    return ref
 
 
 class _Again(Instance):

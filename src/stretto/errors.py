@@ -54,6 +54,10 @@ class ChecksumError(StrettoError):
     """The weights that arrived are not the weights that were sent."""
 
 
+class LostObjectError(StrettoError):
+    """What a reference named is not in the cluster any more: the machine that held it is gone, or its owner is."""
+
+
 class EngineError(StrettoError):
     """The engine itself failed: every request on it is lost, and it takes no more."""
 

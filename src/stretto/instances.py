@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from stretto.core import messages as core
 from stretto.engines.protocol import Engine
-from stretto.errors import ChecksumError, EngineError, RunError, VersionNotResidentError
+from stretto.errors import ChecksumError, EngineError, LostObjectError, RunError, VersionNotResidentError
 from stretto.observe.metrics import Tally
 from stretto.runtime.pool import Pool
 from stretto.store.journal import Journal
@@ -232,14 +232,15 @@ class Instances:
     async def ask(self, instance: int, what: str, work: Callable[[Engine], Awaitable[T]]) -> T:
         """Have an instance do something at once, after what it was told before. It answers in time, or is lost.
 
-        Raises `ChecksumError` where what it was sent arrived damaged, and for whatever else it raises `EngineError`.
+        Raises `ChecksumError` where what it was sent arrived damaged, `LostObjectError` where nobody has that any more,
+        and for whatever else it raises `EngineError`.
         """
         async with self._reach(instance).turn:
             limit = asyncio.timeout(self._deadline_s)
             try:
                 async with limit:
                     return await self.follow(instance, work, working=False)
-            except (EngineError, ChecksumError):
+            except (EngineError, ChecksumError, LostObjectError):
                 raise
             except Exception as error:
                 if isinstance(error, TimeoutError) and limit.expired():

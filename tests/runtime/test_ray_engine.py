@@ -16,13 +16,13 @@ import pytest
 import ray
 import torch
 
-from ray_cases import instance, small_cluster
+from ray_cases import instance, lost_reference, small_cluster
 from stretto.checksums import checksum
 from stretto.engines.fake import FakeCore
 from stretto.engines.native.engine import NativeEngine
-from stretto.errors import ChecksumError, EngineError
+from stretto.errors import ChecksumError, EngineError, LostObjectError
 from stretto.models import load_model
-from stretto.runtime.ray_weights import KvReference, LostObjectError, PackedWeights, WeightsHandle, WeightsStore
+from stretto.runtime.ray_weights import KvReference, PackedWeights, WeightsHandle, WeightsStore
 from stretto.types import Request, Sampling, Weights
 
 
@@ -137,30 +137,17 @@ def test_damaged_and_lost_weights_are_put_into_the_store_again(lost: Any) -> Non
         with pytest.raises(ChecksumError):
             await engine.load(replace(weights(value=2.0), version=2, checksum=weights().checksum))
         gone.ref = lost
-        with pytest.raises(EngineError, match="cannot get version 1"):
+        with pytest.raises(LostObjectError, match="version 1 cannot be had any more"):
             await engine.load(gone)
+        await engine.load(replace(weights(), version=3))  # it is no fault of the instance's
         await engine.close()
 
     asyncio.run(main())
 
 
-@ray.remote(num_cpus=0)
-class Owner:
-    """Something else's owner: what it put is lost with it."""
-
-    def put(self, value: Any) -> list[Any]:
-        return [ray.put(value)]
-
-
 @pytest.fixture(scope="module")
 def lost() -> Any:
-    """A reference to nothing."""
-    owner = Owner.remote()
-    (ref,) = ray.get(owner.put.remote(np.zeros(1 << 20)), timeout=60)
-    ray.kill(owner)
-    while ray.wait([owner.put.remote(0)], timeout=0.1)[0] == []:
-        time.sleep(0.1)
-    return ref
+    return lost_reference()
 
 
 def native(path: Path) -> Any:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from huggingface_hub import hf_hub_download
 
 import stretto.runtime.ray_model as module
 from ray_cases import small_cluster
@@ -35,11 +37,6 @@ def test_a_folder_that_is_here_is_used_as_it_is(folder: Path) -> None:
     assert ModelSource.of(str(folder)).here() == str(folder.resolve())
 
 
-def test_a_hub_name_is_left_to_whoever_loads_it(tmp_path: Path) -> None:
-    source = ModelSource.of("some/model")
-    assert (source.fingerprint, source.files, source.here()) == ("", None, "some/model")
-
-
 def test_a_small_folder_is_sent_to_a_machine_that_has_none_or_another(folder: Path) -> None:
     source = ModelSource.of(str(folder))
     (folder / "part" / "weights").write_bytes(b"abd" * 1000)
@@ -60,3 +57,22 @@ def test_a_large_folder_has_to_be_there_with_the_same_files(folder: Path, monkey
         source.here()
     with pytest.raises(ModelError, match=r"`model.path = '/nowhere'` is not there on the machine"):
         replace(source, path="/nowhere").here()
+
+
+def test_a_hub_name_is_refused_where_it_stands_for_another_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cached(cache: Path, revision: str) -> None:
+        for name, text in ((f"snapshots/{revision}/config.json", "{}"), ("refs/main", revision)):
+            file = cache / "models--someone--something" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        monkeypatch.setattr("stretto.runtime.ray_model.hf_hub_download", partial(hf_hub_download, cache_dir=cache))
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    cached(tmp_path / "driver", "a" * 40)
+    source = ModelSource.of("someone/something")
+    assert source.here() == "someone/something"
+    cached(tmp_path / "other", "b" * 40)
+    with pytest.raises(ModelError, match=f"revision {'b' * 40} on the machine .* and {'a' * 40}"):
+        source.here()

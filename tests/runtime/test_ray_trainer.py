@@ -9,21 +9,23 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import ray
 import torch
 
-from ray_cases import small_cluster
+from ray_cases import lost_reference, small_cluster
 from run_cases import recipe
-from stretto.errors import TrainerLostError
+from stretto.errors import RunError, TrainerLostError
 from stretto.models import load_model
 from stretto.runtime.parts import make_trainer
 from stretto.runtime.ray_model import ModelSource
 from stretto.runtime.ray_trainer import RankedTrainer, RankOptions, rank_options
 from stretto.runtime.ray_weights import WeightsHandle
 from stretto.runtime.roles import TrainerSeat
+from stretto.store.versions import VersionFiles
 from stretto.training.fake import FakeTrainer
 from stretto.training.parallel import Ranks
 from stretto.types import Batch, Completion, Sample, UpdateReport, Weights
@@ -131,6 +133,42 @@ def test_ranks_that_are_killed_are_made_anew_and_come_back_to_their_version(tmp_
     assert len(notices) == 2
     assert "rank" in notices[0]
     assert "1 of 4 times" in notices[0]
+
+
+def test_a_version_is_written_by_its_rank_and_asked_for_again_where_it_is_lost(tmp_path: Path) -> None:
+    """Lost alone, lost with the rank that made it, and lost for good."""
+    lost, files = lost_reference(), VersionFiles(tmp_path / "versions")
+
+    async def restore(seat: TrainerSeat, version: int) -> None:
+        for each in BATCHES[:version]:
+            await seat.update(each)
+
+    async def written(weights: Weights) -> None:
+        files.write(weights)
+        await files.durable(weights.version)
+        assert files.read(weights.version, weights.checksum) is not None
+
+    async def main() -> None:
+        seat = RankedTrainer(RankOptions(Meeting, cpus=0.1), deadline_s=200.0, restore=restore)
+        try:
+            first: Any = (await seat.update(BATCHES[0]))[1]
+            assert await asyncio.to_thread(first.store, tmp_path / "elsewhere")
+            assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["000001.safetensors"]
+            first.ref = lost
+            await written(first)
+            second: Any = (await seat.update(BATCHES[1]))[1]
+            second.ref = lost
+            os.kill(seat.processes[0], signal.SIGKILL)
+            await written(second)
+            third: Any = (await seat.update(batch(2, 7)))[1]
+            third.ref, third.checksum = lost, "another"  # as if it had been trained again with other bits
+            with pytest.raises(RunError, match="version 3 was lost before it was written"):
+                await written(third)
+        finally:
+            seat.close()
+            files.close()
+
+    asyncio.run(main())
 
 
 def test_the_ranks_of_a_recipe_train_and_export_its_policy_as_one_process_does(model: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from stretto.checksums import checksum
-from stretto.errors import RunError
+from stretto.errors import LostObjectError, RunError
 from stretto.store import versions as module
 from stretto.store.versions import VersionFiles
 from stretto.types import Weights
@@ -140,15 +140,40 @@ def test_without_durability_only_what_is_kept_is_written(tmp_path: Path) -> None
     files.close()
 
 
-def test_weights_that_are_elsewhere_are_fetched_by_the_thread_that_writes(files: VersionFiles) -> None:
-    class Elsewhere:
-        version = 6
-        checksum = weights(6).checksum
+class Elsewhere:
+    """Weights that come `lost` times from whoever made them before they can be fetched."""
 
-        def fetch(self) -> Weights:
-            assert threading.current_thread() is not threading.main_thread()
-            return weights(6)
+    version = 6
+    checksum = weights(6).checksum
 
-    files.write(Elsewhere())
+    def __init__(self, lost: int = 0, made_by: bool = False) -> None:
+        self.lost, self.made_by = lost, made_by
+
+    def store(self, folder: Path) -> bool:
+        if self.made_by:
+            module.write_file(folder, weights(6))
+        return self.made_by
+
+    def fetch(self) -> Weights:
+        assert threading.current_thread() is not threading.main_thread()
+        if self.made_by or self.lost:
+            raise LostObjectError("it is gone")
+        return weights(6)
+
+    async def again(self) -> None:
+        self.lost -= 1
+
+
+@pytest.mark.parametrize("elsewhere", [Elsewhere(), Elsewhere(lost=2), Elsewhere(made_by=True)])
+def test_weights_that_are_elsewhere_are_written_there_or_fetched_and_taken_again_where_they_are_lost(
+    files: VersionFiles, elsewhere: Elsewhere
+) -> None:
+    files.write(elsewhere)
     asyncio.run(files.durable(6))
     assert files.read(6, weights(6).checksum) is not None
+
+
+def test_weights_that_stay_lost_are_an_error_that_says_how_to_go_on(files: VersionFiles) -> None:
+    files.write(Elsewhere(lost=9))
+    with pytest.raises(RunError, match=r"version 6 was lost before it was written .* `--resume`"):
+        asyncio.run(files.durable(6))

@@ -201,6 +201,11 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def rank_threads(recipe: Recipe) -> int:
+    """Threads of torch in each rank of a trainer on a cluster."""
+    return recipe.runtime.trainer_threads or max(1, int(recipe.runtime.trainer_cpus))
+
+
 def role_threads(recipe: Recipe) -> tuple[int, int]:
     """Torch threads of an instance and of the trainer; one each on CUDA.
 

@@ -7,8 +7,11 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from stretto.config import Recipe
 from stretto.errors import RecipeError
@@ -23,6 +26,7 @@ except ImportError as missing:
 log = logging.getLogger(__name__)
 
 NEW = "local"  # the address that always starts a cluster
+FOLDERS = "stretto-ray-"  # of clusters that were started here; the process that did so follows
 
 
 @contextlib.contextmanager
@@ -42,7 +46,8 @@ def connected(recipe: Recipe) -> Iterator[str]:
             yield describe()
         return
     try:
-        yield describe()
+        short = shortage(recipe, ray.cluster_resources())
+        yield describe() + (f"; {short}, so a part of the run waits for a machine with room" if short else "")
     finally:
         ray.shutdown()
 
@@ -50,8 +55,11 @@ def connected(recipe: Recipe) -> Iterator[str]:
 @contextlib.contextmanager
 def _started(recipe: Recipe) -> Iterator[None]:
     """A cluster of this process's own. It ends with it, so it lies where nobody else looks for one."""
-    _refuse_too_much(recipe, available_cores())
-    folder = tempfile.mkdtemp(prefix="stretto-ray-")
+    if short := shortage(recipe, {"CPU": available_cores(), "GPU": torch.cuda.device_count()}):
+        # It does not grow, so what does not fit would wait for ever.
+        raise RecipeError(f"{short}; lower them (fractions are allowed), or start a cluster with `ray start`")
+    sweep(Path(tempfile.gettempdir()))
+    folder = tempfile.mkdtemp(prefix=f"{FOLDERS}{os.getpid()}-")
     try:
         ray.init(address=NEW, num_cpus=available_cores(), include_dashboard=False, _temp_dir=folder, **_QUIET)
         yield
@@ -98,13 +106,28 @@ def gpus_of(asked: float | None, recipe: Recipe) -> float:
     return asked if asked is not None else float(recipe.runtime.device == "cuda")
 
 
-def _refuse_too_much(recipe: Recipe, cpus: int) -> None:
-    """A cluster that is started here does not grow, so what does not fit would wait for ever."""
+def shortage(recipe: Recipe, total: Mapping[str, float]) -> str | None:
+    """What instances and ranks ask for beyond what a cluster has, in words; None where all of it fits."""
     runtime = recipe.runtime
-    asked = runtime.instances * runtime.instance_cpus + runtime.trainers * runtime.trainer_cpus
-    if asked > cpus:
-        raise RecipeError(
-            f"`runtime.instances = {runtime.instances}` with `instance_cpus = {runtime.instance_cpus:g}` and "
-            f"`trainers = {runtime.trainers}` with `trainer_cpus = {runtime.trainer_cpus:g}` ask for {asked:g} CPUs, "
-            f"and this machine has {cpus}; lower them (fractions are allowed), or start a cluster with `ray start`"
-        )
+    wanted = {
+        "CPU": (runtime.instance_cpus, runtime.trainer_cpus),
+        "GPU": (gpus_of(runtime.instance_gpus, recipe), gpus_of(runtime.trainer_gpus, recipe)),
+    }
+    for kind, (instance, trainer) in wanted.items():
+        asked, has = runtime.instances * instance + runtime.trainers * trainer, total.get(kind, 0)
+        if asked > has:
+            name = kind.lower()
+            return (
+                f"`runtime.instances = {runtime.instances}` with `instance_{name}s = {instance:g}` and "
+                f"`trainers = {runtime.trainers}` with `trainer_{name}s = {trainer:g}` ask for {asked:g} {kind}s, and "
+                f"there are {has:g}"
+            )
+    return None
+
+
+def sweep(root: Path) -> None:
+    """Remove what clusters left that were started by processes which are gone: those were killed."""
+    for folder in root.glob(f"{FOLDERS}[0-9]*-*"):
+        process = folder.name.removeprefix(FOLDERS).partition("-")[0]
+        if process.isdigit() and not Path(f"/proc/{process}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(folder, ignore_errors=True)

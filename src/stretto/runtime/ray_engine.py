@@ -15,10 +15,10 @@ from typing import Any
 
 import ray
 
-from stretto.errors import ChecksumError, EngineError
+from stretto.errors import ChecksumError, EngineError, LostObjectError
 from stretto.runtime.ray_instance import Instance, InstanceOptions, Started
 from stretto.runtime.ray_mail import Remote
-from stretto.runtime.ray_weights import KvReference, LostObjectError, WeightsStore
+from stretto.runtime.ray_weights import KvReference, WeightsStore
 from stretto.types import Capacity, Completion, Load, Request, Suspended, Weights
 
 TRANSFERS = 3  # of one version to one instance, where what arrives is damaged or lost
@@ -101,7 +101,10 @@ class RayEngine:
         await self._remote.close()
 
     async def _transfer(self, how: str, before: tuple[Any, ...], weights: Any) -> None:
-        """Have the instance pull a version. What is damaged or lost on the way is put into the store again."""
+        """Have the instance pull a version. What is damaged or lost on the way is put into the store again.
+
+        Raises `LostObjectError` where nobody has the version any more: then no other instance could get it either.
+        """
         handle = await self._store.handle(weights)
         for attempt in range(TRANSFERS):
             ref = handle.ref
@@ -109,13 +112,13 @@ class RayEngine:
                 await self._remote.call(how, *before, handle)
                 return
             except (ChecksumError, LostObjectError) as error:
-                try:
-                    if attempt + 1 == TRANSFERS:
-                        raise
+                if attempt + 1 < TRANSFERS:
                     await self._store.renew(handle, ref, error)
-                except LostObjectError as lost:
-                    self._remote.lose(f"cannot get version {handle.version}: {lost}")
-                    raise EngineError(f"{self._name} cannot get version {handle.version}: {lost}") from lost
+                elif isinstance(error, ChecksumError):
+                    raise
+                else:  # there is a whole copy, and it does not come here
+                    self._remote.lose(f"cannot get version {handle.version}: {error}")
+                    raise EngineError(f"{self._name} cannot get version {handle.version}: {error}") from error
 
     async def _follow(self, how: str, work: Request | Suspended, trajectory: int) -> Completion:
         if self._running == 0:

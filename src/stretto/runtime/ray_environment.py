@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 PLACE_S = 300.0  # for a machine, and for the process to import what it needs
 MOVES = 3  # machines that one reward may lose
+STARTS = 3  # tries of a host, where it dies before it has started
 
 
 class LostHostError(StrettoError):
@@ -102,12 +103,23 @@ class RewardHost:
 class RayRewards:
     """A `RewardPool` on the cluster. For one event loop."""
 
-    def __init__(self, options: RewardOptions, *, said: Callable[[str], None], instance_seconds: float) -> None:
-        """`said` is told every line that the function prints; a host that is silent for `instance_seconds` is lost."""
+    def __init__(
+        self,
+        options: RewardOptions,
+        *,
+        said: Callable[[str], None],
+        instance_seconds: float,
+        notice: Callable[[str], None] = log.error,
+    ) -> None:
+        """`said` is told every line that the function prints; a host that is silent for `instance_seconds` is lost.
+
+        `notice` is told, in words, of every host that is lost.
+        """
         self.replaced = 0  # hosts that were lost
         self._options = options
         self._said = said
         self._seconds = instance_seconds
+        self._notice = notice
         self._host: Remote | None = None
         self._listener: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
@@ -160,7 +172,7 @@ class RayRewards:
                 raise RewardError(f"`{self._options.spec}` was asked for a reward after it was stopped")
             if self._host is not None:
                 self.replaced += 1
-                log.error("%s; another takes its place", self._host.failure)
+                self._notice(f"{self._host.failure}; another takes its place")
                 await self._host.close()
             self._host = await self._place()
             if self._listener is not None:
@@ -169,6 +181,18 @@ class RayRewards:
             return self._host
 
     async def _place(self) -> Remote:
+        """Start a host. One that dies before it has started is tried elsewhere; at last, `RewardError`."""
+        for attempt in range(STARTS):
+            try:
+                return await self._start()
+            except (RayError, TimeoutError) as error:
+                said = f"rewards could not be started on the cluster: {type(error).__name__}: {_first_line(error)}"
+                if attempt + 1 == STARTS or self._closed:
+                    raise RewardError(said) from error
+                self._notice(f"{said}; they are placed again")
+        raise AssertionError("the last try returns or raises")
+
+    async def _start(self) -> Remote:
         idle_s = idle_seconds(self._seconds)
         actor = (
             ray.remote(RewardHost).options(num_cpus=0, max_restarts=0, max_task_retries=0).remote(self._options, idle_s)
@@ -179,8 +203,6 @@ class RayRewards:
             end(actor)
             if isinstance(error, RayTaskError):
                 raise error.cause from None
-            if isinstance(error, RayError | TimeoutError):
-                raise StrettoError(f"rewards could not be started on the cluster: {type(error).__name__}") from error
             raise
         return Remote(actor, "the host of rewards", deadline_s=self._seconds, lost=LostHostError)
 
@@ -192,6 +214,10 @@ class RayRewards:
                 return
             for line in lines:
                 self._said(line)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 async def _result(reference: Any) -> Any:

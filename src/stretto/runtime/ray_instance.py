@@ -17,9 +17,9 @@ from typing import Any
 import ray
 
 from stretto.engines.threaded import Core, ThreadedEngine
-from stretto.errors import ChecksumError
+from stretto.errors import ChecksumError, LostObjectError
 from stretto.runtime.ray_mail import Answer, Message, Served
-from stretto.runtime.ray_weights import KvReference, LostObjectError, WeightsHandle, flat, pulled, shaped
+from stretto.runtime.ray_weights import KvReference, WeightsHandle, flat, pulled, shaped
 from stretto.types import Capacity, Completion, Load, Suspended, Weights
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,7 @@
 """A model on the machines of a cluster: the same files everywhere, or a refusal.
 
 A folder of the driver's is used where it lies on the other machine too, with the same files; a small one is sent along.
+A name of the hub must stand for the same revision everywhere, whatever a machine has in its cache.
 Anything else would let instances generate by another base than the one that is trained.
 """
 
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from huggingface_hub import hf_hub_download
 from transformers.utils import logging as transformers_logging
 
 from stretto.config import Recipe
@@ -33,6 +35,7 @@ class ModelSource:
 
     path: str  # a folder of the driver's, or a hub name
     fingerprint: str = ""  # of the folder's files; empty for a hub name
+    revision: str = ""  # of a hub name, as the driver sees it; empty for a folder
     files: Any = None  # a reference to them, where they are few enough to be sent
 
     @classmethod
@@ -40,15 +43,17 @@ class ModelSource:
         """The model at `path` as the driver sees it. Blocks for as long as its files take to read."""
         folder = Path(path)
         if not folder.is_dir():
-            return cls(path)
+            return cls(path, revision=revision_of(path))
         folder = folder.resolve()
         files = _files(folder)
         small = sum(file.stat().st_size for file in files.values()) <= SENT_BYTES
         sent = ray.put({name: file.read_bytes() for name, file in files.items()}) if small else None
-        return cls(str(folder), _fingerprint(files), sent)
+        return cls(str(folder), _fingerprint(files), files=sent)
 
     def here(self) -> str:
         """What to load on this machine. Raises `ModelError` where the model is not here and was not sent."""
+        if self.revision:
+            return self._hub_name()
         folder = Path(self.path)
         if not self.fingerprint or (folder.is_dir() and _fingerprint(_files(folder)) == self.fingerprint):
             return self.path
@@ -59,6 +64,15 @@ class ModelSource:
                 "the same place on every machine of the cluster, or on a file system that they share"
             )
         return str(self._unpack(ray.get(self.files, timeout=600)))
+
+    def _hub_name(self) -> str:
+        """The name, where it stands for the same model on this machine."""
+        if (found := revision_of(self.path)) != self.revision:
+            raise ModelError(
+                f"`model.path = {self.path!r}` is revision {found} on the machine `{os.uname().nodename}` and "
+                f"{self.revision} where the run was started; download the same one on every machine, or give a folder"
+            )
+        return self.path
 
     def _unpack(self, files: Mapping[str, bytes]) -> Path:
         """Write the files that were sent, once a machine and model."""
@@ -77,6 +91,11 @@ class ModelSource:
         if _fingerprint(_files(folder)) != self.fingerprint:
             raise ModelError(f"`{folder}` is not the model that was sent; remove it, and start again")
         return folder
+
+
+def revision_of(name: str) -> str:
+    """The revision that a hub name stands for on this machine: the hub's, or where that is out of reach the cache's."""
+    return Path(hf_hub_download(name, "config.json")).parent.name
 
 
 def _files(folder: Path) -> dict[str, Path]:

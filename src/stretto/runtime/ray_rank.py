@@ -14,19 +14,23 @@ from typing import Any, Literal
 
 import ray
 import torch
+from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from stretto.config import Recipe
+from stretto.errors import RunError
 from stretto.models import load_model
 from stretto.runtime.device import choose_device, choose_dtype
 from stretto.runtime.parts import make_trainer
 from stretto.runtime.ray_model import ModelSource
 from stretto.runtime.ray_weights import PackedWeights
+from stretto.store.versions import write_file
 from stretto.training.parallel import Ranks, open_meeting
 from stretto.training.protocol import Trainer
 from stretto.types import Batch
 
 WRITING = "writing"  # what is done beside the calls that come one after the other
+VERSIONS = "versions"  # the same, for what generation waits for
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,18 @@ class TrainerRank:
         self._write: Callable[[Path], None] | None = None
         self._trainer: Trainer
 
+    def ready(self) -> None:
+        """It has a process, on some machine."""
+
+    def sees(self, folder: str) -> None:
+        """Raise `RunError` unless the folder of the run is here, which this rank reads checkpoints from."""
+        if not (Path(folder) / "config.toml").is_file():
+            raise RunError(
+                f"the run folder `{folder}` is not on the machine `{os.uname().nodename}`, where rank {self._rank} of "
+                "the trainer was placed: it has to lie on a file system that the machines of all ranks see; give it "
+                "with `--out`, or make room for the ranks on this machine"
+            )
+
     def open(self, timeout_s: float) -> tuple[str, int]:
         """Where the others meet this one, which is the first."""
         host = ray.util.get_node_ip_address()
@@ -100,7 +116,14 @@ class TrainerRank:
     def write(self, folder: str) -> None:
         """Write what was captured last. Runs beside everything else, in the group `WRITING`."""
         assert self._write is not None, "`capture` comes first"
-        self._write(Path(folder))
+        try:
+            self._write(Path(folder))
+        except (OSError, SafetensorError) as error:
+            raise RunError(f"the trainer's state cannot be written to `{folder}`: {error}") from error
+
+    def store(self, packed: PackedWeights, folder: str) -> None:
+        """Write the file of a version. Runs beside everything else, in the group `VERSIONS`."""
+        write_file(Path(folder), packed.unpack(), f".{os.uname().nodename}-{os.getpid()}")
 
     def load(self, folder: str) -> int:
         self._trainer.load(Path(folder))
@@ -110,7 +133,10 @@ class TrainerRank:
         self._trainer.adopt(packed.unpack())
 
     def export(self, folder: str) -> None:
-        self._trainer.export(Path(folder))
+        try:
+            self._trainer.export(Path(folder))
+        except (OSError, SafetensorError) as error:
+            raise RunError(f"the policy cannot be written to `{folder}`: {error}") from error
 
     def _handed(self, version: int) -> tuple[Facts | None, PackedWeights | None]:
         weights = self._trainer.weights(version)  # by every rank, because each may hold a part of them

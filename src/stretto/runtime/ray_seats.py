@@ -1,12 +1,15 @@
 """A run on a cluster: instances, the trainer's ranks and rewards are actors; the loop is all that is left here.
 
-Nothing of the model's size passes through this process: instances and ranks load the model themselves, weights go from
-rank 0 to the object store and from there to every machine once, KV from instance to instance.
+Nothing of the model's size passes through this process while all of them live: instances and ranks load the model
+themselves, weights go from rank 0 to their file and to the object store, and from there to every machine once, KV from
+instance to instance. A version whose object is lost passes through here once, from its file.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +36,19 @@ from stretto.types import Weights
 REPORT_S = 0.25  # between two reports of an instance that is busy
 
 
+class Notes:
+    """Says what was done about a fault, and records it once there is a journal."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.journal: Journal | None = None
+        self._say = say
+
+    def __call__(self, kind: str, text: str) -> None:
+        self._say(text)
+        if self.journal is not None:
+            self.journal.note(kind, text, at=time.time())
+
+
 def ray_seats(
     recipe: Recipe,
     desk: Desk,
@@ -43,7 +59,7 @@ def ray_seats(
     versions: VersionFiles,
 ) -> Seats:
     """The seats of a run in `folder`, on the cluster that this process is connected to."""
-    runtime = recipe.runtime
+    runtime, note = recipe.runtime, Notes(observer.message)
     options = InstanceOptions(
         make=InstanceCore(recipe, source, desk.inputs.longest_prompt),
         threads=runtime.engine_threads or max(1, int(runtime.instance_cpus)),
@@ -56,7 +72,9 @@ def ray_seats(
         options,
         cpus=runtime.instance_cpus,
         gpus=gpus_of(runtime.instance_gpus, recipe),
-        store=WeightsStore(lambda handle: versions.read(handle.version, handle.checksum)),
+        store=WeightsStore(
+            lambda handle: versions.read(handle.version, handle.checksum), partial(note, "weights renewed")
+        ),
         instance_seconds=runtime.instance_seconds,
     )
     rewards = RayRewards(
@@ -69,17 +87,18 @@ def ray_seats(
         ),
         said=said,
         instance_seconds=runtime.instance_seconds,
+        notice=partial(note, "reward host lost"),
+    )
+    seat = RankedTrainer(
+        rank_options(recipe, source, folder), deadline_s=runtime.update_seconds, notice=partial(note, "trainer lost")
     )
 
     def trainer(journal: Journal) -> TrainerSeat:
-        return RankedTrainer(
-            rank_options(recipe, source),
-            deadline_s=runtime.update_seconds,
-            restore=restoring(folder, journal, versions, observer.message),
-            notice=observer.message,
-        )
+        note.journal = journal
+        seat.restore = restoring(folder, journal, versions, partial(note, "trainer restored"))
+        return seat
 
-    return Seats(desk, rewards, pool, trainer, _put)
+    return Seats(desk, rewards, pool, trainer, _put, seat.place, seat.close)
 
 
 def _put(weights: Weights) -> Weights:

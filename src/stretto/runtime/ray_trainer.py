@@ -16,16 +16,18 @@ What a call comes to, over all ranks:
 
 A group that is lost is made anew, and `restore` brings it to the version that the call is about: from the last
 checkpoint, and by training again the updates after it from the journal. So nothing of a trainer is held by the driver,
-and what a lost trainer costs is the updates since the last checkpoint. `restarts` bounds how often.
+and what a lost trainer costs is the updates since the last checkpoint. `RESTARTS` bounds how often.
 
 The results of a call belong to whoever called it, so weights live in the object store of rank 0's machine and are owned
-by the driver: they outlive the rank that made them and never pass through the driver.
+by the driver: they outlive the rank that made them and never pass through the driver, as rank 0 writes the file of a
+version itself. They do not outlive its machine: new ranks that were brought to a version hand its weights over again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,12 +35,14 @@ from typing import Any, TypeVar, cast
 
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from stretto.config import Recipe
-from stretto.errors import RunError, StalledError, StrettoError, TrainerError, TrainerLostError
+from stretto.errors import LostObjectError, RunError, StalledError, StrettoError, TrainerError, TrainerLostError
+from stretto.runtime.parts import rank_threads
 from stretto.runtime.ray_cluster import gpus_of
 from stretto.runtime.ray_model import ModelSource
-from stretto.runtime.ray_rank import WRITING, Facts, RankTrainer, TrainerRank
+from stretto.runtime.ray_rank import VERSIONS, WRITING, Facts, RankTrainer, TrainerRank
 from stretto.runtime.ray_weights import PackedWeights, WeightsHandle
 from stretto.runtime.roles import TrainerSeat
 from stretto.training.parallel import Ranks
@@ -48,6 +52,10 @@ from stretto.types import Batch, UpdateReport, Weights
 log = logging.getLogger(__name__)
 
 GRACE_S = 20.0  # for the other ranks to end a call that one of them raised in
+RESTARTS = 4  # of the ranks, over a run
+PLACE_S = 300.0  # for machines with room for all ranks, and for their processes to import what they need
+WAITS_S = 60.0  # after so long it is said what they may be waiting for
+STORE_S = 900.0  # for rank 0 to write the file of a version; after that the driver does
 
 Result = TypeVar("Result")
 Restore = Callable[[TrainerSeat, int], Awaitable[None]]
@@ -63,17 +71,19 @@ class RankOptions:
     threads: int = 1  # of torch
     cpus: float = 1.0  # of the cluster's, for each
     gpus: float = 0.0
+    folder: str | None = None  # of the run, which each must see
 
 
-def rank_options(recipe: Recipe, source: ModelSource) -> RankOptions:
-    """The ranks of a recipe, which load the model from `source`."""
+def rank_options(recipe: Recipe, source: ModelSource, folder: Path | None = None) -> RankOptions:
+    """The ranks of a recipe, which load the model from `source`, of a run in `folder`."""
     runtime = recipe.runtime
     return RankOptions(
         RankTrainer(recipe, source),
         count=runtime.trainers,
-        threads=runtime.trainer_threads or max(1, int(runtime.trainer_cpus)),
+        threads=rank_threads(recipe),
         cpus=runtime.trainer_cpus,
         gpus=gpus_of(runtime.trainer_gpus, recipe),
+        folder=None if folder is None else str(folder.resolve()),
     )
 
 
@@ -87,21 +97,60 @@ class RankGroup:
         self.version = 0
         self.processes: tuple[int, ...] = ()  # of the ranks
         self.deadline_s = deadline_s  # of each call
+        self._options = options
         actor = ray.remote(
             num_cpus=options.cpus,
             num_gpus=options.gpus,
             max_restarts=0,
             max_task_retries=0,
-            concurrency_groups={WRITING: 1},
+            concurrency_groups={WRITING: 1, VERSIONS: 1},
         )(TrainerRank)
+        # Rank 0 writes what the driver reads: where there is room for it, it is on the same machine.
+        here = NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=True, _spill_on_unavailable=True
+        )
         self._actors = [
-            actor.remote(options.make, rank, options.count, options.threads) for rank in range(options.count)
+            actor.options(scheduling_strategy="DEFAULT" if rank else here).remote(
+                options.make, rank, options.count, options.threads
+            )
+            for rank in range(options.count)
         ]
+
+    async def place(self) -> None:
+        """Wait until every rank has a process somewhere; where there is no room for all, it is said and an error."""
+        self.check()
+        ready = asyncio.ensure_future(
+            self._answers("placing the ranks of the trainer", [actor.ready.remote() for actor in self._actors])
+        )
+        try:
+            for wait_s in (WAITS_S, PLACE_S - WAITS_S):
+                if (await asyncio.wait({ready}, timeout=wait_s))[0]:
+                    await ready
+                    return
+                text = f"the ranks of the trainer have no place yet: {await asyncio.to_thread(self._asks)}"
+                log.warning("%s", text)
+            raise self._over(TrainerError(text.replace(" yet", f" after {PLACE_S:g} s")))
+        finally:
+            ready.cancel()
+            await asyncio.gather(ready, return_exceptions=True)
+
+    def _asks(self) -> str:
+        each, total, free = self._options, ray.cluster_resources(), ray.available_resources()
+        has = ", ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
+        return (
+            f"{each.count} (`runtime.trainers`) ask for {each.cpus:g} CPUs and {each.gpus:g} GPUs each "
+            f"(`runtime.trainer_cpus`, `runtime.trainer_gpus`), and free in the cluster are {has}; ask for less, or "
+            "`ray start` another machine"
+        )
 
     async def start(self) -> None:
         """Have the ranks meet and make their trainers."""
-        name = "starting the ranks of the trainer"
-        host, port = (await self._answers(name, [self._actors[0].open.remote(self.deadline_s)]))[0]
+        await self.place()
+        if self._options.folder is not None:
+            await self._all("looking for the run folder", "sees", self._options.folder)
+        name, (host, port) = "starting the ranks of the trainer", ("", 0)
+        if len(self._actors) > 1:
+            host, port = (await self._answers(name, [self._actors[0].open.remote(self.deadline_s)]))[0]
         calls = [actor.start.remote(host, port, self.deadline_s) for actor in self._actors]
         started = await self._answers(name, calls)
         self.version, self.processes = started[0][0], tuple(process for _, process in started)
@@ -133,6 +182,24 @@ class RankGroup:
         call = self._actors[0].write.options(concurrency_group=WRITING).remote(str(folder))
         await self._answers("saving the trainer", [call])
         _seen(folder)
+
+    def store(self, ref: Any, folder: Path) -> bool:
+        """Have rank 0 write the file of a version; False where it is gone. Blocks, so not for the loop's thread."""
+        if self.failure is not None:
+            return False
+        call = self._actors[0].store.options(concurrency_group=VERSIONS).remote(ref, str(folder.resolve()))
+        try:
+            ray.get(call, timeout=STORE_S)
+        except RayTaskError as error:
+            cause = error.cause
+            if not isinstance(cause, RayError):  # else what it was to write is lost
+                raise cause if isinstance(cause, OSError) else OSError(f"{type(cause).__name__}: {cause}") from None
+            log.warning("rank 0 has not written a version: %s", type(cause).__name__)
+            return False
+        except RayError as error:
+            log.warning("rank 0 has not written a version: %s: %s", type(error).__name__, _line(error))
+            return False
+        return True
 
     async def load(self, folder: Path) -> None:
         self.version = (await self._all("loading the trainer", "load", str(folder.resolve())))[0]
@@ -238,7 +305,7 @@ class RankedTrainer:
         *,
         deadline_s: float,
         restore: Restore | None = None,
-        restarts: int = 4,
+        restarts: int = RESTARTS,
         notice: Callable[[str], None] = log.warning,
     ) -> None:
         self.restore = restore  # may be given later, before a rank is lost
@@ -247,8 +314,10 @@ class RankedTrainer:
         self._deadline_s = deadline_s
         self._most_restarts = restarts
         self._notice = notice
-        self._group: RankGroup | None = None
+        self._group: RankGroup | None = None  # to work with, or over
+        self._coming: RankGroup | None = None  # placed, or on the way to the version
         self._version = 0
+        self._latest: weakref.ref[WeightsHandle] | None = None  # what was handed over last
         self._closed = False
         self._turn = asyncio.Lock()
 
@@ -257,11 +326,43 @@ class RankedTrainer:
         """The process of each rank, on its machine."""
         return () if self._group is None else self._group.processes
 
+    async def place(self) -> None:
+        """Find a place for the ranks, before anything else takes the room; they start with the first call."""
+        self._coming = RankGroup(self._options, deadline_s=self._deadline_s)
+        await self._coming.place()
+
     async def update(self, batch: Batch) -> tuple[UpdateReport, Weights]:
-        return await self._done(lambda group: group.update(batch), batch.update)
+        return await self._done(lambda group: self._updated(group, batch), batch.update)
 
     async def weights(self, version: int) -> Weights:
-        return await self._done(lambda group: group.weights(version), None)
+        return await self._done(lambda group: self._taken(group, version), None)
+
+    async def _updated(self, group: RankGroup, batch: Batch) -> tuple[UpdateReport, Weights]:
+        report, made = await group.update(batch)
+        return report, self._own(made, group)
+
+    async def _taken(self, group: RankGroup, version: int) -> Weights:
+        return self._own(await group.weights(version), group)
+
+    def _own(self, made: Any, group: RankGroup) -> Weights:
+        """Weights that can be asked for again while the trainer is at their version."""
+        handle: WeightsHandle = made
+        handle.origin = _Origin(self, group)
+        self._latest = weakref.ref(handle)
+        return cast(Weights, handle)
+
+    async def take_again(self, handle: WeightsHandle) -> Any:
+        """A reference to weights that were lost; `LostObjectError` where the trainer is not at their version."""
+        broken = handle.ref
+
+        async def take(group: RankGroup) -> Any:
+            if handle.ref is not broken:
+                return handle.ref  # the ranks were lost too, and it came back with them
+            if group.version != handle.version:
+                raise LostObjectError(f"the trainer is at version {group.version} already")
+            return await _same(group, handle)
+
+        return await self._done(take, None)
 
     async def save(self, folder: Path) -> None:
         """Only the copy takes its turn; what is asked for next goes on while it is written."""
@@ -274,6 +375,8 @@ class RankedTrainer:
             await group.write(folder)
         except TrainerLostError as error:
             raise RunError(f"the state of version {version} was lost with its rank: {error}") from error
+        except TrainerError as error:
+            raise RunError(f"the state of version {version} cannot be written: {error}") from error
 
     async def load(self, folder: Path) -> None:
         await self._done(lambda group: group.load(folder), 0)
@@ -286,8 +389,9 @@ class RankedTrainer:
 
     def close(self) -> None:
         self._closed = True
-        if self._group is not None:
-            self._group.close()
+        for group in (self._group, self._coming):
+            if group is not None:
+                group.close()
 
     async def _done(self, work: Callable[[RankGroup], Awaitable[Result]], version: int | None) -> Result:
         """Do something with the ranks; with new ones, at `version`, if those are lost. None: where they were."""
@@ -297,35 +401,73 @@ class RankedTrainer:
                     group = await self._ready(self._version if version is None else version)
                     found = await work(group)
                 except TrainerLostError as error:
-                    self._lost(error)
+                    if self._group is not None:
+                        self._group.end(error)
+                    if self._closed or self.restore is None or self.restarts >= self._most_restarts:
+                        raise
                     continue
                 self._version = group.version
                 return found
-
-    def _lost(self, error: TrainerLostError) -> None:
-        """Go on with new ranks, or raise."""
-        if self._group is not None:
-            self._group.end(error)
-        if self._closed or self.restore is None or self.restarts >= self._most_restarts:
-            raise error
-        self.restarts += 1
-        self._notice(f"{error}; the ranks are started anew ({self.restarts} of {self._most_restarts} times)")
 
     async def _ready(self, version: int) -> RankGroup:
         """The ranks, started and at the version where the last ones were."""
         lost = self._group
         if lost is not None and lost.failure is None:
             return lost
-        if lost is not None and (
-            self._closed or self.restore is None or not isinstance(lost.failure, TrainerLostError)
-        ):
-            lost.check()
-        group = self._group = RankGroup(self._options, deadline_s=self._deadline_s)
-        await group.start()
-        if lost is not None and version:
-            assert self.restore is not None, "without it, there is no other group"
-            await self.restore(group, version)
+        if lost is not None:
+            if self._closed or self.restore is None or not isinstance(lost.failure, TrainerLostError):
+                lost.check()
+            if self.restarts >= self._most_restarts:
+                lost.check()
+            self.restarts += 1
+            self._notice(f"{lost.failure}; the ranks are started anew ({self.restarts} of {self._most_restarts} times)")
+        group = self._coming = self._coming or RankGroup(self._options, deadline_s=self._deadline_s)
+        try:
+            await group.start()
+            if lost is not None and version:
+                assert self.restore is not None, "without it, there is no other group"
+                await self.restore(group, version)
+                await self._hand_over_again(group, version)
+                self._notice(f"the ranks of the trainer are at version {version} again")
+        except BaseException as error:
+            group.end(error if isinstance(error, StrettoError) else TrainerLostError(f"starting them ended: {error!r}"))
+            raise
+        finally:
+            # Ranks on the way to a version are nobody's to use: here they are at it, or over.
+            self._group, self._coming = group, None
         return group
+
+    async def _hand_over_again(self, group: RankGroup, version: int) -> None:
+        """What the lost ranks handed over last may be lost with their machine, and the next update leaves it behind."""
+        handle = None if self._latest is None else self._latest()
+        if handle is None or handle.version != version:
+            return
+        try:
+            handle.ref = await _same(group, handle)
+        except LostObjectError as error:
+            log.warning("%s", error)  # where it is not lost, nothing is
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """The `Origin` of weights."""
+
+    seat: RankedTrainer
+    group: RankGroup  # of which rank 0 made them
+
+    def store(self, handle: WeightsHandle, folder: Path) -> bool:
+        return self.group.store(handle.ref, folder)
+
+    async def again(self, handle: WeightsHandle) -> Any:
+        return await self.seat.take_again(handle)
+
+
+async def _same(group: RankGroup, handle: WeightsHandle) -> Any:
+    """A reference to the weights of a handle, from ranks that are at its version."""
+    made: Any = await group.weights(handle.version)
+    if made.checksum != handle.checksum:
+        raise LostObjectError(f"version {handle.version} was trained again with other bits")
+    return made.ref
 
 
 def _handle(facts: Facts, ref: Any) -> Weights:

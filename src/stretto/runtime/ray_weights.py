@@ -2,8 +2,9 @@
 
 What travels between the parts of a run is a `WeightsHandle`: the four facts about a version, and where it is. Whoever
 calls the task that returns an object owns it, so weights that the driver asks a trainer for outlive that trainer,
-though they never pass through the driver. An object dies with the node that holds its only copy, and with its owner;
-`renew` then puts the version again, from the file that made it durable.
+though they never pass through the driver: rank 0 writes the file of a version too. An object dies with the node that
+holds its only copy, and with its owner; `renew` then puts the version again, from the file that made it durable, or has
+the trainer hand it over again while it is the version that it holds.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import ray
@@ -22,17 +24,13 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from stretto.checksums import checksum
-from stretto.errors import StrettoError
+from stretto.errors import LostObjectError, StrettoError
 from stretto.types import Weights
 
 log = logging.getLogger(__name__)
 
 FETCH_S = 120.0
 _SHAPED = tuple[str, tuple[int, ...], NDArray[np.uint8]]
-
-
-class LostObjectError(StrettoError):
-    """What a reference named is not in the cluster any more: the node that held it is gone, or its owner is."""
 
 
 def flat(tensor: torch.Tensor) -> _SHAPED:
@@ -70,21 +68,53 @@ class PackedWeights:
         return Weights(self.version, self.kind, tensors, self.checksum, self.scale)
 
 
-@dataclass(slots=True, eq=False)
+class Origin(Protocol):
+    """Whoever made the weights of a handle, for the driver."""
+
+    def store(self, handle: WeightsHandle, folder: Path) -> bool:
+        """Write them where they are, with `write_file`; False where whoever made them is gone. Blocks."""
+        ...
+
+    async def again(self, handle: WeightsHandle) -> Any:
+        """A reference to the same weights; `LostObjectError` where they cannot be had any more."""
+        ...
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class WeightsHandle:
-    """The weights of one version wherever they are. The object lives while a handle to it does."""
+    """The weights of one version wherever they are. The object lives while a handle to it does.
+
+    A copy that was sent to another process has no `origin`.
+    """
 
     version: int
     kind: Literal["lora", "full"]
     checksum: str
     scale: float
     ref: Any  # of a `PackedWeights`; another one after it was renewed
+    origin: Origin | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WeightsHandle, (self.version, self.kind, self.checksum, self.scale, self.ref)
 
     @classmethod
     def put(cls, weights: Weights) -> WeightsHandle:
         """Put weights into the object store of this node. Blocks for a copy."""
         ref = ray.put(PackedWeights.pack(weights))
         return cls(weights.version, weights.kind, weights.checksum, weights.scale, ref)
+
+    def store(self, folder: Path) -> bool:
+        """Have whoever made them write the file of this version. Blocks; not for the loop's thread."""
+        return self.origin is not None and self.origin.store(self, folder)
+
+    async def again(self) -> None:
+        """Have the object made anew; `LostObjectError` where nobody has the weights any more."""
+        broken = self.ref
+        if self.origin is None:
+            raise LostObjectError(f"nobody has version {self.version} any more")
+        ref = await self.origin.again(self)
+        if self.ref is broken:
+            self.ref = ref
 
     def fetch(self, timeout_s: float = FETCH_S) -> Weights:
         """The weights themselves, in this process. Blocks until they are on this node; not for the loop's thread."""
@@ -115,10 +145,18 @@ async def pulled(ref: Any, timeout_s: float, what: str) -> Any:
 class WeightsStore:
     """The versions of a run in the object store. For the driver; it keeps nothing alive itself."""
 
-    def __init__(self, recover: Callable[[WeightsHandle], Weights | None] | None = None) -> None:
-        """`recover` reads a version from where it is durable, if it is; it is called in a thread."""
+    def __init__(
+        self,
+        recover: Callable[[WeightsHandle], Weights | None] | None = None,
+        notice: Callable[[str], None] = log.warning,
+    ) -> None:
+        """`recover` reads a version from where it is durable, if it is; it is called in a thread.
+
+        `notice` is told, in words, of every version that is put again.
+        """
         self.renewed = 0  # how often a version was put again
         self._recover = recover
+        self._notice = notice
         self._lock = asyncio.Lock()
 
     async def handle(self, weights: Weights | WeightsHandle) -> WeightsHandle:
@@ -128,19 +166,33 @@ class WeightsStore:
         return await asyncio.to_thread(WeightsHandle.put, weights)
 
     async def renew(self, handle: WeightsHandle, broken: Any, why: StrettoError) -> None:
-        """Put a version again of which the copy `broken` is lost or damaged. Raises `why` where there is no whole one.
+        """Put a version again of which the copy `broken` is lost or damaged.
+
+        Where there is no whole one, raises `why` of a damaged one, and `LostObjectError` otherwise: that is no fault of
+        whoever asked for it.
 
         Everybody who holds the handle uses the new copy from then on.
         """
         async with self._lock:
             if handle.ref is not broken:
                 return  # somebody else has done it
-            log.warning("version %d is put into the object store again: %s", handle.version, why)
+            self._notice(f"version {handle.version} is put into the object store again: {why}")
             ref = await asyncio.to_thread(self._put_again, handle)
-            if ref is None:
-                raise why
-            handle.ref = ref
+            if ref is not None:
+                handle.ref = ref
+            else:
+                await self._take_again(handle, why)
             self.renewed += 1
+
+    async def _take_again(self, handle: WeightsHandle, why: StrettoError) -> None:
+        try:
+            await handle.again()
+        except LostObjectError as lost:
+            if not isinstance(why, LostObjectError):
+                raise why from lost
+            raise LostObjectError(
+                f"version {handle.version} cannot be had any more ({why}; {lost}); go on with `--resume`"
+            ) from why
 
     def _put_again(self, handle: WeightsHandle) -> Any:
         """A reference to a whole copy, or None. The one that is here first: a pull may have damaged another node's."""

@@ -2,7 +2,8 @@
 
 A run's weights follow from the model that it began with and from its batches, in their order; which trajectories were
 in a batch depended on the clock, but that is recorded. So a run of any paradigm can be trained again, by the same
-trainer, without generating anything; on the processor and with the threads that it had, to the same bits.
+trainer, without generating anything; on the processor and with the threads that it had, to the same bits. Several ranks
+sum in another order than the one that trains here, so of their versions only the first can agree.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from stretto.errors import RunError
 from stretto.models import load_model
 from stretto.observe.progress import Silent
 from stretto.runtime.device import choose_device, choose_dtype
-from stretto.runtime.parts import make_trainer, model_path_of, role_threads
+from stretto.runtime.parts import make_trainer, model_path_of, rank_threads, role_threads
 from stretto.runtime.roles import TrainerRole, TrainerSeat
 from stretto.runtime.trainer_recovery import train_again
 from stretto.store.recovery import recorded_checksums
@@ -66,7 +67,14 @@ def replay(
         raise RunError(f"`--until` is {last}; the run has versions 0 to {max(checksums)}")
     recipe = load_recipe(folder / "config.toml")
     transformers_logging.disable_progress_bar()
-    threads = role_threads(recipe)[1]  # sums depend on how they are cut
+    cluster = recipe.runtime.type == "ray"
+    threads = rank_threads(recipe) if cluster else role_threads(recipe)[1]  # sums depend on how they are cut
+    ranks = recipe.runtime.trainers if cluster else 1
+    if ranks > 1:
+        say(
+            f"the run was trained by {ranks} ranks (`runtime.trainers`), whose sums are rounded otherwise than of "
+            "one: versions after the first will differ in their last bits, and that is no fault"
+        )
     torch.set_num_threads(threads)
     path, device = model_path_of(recipe, Silent()), choose_device(recipe.runtime.device)
     model = load_model(path, choose_dtype(recipe.model.dtype, device), device)

@@ -138,7 +138,9 @@ async def _train(recipe: Recipe, folder: Path, make: MakeSeats, observer: Observ
         stack.push_async_callback(seats.rewards.close)
         stack.push_async_callback(seats.pool.close)
         stack.callback(versions.close)
+        stack.callback(seats.release)
         await seats.rewards.start()
+        await seats.reserve()
         await _fill(seats.pool, recipe.runtime.instances)
         if not resume:
             make_folder(recipe, folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,6 +40,10 @@ class Rewards(Protocol):
         ...
 
 
+async def _nothing_to_reserve() -> None:
+    pass
+
+
 @dataclass(slots=True)
 class Seats:
     """What `run.py` starts, hands to the loop, and closes whatever happens. Making them starts nothing."""
@@ -49,6 +53,9 @@ class Seats:
     pool: Pool
     make_trainer: Callable[[Journal], TrainerSeat]
     place: Callable[[Weights], Weights]  # brings weights that were read from a file to where instances load them from
+    # Finds room for the trainer before instances take it; `release` gives it back, whether or not a trainer was made.
+    reserve: Callable[[], Awaitable[None]] = _nothing_to_reserve
+    release: Callable[[], None] = lambda: None
 
 
 MakeSeats = Callable[[Callable[[str], None], VersionFiles], Seats]

@@ -5,6 +5,9 @@ soon as the trainer has made it, in a thread of its own, and whoever loads it in
 file is written under another name and renamed when it is complete and synced, so one with the right name is whole; its
 checksum is checked again when it is read. It is removed when no trajectory needs the version any more, and only after
 the journal has on the disk what says so.
+
+Weights that are elsewhere are written by whoever holds them, or fetched and written here. Where they are lost before
+that, whoever made them is asked for them again.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from stretto.checksums import checksum
-from stretto.errors import RunError, StalledError
+from stretto.errors import LostObjectError, RunError, StalledError
 from stretto.types import Weights
 
 WAIT_S = 1_800.0  # a disk that takes longer for one version ends the run
+TAKES = 3  # tries of a version that is lost before it is written
 
 
 class Fetched(Protocol):
@@ -33,8 +37,19 @@ class Fetched(Protocol):
     def version(self) -> int: ...
     @property
     def checksum(self) -> str: ...
+    def store(self, folder: Path) -> bool:
+        """Have whoever holds them write them with `write_file`; False where nobody has. May raise what that raises.
+
+        Called in a thread that may wait.
+        """
+        ...
+
     def fetch(self) -> Weights:
-        """The weights themselves; called in a thread that may wait for them."""
+        """The weights themselves, or `LostObjectError`; called in a thread that may wait for them."""
+        ...
+
+    async def again(self) -> None:
+        """Have them where `fetch` finds them after they were lost; `LostObjectError` where nobody has them."""
         ...
 
 
@@ -46,10 +61,11 @@ class VersionFiles:
         self.folder = folder
         self._always = durable
         self._writes: dict[int, Future[None]] = {}
+        self._elsewhere: dict[int, Fetched] = {}  # those of them that may be lost before they are written
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="versions")
 
     def path(self, version: int) -> Path:
-        return self.folder / f"{version:06d}.safetensors"
+        return _path(self.folder, version)
 
     def versions(self) -> list[int]:
         """Those that are on the disk, in order."""
@@ -63,6 +79,8 @@ class VersionFiles:
     def keep(self, weights: Weights | Fetched) -> None:
         """Begin to write a version whatever the run's rule is."""
         if weights.version not in self._writes:
+            if not isinstance(weights, Weights):
+                self._elsewhere[weights.version] = weights
             self._writes[weights.version] = self._writer.submit(self._write, weights)
 
     def keeps(self, version: int) -> bool:
@@ -71,18 +89,43 @@ class VersionFiles:
 
     async def durable(self, version: int) -> None:
         """Return once a version is on the disk, if it is to be there; raises `RunError` where it could not be."""
-        write = self._writes.get(version)
-        if write is None:
-            assert not self._always, f"version {version} is to be durable and was never written"
-            return
+        for attempt in range(TAKES):
+            write = self._writes.get(version)
+            if write is None:
+                assert not self._always, f"version {version} is to be durable and was never written"
+                return
+            try:
+                await self._written(version, write)
+                self._elsewhere.pop(version, None)
+                return
+            except LostObjectError as error:
+                try:
+                    if attempt + 1 == TAKES:
+                        raise
+                    await self._take_again(version, write)
+                except LostObjectError as lost:
+                    raise RunError(
+                        f"version {version} was lost before it was written to `{self.path(version)}` ({error}; "
+                        f"{lost}), and nothing has started on it; go on with `--resume`"
+                    ) from lost
+
+    async def _written(self, version: int, write: Future[None]) -> None:
         try:
             await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(write)), WAIT_S)
         except TimeoutError:
             raise StalledError(f"`{self.path(version)}` is not written after {WAIT_S:g} s: the disk hangs") from None
 
+    async def _take_again(self, version: int, write: Future[None]) -> None:
+        """Begin once more to write a version that was lost; whoever else waits for it finds that done."""
+        asked = self._elsewhere[version]
+        await asked.again()
+        if self._writes.get(version) is write:
+            self._writes[version] = self._writer.submit(self._write, asked)
+
     def remove(self, version: int) -> None:
         """Nothing needs a version any more, and the journal has on the disk what says so."""
         self._writes.pop(version, None)
+        self._elsewhere.pop(version, None)
         self._writer.submit(self.path(version).unlink, missing_ok=True)
 
     def read(self, version: int, recorded: str) -> Weights | None:
@@ -116,21 +159,38 @@ class VersionFiles:
         self._writer.shutdown(wait=True)
 
     def _write(self, asked: Weights | Fetched) -> None:
-        path, scratch = self.path(asked.version), self.folder / f".{asked.version:06d}.partial"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            weights = asked if isinstance(asked, Weights) else asked.fetch()
-            facts = {"kind": weights.kind, "checksum": weights.checksum, "scale": repr(float(weights.scale))}
-            save_file({name: tensor.cpu().contiguous() for name, tensor in weights.tensors.items()}, scratch, facts)
-            sync(scratch)
-            scratch.rename(path)
-            sync(self.folder)
+            if isinstance(asked, Weights):
+                write_file(self.folder, asked)
+            elif not (asked.store(self.folder) and self.path(asked.version).exists()):
+                write_file(self.folder, asked.fetch())
         except (OSError, SafetensorError) as error:
-            scratch.unlink(missing_ok=True)
             raise RunError(
-                f"version {asked.version} could not be written to `{path}` ({error}), and nothing may start on it "
-                "before it is; make room on the disk, and go on with `--resume`"
+                f"version {asked.version} could not be written to `{self.path(asked.version)}` ({error}), and nothing "
+                "may start on it before it is; make room on the disk, and go on with `--resume`"
             ) from error
+
+
+def _path(folder: Path, version: int) -> Path:
+    return folder / f"{version:06d}.safetensors"
+
+
+def write_file(folder: Path, weights: Weights, writer: str = "") -> None:
+    """Write a version into the folder of a run's versions; raises `OSError` or `SafetensorError`. Blocks.
+
+    Two writers may be at the same version, if one has given the other up: each has files of its own.
+    """
+    scratch = folder / f".{weights.version:06d}{writer}.partial"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        facts = {"kind": weights.kind, "checksum": weights.checksum, "scale": repr(float(weights.scale))}
+        save_file({name: tensor.cpu().contiguous() for name, tensor in weights.tensors.items()}, scratch, facts)
+        sync(scratch)
+        scratch.rename(_path(folder, weights.version))
+        sync(folder)
+    except (OSError, SafetensorError):
+        scratch.unlink(missing_ok=True)
+        raise
 
 
 def sync(path: Path) -> None:
