@@ -23,8 +23,16 @@ def request(id: int) -> Request:
     return Request(id, 0, (1, 2, 3), seed=id, sampling=Sampling(8))
 
 
-def threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith("instance ")}
+def threads(within_s: float = 0.0) -> set[str]:
+    """Of instances, once those that are ending have had their time."""
+    until = time.monotonic() + within_s
+    while (left := _threads()) and time.monotonic() < until:
+        time.sleep(0.01)
+    return left
+
+
+def _threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if "instance " in thread.name}
 
 
 def test_instances_are_made_and_ended_and_no_id_comes_twice() -> None:
@@ -110,6 +118,7 @@ def test_one_that_takes_too_long_to_be_made_is_an_error_and_holds_up_neither_the
         asyncio.run(story())
     finally:
         go_on.set()
+    assert not threads(5.0), "one that is made after all is ended"
 
 
 def test_a_thread_that_hangs_does_not_hang_who_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +141,7 @@ def test_a_thread_that_hangs_does_not_hang_who_ends_it(monkeypatch: pytest.Monke
         asyncio.run(story())
     finally:
         go_on.set()
+    assert not threads(5.0)
 
 
 def test_a_fixed_pool_has_what_it_was_given_and_nothing_else() -> None:

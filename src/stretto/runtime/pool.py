@@ -86,6 +86,7 @@ class LocalPool:
         self._next = 0
         self._turn = asyncio.Lock()  # one is made at a time: each needs memory of its own
         self._making: set[asyncio.Future[Engine]] = set()
+        self._left = threading.Event()  # set when the pool has ended before all were made
 
     @property
     def engines(self) -> Mapping[int, Engine]:
@@ -109,9 +110,14 @@ class LocalPool:
 
         def work() -> None:
             try:
-                made.set_result(self._engine(instance))
+                engine = self._engine(instance)
             except BaseException as error:
                 made.set_exception(error)
+                return
+            if self._left.is_set():  # nobody is there to end it
+                asyncio.run(engine.close())
+            else:
+                made.set_result(engine)
 
         threading.Thread(target=work, name=f"making instance {instance}", daemon=True).start()
         return asyncio.wrap_future(made)
@@ -135,6 +141,7 @@ class LocalPool:
         if making:
             _, late = await asyncio.wait(making, timeout=CLOSE_S)
         if late:
+            self._left.set()
             log.warning("%d instances are still being made: their threads are left behind", len(late))
         orphans = [each.result() for each in making - late if each.exception() is None]
         await asyncio.gather(
