@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from run_cases import recipe
-from stretto.runtime.ray_cluster import shortage, sweep
+from stretto.errors import RecipeError
+from stretto.runtime.ray_cluster import join, shortage, sweep
 
 RAY = ('runtime.type="ray"', "runtime.instances=2", "runtime.instance_cpus=0.5", "runtime.trainers=3")
 
@@ -32,3 +35,8 @@ def test_what_killed_processes_left_of_their_clusters_is_removed_and_nothing_els
         (tmp_path / name / "session").mkdir(parents=True)
     sweep(tmp_path)
     assert sorted(path.name for path in tmp_path.glob("*-*")) == sorted(names[1:])
+
+
+def test_an_address_where_nobody_listens_is_refused_at_once_by_its_option() -> None:
+    with pytest.raises(RecipeError, match=r"`runtime.address`: the cluster at 127\.0\.0\.1:1 cannot be joined"):
+        join("127.0.0.1:1")

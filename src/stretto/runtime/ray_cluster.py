@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ except ImportError as missing:
 log = logging.getLogger(__name__)
 
 NEW = "local"  # the address that always starts a cluster
+REACH_S = 10.0  # for a connection to the address that was named
 FOLDERS = "stretto-ray-"  # of clusters that were started here; the process that did so follows
 
 
@@ -41,7 +43,7 @@ def connected(recipe: Recipe) -> Iterator[str]:
         yield describe()
         return
     wanted = recipe.runtime.address
-    if wanted == NEW or not _join(wanted or os.environ.get("RAY_ADDRESS")):
+    if wanted == NEW or not join(wanted or os.environ.get("RAY_ADDRESS")):
         with _started(recipe):
             yield describe()
         return
@@ -71,11 +73,12 @@ def _started(recipe: Recipe) -> Iterator[None]:
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
-def _join(address: str | None) -> bool:
+def join(address: str | None) -> bool:
     """Connect to a cluster that is there; whether there is one. One that was asked for by name must be."""
     try:
+        _reach(address)
         ray.init(address=address or "auto", **_QUIET)
-    except (ConnectionError, AuthenticationError) as error:
+    except (OSError, AuthenticationError) as error:
         if address is None and isinstance(error, ConnectionError):
             return False
         said = str(error).strip().partition("\n")[0]
@@ -84,6 +87,13 @@ def _join(address: str | None) -> bool:
             '`ray start --head`, `export RAY_AUTH_MODE=token` if it has a token, or set `runtime.address = "local"`'
         ) from error
     return True
+
+
+def _reach(address: str | None) -> None:
+    """Raise where nobody listens at `HOST:PORT`: Ray itself would try for many minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if host and "/" not in host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=REACH_S).close()
 
 
 def _hush() -> None:
