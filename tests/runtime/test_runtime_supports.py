@@ -54,7 +54,7 @@ def test_without_the_supports_the_mismatch_would_show(
 
 
 def test_a_stopped_run_goes_on_with_the_supports_of_what_was_under_way(model: Path, tmp_path: Path) -> None:
-    overrides = (*TRUNCATED, "training.steps=4", "rollout.max_tokens=40", "rollout.staleness=3", "rollout.in_flight=9")
+    overrides = (*TRUNCATED, "training.steps=4", "rollout.max_tokens=200", "rollout.staleness=3", "rollout.in_flight=9")
     original = LocalTrainer.update
 
     def interrupted(self: LocalTrainer, batch: Batch) -> UpdateReport:
