@@ -198,7 +198,9 @@ class RuntimeSection(Section):
     type: Literal["local", "ray"] = Field("local", description="`local`: threads of one process; `ray`: a cluster")
     instances: int = Field(1, ge=1, description="Rollout instances; `stretto pool` adds and removes some while it runs")
     slots: int | None = Field(
-        None, ge=1, description="Versions that one instance holds at once; default: all that the run needs, K + 1"
+        None,
+        ge=1,
+        description="Versions that one instance holds at once; default: all that a run needs, K + 1 or K + 2",
     )
     instance_seconds: float = Field(
         120.0, gt=0, description="An instance that has work and makes no progress for so long is lost and replaced"

@@ -499,7 +499,7 @@ def test_a_run_that_was_stopped_with_trajectories_under_way_goes_on_with_them(
 
     with monkeypatch.context() as patch:
         interrupt_during(patch, 1)
-        patch.setattr(NativeEngine, "step", slow)
+        slow_steps(patch)
         assert run(recipe(model, tmp_path, *overrides), tmp_path / "run")["stopped"]
     states = dict(rows(tmp_path / "run", "SELECT state, COUNT(*) FROM trajectories GROUP BY 1"))
     assert states.get("suspended", 0) > 0, "nothing was under way; the test shows nothing"
@@ -515,20 +515,25 @@ def test_a_run_that_was_stopped_with_trajectories_under_way_goes_on_with_them(
     assert_verifies(tmp_path / "run")
 
 
-def test_partial_goes_on_with_suspended_trajectories_under_the_weights_of_the_update_that_was_running(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    overrides = ['rollout.paradigm="partial"', "rollout.max_tokens=60", "rollout.in_flight=6", "rollout.rows=24"]
-    overrides += ["evaluation.prompts=0", "rollout.retries=0"]
+def slow_steps(patch: pytest.MonkeyPatch) -> None:
+    """Have every step of the engine take a while, so that a stop finds trajectories under way."""
     step = NativeEngine.step
 
     def slow(self: NativeEngine) -> Any:
         time.sleep(0.01)
         return step(self)
 
+    patch.setattr(NativeEngine, "step", slow)
+
+
+def test_partial_goes_on_with_suspended_trajectories_under_the_weights_of_the_update_that_was_running(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = ['rollout.paradigm="partial"', "rollout.max_tokens=60", "rollout.in_flight=6", "rollout.rows=24"]
+    overrides += ["evaluation.prompts=0", "rollout.retries=0"]
     with monkeypatch.context() as patch:
         interrupt_during(patch, 1)
-        patch.setattr(NativeEngine, "step", slow)
+        slow_steps(patch)
         assert run(recipe(model, tmp_path, *overrides), tmp_path / "run")["stopped"]
     states = dict(rows(tmp_path / "run", "SELECT state, COUNT(*) FROM trajectories GROUP BY 1"))
     assert states.get("suspended", 0) > 0, "nothing was under way; the test shows nothing"
@@ -540,15 +545,9 @@ def test_partial_goes_on_with_suspended_trajectories_under_the_weights_of_the_up
 
 def test_what_failed_before_a_stop_stays_failed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["rollout.max_tokens=60", "rollout.in_flight=6", "rollout.retries=0", "evaluation.prompts=0"]
-    step = NativeEngine.step
-
-    def slow(self: NativeEngine) -> Any:
-        time.sleep(0.005)
-        return step(self)
-
     with monkeypatch.context() as patch:
         interrupt_during(patch, 0)
-        patch.setattr(NativeEngine, "step", slow)
+        slow_steps(patch)
         made = recipe(model, tmp_path, *overrides, reward="short_ones_fail")
         assert run(made, tmp_path / "run")["stopped"]
     partly = "SELECT COUNT(*) FROM (SELECT 1 FROM trajectories GROUP BY group_id HAVING SUM(state = 'failed') > 0 "
