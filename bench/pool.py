@@ -51,10 +51,15 @@ class PacedEngine(NativeEngine):
 
     def add(self, work: Request | Suspended) -> None:
         request = work.request if isinstance(work, Suspended) else work
+        self._asked[request.id] = request
         length = round(random.Random(request.seed).lognormvariate(math.log(MEDIAN), SIGMA))
         sampling = replace(request.sampling, max_tokens=min(max(1, length), LONGEST), stop_tokens=())
         request = replace(request, sampling=sampling)
         super().add(replace(work, request=request) if isinstance(work, Suspended) else request)
+
+    def suspend(self, ids: Sequence[int], *, kv: bool) -> list[Suspended]:
+        """With each request as it was asked, which is compared with what comes back."""
+        return [replace(each, request=self._asked[each.request.id]) for each in super().suspend(ids, kv=kv)]
 
     def step(self) -> list[Completion | Failed]:
         began = time.perf_counter()
@@ -65,13 +70,14 @@ class PacedEngine(NativeEngine):
         return ended
 
     _steps_are_paced = False
+    _asked: dict[int, Request]
 
 
 def paced(*arguments: Any) -> NativeEngine:
     """An instance as a run makes it, paced once it is made."""
     engine: NativeEngine = parts_make_core(*arguments)
     engine.__class__ = PacedEngine
-    engine._steps_are_paced = True  # type: ignore[attr-defined]
+    engine._steps_are_paced, engine._asked = True, {}  # type: ignore[attr-defined]
     return engine
 
 
