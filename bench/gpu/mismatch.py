@@ -40,6 +40,7 @@ from stretto.types import Batch, Completion, Request, Sample, Sampling
 SIDES = ("native-full", "native-lora", "vllm")
 GROUP = 8  # so that rewards have something to be relative to
 MARGIN = 32
+VLLM_KV_BYTES = 8 << 30  # plenty for these prompts, so that it can run beside other work
 OPENINGS = ("The history of", "A short explanation of", "Question: what is important about", "Once, in a book about")
 SUBJECTS = ("bread", "the moon", "prime numbers", "rivers", "clocks", "whales", "trade", "music")
 
@@ -134,7 +135,12 @@ def write_drawn(options: argparse.Namespace) -> None:
     context = max(len(ask.prompt) for ask in asks) + options.tokens + MARGIN
     with tempfile.TemporaryDirectory() as scratch:
         side = VllmSide(
-            options.size, lora=False, max_context=context, folder=Path(scratch), model_folder=options.folder
+            options.size,
+            lora=False,
+            max_context=context,
+            folder=Path(scratch),
+            model_folder=options.folder,
+            kv_bytes=VLLM_KV_BYTES,
         )
         drawn = side.completions(asks)
     np.savez(

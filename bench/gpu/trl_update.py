@@ -1,26 +1,33 @@
 """Update, TRL's side: `GRPOTrainer` with vLLM colocated, LoRA rank 16, lengths made by stop tokens on random weights.
 
     python -m bench.gpu.trl_update --groups 64 --updates 3 --out RESULTS --resume
+    python -m bench.gpu.trl_update --groups 64 --updates 1 --sweep 8:on,16:on,8:off --sweep-groups 8 --out RESULTS
 
 The same shape, prompts' length, stop tokens, longest completion and number of completions as
 `bench.gpu.update --tail stop-tokens`; neither side is changed for the other. TRL wants a model folder with weights and
 a tokenizer, so one is made with a word for every token. The first update is a warm-up and does not count.
+
+`--sweep` tries sizes of the micro-batch, each with gradient checkpointing on or off, on `--sweep-groups` groups first,
+every one a cell of its own, and measures `--groups` with the fastest of them, in the same process: vLLM is started once
+for all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import gc
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from bench.gpu.cells import Cell, add_options, from_options
+from bench.gpu.cells import Cell, add_options, from_options, read_cells
 from bench.gpu.runs import SyntheticPrompts
 from bench.gpu.shapes import RANK, SCALE, SHAPES, make_model
 from bench.gpu.update import GROUP, NUM_STOP_TOKENS, STOP_MAX_TOKENS, stop_tokens
@@ -105,12 +112,34 @@ class Clock:
         }
 
 
-def grpo_options(options: argparse.Namespace, folder: Path, ends: Sequence[int]) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """What is tuned."""
+
+    micro: int  # `per_device_train_batch_size`
+    checkpointing: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Setting:
+        """From `8:on` or `8:off`."""
+        micro, _, switch = text.partition(":")
+        if not micro.isdigit() or int(micro) < 1 or switch not in ("on", "off"):
+            raise argparse.ArgumentTypeError(f"`{text}` is no setting: it is a micro-batch and a switch, as in `8:on`")
+        return cls(int(micro), switch == "on")
+
+
+def settings(text: str) -> list[Setting]:
+    return [Setting.parse(part) for part in text.split(",")]
+
+
+def grpo_options(
+    options: argparse.Namespace, setting: Setting, groups: int, folder: Path, ends: Sequence[int]
+) -> dict[str, Any]:
     """Arguments of `GRPOConfig`: one optimizer step an update, everything else as TRL has it."""
     return {
         "output_dir": str(folder / "out"),
-        "per_device_train_batch_size": options.micro_batch,
-        "gradient_accumulation_steps": options.groups * GROUP // options.micro_batch,
+        "per_device_train_batch_size": setting.micro,
+        "gradient_accumulation_steps": groups * GROUP // setting.micro,
         "num_generations": GROUP,
         "max_completion_length": STOP_MAX_TOKENS,
         "temperature": 1.0,
@@ -123,47 +152,100 @@ def grpo_options(options: argparse.Namespace, folder: Path, ends: Sequence[int])
         "vllm_max_model_length": options.prompt + STOP_MAX_TOKENS + 16,
         "generation_kwargs": {"stop_token_ids": list(ends)},
         "model_init_kwargs": {"dtype": "bfloat16"},
-        "gradient_checkpointing": options.checkpointing,
+        "gradient_checkpointing": setting.checkpointing,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": [],
     }
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+def start_vllm_once(most_rows: int) -> None:
+    """Have every trainer of this process given the same vLLM, which can run as many rows as the largest needs."""
+    from trl.generation import vllm_generation
+
+    make, made = vllm_generation.LLM, list[Any]()
+
+    def vllm(**wanted: Any) -> Any:
+        if not made:
+            made.append(make(**{**wanted, "max_num_seqs": most_rows}))
+        return made[0]
+
+    vllm_generation.LLM = vllm
+
+
+def measure(options: argparse.Namespace, setting: Setting, groups: int, folder: Path) -> dict[str, Any]:
+    """Updates of `groups` groups; `folder` holds the model."""
     from datasets import Dataset
     from peft import LoraConfig
     from trl import GRPOConfig, GRPOTrainer
 
-    ends = stop_tokens(options.size, options.stop_tokens)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        path = model_folder(folder / "model", options.size, options.device, ends)
-        wanted = grpo_options(options, folder, ends)
-        unknown = set(wanted) - {field.name for field in dataclasses.fields(GRPOConfig)}
-        if unknown:
-            raise RuntimeError(
-                f"this TRL's `GRPOConfig` does not know {sorted(unknown)}; the bench was written for 1.16"
-            )
-        stream = SyntheticPrompts(options.size, options.prompt, seed=0)
-        rows = [
-            {"prompt": " ".join(f"w{token}" for token in stream.prompt(index).tokens)}
-            for index in range(options.groups * (1 + options.updates))
-        ]
-        clock = Clock()
-        trainer = GRPOTrainer(
-            model=str(path),
-            reward_funcs=clock.reward,
-            args=GRPOConfig(**wanted),
-            train_dataset=Dataset.from_list(rows),
-            peft_config=LoraConfig(
-                r=RANK, lora_alpha=int(SCALE * RANK), target_modules="all-linear", task_type="CAUSAL_LM"
-            ),
-            callbacks=[clock.callback()],
-        )
+    wanted = grpo_options(options, setting, groups, folder, stop_tokens(options.size, options.stop_tokens))
+    if unknown := set(wanted) - {field.name for field in dataclasses.fields(GRPOConfig)}:
+        raise RuntimeError(f"this TRL's `GRPOConfig` does not know {sorted(unknown)}; the bench was written for 1.16")
+    stream = SyntheticPrompts(options.size, options.prompt, seed=0)
+    rows = [
+        {"prompt": " ".join(f"w{token}" for token in stream.prompt(index).tokens)}
+        for index in range(groups * (1 + options.updates))
+    ]
+    clock = Clock()
+    trainer = GRPOTrainer(
+        model=str(folder / "model"),
+        reward_funcs=clock.reward,
+        args=GRPOConfig(**wanted),
+        train_dataset=Dataset.from_list(rows),
+        peft_config=LoraConfig(
+            r=RANK, lora_alpha=int(SCALE * RANK), target_modules="all-linear", task_type="CAUSAL_LM"
+        ),
+        callbacks=[clock.callback()],
+    )
+    try:
         trainer.train()
-    return {**clock.results(), "config": {name: value for name, value in wanted.items() if name != "generation_kwargs"}}
+    finally:
+        del trainer
+        gc.collect()
+        torch.cuda.empty_cache()
+    config = {name: value for name, value in wanted.items() if name not in ("generation_kwargs", "output_dir")}
+    return {**clock.results(), "config": config}
+
+
+def run(options: argparse.Namespace) -> None:
+    """The sweep, where there is one, and then the measurement with the fastest setting of it."""
+    cells = from_options(options)
+
+    def cell_of(setting: Setting, groups: int) -> Cell:
+        parameters = {"size": options.size, "tail": "stop-tokens", "groups": groups, "prompt": options.prompt}
+        extra = {"micro": setting.micro, "checkpointing": int(setting.checkpointing), "updates": options.updates}
+        return Cell("update", "trl", {**parameters, **extra})
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) if options.folder is None else options.folder
+        if not (folder / "model" / "config.json").exists():
+            model_folder(folder / "model", options.size, options.device, stop_tokens(options.size, options.stop_tokens))
+        start_vllm_once(GROUP * max(options.groups, options.sweep_groups))
+        best = Setting(options.micro_batch, options.checkpointing)
+        if options.sweep:
+            tried = {setting: cell_of(setting, options.sweep_groups) for setting in options.sweep}
+            for setting, cell in tried.items():
+                cells.measure(cell, functools.partial(measure, options, setting, options.sweep_groups, folder))
+            best = fastest(tried, read_cells([*options.known, options.out]))
+            print(
+                f"fastest: micro-batch {best.micro}, checkpointing {'on' if best.checkpointing else 'off'}", flush=True
+            )
+        cells.measure(cell_of(best, options.groups), lambda: measure(options, best, options.groups, folder))
+
+
+def fastest(tried: Mapping[Setting, Cell], records: Sequence[Mapping[str, Any]]) -> Setting:
+    """The setting with the highest rate; one that did not fit has none."""
+    rates = {
+        setting: record["results"].get("tokens_per_s", 0.0)
+        for setting, cell in tried.items()
+        for record in records
+        if Cell(record["bench"], record["side"], record["parameters"]).name == cell.name
+    }
+    best = max(rates, key=lambda setting: rates[setting])
+    if not rates[best]:
+        raise RuntimeError("no setting of the sweep fits into memory: give it smaller micro-batches")
+    return best
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -177,11 +259,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--micro-batch", type=int, default=8, help="`per_device_train_batch_size`")
     parser.add_argument("--vllm-memory", type=float, default=0.3, help="`vllm_gpu_memory_utilization`")
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--sweep", type=settings, help="settings to try first, as in `8:on,16:on,8:off`")
+    parser.add_argument("--sweep-groups", type=int, default=8, help="groups that they are tried on")
+    parser.add_argument("--folder", type=Path, help="keep the model there; vLLM finds what it compiled for it again")
     options = parser.parse_args(arguments)
-    cells = from_options(options)
-    parameters = {"size": options.size, "tail": "stop-tokens", "groups": options.groups, "prompt": options.prompt}
-    extra = {"micro": options.micro_batch, "checkpointing": int(options.checkpointing), "updates": options.updates}
-    cells.measure(Cell("update", "trl", {**parameters, **extra}), lambda: measure(options))
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    run(options)
     return 0
 
 

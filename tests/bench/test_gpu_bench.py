@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -243,6 +244,22 @@ def test_the_clock_leaves_the_first_update_out() -> None:
     clock.scored.append(clock.now())
     with pytest.raises(RuntimeError, match="rewards were asked for 4 times in 3 updates"):
         clock.results()
+
+
+def test_the_fastest_setting_of_a_sweep_is_taken_and_one_that_does_not_fit_is_not() -> None:
+    wanted = trl_update.settings("8:on,16:on,8:off")
+    assert wanted[2] == trl_update.Setting(8, checkpointing=False)
+    tried = {each: Cell("update", "trl", {"micro": each.micro, "on": int(each.checkpointing)}) for each in wanted}
+    found: list[dict[str, Any]] = [{"tokens_per_s": 10.0}, {"tokens_per_s": 12.0}, {"does_not_fit": "by far"}]
+    records = [
+        {"bench": cell.bench, "side": cell.side, "parameters": cell.parameters, "results": results}
+        for cell, results in zip(tried.values(), found, strict=True)
+    ]
+    assert trl_update.fastest(tried, records) == wanted[1]
+    with pytest.raises(RuntimeError, match="no setting of the sweep fits"):
+        trl_update.fastest({wanted[2]: tried[wanted[2]]}, records)
+    with pytest.raises(argparse.ArgumentTypeError, match="`8` is no setting"):
+        trl_update.settings("8")
 
 
 def test_the_word_tokenizer_has_a_word_for_every_token() -> None:
