@@ -7,14 +7,13 @@ import pickle
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 from engine_cases import RANK, prompt_of, sets_of, weights_of
 
-from ray_cases import Processes, small_cluster
 from stretto.engines.fake import FakeCore, FakeEngine
 from stretto.engines.native.engine import NativeEngine
 from stretto.engines.threaded import ThreadedEngine
@@ -28,6 +27,9 @@ from stretto.errors import (
     VersionNotResidentError,
 )
 from stretto.types import Completion, Request, Sampling, Weights
+
+if TYPE_CHECKING:
+    from ray_cases import Processes  # a machine without Ray tests the other engines
 
 
 class Bench:
@@ -59,6 +61,9 @@ def _lora_core_of(model: Any) -> Callable[[], NativeEngine]:
 
 @pytest.fixture(scope="session")
 def processes() -> Iterator[Processes]:
+    pytest.importorskip("ray")
+    from ray_cases import Processes, small_cluster
+
     with small_cluster():
         made = Processes()
         yield made
