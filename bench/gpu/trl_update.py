@@ -9,7 +9,7 @@ a tokenizer, so one is made with a word for every token. The first update is a w
 
 `--sweep` tries sizes of the micro-batch, each with gradient checkpointing on or off, on `--sweep-groups` groups first,
 every one a cell of its own, and measures `--groups` with the fastest of them, in the same process: vLLM is started once
-for all of them.
+for all of them, and after the sweep no further warm-up is needed.
 """
 
 from __future__ import annotations
@@ -92,21 +92,22 @@ class Clock:
 
         return Marks()
 
-    def results(self) -> dict[str, Any]:
-        """Over all updates but the first, from the end of one to the end of the next."""
-        updates = len(self.ended) - 1
-        wall = self.ended[-1] - self.ended[0]
-        if not len(self.scored) == len(self.tokens) == updates + 1:
-            raise RuntimeError(f"rewards were asked for {len(self.scored)} times in {updates + 1} updates")
-        rollout = sum(s - b for s, b in zip(self.scored[1:], self.began[1:], strict=True))
-        training = sum(e - s for e, s in zip(self.ended[1:], self.scored[1:], strict=True))
+    def results(self, warm_up: int = 1) -> dict[str, Any]:
+        """Over all updates but the first `warm_up`, from the end of one to the end of the next."""
+        updates = len(self.ended) - warm_up
+        wall = self.ended[-1] - (self.ended[warm_up - 1] if warm_up else self.began[0])
+        if not len(self.scored) == len(self.tokens) == len(self.ended):
+            raise RuntimeError(f"rewards were asked for {len(self.scored)} times in {len(self.ended)} updates")
+        marks = zip(self.began[warm_up:], self.scored[warm_up:], self.ended[warm_up:], strict=True)
+        spans = [(scored - began, ended - scored) for began, scored, ended in marks]
+        rollout, training = (sum(part) for part in zip(*spans, strict=True))
         return {
-            "tokens_per_s": sum(self.tokens[1:]) / wall,
+            "tokens_per_s": sum(self.tokens[warm_up:]) / wall,
             "seconds_per_update": wall / updates,
             "rollout_and_scoring_s_per_update": rollout / updates,
             "training_s_per_update": training / updates,
             "first_update_s": self.ended[0] - self.began[0],
-            "tokens": sum(self.tokens[1:]),
+            "tokens": sum(self.tokens[warm_up:]),
             "wall_s": wall,
             "longest": max(self.longest),
         }
@@ -133,7 +134,7 @@ def settings(text: str) -> list[Setting]:
 
 
 def grpo_options(
-    options: argparse.Namespace, setting: Setting, groups: int, folder: Path, ends: Sequence[int]
+    options: argparse.Namespace, setting: Setting, groups: int, updates: int, folder: Path
 ) -> dict[str, Any]:
     """Arguments of `GRPOConfig`: one optimizer step an update, everything else as TRL has it."""
     return {
@@ -144,13 +145,13 @@ def grpo_options(
         "max_completion_length": STOP_MAX_TOKENS,
         "temperature": 1.0,
         "learning_rate": 1e-5,
-        "max_steps": 1 + options.updates,
+        "max_steps": updates,
         "bf16": True,
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": options.vllm_memory,
         "vllm_max_model_length": options.prompt + STOP_MAX_TOKENS + 16,
-        "generation_kwargs": {"stop_token_ids": list(ends)},
+        "generation_kwargs": {"stop_token_ids": list(stop_tokens(options.size, options.stop_tokens))},
         "model_init_kwargs": {"dtype": "bfloat16"},
         "gradient_checkpointing": setting.checkpointing,
         "logging_steps": 1,
@@ -173,19 +174,23 @@ def start_vllm_once(most_rows: int) -> None:
     vllm_generation.LLM = vllm
 
 
-def measure(options: argparse.Namespace, setting: Setting, groups: int, folder: Path) -> dict[str, Any]:
-    """Updates of `groups` groups; `folder` holds the model."""
+def measure(
+    options: argparse.Namespace, setting: Setting, groups: int, folder: Path, warm_up: int = 1
+) -> dict[str, Any]:
+    """Updates of `groups` groups, after `warm_up` that do not count; `folder` holds the model."""
     from datasets import Dataset
     from peft import LoraConfig
     from trl import GRPOConfig, GRPOTrainer
 
-    wanted = grpo_options(options, setting, groups, folder, stop_tokens(options.size, options.stop_tokens))
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # TRL sets them for vLLM; another trainer would take to DDP
+        os.environ.pop(name, None)
+    updates = warm_up + options.updates
+    wanted = grpo_options(options, setting, groups, updates, folder)
     if unknown := set(wanted) - {field.name for field in dataclasses.fields(GRPOConfig)}:
         raise RuntimeError(f"this TRL's `GRPOConfig` does not know {sorted(unknown)}; the bench was written for 1.16")
     stream = SyntheticPrompts(options.size, options.prompt, seed=0)
     rows = [
-        {"prompt": " ".join(f"w{token}" for token in stream.prompt(index).tokens)}
-        for index in range(groups * (1 + options.updates))
+        {"prompt": " ".join(f"w{token}" for token in stream.prompt(index).tokens)} for index in range(groups * updates)
     ]
     clock = Clock()
     trainer = GRPOTrainer(
@@ -205,7 +210,7 @@ def measure(options: argparse.Namespace, setting: Setting, groups: int, folder: 
         gc.collect()
         torch.cuda.empty_cache()
     config = {name: value for name, value in wanted.items() if name not in ("generation_kwargs", "output_dir")}
-    return {**clock.results(), "config": config}
+    return {**clock.results(warm_up), "config": config}
 
 
 def run(options: argparse.Namespace) -> None:
@@ -231,7 +236,8 @@ def run(options: argparse.Namespace) -> None:
             print(
                 f"fastest: micro-batch {best.micro}, checkpointing {'on' if best.checkpointing else 'off'}", flush=True
             )
-        cells.measure(cell_of(best, options.groups), lambda: measure(options, best, options.groups, folder))
+        warm_up = 0 if options.sweep else 1  # the sweep was one
+        cells.measure(cell_of(best, options.groups), lambda: measure(options, best, options.groups, folder, warm_up))
 
 
 def fastest(tried: Mapping[Setting, Cell], records: Sequence[Mapping[str, Any]]) -> Setting:

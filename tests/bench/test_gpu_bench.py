@@ -241,6 +241,8 @@ def test_the_clock_leaves_the_first_update_out() -> None:
     results = clock.results()
     assert results["tokens"] == 20
     assert results["longest"] == 10
+    assert clock.results(warm_up=0)["tokens"] == 25
+    assert clock.results(warm_up=0)["wall_s"] > results["wall_s"]
     clock.scored.append(clock.now())
     with pytest.raises(RuntimeError, match="rewards were asked for 4 times in 3 updates"):
         clock.results()
