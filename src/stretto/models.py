@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from stretto.errors import ModelError
+from stretto.narrowing import narrow_weights
 
 CHECKSUM_CHUNK = (1 << 20, 1 << 26)  # elements folded at once, on a processor and on a GPU
 MADE_BY = {"models/smollm2-135m": "make smollm2"}  # folders that this repository's Makefile makes
@@ -22,12 +23,19 @@ ODD = 0x9E3779B97F4A7C1
 
 
 def load_model(path: str, dtype: torch.dtype, device: torch.device, *, option: str = "model.path") -> nn.Module:
-    """Load a causal LM from a folder or by hub name, in evaluation mode; a `ModelError` names `option`."""
+    """Load a causal LM from a folder or by hub name, in evaluation mode; a `ModelError` names `option`.
+
+    Weights that float16 cannot hold are refused, and a warning tells of a tensor that loses values to zero.
+    """
     _refuse_other_folders(path, option)
+    narrow = dtype == torch.float16
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        # In their own type where they are narrowed after: what is lost shows in the difference.
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto" if narrow else dtype)
     except (OSError, ValueError, KeyError) as error:
         raise _cannot(path, "cannot be loaded as a causal LM", error, option) from error
+    if narrow:
+        narrow_weights(model, f"`{option} = {path!r}`")
     result: nn.Module = model.to(device).eval()
     return result
 

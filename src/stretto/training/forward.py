@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stretto.errors import ModelError
+from stretto.narrowing import range_hint
 from stretto.training.attention import LAYOUT_ARGUMENT, PACKED_ATTENTION, PackedLayout, layout_of
 from stretto.training.decoder import PlainDecoder, is_plain
 from stretto.training.logprobs import token_logprobs
@@ -92,7 +93,7 @@ class PackedModel:
             if worst is not None:
                 raise ModelError(
                     f"`{type(self.model).__name__}` is not the plain decoder that it looks like: its log-probabilities "
-                    f"differ by {worst:.3g}"
+                    f"differ by {worst:.3g}{range_hint(self.head.weight.dtype)}"
                 )
             return
         if self.flash:
@@ -196,4 +197,5 @@ class PackedModel:
             raise ModelError(
                 f"`{type(self.model).__name__}` cannot be trained packed: side by side, sequences have "
                 f"log-probabilities that differ by {worst:.3g} from those that they have alone"
+                f"{range_hint(self.head.weight.dtype)}"
             )

@@ -37,6 +37,7 @@ from stretto.engines.native.trajectory import Ended, Trajectory
 from stretto.engines.native.versions import make_slots
 from stretto.engines.threaded import Failed
 from stretto.errors import ChecksumError, ModelError, RequestError, VersionNotResidentError
+from stretto.narrowing import range_hint
 from stretto.types import MAX_SUPPORT, Capacity, Completion, Load, Request, Sampling, Suspended, Weights
 
 logger = logging.getLogger(__name__)
@@ -58,8 +59,8 @@ def _on_device(method: Callable[Concatenate[NativeEngine, P], R]) -> Callable[Co
     return wrapped
 
 
-def _why_broken(trajectory: Trajectory) -> str:
-    """Why no token could be drawn, or none that can be trained on."""
+def _why_broken(trajectory: Trajectory, dtype: torch.dtype) -> str:
+    """Why no token could be drawn, or none that can be trained on, by a model of this type."""
     request, how = trajectory.request, trajectory.sampling
     if size := too_wide(trajectory.supports):
         name = "top_k" if how.top_k else "top_p" if how.top_p < 1.0 else "min_p"
@@ -68,7 +69,7 @@ def _why_broken(trajectory: Trajectory) -> str:
             f"{len(trajectory.tokens)} from, and no more than {MAX_SUPPORT:,} are recorded for training: set `top_k` "
             f"to at most {MAX_SUPPORT}, or cut more of the distribution off"
         )
-    return f"the logits of request {request.id} under version {request.version} are not finite"
+    return f"the logits of request {request.id} under version {request.version} are not finite{range_hint(dtype)}"
 
 
 class NativeEngine:
@@ -105,6 +106,7 @@ class NativeEngine:
         probe.refuse_by_config(model)
         self.capacity = Capacity(slots, rows, kv_tokens, max_context)
         device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
+        self._dtype = dtype
         # Its steps are short and many: they go first where the trainer's long kernels run beside them.
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -370,7 +372,7 @@ class NativeEngine:
         for trajectory, finish, broken in ended:
             request = trajectory.request
             if broken:
-                done.append(Failed(request.id, RequestError(_why_broken(trajectory))))
+                done.append(Failed(request.id, RequestError(_why_broken(trajectory, self._dtype))))
             else:
                 resident = self._checksums[request.version]
                 done.append(trajectory.completion(finish, resident, now))

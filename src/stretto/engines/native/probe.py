@@ -18,6 +18,7 @@ from stretto.engines.native.attention import Attention, attend
 from stretto.engines.native.lean import Projection
 from stretto.engines.native.lora import SlottedLinear
 from stretto.errors import ModelError
+from stretto.narrowing import range_hint
 
 logger = logging.getLogger(__name__)
 
@@ -203,12 +204,13 @@ def _rows_agree(layer: Any, filling: int, max_tokens: int) -> bool:
 
 def refuse_other_logits(model: nn.Module, ours: Tensor, theirs: Tensor) -> None:
     """Raise `ModelError` where logits are not the model's own to rounding."""
-    tolerance = 1e-3 if next(model.parameters()).dtype == torch.float32 else 5e-2
+    dtype = next(model.parameters()).dtype
+    tolerance = 1e-3 if dtype == torch.float32 else 5e-2
     same = ours.shape == theirs.shape
     error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6)) if same else math.inf
     if not error <= tolerance:
         config: Any = model.config
         raise ModelError(
             f"the native engine does not serve `{config.model_type}`: its logits over a paged cache differ"
-            f" from the model's own by {error:.2g} of their size"
+            f" from the model's own by {error:.2g} of their size{range_hint(dtype)}"
         )
