@@ -22,6 +22,7 @@ from stretto.objectives.base import ObjectiveOptions
 from stretto.objectives.grpo import GrpoOptions
 from stretto.objectives.gspo import GspoOptions
 from stretto.objectives.ppo import PpoOptions
+from stretto.objectives.reinforce import ReinforceOptions
 from stretto.objectives.reinforce_plus_plus import ReinforcePlusPlusOptions
 from stretto.training.parallel import Ranks, shares
 from stretto.training.trainer import LocalTrainer, LoraOptions, TrainerOptions
@@ -105,6 +106,7 @@ BESIDE = GrpoOptions(
         pytest.param(GrpoOptions(average="token"), {"dtype": torch.float32}, 2e-3, id="grpo-float32"),
         pytest.param(GrpoOptions(average="token"), {"lora": False}, 1e-9, id="grpo-full"),
         pytest.param(GrpoOptions(average="token"), {"lora": False, "dtype": torch.bfloat16}, 5e-2, id="full-bfloat16"),
+        pytest.param(GrpoOptions(average="token"), {"lora": False, "dtype": torch.float16}, 5e-2, id="full-float16"),
         pytest.param(GspoOptions(average="sequence"), {}, 1e-9, id="gspo-sequence-mean"),
         pytest.param(ReinforcePlusPlusOptions(), {}, 1e-9, id="whitening"),
         pytest.param(PPO, {}, 1e-9, id="ppo"),
@@ -115,6 +117,7 @@ BESIDE = GrpoOptions(
         pytest.param(GrpoOptions(), {**CUT, "max_grad_norm": 0.1}, 1e-9, id="cut"),
         pytest.param(PPO, {**CUT, "optimizer_steps": 2}, 1e-9, id="cut-ppo"),
         pytest.param(GrpoOptions(), {**CUT, "dtype": torch.bfloat16}, 5e-2, id="cut-bfloat16"),
+        pytest.param(GrpoOptions(), {**CUT, "dtype": torch.float16}, 5e-2, id="cut-float16"),
         pytest.param(GrpoOptions(), {**CUT, "checkpointing": True}, 1e-9, id="cut-checkpointing"),
     ],
 )
@@ -124,6 +127,24 @@ def test_two_ranks_give_what_one_gives(
     batches = [random_batch(update, seed=update, version=max(0, update - 1)) for update in range(2)]
     one = trained(Ranks(), batches, algorithm, options)
     assert_alike(one, two.run(trained, batches, algorithm, options), tolerance)
+
+
+@pytest.mark.parametrize("more", [{}, {"lora": False}, CUT, {"optimizer_steps": 2}], ids=["lora", "full", "cut", "two"])
+def test_ranks_lower_the_scale_of_the_loss_together(two: Processes, more: dict[str, Any]) -> None:
+    batch = random_batch(0)
+    largest = max(range(len(batch.samples)), key=lambda i: len(batch.samples[i].completion.tokens))
+    samples = [replace(s, reward=1e5 if i == largest else s.reward) for i, s in enumerate(batch.samples)]
+    batches = [Batch(0, samples), random_batch(1, seed=1)]  # too much for float16 at one of the ranks
+    options = {"dtype": torch.float16, **more}
+    one = trained(Ranks(), batches, ReinforceOptions(), options)
+    many = two.run(trained, batches, ReinforceOptions(), options)
+    scales = [told["loss_scale"] for told in many[0][0]]
+    assert scales[0] == scales[1] < 2**16, "it stays where it fell to"
+    assert many[1][0][0]["loss_scale"] == scales[0]
+    # Sums of both ranks and of one leave the range at other scales, so what is lost below differs too.
+    assert scales[0] / one[0][0]["loss_scale"] in (0.5, 1.0, 2.0)
+    assert many[0][0][0]["grad_norm"] == pytest.approx(one[0][0]["grad_norm"], rel=1e-2)
+    assert many[0][2] == many[1][2]
 
 
 @pytest.mark.parametrize(

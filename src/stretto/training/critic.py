@@ -12,8 +12,8 @@ Where a trainer calls it, for an objective with `uses_critic`:
    then `judge(batch, pieces, rewards)`, which gives the advantages and fills in `piece.returns`;
 3. for each micro-batch: `piece_loss(hidden, micro, piece)`, weighted like the policy's loss, is added to it, and one
    backward pass is for both;
-4. at each optimizer step `check()` before anything is stepped, `step()` after the policy; `discard()` where the
-   policy's is;
+4. at each optimizer step `unscale()` where the loss was scaled, `check()` before anything is stepped, `step()` after
+   the policy; `discard()` where the policy's is;
 5. `state()` goes into the trainer's own, `restore()` is given the whole of it, `export()` follows the policy's.
 """
 
@@ -151,6 +151,10 @@ class Critic:
     def stepped(self) -> Iterable[torch.Tensor]:
         """What is stepped, whose gradients are the sums so far."""
         return self._optimizer.stepped
+
+    def unscale(self, scale: float) -> None:
+        """Call after the last backward pass of a step, where the loss was multiplied by `scale`."""
+        self._optimizer.unscale(scale)
 
     def check(self) -> None:
         """Call before anything is stepped. Raises `TrainerError` if the head's gradient is not finite."""

@@ -35,8 +35,8 @@ class TokenValues:
     log_ratios: Values  # trainer minus engine, at the start of the update
     entropies: Values
     diagnostics: Mapping[str, Values]
-    # Policy minus the objective's anchor, at the token's step; and the loss by the token's log-probability. Empty where
-    # they were not watched.
+    # Policy minus the objective's anchor, at the token's step; and the loss by the token's log-probability, times the
+    # scale of the loss. Empty where they were not watched.
     log_anchored: Values = field(default_factory=lambda: np.zeros(0))
     gradients: Values = field(default_factory=lambda: np.zeros(0))
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from stretto.errors import RecipeError, TrainerError
 from stretto.training.parallel import Ranks, local
+from stretto.training.scaling import divide_gradients
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -124,6 +125,10 @@ class Optimizer:
             torch._foreach_add_([total for total, _ in summed], [grad for _, grad in summed])
         for parameter, _, _ in pending:
             parameter.grad = None
+
+    def unscale(self, scale: float) -> None:
+        """Call after the last backward pass of a step: divide what was summed by the scale of its loss."""
+        divide_gradients(self._stepped.values(), scale)
 
     def norm(self) -> torch.Tensor:
         """The norm of all gradients together, on the device: nothing waits for it."""

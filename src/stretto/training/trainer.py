@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from stretto.errors import ModelError, RecipeError, TrainerError
+from stretto.narrowing import range_hint
 from stretto.objectives.base import ObjectiveOptions, Tokens
 from stretto.objectives.grpo import GrpoOptions
 from stretto.objectives.shaping_options import OverlongOptions, overlong_refusal
@@ -49,6 +50,7 @@ from stretto.training.parts import Part, Piece, cut_batch, pieces_of
 from stretto.training.policy import Policy
 from stretto.training.protocol import Trainer
 from stretto.training.reference import Reference
+from stretto.training.scaling import LossScale, scale_for
 from stretto.training.shaping import Shaped, shape
 from stretto.training.sharding import Sharding, wants_sharding
 from stretto.training.terms import sampled_divergences, weighted_divergence
@@ -148,6 +150,7 @@ class LocalTrainer:
                 else Reference.of_model(reference, self.packed)
             )
         self.critic = make_critic(self.algorithm, self.packed.head.in_features, device=self.device, dtype=self._dtype)
+        self.scale = scale_for(self.packed.head.weight.dtype)  # of the loss
         self._version = 0
 
     @property
@@ -166,6 +169,7 @@ class LocalTrainer:
         )  # fmt: skip
         # A later step may fail when earlier ones are done, and then nothing may have changed.
         before = self.state() if len(parts) > 1 or self.critic is not None else None
+        scale = self.scale
         try:
             with torch.inference_mode(False):
                 with self.ranks.together(passes_meet=self.sharding is not None):
@@ -179,8 +183,10 @@ class LocalTrainer:
                 self.critic.discard()
             if before is not None:
                 self.restore(before)
+            self.scale = scale
             raise
         self._version += 1
+        self.scale = None if self.scale is None else self.scale.after_update()
         seconds = time.perf_counter() - started
         metrics = {**measured.metrics, "seconds": seconds, **utilization(measured.flops, seconds, self.peak)}
         return UpdateReport(batch.update, metrics, measured.mismatch_kl_sum, measured.mismatch_tokens, seconds)
@@ -222,6 +228,7 @@ class LocalTrainer:
             "mismatch_tokens": float(kl_tokens),
             "micro_batches": float(sum(part.num_pieces for part in parts)),
             "optimizer_steps": float(len(parts)),
+            **({} if self.scale is None else {"loss_scale": self.scale.value}),
         }
         metrics = beside(token_measures(tokens, len(batch.samples)), metrics)
         reference = None if self.reference is None else self.reference.costs
@@ -311,13 +318,34 @@ class LocalTrainer:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def _gradient(self, batch: Batch, part: Part, advantages: Advantages, collector: Collector) -> _Gradient:
-        """Sum the gradient of a part's loss over its micro-batches. Raises `TrainerError` if it cannot be stepped."""
+        """The gradient of a part's loss, made again with a smaller scale where it left the range of the type."""
+        while True:
+            found = self._summed(batch, part, advantages, collector)
+            if self.scale is None or math.isfinite(found.value):
+                return found
+            lowered = self.scale.lowered()
+            if lowered is None:
+                raise TrainerError(
+                    f"the gradient's norm is {found.value} at update {batch.update}, with a loss scale of "
+                    f"{self.scale.value:g} still: nothing was stepped{range_hint(torch.float16)}"
+                )
+            self.scale = lowered
+            self.optimizer.discard()
+            if self.critic is not None:
+                self.critic.discard()
+
+    def _summed(self, batch: Batch, part: Part, advantages: Advantages, collector: Collector) -> _Gradient:
+        """Sum the gradient of a part's loss over its micro-batches. Raises `TrainerError` if its loss is no number."""
         with self.ranks.together(passes_meet=self.sharding is not None), torch.enable_grad():
             for piece in part.pieces:
                 self._accumulate(batch, part, piece, advantages, collector)
             for _ in range(self._missing(part)):
                 (self._empty_pass(batch).sum() * 0.0).backward()  # type: ignore[no-untyped-call]
                 self.optimizer.collect()
+        if self.scale is not None:
+            self.optimizer.unscale(self.scale.value)
+            if self.critic is not None:
+                self.critic.unscale(self.scale.value)
         self.ranks.add_gradients(self.optimizer.stepped)
         if self.critic is not None:
             self.ranks.add_gradients(self.critic.stepped)
@@ -327,7 +355,7 @@ class LocalTrainer:
         if not math.isfinite(loss):
             raise TrainerError(
                 f"the loss of update {batch.update} is {loss}: a log-probability, the engine's or the trainer's, "
-                "is not finite"
+                f"is not finite{range_hint(self.packed.head.weight.dtype)}"
             )
         if self.critic is not None:
             self.critic.check()
@@ -369,7 +397,8 @@ class LocalTrainer:
             critic_loss, values = self.critic.piece_loss(states, micro, piece)
             loss, diagnostics = loss + critic_loss, beside(diagnostics, {"value_loss": values})
         collector.watch(logprobs, tokens.anchored(getattr(self.algorithm, "anchor", "behaviour")))
-        loss.backward()  # type: ignore[no-untyped-call]
+        scaled = loss if self.scale is None else loss * self.scale.value
+        scaled.backward()  # type: ignore[no-untyped-call]
         self.optimizer.collect()
         collector.add(micro, loss, tokens.proximal, entropies.detach(), diagnostics)
 
@@ -420,7 +449,8 @@ class LocalTrainer:
     def state(self) -> dict[str, torch.Tensor]:
         """Of what is cut over the ranks it has this rank's part; what is saved is whole."""
         critic = {} if self.critic is None else self.critic.state()
-        return {**self.optimizer.state(), **critic, "version": torch.tensor(self._version)}
+        scale = {} if self.scale is None else {"loss_scale": self.scale.state()}
+        return {**self.optimizer.state(), **critic, **scale, "version": torch.tensor(self._version)}
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
         take_policy = self.optimizer.taking(state)
@@ -431,8 +461,11 @@ class LocalTrainer:
             raise TrainerError(
                 f"the checkpoint is not a trainer's: its `version` has {version.numel()} numbers and does not fit"
             )
+        scale = scale_for(self.packed.head.weight.dtype)
+        if scale is not None and "loss_scale" in state:
+            scale = LossScale.of_state(state["loss_scale"])
         # Everything fits and has its memory: from here on nothing fails.
-        self._version = int(version)
+        self._version, self.scale = int(version), scale
         take_policy()
         if take_critic is not None:
             take_critic()
