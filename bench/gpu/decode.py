@@ -16,7 +16,7 @@ from typing import Any
 from bench.gpu import generation
 from bench.gpu.cells import Cell, Cells
 from bench.gpu.floor import Rates, Traffic, describe, traffic
-from bench.gpu.shapes import dtype_of
+from bench.gpu.shapes import dtype_of, dtype_parameter
 from bench.gpu.sides import Ask, Outcome, Side, prompts
 
 WARM_TOKENS = 16
@@ -25,13 +25,14 @@ MARGIN = 48  # tokens a row beyond what is asked for: pages are whole, and some 
 
 def cells_of(side: str, size: str, loras: Sequence[int], options: argparse.Namespace) -> list[Cell]:
     """What there is to measure for one size on one side, in the order of the batches, filled contexts last."""
+    same = {"size": size, **dtype_parameter(options)}
     short = [
-        Cell("decode", side, {"size": size, "batch": b, "lora": n, "prompt": options.prompt, "tokens": options.tokens})
+        Cell("decode", side, {**same, "batch": b, "lora": n, "prompt": options.prompt, "tokens": options.tokens})
         for b in options.batches
         for n in loras
     ]
     filled = [
-        Cell("filled", side, {"size": size, "batch": b, "lora": n, "prompt": options.filled, "tokens": options.steps})
+        Cell("filled", side, {**same, "batch": b, "lora": n, "prompt": options.filled, "tokens": options.steps})
         for b in options.filled_batches
         for n in loras
     ]
@@ -123,7 +124,7 @@ def _filled(side: Side, cell: Cell, rates: Rates | None, options: argparse.Names
 
 
 def _traffic(cell: Cell, options: argparse.Namespace) -> Traffic:
-    return traffic(str(cell.parameters["size"]), dtype_of(options.device))
+    return traffic(str(cell.parameters["size"]), dtype_of(options.device, options.dtype))
 
 
 def results_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:

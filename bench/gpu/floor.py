@@ -81,9 +81,9 @@ def traffic(size: str, dtype: torch.dtype = torch.bfloat16, rank: int = RANK) ->
     )
 
 
-def measure_rates(device: torch.device | str, *, quick: bool = False) -> Rates:
+def measure_rates(device: torch.device | str, *, quick: bool = False, dtype: str | None = None) -> Rates:
     """A large copy and large matrix products, the best of several each: about a second on a GPU."""
-    device, dtype = torch.device(device), dtype_of(device)
+    device, kept = torch.device(device), dtype_of(device, dtype)
     count = (1 << 22) if quick else COPY_BYTES
     source = torch.zeros(count, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -91,9 +91,9 @@ def measure_rates(device: torch.device | str, *, quick: bool = False) -> Rates:
     del source, target
     peak = 0.0
     for m, n, k in ((128, 128, 128),) if quick else MATMUL_SIZES:
-        left = torch.randn(m, k, device=device, dtype=dtype)
-        right = torch.randn(k, n, device=device, dtype=dtype)
-        out = torch.empty(m, n, device=device, dtype=dtype)
+        left = torch.randn(m, k, device=device, dtype=kept)
+        right = torch.randn(k, n, device=device, dtype=kept)
+        out = torch.empty(m, n, device=device, dtype=kept)
         peak = max(peak, 2.0 * m * n * k / _best_s(lambda a=left, b=right, c=out: torch.mm(a, b, out=c), device))
     return Rates(bandwidth, peak)
 

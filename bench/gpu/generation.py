@@ -23,6 +23,7 @@ from typing import Any
 from bench.gpu.cells import Cell, add_options, from_options, integers, run_children, words
 from bench.gpu.floor import measure_rates
 from bench.gpu.native_side import NativeSide
+from bench.gpu.shapes import add_dtype
 from bench.gpu.sides import Side
 from bench.gpu.vllm_side import VllmSide
 
@@ -32,6 +33,7 @@ BENCHES = ("decode", "rollout")
 def parse(benches: Sequence[str], description: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
+    add_dtype(parser)
     parser.add_argument("--benches", type=words, default=list(benches), help=argparse.SUPPRESS)
     parser.add_argument("--side", choices=["native", "vllm", "both"], default="both")
     parser.add_argument("--sizes", type=words, default=["1.7B"])
@@ -96,8 +98,10 @@ def measure(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         rates = None
         if options.side == "native":
-            rates = measure_rates(options.device, quick=options.tiny)
-            side: Side = NativeSide(size, lora=lora, device=options.device, prefill_tokens=options.prefill_tokens)
+            rates = measure_rates(options.device, quick=options.tiny, dtype=options.dtype)
+            side: Side = NativeSide(
+                size, lora=lora, device=options.device, prefill_tokens=options.prefill_tokens, dtype=options.dtype
+            )
         else:
             # Of all benches, pending or not: vLLM compiles for the context, so that a resumed run finds it again.
             context = max(importlib.import_module(f"bench.gpu.{name}").longest(options) for name in options.benches)
@@ -109,6 +113,7 @@ def measure(options: argparse.Namespace) -> None:
                 flat_logprobs=options.flat_logprobs,
                 compile_cache=options.vllm_compile_cache,
                 kv_bytes=None if options.vllm_kv_gib is None else options.vllm_kv_gib << 30,
+                dtype=options.dtype,
             )
             while options.wait_for is not None and not options.wait_for.exists():
                 time.sleep(0.5)

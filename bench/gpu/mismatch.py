@@ -2,11 +2,13 @@
 
     python -m bench.gpu.mismatch --out RESULTS --resume
     python -m bench.gpu.mismatch --model models/smollm2-135m --out RESULTS --resume
+    python -m bench.gpu.mismatch --model models/smollm2-135m --dtype float16 --out RESULTS --resume
 
-Completions of `--prompts` prompts, `--tokens` tokens each, temperature 1, in the type of the weights (bfloat16 on a
-GPU). Without `--model` the weights are random, in the shape of `--size`, with random prompts; with it, those of a
-folder, with prompts of text. Three cells: ours with full weights, ours with a random adapter on them, and vLLM's, given
-the very same weights from a folder. The trainer is always ours, and what it computes is taken from one real update.
+Completions of `--prompts` prompts, `--tokens` tokens each, temperature 1, in the type of the weights: `--dtype`, by
+default bfloat16 on a GPU. Without `--model` the weights are random, in the shape of `--size`, with random prompts; with
+it, those of a folder, with prompts of text. Three cells: ours with full weights, ours with a random adapter on them,
+and vLLM's, given the very same weights from a folder. The trainer is always ours, and what it computes is taken from
+one real update.
 
 `d` is trainer minus engine, of one token. `kl` is the mean of `exp(d) - 1 - d`, as in every run's `mismatch_kl`.
 """
@@ -26,7 +28,7 @@ import numpy as np
 import torch
 from bench.gpu.cells import Cell, add_options, from_options, run_children, words
 from bench.gpu.native_side import lengths
-from bench.gpu.shapes import RANK, adapter, base_weights, config_of, dtype_of, make_model
+from bench.gpu.shapes import RANK, adapter, add_dtype, base_weights, config_of, dtype_of, dtype_parameter, make_model
 from bench.gpu.sides import Ask, prompts
 from numpy.typing import NDArray
 
@@ -58,13 +60,13 @@ def asked(options: argparse.Namespace) -> list[tuple[int, ...]]:
 
 def model_of(options: argparse.Namespace) -> Any:
     if options.model is None:
-        return make_model(options.size, options.device)
-    return load_model(options.model, dtype_of(options.device), torch.device(options.device))
+        return make_model(options.size, options.device, dtype=options.dtype)
+    return load_model(options.model, dtype_of(options.device, options.dtype), torch.device(options.device))
 
 
 def cell_of(side: str, options: argparse.Namespace) -> Cell:
     name = options.size if options.model is None else Path(options.model).name
-    parameters = {"model": name, "prompts": options.prompts, "tokens": options.tokens}
+    parameters = {"model": name, "prompts": options.prompts, "tokens": options.tokens, **dtype_parameter(options)}
     engine, _, kind = side.partition("-")
     return Cell("mismatch", engine, {**parameters, "kind": kind or "full"})
 
@@ -109,7 +111,7 @@ def draw_vllm(options: argparse.Namespace, scratch: Path) -> list[Completion]:
     """Completions of vLLM in a process of its own, which has ended when this returns."""
     folder, drawn = scratch / "model" if options.model is None else Path(options.model), scratch / "drawn.npz"
     if options.model is None:
-        model = make_model(options.size, options.device)
+        model = make_model(options.size, options.device, dtype=options.dtype)
         model.save_pretrained(folder)
         config_of(options.size).save_pretrained(folder)  # as the other benches give it to vLLM
         del model
@@ -141,6 +143,7 @@ def write_drawn(options: argparse.Namespace) -> None:
             folder=Path(scratch),
             model_folder=options.folder,
             kv_bytes=VLLM_KV_BYTES,
+            dtype=options.dtype,
         )
         drawn = side.completions(asks)
     np.savez(
@@ -219,6 +222,7 @@ def _release(device: str) -> None:
 def parse(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
+    add_dtype(parser)
     parser.add_argument("--sides", type=words, default=list(SIDES), help="of " + ", ".join(SIDES))
     parser.add_argument("--size", default="1.7B", help="shape of the random weights")
     parser.add_argument("--model", help="a folder of real weights; default: random ones")

@@ -31,11 +31,20 @@ class NativeSide:
 
     name = "native"
 
-    def __init__(self, size: str, *, lora: bool, device: str, prefill_tokens: int, versions: int | None = None) -> None:
+    def __init__(
+        self,
+        size: str,
+        *,
+        lora: bool,
+        device: str,
+        prefill_tokens: int,
+        versions: int | None = None,
+        dtype: str | None = None,
+    ) -> None:
         self.size, self.lora, self.device, self.prefill_tokens = size, lora, torch.device(device), prefill_tokens
         self.versions = (SLOTS if lora else 1) if versions is None else versions
-        self.model = make_model(size, device)
-        self.traffic = traffic(size, dtype_of(device))
+        self.model = make_model(size, device, dtype=dtype)
+        self.traffic = traffic(size, dtype_of(device, dtype))
         self._engine: NativeEngine | None = None
         self._next_id = 0
 

@@ -20,6 +20,7 @@ from bench.gpu.decode import results_of
 from bench.gpu.floor import Rates
 from bench.gpu.lengths import TAILS, Tail
 from bench.gpu.native_side import NativeSide
+from bench.gpu.shapes import dtype_parameter
 from bench.gpu.sides import SLOTS, Ask, Side, prompts
 
 GROUP = 8
@@ -33,6 +34,7 @@ def cells_of(side: str, size: str, loras: Sequence[int], options: argparse.Names
     for tail in options.tails:
         for groups, lora in itertools.product(GROUPS[tail], loras):
             parameters = {"size": size, "tail": tail, "groups": groups, "lora": lora, "prompt": options.prompt}
+            parameters |= dtype_parameter(options)
             if lora < SLOTS:
                 found.append(Cell("drain", side, parameters))
             elif side == "native":

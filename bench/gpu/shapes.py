@@ -5,6 +5,7 @@ Speed does not depend on what the weights are, so none are downloaded. `tiny` is
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from stretto.checksums import checksum
 from stretto.training.lora import LoraOptions, adapted_modules, write_adapter
 from stretto.types import Weights
 
+DTYPES = ("bfloat16", "float16", "float32")
 RANK = 16
 SCALE = 2.0  # alpha is twice the rank, as in the recipes
 
@@ -59,16 +61,30 @@ def config_of(size: str) -> Any:
     )
 
 
-def dtype_of(device: torch.device | str) -> torch.dtype:
-    """What weights are kept in: bfloat16 where it is fast, float32 on a processor."""
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """The option `--dtype`, for benches that can do with another type than the usual one."""
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: bfloat16 on a GPU, float32 on a CPU")
+
+
+def dtype_of(device: torch.device | str, dtype: str | None = None) -> torch.dtype:
+    """What weights are kept in: what is asked for, else bfloat16 where it is fast and float32 on a processor."""
+    if dtype is not None:
+        asked: torch.dtype = getattr(torch, dtype)
+        return asked
     return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
 
 
-def make_model(size: str, device: torch.device | str, seed: int = 0) -> Any:
+def dtype_parameter(options: argparse.Namespace) -> dict[str, str]:
+    """The type as a parameter of a cell: nothing where it is the usual one."""
+    usual = dtype_of(options.device) == dtype_of(options.device, options.dtype)
+    return {} if usual else {"dtype": options.dtype}
+
+
+def make_model(size: str, device: torch.device | str, seed: int = 0, dtype: str | None = None) -> Any:
     """A causal LM of that size with random weights, made on the device and never on the host."""
     torch.manual_seed(seed)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config_of(size), dtype=dtype_of(device))
+        model = AutoModelForCausalLM.from_config(config_of(size), dtype=dtype_of(device, dtype))
     return model.eval()
 
 

@@ -22,9 +22,15 @@ def by(records: Sequence[Record], bench: str, *names: str) -> dict[tuple[Any, ..
     found: dict[tuple[Any, ...], dict[str, Record]] = {}
     for record in records:
         if record["bench"] == bench:
-            key = tuple(record["parameters"][name] for name in names)
+            key = tuple(_parameter(record, name) for name in names)
             found.setdefault(key, {})[record["side"]] = record
     return dict(sorted(found.items()))
+
+
+def _parameter(record: Record, name: str) -> Any:
+    """One parameter of a cell; a model in another type than the usual one is called by both."""
+    found, dtype = record["parameters"][name], record["parameters"].get("dtype")
+    return f"{found}, {dtype}" if name in ("size", "model") and dtype is not None else found
 
 
 def value(record: Record | None, name: str, show: Callable[[Any], str]) -> str:

@@ -83,7 +83,7 @@ def measure(setting: dict[str, Any], arguments: argparse.Namespace, batch: Batch
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     trainer = LocalTrainer(
-        model_of(arguments.shape, arguments.device, torch.bfloat16 if cuda else torch.float32),
+        model_of(arguments.shape, arguments.device, getattr(torch, arguments.dtype)),
         lora=LoraOptions(rank=arguments.rank) if setting["kind"] == "lora" else None,
         options=TrainerOptions(
             micro_tokens=setting["micro_tokens"], compile=setting["compile"], checkpointing=setting["checkpointing"]
@@ -108,6 +108,7 @@ def measure(setting: dict[str, Any], arguments: argparse.Namespace, batch: Batch
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
         "micro_batches": metrics["micro_batches"],
         "warmup_s": warm,
+        **({"loss_scale": metrics["loss_scale"]} if "loss_scale" in metrics else {}),
         "weights_s": time.perf_counter() - started,
     }
 
@@ -115,7 +116,9 @@ def measure(setting: dict[str, Any], arguments: argparse.Namespace, batch: Batch
 def settings_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     names = ("kind", "compile", "checkpointing", "micro_tokens")
     choices = (arguments.kinds, arguments.compile, arguments.checkpointing, arguments.micro_tokens)
-    return [dict(zip(names, values, strict=True)) for values in itertools.product(*choices)]
+    return [
+        {**dict(zip(names, values, strict=True)), **arguments.other_dtype} for values in itertools.product(*choices)
+    ]
 
 
 def parse() -> argparse.Namespace:
@@ -126,7 +129,10 @@ def parse() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the results as JSON")
-    parser.add_argument("--tiny", action="store_true", help="a tiny shape in float32 on the processor")
+    parser.add_argument("--tiny", action="store_true", help="a tiny shape on the processor")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float16", "float32"], help="of the weights; default: bfloat16, tiny: float32"
+    )
     parser.add_argument("--kinds", nargs="+", choices=["lora", "full"], default=["lora", "full"])
     parser.add_argument("--compile", nargs="+", type=switch, default=[True, False], metavar="on|off")
     parser.add_argument("--checkpointing", nargs="+", type=switch, default=[False], metavar="on|off")
@@ -143,6 +149,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     arguments.device, arguments.shape = "cuda", SHAPE
+    usual = "float32" if arguments.tiny else "bfloat16"
+    arguments.other_dtype = {} if arguments.dtype in (None, usual) else {"dtype": arguments.dtype}
+    arguments.dtype = arguments.dtype or usual
     if arguments.tiny:
         arguments.device, arguments.shape = "cpu", TINY
         arguments.groups, arguments.members, arguments.prompt, arguments.median, arguments.cap = 2, 2, 5, 12, 40

@@ -39,6 +39,7 @@ class VllmSide:
         model_folder: Path | None = None,
         compile_cache: Path | None = None,
         kv_bytes: int | None = None,
+        dtype: str | None = None,  # None: bfloat16
     ) -> None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # read when vLLM is imported
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process has used CUDA already
@@ -74,7 +75,7 @@ class VllmSide:
             model=str(model),
             load_format=load_format,
             skip_tokenizer_init=True,
-            dtype="bfloat16",
+            dtype=dtype or "bfloat16",
             max_model_len=max_context,
             max_num_seqs=MAX_SEQUENCES,
             enable_prefix_caching=True,
