@@ -58,8 +58,10 @@ class ModelSection(Section):
 
     path: str = Field(min_length=1, description='A folder, a hub name, or "tiny" (made on the spot)')
     lora: LoraSection | None = Field(None, description="Leave out for full-parameter training")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description='Type of the weights; "auto": bfloat16 on CUDA, float32 on the CPU'
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description='Type of the weights; "auto": bfloat16 on CUDA, float32 on the CPU; "float16" brings engine and '
+        "trainer closest together",
     )
     warm_start: WarmStartSection | None = Field(None, description='Only for `path = "tiny"`')
 

@@ -20,8 +20,10 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels 
 SETTINGS = [
     pytest.param("cpu", torch.float32, marks=interpreted, id="cpu-float32"),
     pytest.param("cpu", torch.bfloat16, marks=interpreted, id="cpu-bfloat16"),
+    pytest.param("cpu", torch.float16, marks=interpreted, id="cpu-float16"),
     pytest.param("cuda", torch.float32, marks=needs_cuda, id="cuda-float32"),
     pytest.param("cuda", torch.bfloat16, marks=needs_cuda, id="cuda-bfloat16"),
+    pytest.param("cuda", torch.float16, marks=needs_cuda, id="cuda-float16"),
 ]
 everywhere = pytest.mark.parametrize(("device", "dtype"), SETTINGS)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -20,6 +20,7 @@ SETTINGS = [
     pytest.param("cpu", torch.float16, marks=interpreted, id="cpu-float16"),
     pytest.param("cuda", torch.float32, marks=needs_cuda, id="cuda-float32"),
     pytest.param("cuda", torch.bfloat16, marks=needs_cuda, id="cuda-bfloat16"),
+    pytest.param("cuda", torch.float16, marks=needs_cuda, id="cuda-float16"),
 ]
 everywhere = pytest.mark.parametrize(("device", "dtype"), SETTINGS)
 EPSILON, SCALE = 1e-6, 0.75

@@ -41,6 +41,7 @@ def test_the_type_follows_the_device_unless_it_is_named() -> None:
     assert choose_dtype("auto", CPU) == torch.float32
     assert choose_dtype("float32", CUDA) == torch.float32
     assert choose_dtype("bfloat16", CPU) == torch.bfloat16
+    assert choose_dtype("float16", CUDA) == torch.float16
 
 
 def test_a_resolved_recipe_names_device_and_type_and_parses_again() -> None:

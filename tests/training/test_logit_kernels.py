@@ -13,7 +13,7 @@ from stretto.training.logit_kernels import (
 )
 
 if torch.cuda.is_available():
-    DEVICES = [("cuda", torch.bfloat16), ("cuda", torch.float32)]
+    DEVICES = [("cuda", torch.bfloat16), ("cuda", torch.float16), ("cuda", torch.float32)]
 else:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are first imported
     DEVICES = [("cpu", torch.float32), ("cpu", torch.float16)]

@@ -307,13 +307,14 @@ def test_metrics_of_an_exact_batch_say_that_it_is_on_policy():
     assert metrics["reward_mean"] == np.mean([s.reward for s in batch.samples])
 
 
-def test_half_precision_trains_in_full_and_by_lora():
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_half_precision_trains_in_full_and_by_lora(half):
     for lora in (None, LoraOptions(rank=4)):
-        trainer = LocalTrainer(tiny(dtype=torch.bfloat16), lora=lora, options=TrainerOptions(learning_rate=1e-2))
+        trainer = LocalTrainer(tiny(dtype=half), lora=lora, options=TrainerOptions(learning_rate=1e-2))
         before = trainer.weights(0)
         trainer.update(random_batch())
         after = trainer.weights(1)
-        assert {tensor.dtype for tensor in after.tensors.values()} == {torch.bfloat16}
+        assert {tensor.dtype for tensor in after.tensors.values()} == {half}
         assert before.checksum != after.checksum
 
 

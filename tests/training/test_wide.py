@@ -77,14 +77,17 @@ def scored(model: Any, *, lean: bool, compiled: bool = False) -> tuple[torch.Ten
     return got.detach().double(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_the_lean_decoder_in_half_precision_is_nearer_to_the_truth_than_the_stock_modules(lora):
+# In float16 the stream is rounded less coarsely, and there is less to win.
+@pytest.mark.parametrize(
+    ("half", "lora", "share"), [(torch.bfloat16, False, 0.75), (torch.bfloat16, True, 0.75), (torch.float16, True, 0.9)]
+)
+def test_the_lean_decoder_in_half_precision_is_nearer_to_the_truth_than_the_stock_modules(half, lora, share):
     torch._dynamo.reset()
     truth, gradients = scored(random_model(torch.float32, lora=lora), lean=True)
-    stock, _ = scored(random_model(torch.bfloat16, lora=lora), lean=False)
-    ours, our_gradients = scored(random_model(torch.bfloat16, lora=lora), lean=True)
-    compiled, compiled_gradients = scored(random_model(torch.bfloat16, lora=lora), lean=True, compiled=True)
-    assert (ours - truth).abs().mean() < 0.75 * (stock - truth).abs().mean()
+    stock, _ = scored(random_model(half, lora=lora), lean=False)
+    ours, our_gradients = scored(random_model(half, lora=lora), lean=True)
+    compiled, compiled_gradients = scored(random_model(half, lora=lora), lean=True, compiled=True)
+    assert (ours - truth).abs().mean() < share * (stock - truth).abs().mean()
     torch.testing.assert_close(compiled, ours, atol=0.05, rtol=0.02)
     assert gradients.keys() == our_gradients.keys() == compiled_gradients.keys()
     for name, gradient in gradients.items():
@@ -92,12 +95,13 @@ def test_the_lean_decoder_in_half_precision_is_nearer_to_the_truth_than_the_stoc
             assert (found.float() - gradient).norm() < 0.1 * gradient.norm(), name
 
 
-def test_engine_and_trainer_differ_by_less_than_a_rounded_stream_would_make_them():
-    model = random_model(torch.bfloat16)
+def engine_and_trainer(dtype):
+    """What the engine, the trainer and the stock modules say of the same tokens, in this type."""
+    model = random_model(dtype)
     ours, _ = scored(second_tree(model, share=True), lean=True)
     config, count = model.config, len(IDS) - 1
     shape = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
-    cache = KVCache(*shape, 8, torch.bfloat16, torch.device("cpu"))
+    cache = KVCache(*shape, 8, dtype, torch.device("cpu"))
     engine = FusedDecoder(model, cache, config.num_attention_heads, PLAIN, 128)
     places = torch.arange(count)
 
@@ -110,4 +114,20 @@ def test_engine_and_trainer_differ_by_less_than_a_rounded_stream_would_make_them
         stock = model(input_ids=IDS[None, :-1], use_cache=False).logits[0]
     theirs = logits.log_softmax(-1).gather(1, IDS[1:, None])[:, 0].double()
     rounded = stock.float().log_softmax(-1).gather(1, IDS[1:, None])[:, 0].double()
+    return theirs, ours, rounded
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_engine_and_trainer_differ_by_less_than_a_rounded_stream_would_make_them(half):
+    theirs, ours, rounded = engine_and_trainer(half)
     assert (theirs - ours).abs().mean() < 0.5 * (theirs - rounded).abs().mean()
+
+
+def test_engine_and_trainer_in_float16_are_nearer_to_float32_by_its_three_bits():
+    truths = engine_and_trainer(torch.float32)
+    apart = {}
+    for half in (torch.bfloat16, torch.float16):
+        found = engine_and_trainer(half)
+        apart[half] = [float((ours - truth).abs().mean()) for ours, truth in zip(found, truths, strict=True)]
+    for side in (0, 1):
+        assert apart[torch.float16][side] < apart[torch.bfloat16][side] / 4
