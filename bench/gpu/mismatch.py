@@ -168,13 +168,13 @@ def score(trainer: LocalTrainer, drawn: Sequence[Completion], options: argparse.
         Sample(i, i // GROUP, 0, prompt, completion, float(i % 2))
         for i, (prompt, completion) in enumerate(zip(given, drawn, strict=True))
     ]
-    packed, found = trainer.packed, list[torch.Tensor]()
+    packed, found = trainer.packed, dict[tuple[int, ...], torch.Tensor]()
     own = packed.logprobs
 
     def logprobs(micro: Any, *arguments: Any, **named: Any) -> Any:
         result = own(micro, *arguments, **named)
-        if torch.is_grad_enabled():  # else a pass that looks ahead
-            found.append(result[0].detach() - micro.behaviour_logprobs)
+        if torch.is_grad_enabled():  # else a pass that looks ahead; a step that is made again says the same
+            found[tuple(micro.samples)] = result[0].detach() - micro.behaviour_logprobs
         return result
 
     packed.logprobs = logprobs  # type: ignore[method-assign]
@@ -182,7 +182,7 @@ def score(trainer: LocalTrainer, drawn: Sequence[Completion], options: argparse.
         trainer.update(Batch(trainer.version, samples))
     finally:
         packed.logprobs = own  # type: ignore[method-assign]
-    differences: NDArray[np.float64] = torch.cat(found).double().cpu().numpy()
+    differences: NDArray[np.float64] = torch.cat(list(found.values())).double().cpu().numpy()
     if len(differences) != sum(len(completion.tokens) for completion in drawn):
         raise RuntimeError(f"{len(differences)} tokens were scored, and others were drawn")
     return differences

@@ -15,11 +15,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the benches are no part of the package
 
-from bench.gpu import decode, generation, mismatch, publish, report, sharing, slots, update
+from bench.gpu import decode, generation, mismatch, publish, report, rollout, sharing, slots, update
 from bench.gpu.cells import Cell, Cells, read_cells
 from bench.gpu.costs import StepCost, batch_lengths, ideal_gain
 from bench.gpu.timeline import Timeline, Watched
 
+from stretto.training.scaling import LossScale
 from stretto.types import Completion, Load
 
 torch.set_num_threads(1)
@@ -246,6 +247,29 @@ def test_the_native_engine_and_the_trainer_agree_on_the_tiny_model(tmp_path: Pat
     assert record["results"]["tokens"] == 8 * 12
     assert record["results"]["max_abs"] < 1e-4
     assert "Engine against trainer" in report.report([record])
+
+
+def test_a_step_in_float16_that_is_made_again_is_scored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.training.trainer.scale_for", lambda dtype: LossScale(2.0**40))  # it has to fall
+    given = ["--tiny", "--device", "cpu", "--dtype", "float16", "--sides", "native-full", "--out", str(tmp_path)]
+    assert mismatch.main(given) == 0
+    (record,) = read_cells([tmp_path])
+    assert record["parameters"]["dtype"] == record["results"]["dtype"] == "float16"
+    assert record["results"]["tokens"] == 8 * 12
+    assert 0 < record["results"]["mean_abs"] < 5e-3
+    assert "tiny, float16" in report.report([record])
+
+
+@pytest.mark.parametrize(("asked", "named"), [(None, None), ("float32", None), ("float16", "float16")])
+def test_a_cell_names_a_type_that_is_not_the_usual_one(asked: str | None, named: str | None) -> None:
+    given = ["--tiny", "--device", "cpu", *([] if asked is None else ["--dtype", asked])]
+    assert mismatch.cell_of("native-full", mismatch.parse(given)).parameters.get("dtype") == named
+    options = generation.parse(["decode", "rollout"], None, given)
+    for bench in (decode, rollout):
+        cells = bench.cells_of("native", "tiny", [0, 1], options)
+        assert {cell.parameters.get("dtype") for cell in cells} == {named}
+    model = mismatch.model_of(mismatch.parse(given))
+    assert model.dtype == {None: torch.float32, "float16": torch.float16}[named]
 
 
 def test_log_probabilities_that_are_off_show_in_every_figure() -> None:
