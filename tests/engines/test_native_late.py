@@ -15,6 +15,7 @@ import pytest
 import torch
 from engine_cases import assert_same_supports, build, drive, native, prompt_of, weights_of
 
+from stretto.checksums import checksum
 from stretto.engines.native.device_rows import DeviceRows
 from stretto.engines.native.kernels.plan import DecodePlan
 from stretto.engines.threaded import Failed
@@ -74,6 +75,41 @@ def test_several_versions_generate_the_same_tokens(device, architecture, kind):
     work = requests(versions=(0, 1, 2))
     ours = drive(late(device, architecture, kind, (0, 1, 2)), work)
     agree(ours, drive(known(architecture, kind, (0, 1, 2)), work))
+
+
+def typed(device: str, kind: str, dtype: torch.dtype, versions: Any = (0, 1)) -> Any:
+    """An engine of values that float16 holds, in any type."""
+    model = build("qwen3").half()
+    engine = native(model.to(device, dtype), kind, (), late=True)
+    for version in versions:
+        made = weights_of(kind, build("qwen3"), version)
+        tensors = {name: tensor.half().to(device, dtype) for name, tensor in made.tensors.items()}
+        engine.load(Weights(version, made.kind, tensors, checksum(tensors, made.scale), made.scale))
+    return engine
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_in_float16_log_probabilities_are_those_of_float32_and_caches_move(device, kind):
+    work = requests(versions=(0, 1))
+    expected = drive(typed(device, kind, torch.float32), work)
+    first, second = typed(device, kind, torch.float16), typed(device, kind, torch.float16)
+    done: dict[int, Any] = {}
+    for one in work:
+        first.add(one)
+    for _ in range(3):
+        done.update({c.id: c for c in first.step()})
+    out = first.suspend([i for i in (1, 2, 5) if i not in done], kv=True)
+    done.update(drive(first) | drive(second, out))
+    assert done.keys() == expected.keys()
+    same, apart = 0, []
+    for number, completion in expected.items():
+        # A number on the edge between two tokens may draw another one, and from there on they are other texts.
+        pairs = zip(done[number].tokens.tolist(), completion.tokens.tolist(), strict=False)
+        common = next((i for i, (one, other) in enumerate(pairs) if one != other), len(completion.tokens))
+        same += common
+        apart.append(np.abs(done[number].logprobs[:common] - completion.logprobs[:common]))
+    assert same > 0.7 * sum(len(completion.tokens) for completion in expected.values())
+    assert 0 < np.concatenate(apart).max() < 5e-3
 
 
 def test_more_requests_than_rows_go_through(device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from stretto.cli import main
 from stretto.errors import RunError
 from stretto.runtime.replaying import replay
 from stretto.store.reader import JournalReader
+from stretto.training.scaling import LossScale
 
 MIXES = {
     "synchronous": ['rollout.paradigm="synchronous"'],
@@ -37,6 +39,19 @@ def test_a_run_trained_again_comes_to_the_recorded_weights(
     (tmp_path / "as a run").mkdir()
     (tmp_path / "again").rename(tmp_path / "as a run" / "policy")
     assert equal(policy(tmp_path / "as a run"), policy(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_a_run_in_float16_whose_scale_fell_comes_to_the_same_weights(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
+) -> None:
+    monkeypatch.setattr("stretto.training.trainer.scale_for", lambda dtype: LossScale(2.0**22))  # more than fits
+    made = recipe(model, tmp_path, 'model.dtype="float16"', *MIXES["steps"], "evaluation.prompts=0", lora=lora)
+    run(made, tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss_scale"] < 2.0**22 for line in lines] == [True] * 3
+    assert replay(tmp_path / "run").difference is None
+    assert replay(tmp_path / "run").updates == 3
 
 
 def test_the_first_version_that_differs_is_named(
