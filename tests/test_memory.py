@@ -59,6 +59,7 @@ def test_full_training_in_bfloat16_has_masters_moments_and_gradients_in_float32(
     assert half.optimizer == plain.optimizer == 2 * plain.base
     assert plain.gradients == plain.base
     assert half.gradients == plain.base + half.base, "a backward pass leaves them in bfloat16, and they are summed"
+    assert footprint(recipe("float16"), tiny_config(), 16, CPU) == half
 
 
 @pytest.mark.parametrize("lora", [True, False])
