@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 FILLINGS = (8, 16, 32, 64)
 MOVING_ROTARY = {"dynamic", "longrope"}  # their angles depend on the lengths in the batch
+HALF_TOLERANCE = 0.1  # stock modules round their stream twice a layer: 0.054 was seen of 36 layers, a fault is near 1
 EXPERT_BYTES = 1 << 30  # gathered expert weights of one forward, at most
 
 
@@ -205,7 +206,7 @@ def _rows_agree(layer: Any, filling: int, max_tokens: int) -> bool:
 def refuse_other_logits(model: nn.Module, ours: Tensor, theirs: Tensor) -> None:
     """Raise `ModelError` where logits are not the model's own to rounding."""
     dtype = next(model.parameters()).dtype
-    tolerance = 1e-3 if dtype == torch.float32 else 5e-2
+    tolerance = 1e-3 if dtype == torch.float32 else HALF_TOLERANCE
     same = ours.shape == theirs.shape
     error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6)) if same else math.inf
     if not error <= tolerance:
