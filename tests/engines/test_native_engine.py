@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from stretto.checksums import checksum
+from stretto.engines.native.probe import refuse_other_logits
 from stretto.engines.threaded import Failed
 from stretto.errors import ModelError, RequestError
 from stretto.training.lora import adapted_modules
@@ -436,3 +437,13 @@ def test_a_refused_swap_changes_nothing(model):
         engine.swap(0, replace(bad, checksum=checksum(bad.tensors, bad.scale)))
     theirs = drive(expected, work)
     assert all(equal(done, theirs[number]) for number, done in drive(engine).items())
+
+
+@pytest.mark.parametrize(("dtype", "rounding", "fault"), [(torch.float32, 5e-4, 2e-3), (torch.bfloat16, 0.06, 0.2)])
+def test_logits_may_differ_by_rounding_and_by_no_more(dtype: torch.dtype, rounding: float, fault: float) -> None:
+    model = build("llama").to(dtype)
+    theirs = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
+    size = theirs.abs().max()
+    refuse_other_logits(model, theirs + rounding * size, theirs)
+    with pytest.raises(ModelError, match="differ from the model's own by"):
+        refuse_other_logits(model, theirs + fault * size, theirs)
