@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from stretto.answers import refuse_answer
 from stretto.engines.protocol import Engine
 from stretto.environments.data import PromptStream
-from stretto.environments.protocol import Environment
+from stretto.environments.protocol import Environment, earned
 from stretto.errors import EngineError, RequestError, RewardError, StrettoError, VersionNotResidentError
-from stretto.seeds import derived_seed
+from stretto.seeds import derived_seed, turn_seed
 from stretto.store.journal import Journal
+from stretto.turns import Turns
 from stretto.types import Completion, Prompt, Request, Sampling
 
 PRIORITY = 1  # after everything that trains
@@ -49,8 +50,9 @@ class Evaluator:
         seed: int,
         journal: Journal,
         vocabulary: int | None = None,
+        max_turns: int = 1,
     ) -> None:
-        """`vocabulary`: tokens that an engine may answer with; None: any."""
+        """`vocabulary`: tokens that an engine may answer with; None: any. `max_turns`: of one episode."""
         self._prompts = prompts
         self._count = count
         self._environment = environment
@@ -58,6 +60,7 @@ class Evaluator:
         self._seed = seed
         self._journal = journal
         self._vocabulary = vocabulary
+        self._max_turns = max_turns
         self.num_ended = 0  # episodes, scored or failed, of all evaluations
 
     async def evaluate(
@@ -70,8 +73,11 @@ class Evaluator:
         """
         started = time.time()
         checksums = {} if checksum is None else {version: checksum}
-        policies = [_EvaluationPolicy(self, engine, version, checksums, index) for index in range(self._count)]
-        episodes = [self._episode(self._prompts.prompt(index), policy) for index, policy in enumerate(policies)]
+        prompts = [self._prompts.prompt(index) for index in range(self._count)]
+        policies = [
+            _EvaluationPolicy(self, engine, version, checksums, index, prompt) for index, prompt in enumerate(prompts)
+        ]
+        episodes = [self._episode(prompt, policy) for prompt, policy in zip(prompts, policies, strict=True)]
         results = await asyncio.gather(*episodes, return_exceptions=True)
         rewards: list[float] = []
         for outcome in results:
@@ -80,7 +86,7 @@ class Evaluator:
             if isinstance(outcome, BaseException):
                 raise outcome
             rewards.append(outcome)
-        lengths = [policy.num_tokens for policy in policies if policy.num_tokens is not None]
+        lengths = [policy.turns.num_sampled for policy in policies if policy.turns.done]
         ended = time.time()
         return EvaluationResult(
             version=version,
@@ -95,7 +101,8 @@ class Evaluator:
 
     async def _episode(self, prompt: Prompt, policy: _EvaluationPolicy) -> float:
         try:
-            return await self._environment.episode(prompt, policy)
+            reward, _ = earned(await self._environment.episode(prompt, policy), len(policy.turns.done))
+            return reward
         finally:
             self.num_ended += 1
 
@@ -116,26 +123,31 @@ class Evaluator:
 
 
 class _EvaluationPolicy:
-    __slots__ = ("_checksums", "_engine", "_index", "_owner", "_version", "num_tokens")
+    __slots__ = ("_checksums", "_engine", "_index", "_owner", "_version", "turns")
 
     def __init__(
-        self, owner: Evaluator, engine: Engine, version: int, checksums: Mapping[int, str], index: int
+        self, owner: Evaluator, engine: Engine, version: int, checksums: Mapping[int, str], index: int, prompt: Prompt
     ) -> None:
         self._owner = owner
         self._engine = engine
         self._version = version
         self._checksums = checksums
         self._index = index
-        self.num_tokens: int | None = None  # None: the request failed
+        self.turns = Turns(prompt.tokens)
+
+    @property
+    def left(self) -> int:
+        return max(0, self._owner._sampling.max_tokens - self.turns.num_tokens)
 
     async def generate(self, tokens: Sequence[int]) -> Completion:
-        owner = self._owner
+        owner, number = self._owner, len(self.turns.done)
+        room = self.turns.room(number, tokens, max_turns=owner._max_turns, max_tokens=owner._sampling.max_tokens)
         request = Request(
             id=-1 - self._index,
             version=self._version,
             prompt=tuple(tokens),
-            seed=derived_seed(owner._seed, "evaluation", self._index),
-            sampling=owner._sampling,
+            seed=turn_seed(derived_seed(owner._seed, "evaluation", self._index), number),
+            sampling=replace(owner._sampling, max_tokens=room),
             priority=PRIORITY,
         )
         try:
@@ -147,5 +159,5 @@ class _EvaluationPolicy:
         except Exception as error:
             raise EngineError(f"it answered an evaluation with {type(error).__name__}: {error}") from error
         refuse_answer(completion, request, checksums=self._checksums, vocabulary=owner._vocabulary, continued=False)
-        self.num_tokens = len(completion.tokens)
+        self.turns.add(tokens, completion)
         return completion

@@ -7,6 +7,12 @@ still brings counts only if it is the whole trajectory: it had ended there befor
 has answered, and goes on with what came out of it: with its KV where carrying that is cheaper than prefilling
 (`core/migration.py`), without it elsewhere, and from the prompt where the source died. Version and seed stay, so the
 tokens are the same in every case.
+
+An episode may take several *turns*, each a request of its own. To the core it is one trajectory that runs where it is
+from its first turn to its last, whether an engine or the environment is at it. A leg runs the episode from its
+beginning: turns that are done are handed back, and the one that was under way goes on. What fails before the last turn
+is a failed attempt to generate, which keeps the turns that are done. A trajectory has its last token when its turns or
+its tokens are used up, or when its episode returns.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from stretto.answers import refuse_answer
 from stretto.core import messages as core
 from stretto.core.migration import MoveRates, carries_kv
 from stretto.engines.protocol import Engine
-from stretto.environments.protocol import Environment
+from stretto.environments.protocol import Environment, earned
 from stretto.environments.single_turn import Decode
 from stretto.errors import (
     AbortedError,
@@ -39,8 +45,10 @@ from stretto.errors import (
 from stretto.instances import Instances
 from stretto.observe.metrics import Tally
 from stretto.observe.tail import Tail
+from stretto.seeds import turn_seed
 from stretto.store.journal import Journal
 from stretto.store.versions import VersionFiles
+from stretto.turns import Turns, other_tokens
 from stretto.types import Completion, Load, Prompt, Request, Sampling, Suspended, Weights
 
 log = logging.getLogger(__name__)
@@ -61,9 +69,9 @@ class Flight:
     seed: int
     prompt: Prompt
     row_number: int  # of the data set, where the prompt was drawn from
-    completion: Completion | None = None  # filled by the engine
+    completion: Completion | None = None  # all of it, once it has its last token
     reward: float | None = None  # filled by the environment
-    suspended: Suspended | None = None  # what it had when it last left an engine before its end
+    suspended: Suspended | None = None  # what the turn under way had when it last left an engine before its end
     instance: int | None = None  # where it runs
     source: int | None = None  # where it ran before
     leg: int = 0  # counts up when it is sent somewhere, and when it is called back
@@ -74,6 +82,23 @@ class Flight:
     context: int = 0  # tokens, prompt included, when its leg began
     steps: int = 0  # of the engine, at that time
     losses: int = 0  # of instances, while it ran on them
+    turn_rewards: tuple[float, ...] | None = None  # where the environment tells them apart
+    turns: Turns = field(init=False)  # of its episode, that are done
+
+    def __post_init__(self) -> None:
+        made, prompt = self.completion, self.prompt.tokens
+        self.turns = Turns(prompt) if made is None else Turns.of(prompt, made)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether an instance is at it, as far as anybody here knows; otherwise its environment is."""
+        return self.call is None or not self.call.done()
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that it has so far, those of the turn under way as far as they are here."""
+        under_way = 0 if self.suspended is None or self.completion is not None else len(self.suspended.tokens)
+        return self.turns.num_sampled + under_way
 
 
 class Flights:
@@ -94,9 +119,13 @@ class Flights:
         pinned: bool = True,
         vocabulary: int | None = None,
         episode_s: float | None = None,
+        max_turns: int = 1,
         versions: VersionFiles | None = None,
     ) -> None:
-        """`pinned`: a trajectory keeps its version for life. `episode_s`: an environment's deadline between tokens."""
+        """`pinned`: a trajectory keeps its version for life. `episode_s`: an environment's deadline between tokens.
+
+        `max_turns`: of one episode.
+        """
         self.under_way: dict[int, Flight] = dict(under_way)
         self.instances = instances
         instances.before_loss = self._count_losses
@@ -112,7 +141,9 @@ class Flights:
         self._pinned = pinned
         self._vocabulary = vocabulary
         self._episode_s = episode_s
+        self._max_turns = max_turns
         self._versions = versions
+        self._newest: dict[int, int] = {}  # the version that each instance was last brought
         self._checksums: dict[int, str] = {}  # of the versions that instances were told to load
         self._surveyed: dict[int, Load] = {}  # what each instance said at the last survey
         self._prefill_rate = 0.0  # the fastest that was seen
@@ -157,7 +188,10 @@ class Flights:
         self._episodes.add(policy)
         try:
             async with asyncio.timeout(self._episode_s) as policy.limit:
-                reward = await self._environment.episode(flight.prompt, policy)
+                outcome = await self._environment.episode(flight.prompt, policy)
+            if not flight.turns.done:
+                raise RewardError("the environment returned and never asked for a token: call `policy.generate`")
+            reward, turn_rewards = earned(outcome, len(flight.turns.done))
         except (SuspendedError, AbortedError) as error:
             if policy.instance in self.instances.engines and not policy.outdated:
                 # Else whoever took it out of the engine holds it.
@@ -170,7 +204,7 @@ class Flights:
             return
         except Exception as error:
             if isinstance(error, TimeoutError) and policy.limit.expired():
-                since = "it began" if flight.completion is None else "its last token"
+                since = "its last token" if flight.turns.done else "it began"
                 error = RewardError(f"the environment has not returned for {self._episode_s:g} s since {since}")
             ours = isinstance(error, StrettoError) and not isinstance(error, RewardError | RequestError)
             if ours or isinstance(error, AssertionError):
@@ -179,22 +213,24 @@ class Flights:
             return
         finally:
             self._episodes.discard(policy)
-        if flight.id not in self.under_way:
-            return  # dropped while it was scored
-        flight.reward = reward
+        if not policy.counts:
+            return  # dropped while it was scored, or its episode is run again elsewhere
+        if flight.completion is None:
+            self._complete(flight, policy)
+        flight.reward, flight.turn_rewards = reward, turn_rewards
         self.failed_in_a_row = 0
         self._tail.member_ended(flight.group, scored=True)
-        self._journal.scored(flight.id, reward, at=time.time())
+        self._journal.scored(flight.id, reward, at=time.time(), turns=turn_rewards)
         self._post(core.Scored(flight.id, reward))
 
     def _failed(self, flight: Flight, policy: _Policy, error: Exception) -> None:
         reason = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
         if flight.id not in self.under_way:
             return
-        if flight.completion is not None:
-            self._post(core.ScoringFailed(flight.id, reason))
-        elif policy.outdated:
+        if not policy.counts:
             log.info("trajectory %d failed as it left instance %s, and goes on: %s", flight.id, policy.instance, reason)
+        elif flight.completion is not None:
+            self._post(core.ScoringFailed(flight.id, reason))
         else:
             flight.source, flight.instance, flight.suspended = flight.instance, None, None
             self._post(core.GenerationFailed(flight.id, reason, policy.instance))
@@ -219,14 +255,27 @@ class Flights:
             for each in self.under_way.values():
                 each.losses = 0
 
-    async def _generate(self, flight: Flight, policy: _Policy, tokens: Sequence[int]) -> Completion:
+    async def _turn(self, flight: Flight, policy: _Policy, number: int, tokens: Sequence[int]) -> Completion:
+        """Turn `number` of its episode: handed back where it is done, generated where it is not."""
+        turns = flight.turns
+        if (done := turns.again(number, tokens)) is not None:
+            return done
+        room = turns.room(number, tokens, max_turns=self._max_turns, max_tokens=self._sampling.max_tokens)
+        if flight.completion is not None:
+            raise RewardError(
+                f"the environment asked for turn {number}, and its episode had ended before: an episode that is run "
+                "again must ask for the same"
+            )
+        return await self._generate(flight, policy, tokens, room)
+
+    async def _generate(self, flight: Flight, policy: _Policy, tokens: Sequence[int], room: int) -> Completion:
         """Its tokens; what is suspected to kill instances waits until no other suspect runs."""
         if flight.losses < LOSSES:
-            return await self._generate_now(flight, policy, tokens)
+            return await self._generate_now(flight, policy, tokens, room)
         async with self._suspicion:
             self._accused = flight
             try:
-                return await self._generate_now(flight, policy, tokens)
+                return await self._generate_now(flight, policy, tokens, room)
             except EngineError as error:
                 assert policy.instance is not None, "without an instance there is no engine that could fail"
                 self.instances.failed(policy.instance, error)  # while it is still accused
@@ -234,15 +283,22 @@ class Flights:
             finally:
                 self._accused = None
 
-    async def _generate_now(self, flight: Flight, policy: _Policy, tokens: Sequence[int]) -> Completion:
+    async def _generate_now(self, flight: Flight, policy: _Policy, tokens: Sequence[int], room: int) -> Completion:
         instance, version = policy.instance, policy.version
         if policy.outdated or instance not in self.instances.engines:
             # It was called back, its instance is lost, or it was dropped: either way nobody waits for this one.
             raise AbortedError(f"trajectory {flight.id} has nowhere to run")
         assert instance is not None, "only what has its last token has no instance"
+        number = len(flight.turns.done)
+        if number and not self._pinned:  # between two turns it goes on under whatever its instance has come to
+            version = max(version, self._newest.get(instance, version))
         suspended = None if flight.suspended is None else _under(flight.suspended, version)
-        request = Request(flight.id, version, tuple(tokens), flight.seed, self._sampling, group=flight.group)
+        sampling = self._sampling if room == self._sampling.max_tokens else replace(self._sampling, max_tokens=room)
+        seed = turn_seed(flight.seed, number)
+        request = Request(flight.id, version, tuple(tokens), seed, sampling, group=flight.group)
         if suspended is not None:  # of a session with other options, perhaps
+            if suspended.request.prompt != request.prompt:
+                raise other_tokens(number)
             request = suspended.request
         self._count_move(flight, policy, suspended, instance, len(tokens))
         load = self.instances.report_of(instance)
@@ -266,20 +322,31 @@ class Flights:
         except EngineError:
             flight.suspended = None  # what it went on from may be why: it begins again
             raise
-        return self._ended(flight, completion)
+        return self._ended(flight, policy, completion, tokens)
 
-    def _ended(self, flight: Flight, completion: Completion) -> Completion:
-        text = self._decode(completion.tokens.tolist())
+    def _ended(self, flight: Flight, policy: _Policy, completion: Completion, tokens: Sequence[int]) -> Completion:
+        """A turn is done; the whole trajectory, where no other can follow."""
         if completion.version != flight.version and completion.token_versions is None:
             # Begun anew where the paradigm continues under newer weights: all of its tokens are of another version.
             versions = np.full(len(completion.tokens), completion.version, dtype=np.int32)
             completion = replace(completion, token_versions=versions)
-        flight.completion, flight.instance, flight.suspended = completion, None, None
+        flight.turns.add(tokens, completion)
+        flight.suspended, flight.context = None, len(tokens) + len(completion.tokens)
+        if len(flight.turns.done) == self._max_turns or completion.finish == "length":
+            self._complete(flight, policy)
+        elif policy.outdated:
+            raise AbortedError(f"trajectory {flight.id} goes on elsewhere")
+        return completion
+
+    def _complete(self, flight: Flight, policy: _Policy) -> None:
+        """It has its last token."""
+        completion = flight.completion = flight.turns.whole()
+        policy.completed, flight.instance = True, None
         if flight.id not in self.under_way:
             raise AbortedError(f"trajectory {flight.id} was dropped as it ended")
+        text = self._decode(completion.tokens.tolist())
         self._journal.generated(flight.id, completion, text, at=time.time())
-        self._post(core.Generated(flight.id, len(completion.tokens)))
-        return completion
+        self._post(core.Generated(flight.id, completion.num_sampled))
 
     def _check(self, answer: Completion | Suspended, request: Request) -> None:
         refuse_answer(
@@ -353,6 +420,7 @@ class Flights:
                     self._journal.note("damaged transfer", text, at=time.time())
                     if attempt + 1 == TRANSFERS:
                         raise EngineError(f"version {weights.version} arrived damaged {TRANSFERS} times") from error
+            self._newest[instance] = weights.version
             self._journal.version_loaded(weights.version, weights.checksum, at=time.time())
             self._post(core.Loaded(instance, weights.version))
 
@@ -433,7 +501,10 @@ class Flights:
         """About how many tokens of context each has: every running row makes one a step."""
         most = self._sampling.max_tokens
         return {
-            flight.id: min(flight.context + max(0, load.steps - flight.steps), len(flight.prompt.tokens) + most)
+            flight.id: min(
+                flight.context + (max(0, load.steps - flight.steps) if flight.decodes else 0),
+                len(flight.prompt.tokens) + most,
+            )
             for flight in flights
         }
 
@@ -476,8 +547,7 @@ class Flights:
         await self._called_back(flights, calls)
         for flight in flights:
             await self._journal.room()
-            held = flight.completion or flight.suspended
-            num_tokens = 0 if held is None else len(held.tokens)
+            num_tokens = flight.num_sampled
             self._tally.dropped(num_tokens)
             self._journal.dropped(flight.id, "past its age limit", at=time.time(), num_tokens=num_tokens)
 
@@ -536,9 +606,20 @@ def _under(suspended: Suspended, version: int) -> Suspended:
 
 
 class _Policy:
-    """What an episode asks for tokens. Generates once: an episode that is run again gets the same completion back."""
+    """What one run of an episode asks for tokens: it gets the turns that are done back, and then new ones."""
 
-    __slots__ = ("_flight", "_flights", "_leg", "instance", "limit", "reason", "resumed", "version")
+    __slots__ = (
+        "_asked",
+        "_flight",
+        "_flights",
+        "_leg",
+        "completed",
+        "instance",
+        "limit",
+        "reason",
+        "resumed",
+        "version",
+    )
 
     def __init__(
         self,
@@ -557,6 +638,8 @@ class _Policy:
         self.resumed = resumed
         self.reason = reason
         self.limit = asyncio.timeout(None)  # of the environment, while no token is waited for
+        self.completed = False  # the trajectory had its last token in this run of its episode
+        self._asked = 0  # turns
 
     @property
     def outdated(self) -> bool:
@@ -566,11 +649,24 @@ class _Policy:
             return True
         return self.instance is not None and (flight.leg != self._leg or flight.completion is not None)
 
+    @property
+    def counts(self) -> bool:
+        """Whether what its episode comes to is what becomes of the trajectory."""
+        if self._flight.id not in self._flights.under_way:
+            return False
+        return self.instance is None or self.completed or not self.outdated
+
+    @property
+    def left(self) -> int:
+        turns = self._flight.turns
+        if self._asked < len(turns.done):  # it is run again, and has not come as far
+            turns = Turns(turns.prompt, turns.done[: self._asked])
+        return max(0, self._flights._sampling.max_tokens - turns.num_tokens)
+
     async def generate(self, tokens: Sequence[int]) -> Completion:
         self.limit.reschedule(None)
-        completion = self._flight.completion
-        if completion is None:
-            completion = await self._flights._generate(self._flight, self, tokens)
+        completion = await self._flights._turn(self._flight, self, self._asked, tokens)
+        self._asked += 1
         if self._flights._episode_s is not None:
             self.limit.reschedule(asyncio.get_running_loop().time() + self._flights._episode_s)
         return completion

@@ -99,6 +99,7 @@ class Settings:
     replacements: int = 0  # of lost instances, at most
     rebalance_s: float = 5.0  # between two looks at how far what runs is
     vocabulary: int | None = None  # tokens that an instance may answer with; None: any
+    max_turns: int = 1  # of one episode
 
 
 Checkpointing = Callable[["Loop"], Coroutine[Any, Any, None]]
@@ -180,6 +181,7 @@ class Loop:
             pinned=brain.plan.paradigm.pinned,
             vocabulary=settings.vocabulary,
             episode_s=settings.stall_s + settings.reward_s,
+            max_turns=settings.max_turns,
             versions=versions,
         )
         self._updates = Updates(
@@ -401,8 +403,9 @@ class Loop:
 
     def _fail(self, command: core.Fail) -> None:
         flight = self.flights.pop(command.trajectory)
-        self._tally.failed(flight.completion)
-        self._journal.failed(flight.id, command.reason, at=time.time())
+        self._tally.failed(flight.num_sampled)
+        lost = flight.num_sampled if flight.completion is None else 0
+        self._journal.failed(flight.id, command.reason, at=time.time(), num_tokens=lost)
         self._tail.member_ended(flight.group, scored=False)
         self._failures.warn(f"trajectory {flight.id} failed for good: {command.reason}")
         self._flights.failed_for_good(flight)
@@ -426,7 +429,7 @@ class Loop:
         reason = f"no signal: every reward of the group is {flights[0].reward:g}"
         for flight in flights:
             self._journal.filtered(flight.id, reason, at=time.time())
-        lengths = [0 if flight.completion is None else len(flight.completion.tokens) for flight in flights]
+        lengths = [flight.num_sampled for flight in flights]
         self._tally.filtered(lengths, flights[0].reward or 0.0)
 
     def _spare(self, command: core.Spare) -> None:

@@ -14,3 +14,8 @@ def derived_seed(*parts: int | str) -> int:
 def trajectory_seed(run_seed: int, trajectory: int) -> int:
     """The seed of a trajectory: its own whatever the version, the instance or the number of tries."""
     return derived_seed(run_seed, "trajectory", trajectory)
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """The seed of one turn of an episode; that of the first is the episode's own."""
+    return seed if turn == 0 else derived_seed(seed, "turn", turn)

@@ -77,10 +77,21 @@ class Supports:
     def __len__(self) -> int:
         return len(self.counts)
 
+    def at(self, places: NDArray[np.int64]) -> Supports:
+        """Those of the tokens at these places, in their order."""
+        counts = self.counts[places]
+        starts = (np.cumsum(self.counts) - self.counts)[places]
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        return Supports(counts, self.tokens[np.repeat(starts, counts) + within])
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a request became."""
+    """What a request became, or an episode of several: then `turns` says which of its tokens were sampled.
+
+    A token that the environment put between two turns was observed: its log-probability is 0, its support is itself,
+    and it is never trained on.
+    """
 
     id: int
     version: int
@@ -93,6 +104,26 @@ class Completion:
     finished_at: float = 0.0
     prefilled: int = 0  # tokens prefilled for it alone, prompt shared with its group not counted twice
     supports: Supports | None = None  # what each token was drawn from; None: the whole vocabulary, or not recorded
+    turns: NDArray[np.int32] | None = None  # [turns, 2], where each begins and ends in `tokens`; None: one, all of it
+
+    @property
+    def sampled(self) -> NDArray[np.int64]:
+        """Where in `tokens` those are that were sampled."""
+        if self.turns is None:
+            return np.arange(len(self.tokens))
+        return np.concatenate([np.arange(start, end) for start, end in self.turns.tolist()])
+
+    @property
+    def turn_lengths(self) -> tuple[int, ...]:
+        """Sampled tokens of each turn."""
+        if self.turns is None:
+            return (len(self.tokens),)
+        return tuple((self.turns[:, 1] - self.turns[:, 0]).tolist())
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that were sampled."""
+        return len(self.tokens) if self.turns is None else sum(self.turn_lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +197,14 @@ class Sample:
     completion: Completion
     reward: float
     use: int = 0  # 0: trained for the first time; later ones are those of a replay
+    turn_rewards: tuple[float, ...] | None = None  # of each turn, adding up to `reward`; None: all at the last one
+
+    @property
+    def rewards_by_turn(self) -> tuple[float, ...]:
+        """The reward of each turn of its completion."""
+        if self.turn_rewards is not None:
+            return self.turn_rewards
+        return (0.0,) * (len(self.completion.turn_lengths) - 1) + (self.reward,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,4 +103,7 @@ class Updates:
 def _sample(flight: Flight, use: int) -> Sample:
     assert flight.completion is not None, flight
     assert flight.reward is not None, flight
-    return Sample(flight.id, flight.group, flight.version, flight.prompt.tokens, flight.completion, flight.reward, use)
+    return Sample(
+        flight.id, flight.group, flight.version, flight.prompt.tokens, flight.completion, flight.reward, use,
+        turn_rewards=flight.turn_rewards,
+    )  # fmt: skip

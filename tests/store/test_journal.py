@@ -36,8 +36,8 @@ def test_what_was_recorded_is_read_back(recorder, tmp_path):
     run.journal.scored(0, 0.75, at=3.0)
     run.journal.flush()
     with JournalReader(tmp_path) as reader:
-        completion, reward = reader.load_completion(0)
-        assert reward == 0.75
+        completion, reward, turn_rewards = reader.load_completion(0)
+        assert (reward, turn_rewards, completion.turns) == (0.75, None, None)
         assert completion.tokens.tolist() == [0, 1, 2, 3]
         assert completion.tokens.dtype == np.int32
         assert completion.logprobs.tolist() == [-0.5] * 4

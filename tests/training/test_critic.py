@@ -98,13 +98,13 @@ def test_with_values_that_explain_everything_no_advantage_is_left():
     }
 
 
-def test_an_estimate_places_the_reward_at_the_end_and_adds_what_single_tokens_earned():
+def test_an_estimate_places_the_reward_at_the_end_or_those_of_turns_at_the_ends_of_turns():
     subject = critic(gamma=0.5, lam=1.0, whiten=False)
     lengths = np.array([3])
     plain = subject.estimate(np.zeros(3), [4.0], lengths, [0])
     assert plain.returns.tolist() == [1.0, 2.0, 4.0]
-    beside = subject.estimate(np.zeros(3), [4.0], lengths, [0], per_token=np.array([0.5, 0.0, 0.0]))
-    assert beside.returns.tolist() == [1.5, 2.0, 4.0]
+    by_turn = subject.estimate(np.zeros(3), [4.5], lengths, [0], ([[0.5, 4.0]], [[1, 2]]))
+    assert by_turn.returns.tolist() == [1.5, 2.0, 4.0]
 
 
 def test_a_batch_without_tokens_is_estimated_without_a_nan():

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from stretto.objectives.correction_options import CorrectionOptions
 from stretto.objectives.shaping_options import LengthOptions
 from stretto.objectives.term_options import EntropyOptions, KlOptions, SupervisedOptions
+from stretto.objectives.turn_options import TurnOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,6 +114,9 @@ class ObjectiveOptions(BaseModel):
     entropy: EntropyOptions | None = Field(None, description="A bonus for entropy")
     supervised: SupervisedOptions | None = Field(None, description="Imitates trajectories with a good reward")
     length: LengthOptions | None = Field(None, description="Changes rewards by the length of a completion")
+    turns: TurnOptions | None = Field(
+        None, description="Credits each turn of an episode with what was earned from it on; only for tasks with turns"
+    )
 
     @model_validator(mode="after")
     def _refuse_what_cannot_work(self) -> ObjectiveOptions:
@@ -125,6 +129,11 @@ class ObjectiveOptions(BaseModel):
             raise ValueError(
                 f'`algorithm.advantage = "gae"` needs a critic, and `algorithm.type = "{self.type}"` has none; '
                 'choose "group", "group-mean", "leave-one-out" or "whiten", or `algorithm.type = "ppo"`'
+            )
+        if self.turns is not None and self.turns.gamma != 1.0 and self.uses_critic:
+            raise ValueError(
+                f"`algorithm.turns.gamma = {self.turns.gamma}` has no effect with a critic, which discounts by token; "
+                "leave it out, and set `algorithm.critic.gamma`"
             )
         if self.correction is not None and self.correction.mode == "cap" and self.corrects:
             raise ValueError(

@@ -157,9 +157,9 @@ class Tally:
 
     # -- what happened -------------------------------------------------------------------------------------------------
 
-    def failed(self, completion: Completion | None) -> None:
+    def failed(self, num_tokens: int) -> None:
         self.totals.failed += 1
-        self._sampled(0 if completion is None else len(completion.tokens))
+        self._sampled(num_tokens)
 
     def moved(self, num_bytes: int, prefilled: int) -> None:
         """A trajectory goes on elsewhere: with so many bytes of its KV, or so many tokens prefilled again."""
@@ -209,8 +209,8 @@ class Tally:
         """One update; returns its line of `metrics.jsonl`."""
         totals = self.totals
         fresh = [sample for sample in samples if sample.use == 0]
-        tokens = sum(len(sample.completion.tokens) for sample in fresh)
-        again = sum(len(sample.completion.tokens) for sample in samples) - tokens
+        tokens = sum(sample.completion.num_sampled for sample in fresh)
+        again = sum(sample.completion.num_sampled for sample in samples) - tokens
         ages = Counter(report.update - sample.version for sample in samples)
         totals.steps += 1
         totals.trainer_busy_s += ended - started
@@ -223,7 +223,7 @@ class Tally:
         for age, count in ages.items():
             totals.ages[age] = totals.ages.get(age, 0) + count
         for sample in fresh:
-            self._sampled(len(sample.completion.tokens))
+            self._sampled(sample.completion.num_sampled)
             totals.mixed += is_mixed(sample.completion)
             totals.truncated += sample.completion.finish == "length"
         totals.groups_without_signal += int(report.metrics.get("groups_without_signal", 0))

@@ -142,9 +142,12 @@ def _best_first(record: SampleRecord) -> tuple[float, int]:
 def _describe(record: SampleRecord) -> str:
     reward = "none" if record.reward is None else f"{record.reward:.4f}"
     again = f", use {record.use}" if record.use else ""
+    turns = f" in {record.turns} turns" if record.turns > 1 else ""
+    if record.turn_rewards is not None:
+        reward += f" ({' + '.join(f'{each:g}' for each in record.turn_rewards)})"
     return (
         f"trajectory {record.trajectory}: reward {reward}, version {record.version}, age {record.age}, "
-        f"{record.num_tokens} tokens, {record.finish}{again}"
+        f"{record.num_tokens} tokens{turns}, {record.finish}{again}"
     )
 
 

@@ -45,6 +45,9 @@ def take_checkpoint(
     updates, root = loop.brain.newest, folder / "checkpoints"
     needed = [loop.weights[version] for version in loop.brain.needed_versions]
     suspended = [flight.suspended for flight in loop.flights.values() if flight.suspended is not None]
+    turns = [
+        flight.turns.whole() for flight in loop.flights.values() if flight.completion is None and flight.turns.done
+    ]
     for weights in needed:
         versions.keep(weights)  # now, as one that is retired meanwhile must not be written after it was removed
 
@@ -62,7 +65,7 @@ def take_checkpoint(
         except BaseException:
             abandon_checkpoint(scratch)
             raise
-        completing = asyncio.get_running_loop().run_in_executor(_WRITER, complete_checkpoint, scratch, suspended)
+        completing = asyncio.get_running_loop().run_in_executor(_WRITER, complete_checkpoint, scratch, suspended, turns)
         try:
             await asyncio.wait_for(asyncio.shield(completing), COMPLETE_S)
         except TimeoutError:

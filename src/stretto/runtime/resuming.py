@@ -24,11 +24,12 @@ from stretto.runtime.roles import TrainerSeat
 from stretto.runtime.trainer_recovery import bring_back, newest_checkpoint
 from stretto.store.checkpoint import Checkpoint, abandon_checkpoints
 from stretto.store.journal import Journal
-from stretto.store.reader import JournalReader
+from stretto.store.reader import GroupRecord, JournalReader, TrajectoryRecord
 from stretto.store.recovery import progress_of, recall_draws, snapshot
 from stretto.store.schema import UNDER_WAY
 from stretto.store.versions import VersionFiles
-from stretto.types import Suspended, Weights
+from stretto.turns import Turns
+from stretto.types import Completion, Prompt, Suspended, Weights
 
 
 @dataclass(slots=True)
@@ -97,7 +98,7 @@ async def take_up(
 
 def _tell(journal: Journal, flights: dict[int, Flight], say: Callable[[str], None]) -> None:
     unfinished = [flight for flight in flights.values() if flight.completion is None]
-    going_on = sum(flight.suspended is not None for flight in unfinished)
+    going_on = sum(flight.suspended is not None or bool(flight.turns.done) for flight in unfinished)
     text = f"{going_on} trajectories go on from their tokens, {len(unfinished) - going_on} from their prompts"
     journal.note("resumed", text, at=time.time())
     if unfinished:
@@ -108,6 +109,7 @@ def flights_again(prompts: PromptStream, journal: Journal, checkpoint: Checkpoin
     """The trajectories that were under way: tokens so far from the checkpoint, finished ones from the journal."""
     flights: dict[int, Flight] = {}
     suspended = {} if checkpoint is None else checkpoint.suspended
+    turns = {} if checkpoint is None else checkpoint.turns
     with JournalReader(journal.path) as reader:
         checksums = set(reader.versions().values())
         for group in reader.outstanding():
@@ -115,18 +117,38 @@ def flights_again(prompts: PromptStream, journal: Journal, checkpoint: Checkpoin
             for record in group.trajectories:
                 if record.state not in UNDER_WAY:
                     continue
-                flight = Flight(record.trajectory, group.group, group.version, record.seed, prompt, group.row_number)
-                if record.state in ("scoring", "scored", "training"):
-                    flight.completion, flight.reward = reader.load_completion(record.trajectory)
-                else:
-                    flight.suspended = _still_good(suspended.get(record.trajectory), checksums)
-                flights[record.trajectory] = flight
+                ended = record.state in ("scoring", "scored", "training")
+                flight = _flight(
+                    group, record, prompt, *(reader.load_completion(record.trajectory) if ended else (None, None, None))
+                )
+                if flight.completion is None:
+                    _go_on(flight, turns.get(flight.id), suspended.get(flight.id), checksums)
+                flights[flight.id] = flight
     return flights
 
 
-def _still_good(suspended: Suspended | None, checksums: set[str]) -> Suspended | None:
-    """Tokens so far, unless the weights that drew them are no more: then it starts again."""
-    return suspended if suspended is not None and suspended.checksum in checksums else None
+def _flight(
+    group: GroupRecord,
+    record: TrajectoryRecord,
+    prompt: Prompt,
+    completion: Completion | None,
+    reward: float | None,
+    turn_rewards: tuple[float, ...] | None,
+) -> Flight:
+    return Flight(
+        record.trajectory, group.group, group.version, record.seed, prompt, group.row_number,
+        completion=completion, reward=reward, turn_rewards=turn_rewards,
+    )  # fmt: skip
+
+
+def _go_on(flight: Flight, turns: Completion | None, suspended: Suspended | None, checksums: set[str]) -> None:
+    """Give it its turns and tokens so far, unless the weights that drew them are no more: then it starts again."""
+    if turns is not None:
+        if turns.checksum not in checksums:
+            return
+        flight.turns = Turns.of(flight.prompt.tokens, turns)
+    if suspended is not None and suspended.checksum in checksums:
+        flight.suspended = suspended
 
 
 def kept_again(prompts: PromptStream, journal: Journal, replay: Replay) -> dict[int, Flight]:
@@ -137,9 +159,5 @@ def kept_again(prompts: PromptStream, journal: Journal, replay: Replay) -> dict[
             prompt = prompts.prompt(group.group, group.row_number)
             for record in group.trajectories:
                 if record.trajectory in replay.kept[group.group].trajectories:
-                    completion, reward = reader.load_completion(record.trajectory)
-                    kept[record.trajectory] = Flight(
-                        record.trajectory, group.group, group.version, record.seed, prompt, group.row_number,
-                        completion=completion, reward=reward,
-                    )  # fmt: skip
+                    kept[record.trajectory] = _flight(group, record, prompt, *reader.load_completion(record.trajectory))
     return kept

@@ -65,12 +65,12 @@ def settle(db: sqlite3.Connection, retries: int, drops: bool, at: float) -> None
         ended(db, trajectory, "filtered", reason or "", at)
     if drops:
         past = db.execute(
-            "SELECT trajectory, num_tokens FROM trajectories t JOIN groups USING (group_id) LEFT JOIN completions "
+            "SELECT trajectory, num_sampled FROM trajectories t JOIN groups USING (group_id) LEFT JOIN completions "
             f"USING (trajectory) WHERE {_NOT_ENDED} AND state <> 'training' "
             "AND deadline <= (SELECT MAX(update_id) FROM updates)"
         )
-        for trajectory, num_tokens in past.fetchall():
-            ended(db, trajectory, "dropped", "past its age limit", at, num_tokens)
+        for trajectory, num_sampled in past.fetchall():
+            ended(db, trajectory, "dropped", "past its age limit", at, num_sampled)
 
 
 def version_published(db: sqlite3.Connection, version: int, checksum: str, at: float) -> None:
@@ -204,9 +204,9 @@ def attempt_failed(db: sqlite3.Connection, trajectory: int, kind: Attempt, reaso
 
 def generated(db: sqlite3.Connection, trajectory: int, completion: Completion, text: str, at: float) -> None:
     _change_state(db, trajectory, "scoring", at)
-    versions, supports = completion.token_versions, completion.supports
+    versions, supports, turns = completion.token_versions, completion.supports, completion.turns
     db.execute(
-        "INSERT INTO completions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO completions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             trajectory,
             completion.version,
@@ -221,24 +221,28 @@ def generated(db: sqlite3.Connection, trajectory: int, completion: Completion, t
             blob(completion.logprobs, "<f4"),
             None if versions is None else blob(versions, "<i4"),
             None if supports is None else blob(supports.counts, "<i4") + blob(supports.tokens, "<i4"),
+            completion.num_sampled,
+            None if turns is None else blob(turns, "<i4"),
         ),
     )
 
 
-def scored(db: sqlite3.Connection, trajectory: int, reward: float, at: float) -> None:
+def scored(db: sqlite3.Connection, trajectory: int, reward: float, at: float, turns: tuple[float, ...] | None) -> None:
     _change_state(db, trajectory, "scored", at)
+    by_turn = None if turns is None else np.asarray(turns, dtype="<f8").tobytes()
     db.execute(
-        "UPDATE trajectories SET reward = ?, scored_at = ? WHERE trajectory = ?", (float(reward), at, trajectory)
+        "UPDATE trajectories SET reward = ?, scored_at = ?, turn_rewards = ? WHERE trajectory = ?",
+        (float(reward), at, by_turn, trajectory),
     )
 
 
 def ended(
-    db: sqlite3.Connection, trajectory: int, end: State, reason: str, at: float, dropped_tokens: int | None = None
+    db: sqlite3.Connection, trajectory: int, end: State, reason: str, at: float, lost_tokens: int | None = None
 ) -> None:
     _change_state(db, trajectory, end, at, reason)
     db.execute(
-        "UPDATE trajectories SET ended_at = ?, error = ?, dropped_tokens = ? WHERE trajectory = ?",
-        (at, storable(reason) or None, dropped_tokens, trajectory),
+        "UPDATE trajectories SET ended_at = ?, error = ?, lost_tokens = ? WHERE trajectory = ?",
+        (at, storable(reason) or None, lost_tokens, trajectory),
     )
 
 

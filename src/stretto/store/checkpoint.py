@@ -5,6 +5,7 @@ RUN/checkpoints/000042/           after 42 updates
   state.json                      which trajectories had tokens so far; the size and digest of every other file
   trainer/                        what the trainer needs (its own format)
   suspended.safetensors           tokens and log-probabilities so far of trajectories that were taken out of an engine
+  turns.safetensors               those of the turns that were done of trajectories with more to come
 ```
 
 A checkpoint is written into a folder with another name and renamed when it is complete, so a folder with the right name
@@ -19,8 +20,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,15 @@ from safetensors.torch import load_file, save_file
 
 from stretto.errors import RunError
 from stretto.store.versions import sync
-from stretto.types import Request, Sampling, Supports, Suspended
+from stretto.types import Completion, Request, Sampling, Supports, Suspended
 
-FORMAT = 3
+FORMAT = 4
 KEPT = 2  # checkpoints
 STATE_FILE = "state.json"
+ARRAYS = ("tokens", "logprobs", "token_versions", "turns")  # of a completion; of what is suspended all but the last
+TURN_FACTS = ("id", "version", "finish", "checksum", "started_at", "finished_at", "prefilled")
 SUSPENDED_FILE = "suspended.safetensors"
+TURNS_FILE = "turns.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class Checkpoint:
     folder: Path
     updates: int  # that were done before it
     suspended: Mapping[int, Suspended]
+    turns: Mapping[int, Completion] = field(default_factory=dict)  # the turns that were done, as one
 
 
 def begin_checkpoint(root: Path, updates: int) -> Path:
@@ -59,20 +64,22 @@ def begin_checkpoint(root: Path, updates: int) -> Path:
     return scratch
 
 
-def complete_checkpoint(scratch: Path, suspended: Sequence[Suspended]) -> Path:
-    """Complete what `begin_checkpoint` began; older ones are removed after that. The journal is durable before."""
+def complete_checkpoint(scratch: Path, suspended: Sequence[Suspended], turns: Sequence[Completion] = ()) -> Path:
+    """Complete what `begin_checkpoint` began; older ones are removed after that. The journal is durable before.
+
+    `turns` are those that were done of trajectories whose episodes have more to come, each as one completion.
+    """
     root, name = scratch.parent, scratch.name.removeprefix(".").removesuffix(".partial")
     final = root / name
     try:
-        tensors: dict[str, torch.Tensor] = {}
-        for each in suspended:
-            tensors.update(_tensors_of(each))
-        save_file(tensors, scratch / SUSPENDED_FILE)
+        save_file(_joined(_tensors_of(each, each.request.id) for each in suspended), scratch / SUSPENDED_FILE)
+        save_file(_joined(_tensors_of(each, each.id) for each in turns), scratch / TURNS_FILE)
         files = sorted(path for path in scratch.rglob("*") if path.is_file())
         state = {
             "format": FORMAT,
             "updates": int(name),
             "suspended": [_facts_of(each) for each in suspended],
+            "turns": [{name: getattr(each, name) for name in TURN_FACTS} for each in turns],
             "files": {str(path.relative_to(scratch)): _digest(path) for path in files},
         }
         (scratch / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
@@ -131,7 +138,9 @@ def load_checkpoint(folder: Path) -> Checkpoint:
                 raise RunError(f"checkpoint `{folder}` is damaged: `{name}` is not what was written")
         tensors = load_file(folder / SUSPENDED_FILE)
         suspended = {facts["request"]["id"]: _suspended_from(facts, tensors) for facts in state["suspended"]}
-        return Checkpoint(folder, state["updates"], suspended)
+        tensors = load_file(folder / TURNS_FILE)
+        turns = {facts["id"]: Completion(**facts, **_arrays(facts["id"], tensors)) for facts in state["turns"]}
+        return Checkpoint(folder, state["updates"], suspended, turns)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"checkpoint `{folder}` is damaged: {error}") from error
 
@@ -141,18 +150,27 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def _tensors_of(item: Suspended) -> dict[str, torch.Tensor]:
-    name = str(item.request.id)
-    tensors = {
-        f"{name}.tokens": torch.from_numpy(np.ascontiguousarray(item.tokens)),
-        f"{name}.logprobs": torch.from_numpy(np.ascontiguousarray(item.logprobs)),
-    }
-    if item.token_versions is not None:
-        tensors[f"{name}.token_versions"] = torch.from_numpy(np.ascontiguousarray(item.token_versions))
+def _joined(parts: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+def _tensors_of(item: Suspended | Completion, name: int) -> dict[str, torch.Tensor]:
+    arrays: dict[str, Any] = {what: getattr(item, what, None) for what in ARRAYS}
     if item.supports is not None:
-        tensors[f"{name}.support_counts"] = torch.from_numpy(np.ascontiguousarray(item.supports.counts))
-        tensors[f"{name}.support_tokens"] = torch.from_numpy(np.ascontiguousarray(item.supports.tokens))
-    return tensors
+        arrays |= {"support_counts": item.supports.counts, "support_tokens": item.supports.tokens}
+    return {
+        f"{name}.{what}": torch.from_numpy(np.ascontiguousarray(each))
+        for what, each in arrays.items()
+        if each is not None
+    }
+
+
+def _arrays(name: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """What `_tensors_of` made of an item."""
+    found: dict[str, Any] = {what: tensors[f"{name}.{what}"].numpy() for what in ARRAYS if f"{name}.{what}" in tensors}
+    if f"{name}.support_counts" in tensors:
+        found["supports"] = Supports(*(tensors[f"{name}.support_{each}"].numpy() for each in ("counts", "tokens")))
+    return found
 
 
 def _facts_of(item: Suspended) -> dict[str, Any]:
@@ -179,16 +197,10 @@ def _suspended_from(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor
         sampling[name] = tuple(sampling[name])
     asked = dict(facts["request"])
     asked["prompt"] = tuple(asked["prompt"])
-    name = str(asked["id"])
-    versions, counts = tensors.get(f"{name}.token_versions"), tensors.get(f"{name}.support_counts")
-    supports = None if counts is None else Supports(counts.numpy(), tensors[f"{name}.support_tokens"].numpy())
     return Suspended(
         request=Request(sampling=Sampling(**sampling), **asked),
-        tokens=tensors[f"{name}.tokens"].numpy(),
-        logprobs=tensors[f"{name}.logprobs"].numpy(),
         checksum=facts["checksum"],
-        token_versions=None if versions is None else versions.numpy(),
         started_at=facts["started_at"],
         prefilled=facts["prefilled"],
-        supports=supports,
+        **_arrays(asked["id"], tensors),
     )

@@ -161,9 +161,9 @@ CHECKS: tuple[tuple[str, str], ...] = (
     (
         "2",
         """SELECT DISTINCT 'trajectory ' || trajectory || ' was in a batch without its ' ||
-            iif(COALESCE(num_tokens, 0) = 0, 'tokens', 'reward')
+            iif(COALESCE(num_sampled, 0) = 0, 'tokens', 'reward')
         FROM members JOIN trajectories USING (trajectory) LEFT JOIN completions USING (trajectory)
-        WHERE COALESCE(num_tokens, 0) = 0 OR reward IS NULL OR typeof(reward) NOT IN ('real', 'integer')
+        WHERE COALESCE(num_sampled, 0) = 0 OR reward IS NULL OR typeof(reward) NOT IN ('real', 'integer')
             OR ABS(reward) > 1.7976931348623157e308""",
     ),
     (

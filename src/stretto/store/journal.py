@@ -202,15 +202,15 @@ class Journal:
         """A trajectory has its last token and is `scoring`. The completion's arrays must not change afterwards."""
         self._writer.record(changes.generated, trajectory, completion, text, at)
 
-    def scored(self, trajectory: int, reward: float, at: float) -> None:
-        """A trajectory has its reward, a finite number."""
+    def scored(self, trajectory: int, reward: float, at: float, turns: tuple[float, ...] | None = None) -> None:
+        """A trajectory has its reward, a finite number; `turns` are those of its turns, where they are told apart."""
         if not math.isfinite(reward):
             raise JournalError(f"trajectory {trajectory} cannot be scored with {reward}: a reward is a finite number")
-        self._writer.record(changes.scored, trajectory, reward, at)
+        self._writer.record(changes.scored, trajectory, reward, at, turns)
 
-    def failed(self, trajectory: int, reason: str, at: float) -> None:
-        """A trajectory failed for good."""
-        self._writer.record(changes.ended, trajectory, "failed", reason, at)
+    def failed(self, trajectory: int, reason: str, at: float, num_tokens: int = 0) -> None:
+        """A trajectory failed for good; `num_tokens` were sampled and are in no completion."""
+        self._writer.record(changes.ended, trajectory, "failed", reason, at, num_tokens or None)
 
     def filtered(self, trajectory: int, reason: str, at: float) -> None:
         """A scored trajectory carries no signal and is replaced, because the recipe asks for it."""

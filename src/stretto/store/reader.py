@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,7 +20,7 @@ from stretto.types import Completion, Prompt, Sample, Supports
 
 _COMPLETION = (
     "c.version, c.tokens, c.logprobs, c.finish, c.checksum, c.token_versions, c.started_at, c.finished_at, "
-    "c.prefilled, c.supports"
+    "c.prefilled, c.supports, c.turns"
 )
 
 
@@ -84,8 +84,10 @@ class SampleRecord:
     prompt: str
     text: str
     reward: float | None
-    num_tokens: int
+    num_tokens: int  # sampled
     finish: str
+    turn_rewards: tuple[float, ...] | None  # of each turn, where they are told apart
+    turns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,16 +221,17 @@ class JournalReader:
         columns = f"trajectory, group_id, member, version, seed, state, {failures}, instance, reward, error"
         return [TrajectoryRecord(*row) for row in self._rows(f"SELECT {columns} FROM trajectories {where}", *args)]
 
-    def load_completion(self, trajectory: int) -> tuple[Completion, float | None]:
-        """What a trajectory generated, and its reward if it has one."""
+    def load_completion(self, trajectory: int) -> tuple[Completion, float | None, tuple[float, ...] | None]:
+        """What a trajectory generated, its reward if it has one, and those of its turns where they are told apart."""
         rows = self._rows(
-            f"SELECT t.reward, {_COMPLETION} FROM completions c JOIN trajectories t USING (trajectory) "
+            f"SELECT t.reward, t.turn_rewards, {_COMPLETION} FROM completions c JOIN trajectories t USING (trajectory) "
             "WHERE trajectory = ?",
             trajectory,
         )
         if not rows:
             raise JournalError(f"journal `{self.path}` has no completion of trajectory {trajectory}")
-        return _completion(trajectory, rows[0][1:]), rows[0][0]
+        reward, by_turn, *made = rows[0]
+        return _completion(trajectory, made), reward, _rewards(by_turn)
 
     # -- updates ----------------------------------------------------------------------------------------------------
 
@@ -241,24 +244,26 @@ class JournalReader:
     def batch(self, update: int) -> list[Sample]:
         """The batch of an update as the trainer got it."""
         rows = self._rows(
-            f"SELECT m.trajectory, t.group_id, t.version, g.prompt_tokens, t.reward, m.use, {_COMPLETION} "
+            "SELECT m.trajectory, t.group_id, t.version, g.prompt_tokens, t.reward, m.use, t.turn_rewards, "
+            f"{_COMPLETION} "
             "FROM members m JOIN trajectories t USING (trajectory) JOIN groups g USING (group_id) JOIN completions c "
             "USING (trajectory) WHERE m.update_id = ? ORDER BY m.position",
             update,
         )
         return [
             Sample(
-                trajectory, group, version, np.frombuffer(prompt, "<i4").tolist(), _completion(trajectory, made), *rest
+                trajectory, group, version, np.frombuffer(prompt, "<i4").tolist(), _completion(trajectory, made),
+                reward, use, _rewards(by_turn),
             )
-            for trajectory, group, version, prompt, *rest, made in ((*row[:6], row[6:]) for row in rows)
-        ]
+            for trajectory, group, version, prompt, reward, use, by_turn, *made in rows
+        ]  # fmt: skip
 
     def updates(self) -> list[UpdateRecord]:
         """Every update whose batch was taken, in order."""
         rows = self._rows(
             "SELECT u.update_id, u.taken_at, u.finished_at, u.metrics, COUNT(m.trajectory), "
             "COALESCE(SUM(m.use <> 0), 0), AVG(t.reward), "
-            "AVG(c.num_tokens), AVG(u.update_id - t.version), MAX(u.update_id - t.version) FROM updates u "
+            "AVG(c.num_sampled), AVG(u.update_id - t.version), MAX(u.update_id - t.version) FROM updates u "
             "LEFT JOIN members m USING (update_id) LEFT JOIN trajectories t USING (trajectory) "
             "LEFT JOIN completions c USING (trajectory) GROUP BY u.update_id ORDER BY u.update_id"
         )
@@ -282,12 +287,13 @@ class JournalReader:
         """The samples of an update, in the order of its batch, as people read them."""
         rows = self._rows(
             "SELECT m.trajectory, t.group_id, t.member, t.version, m.update_id - t.version, m.use, g.prompt_text, "
-            "COALESCE(c.text, ''), t.reward, COALESCE(c.num_tokens, 0), COALESCE(c.finish, '') FROM members m "
+            "COALESCE(c.text, ''), t.reward, COALESCE(c.num_sampled, 0), COALESCE(c.finish, ''), t.turn_rewards, "
+            "COALESCE(LENGTH(c.turns) / 8, 1) FROM members m "
             "JOIN trajectories t USING (trajectory) JOIN groups g USING (group_id) "
             "LEFT JOIN completions c USING (trajectory) WHERE m.update_id = ? ORDER BY m.position",
             update,
         )
-        return [SampleRecord(*row) for row in rows]
+        return [SampleRecord(*row[:11], turn_rewards=_rewards(row[11]), turns=row[12]) for row in rows]
 
     def evaluations(self) -> list[EvaluationRecord]:
         """Every evaluation, in the order in which they ended."""
@@ -304,8 +310,9 @@ class JournalReader:
         return [(trajectory, kind, reason) for trajectory, kind, reason in rows]
 
 
-def _completion(trajectory: int, row: tuple[Any, ...]) -> Completion:
-    version, tokens, logprobs, finish, checksum, token_versions, started_at, finished_at, prefilled, supports = row
+def _completion(trajectory: int, row: Sequence[Any]) -> Completion:
+    version, tokens, logprobs, finish, checksum, token_versions, started_at, finished_at, prefilled = row[:9]
+    supports, turns = row[9:]
     return Completion(
         id=trajectory,
         version=version,
@@ -318,7 +325,12 @@ def _completion(trajectory: int, row: tuple[Any, ...]) -> Completion:
         finished_at=finished_at,
         prefilled=prefilled,
         supports=None if supports is None else _supports(np.frombuffer(supports, "<i4"), len(tokens) // 4),
+        turns=None if turns is None else np.frombuffer(turns, "<i4").astype(np.int32).reshape(-1, 2),
     )
+
+
+def _rewards(by_turn: bytes | None) -> tuple[float, ...] | None:
+    return None if by_turn is None else tuple(np.frombuffer(by_turn, "<f8").tolist())
 
 
 def _supports(values: NDArray[np.int32], num_tokens: int) -> Supports:

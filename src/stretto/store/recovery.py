@@ -294,13 +294,13 @@ def _totals(db: sqlite3.Connection) -> dict[str, Any]:
     ended: dict[str, tuple[int, int]] = {
         state: (count, tokens)
         for state, count, tokens in db.execute(
-            f"SELECT state, COUNT(*), COALESCE(SUM(COALESCE(num_tokens, dropped_tokens)), 0) {lengths} "
+            f"SELECT state, COUNT(*), COALESCE(SUM(COALESCE(num_sampled, lost_tokens)), 0) {lengths} "
             "IN ('failed', 'dropped', 'filtered') GROUP BY state"
         )
     }
     sampled, sampled_tokens = db.execute(
-        f"SELECT COUNT(*), COALESCE(SUM(COALESCE(num_tokens, dropped_tokens)), 0) {lengths} "
-        "IN ('trained', 'failed', 'dropped', 'filtered') AND COALESCE(num_tokens, dropped_tokens, 0) > 0"
+        f"SELECT COUNT(*), COALESCE(SUM(COALESCE(num_sampled, lost_tokens)), 0) {lengths} "
+        "IN ('trained', 'failed', 'dropped', 'filtered') AND COALESCE(num_sampled, lost_tokens, 0) > 0"
     ).fetchone()
     groups, reward = db.execute(
         "SELECT COUNT(*), COALESCE(SUM(reward), 0) FROM (SELECT MAX(reward) AS reward FROM trajectories "

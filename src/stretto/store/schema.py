@@ -10,9 +10,13 @@
                    in the stream of prompts (`prompt_index`), the row of the data set that it was drawn from and why
                    (`draw`); `epoch` is NULL where rows come as often as their priority has it; `spared` is the update
                    before whose batch it was kept without a signal, because the limit of filtered groups was reached
-    trajectories   one small row each, changed as it moves through its states
+    trajectories   one small row each, changed as it moves through its states; `turn_rewards` are those of its turns
+                   where they are told apart, and add up to `reward`; `lost_tokens` were sampled before it ended
+                   without a completion
     completions    what a trajectory generated, with the version and checksum that the engine stamped on it; written
-                   once, apart from `trajectories` so that a change of state never rewrites the blobs
+                   once, apart from `trajectories` so that a change of state never rewrites the blobs; of an episode
+                   with several turns `turns` says where each begins and ends, and what lies between was observed:
+                   `num_tokens` counts it, `num_sampled` does not
     transitions    every change of state; `seq` is the order in which they were recorded, whatever the clocks say,
                    and is never given twice
     failures       every attempt that failed: to generate a trajectory, or to score it
@@ -31,7 +35,8 @@ States: `running` (admitted; on an instance or queued there), `suspended` (betwe
 `scoring` (has its last token), `scored`, `training` (in a batch that was taken), and the ends `trained`, `failed`,
 `filtered`, `dropped`. Times are `time.time()` seconds. Blobs are little-endian: tokens and versions int32,
 log-probabilities float32; supports int32, how many tokens each token was drawn from and then those tokens, NULL where
-all were drawn from the whole vocabulary.
+all were drawn from the whole vocabulary; turns int32, beginning and end of each, NULL where there is one that is all of
+it; rewards of turns float64.
 """
 
 from __future__ import annotations
@@ -47,7 +52,7 @@ from stretto.core.paradigms import PARADIGMS
 from stretto.errors import JournalError, RunError
 
 JOURNAL_NAME = "journal.sqlite"
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 State = Literal["running", "suspended", "scoring", "scored", "training", "trained", "failed", "filtered", "dropped"]
 ENDS: tuple[State, ...] = ("trained", "failed", "filtered", "dropped")
@@ -74,13 +79,14 @@ CREATE TABLE groups (
 CREATE TABLE trajectories (
     trajectory INTEGER PRIMARY KEY, group_id INTEGER NOT NULL, member INTEGER NOT NULL, version INTEGER NOT NULL,
     seed INTEGER NOT NULL, state TEXT NOT NULL, instance INTEGER, reward REAL, scored_at REAL,
-    ended_at REAL, error TEXT, dropped_tokens INTEGER);
+    ended_at REAL, error TEXT, lost_tokens INTEGER, turn_rewards BLOB);
 CREATE INDEX trajectories_by_group ON trajectories (group_id, member);
 CREATE INDEX trajectories_by_state ON trajectories (state);
 CREATE TABLE completions (
     trajectory INTEGER PRIMARY KEY, version INTEGER NOT NULL, checksum TEXT NOT NULL, num_tokens INTEGER NOT NULL,
     finish TEXT NOT NULL, started_at REAL NOT NULL, finished_at REAL NOT NULL, prefilled INTEGER NOT NULL,
-    text TEXT NOT NULL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL, token_versions BLOB, supports BLOB);
+    text TEXT NOT NULL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL, token_versions BLOB, supports BLOB,
+    num_sampled INTEGER NOT NULL, turns BLOB);
 CREATE TABLE transitions (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, trajectory INTEGER NOT NULL, from_state TEXT, to_state TEXT NOT NULL,
     at REAL NOT NULL, reason TEXT NOT NULL);

@@ -9,6 +9,7 @@ A run that is not finished (stopped, killed, or still going on) may have traject
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -123,10 +124,12 @@ def _check_tokens(db: sqlite3.Connection, run: _Run) -> None:
         published.setdefault(version, set()).add(checksum)
     rows = db.execute(
         "SELECT c.trajectory, t.version, c.version, c.checksum, c.num_tokens, c.tokens, c.logprobs, c.token_versions, "
-        "c.supports FROM completions c JOIN trajectories t USING (trajectory)"
+        "c.supports, c.num_sampled, c.turns, t.reward, t.turn_rewards "
+        "FROM completions c JOIN trajectories t USING (trajectory)"
     )
-    for trajectory, version, stamp, checksum, num_tokens, tokens, logprobs, token_versions, supports in rows:
-        run.num_tokens += num_tokens
+    for trajectory, version, stamp, checksum, num_tokens, tokens, logprobs, token_versions, supports, *rest in rows:
+        num_sampled, turns, reward, turn_rewards = rest
+        run.num_tokens += num_sampled
         sizes = [len(part) for part in (tokens, logprobs, token_versions) if part is not None]
         if any(size != 4 * num_tokens for size in sizes):
             run.breaks["1"].append(f"trajectory {trajectory} has {num_tokens} tokens and blobs of {sizes} bytes")
@@ -136,11 +139,40 @@ def _check_tokens(db: sqlite3.Connection, run: _Run) -> None:
             run.breaks["2"].append(f"trajectory {trajectory} has log-probabilities that are none")
         if supports is not None and not _drawn_from(np.frombuffer(tokens, "<i4"), np.frombuffer(supports, "<i4")):
             run.breaks["2"].append(f"trajectory {trajectory} has a token that is not among those it was drawn from")
+        spans = np.array([[0, num_tokens]]) if turns is None else np.frombuffer(turns, "<i4").reshape(-1, 2)
+        for sentence in (*_spans(spans, num_sampled, values), *_by_turn(spans, reward, turn_rewards)):
+            run.breaks["2"].append(f"trajectory {trajectory} {sentence}")
         drawn = [version] if token_versions is None else np.frombuffer(token_versions, "<i4").tolist()
         mixed = any(other != version for other in drawn)
         for sentence in _voice(run, version, stamp, checksum, drawn if mixed else [version], published):
             run.breaks["1"].append(f"trajectory {trajectory} {sentence}")
         run.mixed += mixed
+
+
+def _spans(spans: NDArray[np.int32], num_sampled: int, logprobs: NDArray[np.float32]) -> Iterator[str]:
+    """What is wrong with the turns of a trajectory: they follow one another, end with its tokens, and are all that
+    was sampled."""
+    places = spans.ravel()
+    if not len(places) or places[0] < 0 or places[-1] != len(logprobs) or (np.diff(places) < 0).any():
+        yield f"has turns at {spans.tolist()}, which do not lie one after the other in its {len(logprobs)} tokens"
+        return
+    sampled = np.zeros(len(logprobs), dtype=bool)
+    for start, end in spans.tolist():
+        sampled[start:end] = True
+    if sampled.sum() != num_sampled or (num_sampled and (spans[:, 0] == spans[:, 1]).any()):
+        yield f"has {sampled.sum()} tokens in {len(spans)} turns, and {num_sampled} are recorded as sampled"
+    if logprobs[~sampled].any():
+        yield "has log-probabilities of tokens that lie between its turns, which were observed"
+
+
+def _by_turn(spans: NDArray[np.int32], reward: float | None, turn_rewards: bytes | None) -> Iterator[str]:
+    if turn_rewards is None:
+        return
+    rewards = np.frombuffer(turn_rewards, "<f8").tolist()
+    if len(rewards) != len(spans):
+        yield f"has {len(spans)} turns and rewards of {len(rewards)}"
+    elif reward != math.fsum(rewards):
+        yield f"has a reward of {reward}, and those of its turns add up to {math.fsum(rewards)}"
 
 
 def _drawn_from(tokens: NDArray[np.int32], supports: NDArray[np.int32]) -> bool:

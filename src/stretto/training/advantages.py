@@ -8,6 +8,9 @@
 | `whiten` | reward minus the batch's mean, over the batch's standard deviation plus epsilon (REINFORCE++) |
 | `gae` | a number a token, from the values of a critic: `gae`, over what `token_rewards` gives |
 
+With credit by turn (`turn_advantages`) the first four compare what was earned from each turn on, and give a number a
+turn.
+
 A group of one, or whose rewards are all equal, has nothing to compare: its advantages are exactly 0, and it is counted.
 Under `whiten` what is compared is the batch, so that its groups are without signal together or not at all.
 """
@@ -125,12 +128,15 @@ def penalized_advantages(
     advantages around 1. Without division (`group-mean`, `leave-one-out`) this is the advantage of the difference.
     """
     found = outcome_advantages(name, rewards, groups)
+    return replace(found, values=found.values - compared_penalties(name, penalties, groups))
+
+
+def compared_penalties(name: AdvantageName, penalties: ArrayLike, groups: Groups) -> Reals:
+    """How much more a sample is penalized than those that the advantages called `name` compare it with [n]."""
     given = _checked(penalties, groups)
     if name == "whiten":
-        compared = group_mean(given, np.zeros(len(given), dtype=np.int64))
-    else:
-        compared = leave_one_out(given, groups) if name == "leave-one-out" else group_mean(given, groups)
-    return replace(found, values=found.values - compared.values)
+        return group_mean(given, np.zeros(len(given), dtype=np.int64)).values
+    return (leave_one_out(given, groups) if name == "leave-one-out" else group_mean(given, groups)).values
 
 
 def _checked(rewards: ArrayLike, groups: Groups) -> Reals:

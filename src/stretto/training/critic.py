@@ -37,8 +37,9 @@ from stretto.errors import RecipeError, TrainerError
 from stretto.objectives.base import ObjectiveOptions
 from stretto.objectives.critic_options import CriticOptions
 from stretto.training.advantages import Advantages, Groups, Reals, gae, gae_advantages, token_rewards
+from stretto.training.credit import turn_rewards
 from stretto.training.optimizer import Optimizer, TrainerOptions
-from stretto.training.packing import MicroBatch
+from stretto.training.packing import MicroBatch, sampled_lengths
 from stretto.training.parts import Piece
 from stretto.types import Batch
 
@@ -105,12 +106,16 @@ class Critic:
         rewards: Sequence[float] | NDArray[np.float64],  # [n], after shaping
         lengths: NDArray[np.int64],  # [n]
         groups: Groups,  # [n]
-        per_token: Reals | None = None,  # [C], rewards of single tokens beside the one at the end
+        turns: tuple[Sequence[Sequence[float]], Sequence[Sequence[int]]] | None = None,  # rewards and tokens of each
     ) -> Estimate:
-        """Advantages and returns of a batch from the values of its tokens, in the order of its samples."""
-        earned = token_rewards(np.asarray(rewards, dtype=np.float64).tolist(), lengths)
-        if per_token is not None:
-            earned = earned + per_token
+        """Advantages and returns of a batch from the values of its tokens, in the order of its samples.
+
+        A reward lies at the last token of its sample; with `turns`, those of turns at the last token of each.
+        """
+        if turns is None:
+            earned = token_rewards(np.asarray(rewards, dtype=np.float64).tolist(), lengths)
+        else:
+            earned = token_rewards(turns[0], lengths, turns[1])
         raw, returns = gae(earned, values, lengths, gamma=self.options.gamma, lam=self.options.lam)
         spread = float(returns.var()) if len(returns) else 0.0
         metrics = {
@@ -122,13 +127,20 @@ class Critic:
         return Estimate(gae_advantages(raw, lengths, groups, normalize=self.options.whiten), returns, metrics)
 
     def judge(
-        self, batch: Batch, pieces: Sequence[Piece], rewards: Reals, total: Callable[[Reals], Reals] = lambda own: own
+        self,
+        batch: Batch,
+        pieces: Sequence[Piece],
+        rewards: Reals,
+        total: Callable[[Reals], Reals] = lambda own: own,
+        *,
+        by_turn: bool = False,
     ) -> Estimate:
         """`estimate` for a batch whose micro-batches have their `values`; fills in their `returns`.
 
-        `pieces` may be a part of the batch: `total` then adds the values of the other ranks, which are 0 here.
+        `pieces` may be a part of the batch: `total` then adds the values of the other ranks, which are 0 here. With
+        `by_turn` what a turn earned lies at its own end.
         """
-        lengths = np.array([len(sample.completion.tokens) for sample in batch.samples], dtype=np.int64)
+        lengths = sampled_lengths(batch.samples)
         ends = np.cumsum(lengths)
         order = [index for piece in pieces for index in piece.chosen]
         # Where each value, as the micro-batches lie, belongs among the tokens of the batch's samples.
@@ -139,7 +151,10 @@ class Critic:
         values = np.zeros(int(lengths.sum()))
         if given:
             values[places] = torch.cat(given).double().cpu().numpy()
-        found = self.estimate(total(values), rewards, lengths, [sample.group for sample in batch.samples])
+        turns = None
+        if by_turn:
+            turns = turn_rewards(batch, rewards), [sample.completion.turn_lengths for sample in batch.samples]
+        found = self.estimate(total(values), rewards, lengths, [sample.group for sample in batch.samples], turns)
         returns = torch.from_numpy(found.returns[places]).to(self.weight)
         for piece, part in zip(pieces, returns.split_with_sizes([len(each) for each in given]), strict=True):
             piece.returns = part

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from stretto.training.packing import input_lengths
+from stretto.training.packing import input_lengths, sampled_lengths
 from stretto.types import Batch
 
 # Dense bfloat16 and float16, by a part of the device's name; the first that matches. ("H200" is in "GH200" too.)
@@ -56,8 +56,8 @@ class Costs:
         return self.passes * self._products(batch, lengths, head=True) + 3.0 * self._attention(lengths)
 
     def _products(self, batch: Batch, lengths: NDArray[np.float64], *, head: bool) -> float:
-        completions = sum(len(sample.completion.tokens) for sample in batch.samples) if head else 0
-        return float(2.0 * (self.elements * lengths.sum() + self.head_elements * completions))
+        targets = int(sampled_lengths(batch.samples).sum()) if head else 0
+        return float(2.0 * (self.elements * lengths.sum() + self.head_elements * targets))
 
     def _attention(self, lengths: NDArray[np.float64]) -> float:
         """Two products of `length ** 2 / 2` pairs."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from stretto.errors import TrainerError
 from stretto.objectives.base import MAX_LOG_RATIO
 from stretto.training.advantages import Advantages
-from stretto.training.packing import MicroBatch
+from stretto.training.packing import MicroBatch, sampled_lengths
 from stretto.types import Batch
 
 Values = NDArray[np.float64]
@@ -143,7 +143,7 @@ class Collector:
 def batch_measures(batch: Batch, advantages: Advantages) -> dict[str, float]:
     """What the batch is, before it is trained on."""
     rewards = np.array([s.reward for s in batch.samples])
-    lengths = np.array([len(s.completion.tokens) for s in batch.samples])
+    lengths = sampled_lengths(batch.samples)
     ages = batch.update - np.array([s.version for s in batch.samples])
     return {
         "reward_mean": float(rewards.mean()),
@@ -159,9 +159,20 @@ def batch_measures(batch: Batch, advantages: Advantages) -> dict[str, float]:
         "length_mean": float(lengths.mean()),
         "length_max": float(lengths.max()),
         "truncated": float(np.mean([s.completion.finish == "length" for s in batch.samples])),
+        **_turns(batch),
         "staleness_mean": float(ages.mean()),
         "staleness_max": float(ages.max()),
         **_by_age(ages, advantages.values),
+    }
+
+
+def _turns(batch: Batch) -> dict[str, float]:
+    """Of episodes with several turns: how many there are, and the tokens that were observed between them."""
+    if all(s.completion.turns is None for s in batch.samples):
+        return {}
+    return {
+        "turns_mean": float(np.mean([len(s.completion.turn_lengths) for s in batch.samples])),
+        "observed_tokens": float(sum(len(s.completion.tokens) - s.completion.num_sampled for s in batch.samples)),
     }
 
 
@@ -223,9 +234,9 @@ def token_ages(batch: Batch, tokens: TokenValues) -> NDArray[np.int64]:
         order = tokens.samples[np.flatnonzero(np.diff(tokens.samples, prepend=-1))].tolist()
         versions = np.concatenate(
             [
-                np.full(len(s.completion.tokens), s.version)
+                np.full(s.completion.num_sampled, s.version)
                 if s.completion.token_versions is None
-                else s.completion.token_versions
+                else s.completion.token_versions[s.completion.sampled]
                 for s in (batch.samples[index] for index in order)
             ]
         )

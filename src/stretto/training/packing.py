@@ -1,7 +1,8 @@
 """Cutting a batch into micro-batches of flat tensors without padding. Pure.
 
 A sequence of `p` prompt and `c` completion tokens enters the model as its first `p + c - 1` tokens: the last one
-predicts nothing. Completion token `j` is predicted at position `p - 1 + j`.
+predicts nothing. Completion token `j` is predicted at position `p - 1 + j`. Of an episode with several turns only the
+tokens that were sampled are targets; what was observed in between is context like the prompt.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class MicroBatch:
     """Sequences side by side: `T` model inputs, of which `C` predict a completion token."""
 
     samples: tuple[int, ...]  # indices into the batch, in the order in which they lie here
-    num_targets: tuple[int, ...]  # completion tokens of each of them; their sum is `C`
+    num_targets: tuple[int, ...]  # completion tokens of each of them that were sampled; their sum is `C`
     input_ids: torch.Tensor  # [T] int64
     position_ids: torch.Tensor  # [T] int64, from 0 in every sequence
     layout: PackedLayout  # where each sequence lies, for attention
@@ -63,6 +64,11 @@ class MicroBatch:
 def input_lengths(samples: Sequence[Sample]) -> NDArray[np.int64]:
     """How many tokens of each sample the model sees [n]."""
     return np.array([max(1, len(s.prompt) + len(s.completion.tokens) - 1) for s in samples], dtype=np.int64)
+
+
+def sampled_lengths(samples: Sequence[Sample]) -> NDArray[np.int64]:
+    """How many tokens of each sample were sampled, which are those that it is trained on [n]."""
+    return np.array([s.completion.num_sampled for s in samples], dtype=np.int64)
 
 
 def micro_batch(
@@ -104,10 +110,17 @@ def micro_batch(
     lengths = np.maximum(totals - 1, 1)
     offsets = np.cumsum(lengths) - lengths  # of each sequence among the inputs
 
-    within = ragged_arange(completions)
-    owner = np.repeat(np.arange(len(chosen)), completions)
+    sampled = [samples[index].completion.sampled for index in chosen]
+    num_targets = np.array([len(places) for places in sampled], dtype=np.int64)
+    within = np.concatenate(sampled)
+    owner = np.repeat(np.arange(len(chosen)), num_targets)
     rows = np.asarray(chosen, dtype=np.int64)
-    behaviour = np.concatenate([np.asarray(samples[i].completion.logprobs, dtype=np.float64) for i in chosen])
+    behaviour = np.concatenate(
+        [
+            np.asarray(samples[index].completion.logprobs, dtype=np.float64)[places]
+            for index, places in zip(chosen, sampled, strict=True)
+        ]
+    )
     inputs = whole[np.repeat(starts, lengths) + ragged_arange(lengths)]
     filling = -len(inputs) % multiple
     if filling:
@@ -123,7 +136,7 @@ def micro_batch(
     behaviour_logprobs, token_advantages, token_shares = _transfer(reals, dtype, device)
     return MicroBatch(
         samples=tuple(chosen),
-        num_targets=tuple(completions.tolist()),
+        num_targets=tuple(num_targets.tolist()),
         input_ids=input_ids,
         position_ids=position_ids,
         layout=replace(layout, gather=gather, scatter=scatter, ends=ends.int()),
@@ -155,7 +168,11 @@ def _supports(
         if len(supports) != length:
             raise TrainerError(f"trajectory {sample.trajectory} has {length} tokens and {len(supports)} supports")
     try:
-        return pack_supports([supports for _, supports in recorded], targets, device)
+        own = [
+            supports if sample.completion.turns is None else supports.at(sample.completion.sampled)
+            for sample, supports in recorded
+        ]
+        return pack_supports(own, targets, device)
     except ValueError as error:
         first, last = chosen[0].trajectory, chosen[-1].trajectory
         raise TrainerError(f"among trajectories {first} to {last}: {error}") from error

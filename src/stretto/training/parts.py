@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from stretto.objectives.base import ObjectiveOptions
 from stretto.training.losses import token_weights
-from stretto.training.packing import first_fit_decreasing, input_lengths
+from stretto.training.packing import first_fit_decreasing, input_lengths, sampled_lengths
 from stretto.training.parallel import shares
 from stretto.training.terms import imitated_weights
 from stretto.types import Sample
@@ -73,7 +73,7 @@ def cut_batch(
 ) -> list[Part]:
     """The parts of an update, with the micro-batches of one rank; its share of a part are whole sequences."""
     sizes = input_lengths(samples)
-    lengths = np.array([len(sample.completion.tokens) for sample in samples], dtype=np.int64)
+    lengths = sampled_lengths(samples)
     rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
     parts = []
     for indices in cut_groups([sample.group for sample in samples], num_parts):

@@ -54,10 +54,11 @@ def sampled_divergences(batch: Batch, pieces: Iterable[Piece], estimator: str) -
     sums = np.zeros(len(batch.samples))
     for piece in pieces:
         assert piece.reference is not None
-        completions = [batch.samples[index].completion.logprobs for index in piece.chosen]
-        sampled = torch.from_numpy(np.concatenate(completions).astype(np.float64))
+        completions = [batch.samples[index].completion for index in piece.chosen]
+        logprobs = [each.logprobs if each.turns is None else each.logprobs[each.sampled] for each in completions]
+        sampled = torch.from_numpy(np.concatenate(logprobs).astype(np.float64))
         values = divergence(estimator, sampled, piece.reference.double().cpu()).numpy()
-        ends = np.cumsum([len(each) for each in completions])[:-1]
+        ends = np.cumsum([len(each) for each in logprobs])[:-1]
         for index, tokens in zip(piece.chosen, np.split(values, ends), strict=True):
             sums[index] = tokens.sum()
     return sums

@@ -29,6 +29,7 @@ from stretto.objectives.grpo import GrpoOptions
 from stretto.objectives.shaping_options import OverlongOptions, overlong_refusal
 from stretto.training.advantages import Advantages, outcome_advantages, penalized_advantages
 from stretto.training.correction import correction_weights
+from stretto.training.credit import turn_credit
 from stretto.training.critic import make_critic
 from stretto.training.flops import Costs, peak_flops, update_flops, utilization
 from stretto.training.forward import PackedModel
@@ -44,7 +45,7 @@ from stretto.training.measures import (
     token_measures,
 )
 from stretto.training.optimizer import Optimizer, TrainerOptions, learning_rate
-from stretto.training.packing import MicroBatch, input_lengths, micro_batch
+from stretto.training.packing import MicroBatch, input_lengths, micro_batch, sampled_lengths
 from stretto.training.parallel import Ranks
 from stretto.training.parts import Part, Piece, cut_batch, pieces_of
 from stretto.training.policy import Policy
@@ -265,7 +266,7 @@ class LocalTrainer:
         return shape(
             [s.reward for s in batch.samples],
             [s.group for s in batch.samples],
-            [len(s.completion.tokens) for s in batch.samples],
+            sampled_lengths(batch.samples),
             self.algorithm.length,
             max_tokens=self.options.max_tokens,
         )
@@ -286,8 +287,11 @@ class LocalTrainer:
         try:
             if self.critic is not None:
                 pieces = list(pieces_of(parts))
-                judged = self.critic.judge(batch, pieces, rewards - penalties, self.ranks.total)
+                by_turn = self.algorithm.turns is not None
+                judged = self.critic.judge(batch, pieces, rewards - penalties, self.ranks.total, by_turn=by_turn)
                 return judged.advantages, judged.metrics
+            if (turns := self.algorithm.turns) is not None:
+                return turn_credit(self.algorithm.advantage, batch, rewards, penalties, gamma=turns.gamma), {}
             found = penalized_advantages(self.algorithm.advantage, rewards, penalties, groups)
             plain = outcome_advantages(self.algorithm.advantage, [s.reward for s in batch.samples], groups)
             return replace(found, num_without_signal=plain.num_without_signal), {}
@@ -431,7 +435,7 @@ class LocalTrainer:
         """Of each token of a micro-batch [C]."""
         if advantages.tokens is None:
             return micro.advantages
-        ends = np.cumsum([len(sample.completion.tokens) for sample in batch.samples])
+        ends = np.cumsum(sampled_lengths(batch.samples))
         slices = np.split(advantages.tokens, ends[:-1])
         return self._of_sequences(np.concatenate([slices[index] for index in piece.chosen]))
 
