@@ -233,10 +233,11 @@ def test_a_version_that_arrives_damaged_is_sent_again_and_then_the_instance_is_l
 def test_an_environment_that_never_returns_fails_its_trajectory_alone(tmp_path: Path) -> None:
     class Sleeps(InProcess):
         async def episode(self, prompt: Prompt, policy: Policy) -> float:
-            reward = await super().episode(prompt, policy)
-            if (await policy.generate(prompt.tokens)).id in (2, 7) and self.attempts[2] < 2:
+            completion = await policy.generate(prompt.tokens)
+            self.attempts[completion.id] += 1
+            if completion.id in (2, 7) and self.attempts[2] < 2:
                 await asyncio.sleep(60)
-            return reward
+            return self.score(prompt, completion, self.attempts[completion.id])
 
     bench = Bench(tmp_path, plan(retries=1), environment=Sleeps(), stall_s=0.4, reward_s=0.2)
     began = time.monotonic()

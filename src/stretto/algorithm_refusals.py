@@ -84,6 +84,11 @@ def impossible_algorithm(recipe: Recipe) -> Iterable[str]:
             f"`algorithm.critic.clip = {critic.clip}` has no effect: with `training.optimizer_steps = 1` a value is "
             "the one before the update; leave it out, or raise `training.optimizer_steps`"
         )
+    if algorithm.turns is not None and recipe.task.max_turns == 1:
+        yield (
+            f'`[algorithm.turns]` has no effect with `task.type = "{recipe.task.type}"`, whose episodes have one turn; '
+            'leave it out, or choose a task with `turns`, such as "guess" or an "environment" of your own'
+        )
     if algorithm.length is not None:
         yield from length_refusals(algorithm.length, max_tokens=rollout.max_tokens, group=rollout.group)
 
@@ -148,6 +153,8 @@ def _filtered_signal(recipe: Recipe) -> Iterable[str]:
         )
     if algorithm.length is not None and algorithm.length.type == "relative":
         found['algorithm.length.type = "relative"'] = "tells apart trajectories of equal rewards by their lengths", ""
+    if algorithm.turns is not None:
+        found["[algorithm.turns]"] = "tells apart the turns of trajectories of equal rewards", ""
     for option, (what, instead) in found.items():
         yield (
             f'`rollout.filter = "no-signal"` is refused with `{option}`, which {what}: the filter would replace groups '

@@ -69,8 +69,6 @@ class ModelSection(Section):
 class TaskSection(Section):
     """What every task has."""
 
-    reward_seconds: float = Field(10.0, gt=0, description="Deadline of one call of the reward function")
-    reward_workers: int = Field(1, ge=1, description="Processes that run the reward function")
     order: Literal["shuffled", "pass-rate"] = Field(
         "shuffled", description="Every row once an epoch, or the more often the less it was solved of late"
     )
@@ -78,15 +76,37 @@ class TaskSection(Section):
         None, gt=0, description='The reward that counts as solved, for `order = "pass-rate"`; default: 1'
     )
 
+    @property
+    def max_turns(self) -> int:
+        """Of one episode."""
+        return 1
 
-class CountdownChainSection(TaskSection):
+
+class ScoredSection(TaskSection):
+    """A task of one turn, which a reward function scores."""
+
+    reward_seconds: float = Field(10.0, gt=0, description="Deadline of one call of the reward function")
+    reward_workers: int = Field(1, ge=1, description="Processes that run the reward function")
+
+
+class PlayedSection(TaskSection):
+    """A task whose episodes an environment plays, of several turns perhaps, and says what they earn."""
+
+    turns: int = Field(ge=1, description="Most turns of an episode")
+
+    @property
+    def max_turns(self) -> int:
+        return self.turns
+
+
+class CountdownChainSection(ScoredSection):
     """The quickstart's task: `4+3*17?` asks for (4 + 3*17) mod 10, by a chain of steps."""
 
     type: Literal["countdown-chain"]
     size: int = Field(4_096, ge=1, description="Rows to draw")
 
 
-class ReasoningGymSection(TaskSection):
+class ReasoningGymSection(ScoredSection):
     """Any task of the package reasoning-gym."""
 
     type: Literal["reasoning-gym"]
@@ -97,7 +117,7 @@ class ReasoningGymSection(TaskSection):
     instruction: str | None = Field(None, description="Said before the problem; default: answer after `Answer:`")
 
 
-class FileSection(TaskSection):
+class FileSection(ScoredSection):
     """A JSONL or Parquet file of prompts with a reward function."""
 
     type: Literal["file"]
@@ -107,7 +127,29 @@ class FileSection(TaskSection):
     system: str | None = Field(None, description="A system message; every `prompt` becomes a user's message after it")
 
 
-AnyTask = Annotated[CountdownChainSection | ReasoningGymSection | FileSection, Field(discriminator="type")]
+class GuessSection(PlayedSection):
+    """A small task of several turns: find a number from 1 to 7 by guesses that are answered with `>` or `<`."""
+
+    type: Literal["guess"]
+    size: int = Field(4_096, ge=1, description="Rows to draw")
+    turns: int = Field(3, ge=1, description="Guesses")
+
+
+class EnvironmentSection(PlayedSection):
+    """A JSONL or Parquet file of prompts with an environment of your own."""
+
+    type: Literal["environment"]
+    path: str = Field(description="File with a column `prompt` or `messages`")
+    environment: str = Field(description="`package.module:Class`")
+    config: dict[str, Any] = Field(default_factory=dict, description="The class's own options")
+    evaluation_path: str | None = Field(None, description="Held-out prompts; default: split off from `path`")
+    system: str | None = Field(None, description="A system message; every `prompt` becomes a user's message after it")
+
+
+AnyTask = Annotated[
+    CountdownChainSection | ReasoningGymSection | FileSection | GuessSection | EnvironmentSection,
+    Field(discriminator="type"),
+]
 
 
 class RolloutSection(Section):

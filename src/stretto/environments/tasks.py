@@ -1,6 +1,7 @@
 """Tasks: where prompts come from, what scores them, and what is held out to evaluate on.
 
-A task is one row of a table: its options are a dataclass, and `load_task` turns them into rows and a reward.
+A task is one row of a table: its options are a dataclass, and `load_task` turns them into rows and a reward, or into
+rows and an environment that plays its episodes and says what they earn.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from stretto.environments import countdown, reasoning_problems
+from stretto.environments import countdown, guess, reasoning_problems
+from stretto.environments.custom import EnvironmentSpec
 from stretto.environments.data import Row, load_rows, split_held_out
 from stretto.errors import RecipeError
 
@@ -24,12 +26,19 @@ HELD_OUT_SHARE = 5  # at most one row in so many is held out of a file
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a run needs of its task. Training and evaluation rows have no row in common."""
+    """What a run needs of its task. Training and evaluation rows have no row in common; where a prompt says nothing of
+    the answer, they are other draws."""
 
     name: str  # what errors and reports call it
     train: Sequence[Row]
     evaluation: Sequence[Row]  # empty: there is nothing to evaluate on
-    reward: str  # `package.module:function`
+    reward: str | None  # `package.module:function`, which scores the one completion of an episode
+    environment: EnvironmentSpec | None = None  # plays episodes of its own; one of the two is given
+
+    @property
+    def max_turns(self) -> int:
+        """Of one episode."""
+        return 1 if self.environment is None else self.environment.max_turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +72,27 @@ class FileOptions:
     system: str | None = None  # a system message; with it, every `prompt` becomes a user's message after it
 
 
-TaskOptions = CountdownChainOptions | ReasoningGymOptions | FileOptions
+@dataclass(frozen=True, slots=True)
+class GuessOptions:
+    """The small task of several turns."""
+
+    num_rows: int = 4096
+    seed: int = 0
+    turns: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentOptions:
+    """A file of your own and an environment of your own."""
+
+    path: Path
+    environment: EnvironmentSpec
+    evaluation_path: Path | None = None  # without it, rows of `path` are held out
+    seed: int = 0  # decides which
+    system: str | None = None  # a system message; with it, every `prompt` becomes a user's message after it
+
+
+TaskOptions = CountdownChainOptions | ReasoningGymOptions | FileOptions | GuessOptions | EnvironmentOptions
 
 
 def load_task(options: TaskOptions, *, num_evaluation: int = 128) -> Task:
@@ -74,7 +103,11 @@ def load_task(options: TaskOptions, *, num_evaluation: int = 128) -> Task:
         case ReasoningGymOptions():
             return _reasoning_gym(options, num_evaluation)
         case FileOptions():
-            return _file(options, num_evaluation)
+            return _file(options, num_evaluation, options.reward, None)
+        case GuessOptions():
+            return _guess(options, num_evaluation)
+        case EnvironmentOptions():
+            return _file(options, num_evaluation, None, options.environment)
 
 
 class GeneratedRows(Sequence[Row]):
@@ -115,6 +148,23 @@ def _countdown_chain(options: CountdownChainOptions, num_evaluation: int) -> Tas
         train=GeneratedRows(options.num_rows, partial(_countdown_row, seed=options.seed, held_out=False)),
         evaluation=GeneratedRows(num_evaluation, partial(_countdown_row, seed=options.seed, held_out=True)),
         reward=countdown.REWARD,
+    )
+
+
+# -- guess -------------------------------------------------------------------------------------------------------------
+
+
+def _guess_row(index: int, seed: int, *, held_out: bool) -> Row:
+    return Row(text=guess.PROMPT, columns={"number": guess.number_at(index, seed, held_out=held_out)})
+
+
+def _guess(options: GuessOptions, num_evaluation: int) -> Task:
+    return Task(
+        name="guess",
+        train=GeneratedRows(options.num_rows, partial(_guess_row, seed=options.seed, held_out=False)),
+        evaluation=GeneratedRows(num_evaluation, partial(_guess_row, seed=options.seed, held_out=True)),
+        reward=None,
+        environment=EnvironmentSpec(guess.ENVIRONMENT, options.turns, {"turns": options.turns}),
     )
 
 
@@ -184,13 +234,18 @@ def _reasoning_dataset(options: ReasoningGymOptions, datasets: Mapping[str, Any]
 # -- file --------------------------------------------------------------------------------------------------------------
 
 
-def _file(options: FileOptions, num_evaluation: int) -> Task:
+def _file(
+    options: FileOptions | EnvironmentOptions,
+    num_evaluation: int,
+    reward: str | None,
+    environment: EnvironmentSpec | None,
+) -> Task:
     rows = [_with_system(row, options.system) for row in load_rows(options.path)]
     if options.evaluation_path is not None:
         held_out = [_with_system(row, options.system) for row in load_rows(options.evaluation_path)][:num_evaluation]
     else:
         rows, held_out = split_held_out(rows, min(num_evaluation, len(rows) // HELD_OUT_SHARE), options.seed)
-    return Task(name=f"`{options.path}`", train=rows, evaluation=held_out, reward=options.reward)
+    return Task(f"`{options.path}`", rows, held_out, reward, environment)
 
 
 def _with_system(row: Row, system: str | None) -> Row:

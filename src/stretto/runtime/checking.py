@@ -10,7 +10,7 @@ from stretto.config import Recipe
 from stretto.models import load_config, load_tokenizer
 from stretto.refusals import without_effect
 from stretto.runtime.device import choose_device, resolved
-from stretto.runtime.inputs import check_reward, load_inputs
+from stretto.runtime.inputs import check_scoring, load_inputs
 from stretto.runtime.memory import context_length, describe_memory
 from stretto.runtime.parts import role_threads
 from stretto.tiny import WarmStart, tiny_config, tiny_tokenizer
@@ -22,20 +22,20 @@ def check(recipe: Recipe) -> str:
     """The recipe with its effective values, what is worth knowing of its data, and its memory.
 
     Raises what `train` would raise before it builds a model: of the recipe, the data set, the tokenizer, the lengths
-    of the prompts or the reward function. Starts nothing that stays, and writes nothing.
+    of the prompts, the reward function or the environment. Starts nothing that stays, and writes nothing.
     """
     recipe = resolved(recipe, choose_device(recipe.runtime.device))
     tiny = recipe.model.path == "tiny"
     config = tiny_config() if tiny else load_config(recipe.model.path)
     tokenizer = tiny_tokenizer() if tiny else load_tokenizer(recipe.model.path)
     inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=recipe.model.path)
-    check_reward(recipe, inputs.task)
+    scored = check_scoring(recipe, inputs.task, tokenizer)
     memory = describe_memory(recipe, inputs.longest_prompt)
     prompts = (
         f"{inputs.task.name}: {inputs.prompts.num_rows:,} prompts of up to {inputs.longest_prompt} tokens, "
         f"{0 if inputs.held_out is None else inputs.held_out.num_rows:,} held out, "
         + ("made by the chat template" if inputs.templated else "raw text")
-        + f", scored by `{inputs.task.reward}`"
+        + f", {scored}"
     )
     notes = [f"# {note}" for note in (prompts, *inputs.notes(recipe))]
     return effective(recipe) + "\n" + "\n".join([*notes, memory]) + "\n"

@@ -9,13 +9,23 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from stretto.config import CountdownChainSection, ReasoningGymSection, Recipe
+from stretto.config import (
+    CountdownChainSection,
+    EnvironmentSection,
+    GuessSection,
+    ReasoningGymSection,
+    Recipe,
+    ScoredSection,
+)
+from stretto.environments.custom import EnvironmentSpec, load_environment
 from stretto.environments.data import PromptStream
 from stretto.environments.order import PassRates
 from stretto.environments.rewards import RewardPool
 from stretto.environments.tasks import (
     CountdownChainOptions,
+    EnvironmentOptions,
     FileOptions,
+    GuessOptions,
     ReasoningGymOptions,
     Task,
     TaskOptions,
@@ -91,6 +101,8 @@ def reward_columns(task: Task) -> frozenset[str]:
 
 def reward_pool(recipe: Recipe, task: Task, said: Callable[[str], None] | None = None) -> RewardPool:
     """The pool that scores `task`; `said` is told every line that the function prints."""
+    assert task.reward is not None
+    assert isinstance(recipe.task, ScoredSection)
     return RewardPool(
         task.reward,
         workers=recipe.task.reward_workers,
@@ -100,8 +112,14 @@ def reward_pool(recipe: Recipe, task: Task, said: Callable[[str], None] | None =
     )
 
 
-def check_reward(recipe: Recipe, task: Task) -> None:
-    """Import the reward function as a run does, in a process of its own, and let it go again."""
+def check_scoring(recipe: Recipe, task: Task, tokenizer: Any) -> str:
+    """Import the reward function as a run does, in a process of its own, and let it go again; or make the environment.
+
+    Returns who scores, in words.
+    """
+    if task.environment is not None:
+        load_environment(task.environment, tokenizer)
+        return f"episodes of up to {task.max_turns} turns played by `{task.environment.name}`"
 
     async def start_and_close() -> None:
         pool = reward_pool(recipe, task)
@@ -111,6 +129,7 @@ def check_reward(recipe: Recipe, task: Task) -> None:
             await pool.close()
 
     asyncio.run(start_and_close())
+    return f"scored by `{task.reward}`"
 
 
 def _prompt_limits(recipe: Recipe, model_path: str, context: int) -> tuple[int, int]:
@@ -140,10 +159,10 @@ def task_options(recipe: Recipe) -> TaskOptions:
             scoring=task.scoring,
         )
         return options if task.instruction is None else replace(options, instruction=task.instruction)
-    return FileOptions(
-        path=Path(task.path),
-        reward=task.reward,
-        evaluation_path=None if task.evaluation_path is None else Path(task.evaluation_path),
-        seed=recipe.seed,
-        system=task.system,
-    )
+    if isinstance(task, GuessSection):
+        return GuessOptions(num_rows=task.size, seed=recipe.seed, turns=task.turns)
+    held_out = None if task.evaluation_path is None else Path(task.evaluation_path)
+    if isinstance(task, EnvironmentSection):
+        spec = EnvironmentSpec(task.environment, task.turns, task.model_dump(mode="json")["config"])
+        return EnvironmentOptions(Path(task.path), spec, held_out, recipe.seed, task.system)
+    return FileOptions(Path(task.path), task.reward, held_out, recipe.seed, task.system)

@@ -41,6 +41,7 @@ class Desk:
     sampling: Sampling
     threads: tuple[int, int]  # one instance, trainer
     vocabulary: int  # rows of the embedding: every token is below
+    tokenizer: Any
 
 
 @dataclass(slots=True)
@@ -77,7 +78,10 @@ class Parts(Desk):
                 again = load_model(model_path, choose_dtype(recipe.model.dtype, device), device)
             return make_core(recipe, again, need.kv_tokens, desk.decode)
 
-        return cls(desk.inputs, desk.decode, desk.sampling, desk.threads, desk.vocabulary, cores, another, trainer)
+        return cls(
+            desk.inputs, desk.decode, desk.sampling, desk.threads, desk.vocabulary, desk.tokenizer,
+            cores, another, trainer,
+        )  # fmt: skip
 
 
 def read_desk(recipe: Recipe, model_path: str) -> Desk:
@@ -94,7 +98,7 @@ def read_desk(recipe: Recipe, model_path: str) -> Desk:
         stop_strings=recipe.rollout.stop,
     )
     vocabulary = int(config.get_text_config().vocab_size)
-    return Desk(inputs, decoder_of(tokenizer), sampling, role_threads(recipe), vocabulary)
+    return Desk(inputs, decoder_of(tokenizer), sampling, role_threads(recipe), vocabulary, tokenizer)
 
 
 def decoder_of(tokenizer: Any) -> Decode:

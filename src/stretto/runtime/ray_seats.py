@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from stretto.config import Recipe
+from stretto.config import Recipe, ScoredSection
 from stretto.observe.progress import Observer
 from stretto.runtime.inputs import reward_columns
 from stretto.runtime.memory import longest_trajectory
@@ -27,7 +27,7 @@ from stretto.runtime.ray_pool import RayPool
 from stretto.runtime.ray_trainer import RankedTrainer, rank_options
 from stretto.runtime.ray_weights import WeightsHandle, WeightsStore
 from stretto.runtime.roles import TrainerSeat
-from stretto.runtime.seats import Seats
+from stretto.runtime.seats import NoRewards, Rewards, Seats
 from stretto.runtime.trainer_recovery import restoring
 from stretto.store.journal import Journal
 from stretto.store.versions import VersionFiles
@@ -77,18 +77,21 @@ def ray_seats(
         ),
         instance_seconds=runtime.instance_seconds,
     )
-    rewards = RayRewards(
-        RewardOptions(
-            desk.inputs.task.reward,
-            workers=recipe.task.reward_workers,
-            deadline_s=recipe.task.reward_seconds,
-            columns=reward_columns(desk.inputs.task),
-            folder=str(Path.cwd()),
-        ),
-        said=said,
-        instance_seconds=runtime.instance_seconds,
-        notice=partial(note, "reward host lost"),
-    )
+    rewards: Rewards = NoRewards()
+    if isinstance(recipe.task, ScoredSection):
+        assert desk.inputs.task.reward is not None
+        rewards = RayRewards(
+            RewardOptions(
+                desk.inputs.task.reward,
+                workers=recipe.task.reward_workers,
+                deadline_s=recipe.task.reward_seconds,
+                columns=reward_columns(desk.inputs.task),
+                folder=str(Path.cwd()),
+            ),
+            said=said,
+            instance_seconds=runtime.instance_seconds,
+            notice=partial(note, "reward host lost"),
+        )
     seat = RankedTrainer(
         rank_options(recipe, source, folder), deadline_s=runtime.update_seconds, notice=partial(note, "trainer lost")
     )

@@ -33,6 +33,8 @@ from transformers.utils import logging as transformers_logging
 from stretto.config import Recipe
 from stretto.core.brain import Brain
 from stretto.engines.protocol import Engine
+from stretto.environments.custom import load_environment
+from stretto.environments.protocol import Environment
 from stretto.environments.reward_output import RewardOutput
 from stretto.environments.single_turn import SingleTurn
 from stretto.errors import ChecksumError, EngineError, RequestError, VersionNotResidentError
@@ -174,7 +176,7 @@ async def _run(
 ) -> dict[str, Any]:
     parts, pool = seats.desk, seats.pool
     plan, metrics = recipe.plan, JsonLines(folder / "metrics.jsonl")
-    environment = SingleTurn(seats.rewards, parts.decode)
+    environment = _environment(seats)
     journal.begin(_facts(recipe, parts.inputs.prompts.num_rows), at=time.time())
     resumed = await take_up(
         folder,
@@ -189,7 +191,7 @@ async def _run(
     brain = resumed.brain
     tally = Tally(rows=plan.rows, sink=metrics, totals=resumed.totals)
     evaluator = _evaluator(recipe, parts, environment, journal)
-    deadlines = recipe.runtime.instance_seconds, seats.rewards.longest_s
+    deadlines = recipe.runtime.instance_seconds, seats.rewards.longest_s or recipe.runtime.stall_seconds
     if evaluator is not None and brain.newest == 0 and not resumed.evaluated_before:
         await _evaluate_alone(deadlines, evaluator, pool, resumed.weights[0], "before", tally, observer)
 
@@ -217,6 +219,7 @@ async def _run(
             replacements=recipe.runtime.replacements,
             rebalance_s=recipe.runtime.rebalance_seconds,
             vocabulary=parts.vocabulary,
+            max_turns=parts.inputs.task.max_turns,
         ),
         weights=resumed.weights,
         flights=resumed.flights,
@@ -325,7 +328,15 @@ async def _evaluate_on(
         await asyncio.gather(working, return_exceptions=True)
 
 
-def _evaluator(recipe: Recipe, parts: Desk, environment: SingleTurn, journal: Journal) -> Evaluator | None:
+def _environment(seats: Seats) -> Environment:
+    """What plays the episodes of the task: of one turn, scored by its reward, or of its own environment."""
+    spec = seats.desk.inputs.task.environment
+    if spec is None:
+        return SingleTurn(seats.rewards, seats.desk.decode)
+    return load_environment(spec, seats.desk.tokenizer)
+
+
+def _evaluator(recipe: Recipe, parts: Desk, environment: Environment, journal: Journal) -> Evaluator | None:
     if parts.inputs.held_out is None:
         return None
     wanted = recipe.evaluation
@@ -344,6 +355,7 @@ def _evaluator(recipe: Recipe, parts: Desk, environment: SingleTurn, journal: Jo
         seed=recipe.seed,
         journal=journal,
         vocabulary=parts.vocabulary,
+        max_turns=parts.inputs.task.max_turns,
     )
 
 

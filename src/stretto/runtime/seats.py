@@ -40,6 +40,21 @@ class Rewards(Protocol):
         ...
 
 
+class NoRewards:
+    """Of a task whose environment says itself what its episodes earn."""
+
+    longest_s = 0.0
+
+    async def start(self) -> None:
+        pass
+
+    async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+        raise AssertionError("an environment of its own scores this task")
+
+    async def close(self) -> None:
+        pass
+
+
 async def _nothing_to_reserve() -> None:
     pass
 
@@ -79,5 +94,6 @@ def local_seats(
             notice=observer.message,
         )
 
-    rewards = reward_pool(recipe, parts.inputs.task, said)
+    task = parts.inputs.task
+    rewards = NoRewards() if task.reward is None else reward_pool(recipe, task, said)
     return Seats(parts, rewards, pool, make_trainer, lambda weights: on_device(weights, parts.trainer.device))

@@ -86,8 +86,8 @@ class SampleRecord:
     reward: float | None
     num_tokens: int  # sampled
     finish: str
-    turn_rewards: tuple[float, ...] | None  # of each turn, where they are told apart
     turns: int
+    turn_rewards: tuple[float, ...] | None  # of each, where they are told apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,13 +287,13 @@ class JournalReader:
         """The samples of an update, in the order of its batch, as people read them."""
         rows = self._rows(
             "SELECT m.trajectory, t.group_id, t.member, t.version, m.update_id - t.version, m.use, g.prompt_text, "
-            "COALESCE(c.text, ''), t.reward, COALESCE(c.num_sampled, 0), COALESCE(c.finish, ''), t.turn_rewards, "
-            "COALESCE(LENGTH(c.turns) / 8, 1) FROM members m "
+            "COALESCE(c.text, ''), t.reward, COALESCE(c.num_sampled, 0), COALESCE(c.finish, ''), "
+            "COALESCE(LENGTH(c.turns) / 8, 1), t.turn_rewards FROM members m "
             "JOIN trajectories t USING (trajectory) JOIN groups g USING (group_id) "
             "LEFT JOIN completions c USING (trajectory) WHERE m.update_id = ? ORDER BY m.position",
             update,
         )
-        return [SampleRecord(*row[:11], turn_rewards=_rewards(row[11]), turns=row[12]) for row in rows]
+        return [SampleRecord(*row[:-1], _rewards(row[-1])) for row in rows]
 
     def evaluations(self) -> list[EvaluationRecord]:
         """Every evaluation, in the order in which they ended."""
