@@ -109,6 +109,7 @@ class Bench:
     instances: int = 1  # of that pool
     replacements: int = 0
     instance_s: float = 20.0
+    max_turns: int = 1
     rebalance_s: float = 5.0
     beside: Callable[[Bench], Coroutine[Any, Any, None]] | None = None  # runs beside the loop
 
@@ -172,6 +173,7 @@ class Bench:
                     replacements=self.replacements,
                     rebalance_s=self.rebalance_s,
                     vocabulary=100,
+                    max_turns=self.max_turns,
                 ),
                 weights=weights or {},
                 flights={id: _anew(flight) for id, flight in self.flights.items()},
@@ -201,10 +203,13 @@ class Bench:
 
 def _anew(flight: Flight) -> Flight:
     """What a run that is taken up knows of a trajectory: nothing of where it was and what was asked for it."""
-    return Flight(
+    again = Flight(
         flight.id, flight.group, flight.version, flight.seed, flight.prompt, flight.row_number,
         completion=flight.completion, reward=flight.reward, suspended=flight.suspended,
+        turn_rewards=flight.turn_rewards,
     )  # fmt: skip
+    again.turns = flight.turns
+    return again
 
 
 def plan(paradigm: str = "multi-version", **options: Any) -> Plan:

@@ -144,6 +144,7 @@ class Flights:
         self._max_turns = max_turns
         self._versions = versions
         self._newest: dict[int, int] = {}  # the version that each instance was last brought
+        self._swaps: dict[int, asyncio.Future[None]] = {}  # the last one of each instance
         self._checksums: dict[int, str] = {}  # of the versions that instances were told to load
         self._surveyed: dict[int, Load] = {}  # what each instance said at the last survey
         self._prefill_rate = 0.0  # the fastest that was seen
@@ -284,12 +285,13 @@ class Flights:
                 self._accused = None
 
     async def _generate_now(self, flight: Flight, policy: _Policy, tokens: Sequence[int], room: int) -> Completion:
-        instance, version = policy.instance, policy.version
+        instance, version, number = policy.instance, policy.version, len(flight.turns.done)
+        if number and instance in self._swaps:  # which version there will be is known when it is done
+            await _all([self._swaps[instance]])
         if policy.outdated or instance not in self.instances.engines:
             # It was called back, its instance is lost, or it was dropped: either way nobody waits for this one.
             raise AbortedError(f"trajectory {flight.id} has nowhere to run")
         assert instance is not None, "only what has its last token has no instance"
-        number = len(flight.turns.done)
         if number and not self._pinned:  # between two turns it goes on under whatever its instance has come to
             version = max(version, self._newest.get(instance, version))
         suspended = None if flight.suspended is None else _under(flight.suspended, version)
@@ -386,8 +388,12 @@ class Flights:
 
     async def swap(self, instance: int, old: int, weights: Weights) -> None:
         """Have an instance go on under other weights with all that it runs under version `old`."""
-        await self._durable(weights.version)
-        await self._transfer(instance, weights, "swap", lambda engine: engine.swap(old, weights))
+        swapped = self._swaps[instance] = asyncio.get_running_loop().create_future()
+        try:
+            await self._durable(weights.version)
+            await self._transfer(instance, weights, "swap", lambda engine: engine.swap(old, weights))
+        finally:
+            swapped.set_result(None)
 
     async def unload(self, instance: int, version: int) -> None:
         """Have an instance forget a version, after whatever it was told before."""

@@ -293,7 +293,7 @@ class JournalReader:
             "LEFT JOIN completions c USING (trajectory) WHERE m.update_id = ? ORDER BY m.position",
             update,
         )
-        return [SampleRecord(*row[:-1], _rewards(row[-1])) for row in rows]
+        return [SampleRecord(*(*row[:-1], _rewards(row[-1]))) for row in rows]
 
     def evaluations(self) -> list[EvaluationRecord]:
         """Every evaluation, in the order in which they ended."""
