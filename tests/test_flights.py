@@ -16,6 +16,8 @@ from stretto.errors import EngineError, JournalError, RequestError, RewardError,
 from stretto.flights import Flight, Flights
 from stretto.instances import Instances
 from stretto.runtime.pool import FixedPool
+from stretto.seeds import turn_seed
+from stretto.turns import Turn
 from stretto.types import Capacity, Completion, Load, Prompt, Request, Sampling, Suspended, Weights
 
 PROMPT = Prompt(0, "1+1=", (1, 2, 3), {})
@@ -106,7 +108,13 @@ def suspended(version: int, token_versions: Sequence[int] | None = None) -> Susp
 
 
 def flights(
-    flight: Flight, engines: Mapping[int, Any], outcome: float | Exception = 1.0, *, pinned: bool = True
+    flight: Flight,
+    engines: Mapping[int, Any],
+    outcome: float | Exception = 1.0,
+    *,
+    pinned: bool = True,
+    environment: Any = None,
+    max_turns: int = 1,
 ) -> tuple[Flights, Recorder, list[Any]]:
     recorder, events = Recorder(), list[Any]()
     instances = Instances(
@@ -121,7 +129,7 @@ def flights(
     made = Flights(
         {flight.id: flight},
         instances=instances,
-        environment=Environment(outcome),
+        environment=environment or Environment(outcome),
         decode=lambda tokens: "text",
         sampling=Sampling(8),
         journal=recorder,  # type: ignore[arg-type]
@@ -129,6 +137,7 @@ def flights(
         tail=recorder,  # type: ignore[arg-type]
         post=events.append,
         pinned=pinned,
+        max_turns=max_turns,
     )
     return made, recorder, events
 
@@ -336,3 +345,125 @@ def test_when_a_suspect_fails_for_good_those_that_ran_beside_it_are_no_suspects_
     assert beside.losses == 4
     made.failed_for_good(guilty)
     assert (beside.losses, made.failed_in_a_row) == (0, 2)
+
+
+# -- several turns -----------------------------------------------------------------------------------------------------
+
+CONTEXT = (*PROMPT.tokens, 0, 1, 2, 3, 9)  # the prompt, the first turn, and what is observed behind it
+
+
+class Asks:
+    """Two turns, and a pause between them; then one reward."""
+
+    def __init__(self, *observed: int) -> None:
+        self.observed = observed or (9,)
+        self.pauses: list[asyncio.Event] = []
+        self.left: list[int] = []
+
+    async def episode(self, prompt: Prompt, policy: Policy) -> float:
+        first = await policy.generate(prompt.tokens)
+        self.left.append(policy.left)
+        for pause in self.pauses:
+            await pause.wait()
+        await policy.generate((*prompt.tokens, *first.tokens.tolist(), *self.observed))
+        return 0.5
+
+
+def first_turn_done(flight: Flight) -> Flight:
+    flight.turns.done.append(Turn(PROMPT.tokens, completion(1)))
+    return flight
+
+
+def second(version: int = 1) -> Request:
+    return Request(0, version, CONTEXT, seed=turn_seed(9, 1), sampling=Sampling(3), group=7)
+
+
+def test_two_turns_are_one_trajectory_that_ends_when_the_last_is_done() -> None:
+    flight, engine, asks = Flight(0, 7, 1, 9, PROMPT, 0), Engine(completion(1)), Asks()
+    engine.done = replace(engine.done, tokens=np.arange(3, dtype=np.int32), logprobs=np.zeros(3, np.float32))  # type: ignore[type-var]
+    made, recorder, events = flights(flight, {0: engine}, environment=asks, max_turns=2)
+    asyncio.run(fly(made, flight, 1, 0))
+    assert [each.sampling.max_tokens for each in engine.generated] == [8, 4]
+    assert asks.left == [5]
+    assert flight.completion is not None
+    assert flight.completion.tokens.tolist() == [0, 1, 2, 9, 0, 1, 2]
+    assert events == [core.Generated(0, 6), core.Scored(0, 0.5)]
+    assert [name for name, _ in recorder.told] == ["generated", "member_ended", "scored"]
+
+
+def test_a_turn_that_was_suspended_goes_on_behind_those_that_are_done() -> None:
+    flight = first_turn_done(Flight(0, 7, 1, 9, PROMPT, 0))
+    flight.suspended = replace(suspended(1), request=second())
+    engine = Engine(replace(completion(1), tokens=np.arange(3, dtype=np.int32), logprobs=np.zeros(3, np.float32)))
+    made, _, events = flights(flight, {0: engine}, environment=Asks(), max_turns=2)
+    asyncio.run(fly(made, flight, 1, 0))
+    assert not engine.generated
+    assert [each.request for each in engine.resumed] == [second()]
+    assert flight.completion is not None
+    assert flight.completion.turns is not None
+    assert flight.completion.turns.tolist() == [[0, 4], [5, 8]]
+    assert events == [core.Generated(0, 7), core.Scored(0, 0.5)]
+
+
+@pytest.mark.parametrize("observed", [(8,), (9, 9)])
+def test_an_episode_that_asks_for_something_else_when_it_is_run_again_fails_by_name(observed: tuple[int, ...]) -> None:
+    flight = first_turn_done(Flight(0, 7, 1, 9, PROMPT, 0))
+    flight.suspended = replace(suspended(1), request=second())
+    made, _, events = flights(flight, {0: Engine(completion(1))}, environment=Asks(*observed), max_turns=2)
+    asyncio.run(fly(made, flight, 1, 0))
+    (failed,) = events
+    assert isinstance(failed, core.GenerationFailed)
+    assert "asked for turn 1 with other tokens than the first time" in failed.reason
+    assert len(flight.turns.done) == 1
+
+
+def test_one_that_is_called_back_between_two_turns_goes_on_elsewhere_and_ends_once() -> None:
+    async def story() -> None:
+        flight, asks = Flight(0, 7, 1, 9, PROMPT, 0), Asks()
+        asks.pauses = [asyncio.Event()]
+        done = replace(completion(1), tokens=np.arange(3, dtype=np.int32), logprobs=np.zeros(3, np.float32))
+        one, other = Engine(done), Engine(done)
+
+        async def suspend(ids: Sequence[int], *, kv: bool) -> list[Suspended]:
+            return []  # it has nothing of it between two turns
+
+        one.suspend = suspend  # type: ignore[method-assign]
+        made, _, events = flights(flight, {0: one, 1: other}, environment=asks, max_turns=2)
+        first = asyncio.create_task(made.launch(flight, 1, 0))
+        while not flight.turns.done:
+            await asyncio.sleep(0)
+        await made.suspend(0, [0], "moves")
+        again = asyncio.create_task(made.launch(flight, 1, 1, resumed=True, reason="moves"))
+        await asyncio.sleep(0.01)
+        asks.pauses[0].set()
+        await asyncio.gather(first, again)
+        assert (len(one.generated), len(other.generated)) == (1, 1)
+        assert other.generated[0].seed == turn_seed(9, 1)
+        assert events == [core.Generated(0, 6), core.Scored(0, 0.5)]
+
+    asyncio.run(story())
+
+
+def test_what_fails_after_a_turn_keeps_it_for_the_next_try() -> None:
+    flight = first_turn_done(Flight(0, 7, 1, 9, PROMPT, 0))
+    made, _, events = flights(flight, {0: Engine(RequestError("no"))}, environment=Asks(), max_turns=2)
+    asyncio.run(fly(made, flight, 1, 0))
+    assert events == [core.GenerationFailed(0, "no", 0)]
+    assert (len(flight.turns.done), flight.num_sampled) == (1, 4)
+
+
+def test_a_trajectory_that_has_its_last_token_is_scored_with_the_turns_that_it_had() -> None:
+    made_before = Flight(0, 7, 1, 9, PROMPT, 0)
+    made_before.turns.add(PROMPT.tokens, completion(1))
+    made_before.turns.add(CONTEXT, replace(completion(1), tokens=np.arange(3, dtype=np.int32)))
+    whole = replace(made_before.turns.done[0].completion, tokens=np.array([0, 1, 2, 3, 9, 0, 1, 2], np.int32))
+    whole = replace(whole, logprobs=np.zeros(8, np.float32), turns=np.array([[0, 4], [5, 8]], np.int32))
+    flight = Flight(0, 7, 1, 9, PROMPT, 0, completion=whole)
+    made, recorder, events = flights(flight, {}, environment=Asks(), max_turns=3)
+
+    async def scored() -> None:
+        await made.score(flight)
+
+    asyncio.run(scored())
+    assert events == [core.Scored(0, 0.5)]
+    assert [name for name, _ in recorder.told] == ["member_ended", "scored"]

@@ -20,7 +20,7 @@ from stretto.store.checkpoint import (
     find_checkpoint,
     load_checkpoint,
 )
-from stretto.types import Request, Sampling, Supports, Suspended
+from stretto.types import Completion, Request, Sampling, Supports, Suspended
 
 
 def suspended(id: int, num_tokens: int, versions: bool = False, supports: bool = False) -> Suspended:
@@ -74,6 +74,37 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert same(checkpoint.suspended[10], suspended(10, 4))
     assert same(checkpoint.suspended[11], suspended(11, 0))
     assert same(checkpoint.suspended[12], suspended(12, 2, True, supports=True))
+
+
+def test_the_turns_that_were_done_come_back(tmp_path: Path) -> None:
+    counts = np.array([2, 1, 1], dtype=np.int32)
+    made = Completion(
+        id=12,
+        version=3,
+        tokens=np.array([7, 90, 8], dtype=np.int32),
+        logprobs=np.array([-0.5, 0.0, -0.25], dtype=np.float32),
+        finish="stop",
+        checksum="abc",
+        token_versions=np.array([3, 4, 4], dtype=np.int32),
+        started_at=1.5,
+        finished_at=2.5,
+        prefilled=9,
+        supports=Supports(counts, np.array([7, 1, 90, 8], dtype=np.int32)),
+        turns=np.array([[0, 1], [2, 3]], dtype=np.int32),
+    )
+    one = Completion(13, 3, made.tokens.copy(), made.logprobs.copy(), "stop", "abc")
+    folder = complete_checkpoint(begin_checkpoint(tmp_path, 4), [suspended(12, 2)], [made, one])
+    read = load_checkpoint(folder)
+    assert same(read.suspended[12], suspended(12, 2))
+    for name in Completion.__dataclass_fields__:
+        for before, after in ((made, read.turns[12]), (one, read.turns[13])):
+            old, new = getattr(before, name), getattr(after, name)
+            if isinstance(old, Supports):
+                assert np.array_equal(old.counts, new.counts)
+                assert np.array_equal(old.tokens, new.tokens)
+            else:
+                assert np.array_equal(old, new), name
+                assert getattr(old, "dtype", None) == getattr(new, "dtype", None)
 
 
 def test_a_run_with_nothing_under_way_comes_back_too(tmp_path: Path) -> None:

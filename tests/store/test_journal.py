@@ -37,7 +37,7 @@ def test_what_was_recorded_is_read_back(recorder, tmp_path):
     run.journal.flush()
     with JournalReader(tmp_path) as reader:
         completion, reward, turn_rewards = reader.load_completion(0)
-        assert (reward, turn_rewards, completion.turns) == (0.75, None, None)
+        assert (reward, turn_rewards, completion.turns, completion.num_sampled) == (0.75, None, None, 4)
         assert completion.tokens.tolist() == [0, 1, 2, 3]
         assert completion.tokens.dtype == np.int32
         assert completion.logprobs.tolist() == [-0.5] * 4
@@ -473,3 +473,27 @@ def test_instances_and_moves_are_recorded_with_their_session(recorder, tmp_path)
         moves = db.execute("SELECT trajectory, source, target, context, num_bytes, prefilled FROM moves").fetchall()
     assert joined == [(1, 0, 2, 3.0, "lost", "it hangs"), (1, 1, 1, None, None, None)]
     assert moves == [(1, 0, 1, 40, 0, 40)]
+
+
+def test_turns_and_what_each_earned_are_read_back(recorder, tmp_path):
+    run = recorder()
+    run.publish(0)
+    run.admit(0)
+    made = Completion(
+        id=0,
+        version=0,
+        tokens=np.array([4, 5, 90, 6], dtype=np.int32),
+        logprobs=np.array([-0.5, -0.5, 0.0, -0.5], dtype=np.float32),
+        finish="stop",
+        checksum="sum0",
+        turns=np.array([[0, 2], [3, 4]], dtype=np.int32),
+    )
+    run.journal.generated(0, made, "45Z6", at=2.0)
+    run.journal.scored(0, 1.5, at=3.0, turns=(0.5, 1.0))
+    run.journal.flush()
+    with JournalReader(tmp_path) as reader:
+        completion, reward, turn_rewards = reader.load_completion(0)
+    assert (reward, turn_rewards) == (1.5, (0.5, 1.0))
+    assert completion.turns is not None
+    assert completion.turns.tolist() == [[0, 2], [3, 4]]
+    assert completion.num_sampled == 3

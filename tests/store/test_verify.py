@@ -45,6 +45,14 @@ def test_a_finished_run_keeps_every_law(finished_run):
     assert "24 trained once, 0 later uses" in text
 
 
+def spans(*places: int) -> str:
+    return np.array(places, dtype="<i4").tobytes().hex()
+
+
+def rewards(*values: float) -> str:
+    return np.array(values, dtype="<f8").tobytes().hex()
+
+
 BLOB_OF_TWOS = np.array([2, 2, 2, 2], dtype="<i4").tobytes().hex()
 NAN_LOGPROBS = np.array([-1, np.nan, -1, -1], dtype="<f4").tobytes().hex()
 POSITIVE_LOGPROBS = np.array([-1, 0.5, -1, -1], dtype="<f4").tobytes().hex()
@@ -87,7 +95,33 @@ DAMAGES = {
         ["DELETE FROM versions WHERE version = 4"],
         "update 3 is finished and version 4 was never published",
     ),
-    # law 2
+    # law 2; trajectory 12 has four tokens
+    "2 a turn beyond the tokens": (
+        [f"UPDATE completions SET turns = x'{spans(0, 2, 3, 5)}' WHERE trajectory = 12"],
+        "12",
+    ),
+    "2 turns that overlap": ([f"UPDATE completions SET turns = x'{spans(0, 3, 2, 4)}' WHERE trajectory = 12"], "12"),
+    "2 turns that end before the tokens do": (
+        [f"UPDATE completions SET turns = x'{spans(0, 1, 2, 3)}' WHERE trajectory = 12"],
+        "trajectory 12 has turns at [[0, 1], [2, 3]], which do not lie one after the other in its 4 tokens",
+    ),
+    "2 turns that are not what was sampled": (
+        [f"UPDATE completions SET turns = x'{spans(0, 1, 3, 4)}' WHERE trajectory = 12"],
+        "trajectory 12 has 2 tokens in 2 turns, and 4 are recorded as sampled",
+    ),
+    "2 a turn of nothing": ([f"UPDATE completions SET turns = x'{spans(0, 0, 0, 4)}' WHERE trajectory = 12"], "12"),
+    "2 a log-probability of what was observed": (
+        [f"UPDATE completions SET turns = x'{spans(0, 1, 3, 4)}', num_sampled = 2 WHERE trajectory = 12"],
+        "trajectory 12 has log-probabilities of tokens that lie between its turns, which were observed",
+    ),
+    "2 rewards of more turns than there are": (
+        [f"UPDATE trajectories SET turn_rewards = x'{rewards(0.0, 0.0)}' WHERE trajectory = 12"],
+        "trajectory 12 has 1 turns and rewards of 2",
+    ),
+    "2 rewards of turns that add up to something else": (
+        [f"UPDATE trajectories SET turn_rewards = x'{rewards(0.5)}' WHERE trajectory = 12"],
+        "trajectory 12 has a reward of 0.0, and those of its turns add up to 0.5",
+    ),
     "2 a batch out of order": (
         ["UPDATE members SET position = 99 WHERE update_id = 2 AND position = 0"],
         "in the batch of update 2 trajectory 15",
