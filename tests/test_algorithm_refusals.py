@@ -189,3 +189,29 @@ def test_the_estimator_of_a_divergence_follows_its_place_unless_it_is_named() ->
     assert estimate() == "k2"
     assert estimate(place="reward") == "k1"
     assert estimate(estimator="k3") == estimate(place="reward", estimator="k3") == "k3"
+
+
+# -- credit by turn ----------------------------------------------------------------------------------------------------
+
+GUESS = {"task": {"type": "guess"}}
+
+
+def test_credit_by_turn_is_for_tasks_of_several_turns() -> None:
+    assert parsed({"turns": {}}, **GUESS).algorithm.turns.gamma == 1.0
+    with pytest.raises(
+        RecipeError, match=r"`\[algorithm.turns\]` has no effect with `task.type = \"countdown-chain\"`, whose episodes"
+    ):
+        parsed({"turns": {}})
+    with pytest.raises(RecipeError, match=r"has no effect with `task.turns = 1`, whose episodes have one turn"):
+        parsed({"turns": {}}, task={"type": "guess", "turns": 1})
+
+
+def test_a_filter_that_would_throw_away_what_turns_tell_apart_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"refused with `\[algorithm.turns\]`, which tells apart the turns"):
+        parsed({"turns": {}}, **GUESS, **FILTER)
+
+
+def test_a_critic_has_a_discount_of_its_own() -> None:
+    assert parsed({"type": "ppo", "turns": {}}, **GUESS).algorithm.turns is not None
+    with pytest.raises(RecipeError, match=r"`algorithm.turns.gamma = 0.9` has no effect with a critic"):
+        parsed({"type": "ppo", "turns": {"gamma": 0.9}}, **GUESS)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from stretto.environments.data import PromptStream, Row
-from stretto.environments.protocol import Policy
+from stretto.environments.protocol import Outcome, Policy
 from stretto.errors import EngineError, RequestError, RewardError, VersionNotResidentError
 from stretto.evaluation import PRIORITY, EvaluationResult, Evaluator
 from stretto.store.journal import Journal, JournalReader
@@ -42,8 +42,9 @@ class Answers:
     async def generate(self, request: Request) -> Completion:
         self.requests.append(request)
         self._trouble(request)
-        empty = np.zeros(10, dtype=np.float32)
-        return Completion(request.id, request.version, np.zeros(10, dtype=np.int32), empty, "stop", self._checksum)
+        length = min(10, request.sampling.max_tokens)
+        empty = np.zeros(length, dtype=np.float32)
+        return Completion(request.id, request.version, np.zeros(length, dtype=np.int32), empty, "stop", self._checksum)
 
 
 class Scores:
@@ -61,15 +62,15 @@ def evaluate(
     version: int = 4,
     trouble: Callable[[Request], None] = lambda request: None,
     checksum: str = "sum",
+    **options: Any,
 ) -> tuple[EvaluationResult, list[Request], list[Any]]:
     rows = [Row(text=f"{number}+{number}=") for number in range(8)]
     prompts = PromptStream(rows, Characters(), seed=0, max_prompt_tokens=64, shuffle=False)
     engine: Any = Answers(trouble, checksum)
     with Journal.open(folder / f"{version}.sqlite") as journal:
         journal.begin(RunFacts("synchronous", 0, False, 1, 1, 1, 0, 9, 0), at=1.0)
-        evaluator = Evaluator(
-            prompts, 4, environment=Scores(), sampling=Sampling(max_tokens=16), seed=5, journal=journal
-        )
+        options = {"environment": Scores(), **options}
+        evaluator = Evaluator(prompts, 4, sampling=Sampling(max_tokens=16), seed=5, journal=journal, **options)
         result = asyncio.run(evaluator.evaluate(engine, version, "during", "sum"))
         evaluator.record(result)
     with JournalReader(folder / f"{version}.sqlite") as reader:
@@ -129,3 +130,33 @@ def test_an_engine_that_does_not_hold_what_it_had_confirmed_or_breaks_has_failed
 
     with pytest.raises(EngineError, match=r"not here|KeyError"):
         evaluate(tmp_path, trouble=trouble)
+
+
+class Talks:
+    """Two turns with three tokens between them; prompts from the second on go wrong in their own ways."""
+
+    async def episode(self, prompt: Prompt, policy: Policy) -> Outcome:
+        assert policy.left == 16
+        first = await policy.generate(prompt.tokens)
+        assert policy.left == 6
+        match prompt.index:
+            case 1:
+                raise KeyError("a mistake in the environment")
+            case 2:
+                await asyncio.sleep(60)
+        await policy.generate([*prompt.tokens, *first.tokens.tolist(), 1, 2, 3])
+        return Outcome((0.25, 0.5))
+
+
+def test_an_episode_of_several_turns_is_evaluated_and_what_goes_wrong_in_one_is_counted(tmp_path: Path) -> None:
+    def trouble(request: Request) -> None:
+        if request.id == -4 and len(request.prompt) > 10:
+            raise RequestError("too long")
+
+    result, requests, _ = evaluate(tmp_path, trouble=trouble, environment=Talks(), max_turns=2, episode_s=0.2)
+    assert (result.num_scored, result.num_failed, result.score) == (1, 3, 0.75)
+    first = [request for request in requests if request.id == -1]
+    assert [request.sampling.max_tokens for request in first] == [16, 3]
+    assert first[1].prompt == (*first[0].prompt, *[0] * 10, 1, 2, 3)
+    assert first[0].seed != first[1].seed
+    assert result.mean_tokens == (13 + 10 + 10 + 10) / 4

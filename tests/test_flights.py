@@ -467,3 +467,42 @@ def test_a_trajectory_that_has_its_last_token_is_scored_with_the_turns_that_it_h
     asyncio.run(scored())
     assert events == [core.Scored(0, 0.5)]
     assert [name for name, _ in recorder.told] == ["member_ended", "scored"]
+
+
+@pytest.mark.parametrize("fault", [EngineError("gone"), SuspendedError("out"), RequestError("no")])
+def test_what_keeps_an_episode_from_its_tokens_is_not_the_environments_to_hide(fault: Exception) -> None:
+    class Hides(Asks):
+        async def episode(self, prompt: Prompt, policy: Policy) -> float:
+            try:
+                return await super().episode(prompt, policy)
+            except Exception:
+                return 1.0
+
+    flight = first_turn_done(Flight(0, 7, 1, 9, PROMPT, 0))
+    made, _, events = flights(flight, {0: Engine(fault), 1: Engine(fault)}, environment=Hides(), max_turns=2)
+    asyncio.run(fly(made, flight, 1, 0))
+    assert events == [core.GenerationFailed(0, "no", 0) if isinstance(fault, RequestError) else core.Lost(0)]
+
+
+def test_an_environment_that_breaks_an_assertion_of_its_own_fails_its_trajectory() -> None:
+    flight = Flight(0, 0, 1, 9, PROMPT, 0)
+    made, _, events = flights(flight, {0: Engine(completion(1))}, AssertionError("two is three"))
+    asyncio.run(fly(made, flight, 1, 0))
+    assert events[-1] == core.ScoringFailed(0, "AssertionError: two is three")
+
+
+def test_two_turns_at_once_are_refused() -> None:
+    class AtOnce(Asks):
+        async def episode(self, prompt: Prompt, policy: Policy) -> float:
+            await asyncio.gather(policy.generate(prompt.tokens), policy.generate(prompt.tokens))
+            return 1.0
+
+    class Takes(Engine):
+        async def generate(self, request: Request) -> Completion:
+            await asyncio.sleep(0.01)
+            return await super().generate(request)
+
+    flight = Flight(0, 0, 1, 9, PROMPT, 0)
+    made, _, events = flights(flight, {0: Takes(completion(1))}, environment=AtOnce(), max_turns=2)
+    asyncio.run(fly(made, flight, 1, 0))
+    assert "before the last one was done" in events[-1].reason

@@ -85,9 +85,10 @@ def impossible_algorithm(recipe: Recipe) -> Iterable[str]:
             "the one before the update; leave it out, or raise `training.optimizer_steps`"
         )
     if algorithm.turns is not None and recipe.task.max_turns == 1:
+        one = "task.turns = 1" if hasattr(recipe.task, "turns") else f'task.type = "{recipe.task.type}"'
         yield (
-            f'`[algorithm.turns]` has no effect with `task.type = "{recipe.task.type}"`, whose episodes have one turn; '
-            'leave it out, or choose a task with `turns`, such as "guess" or an "environment" of your own'
+            f"`[algorithm.turns]` has no effect with `{one}`, whose episodes have one turn; leave it out, or choose a "
+            'task of several `turns`, such as "guess" or an "environment" of your own'
         )
     if algorithm.length is not None:
         yield from length_refusals(algorithm.length, max_tokens=rollout.max_tokens, group=rollout.group)

@@ -166,7 +166,9 @@ class RolloutSection(Section):
     group: int = Field(8, ge=1, description="Trajectories per group (G)")
     rows: int | None = Field(None, ge=1, description="Target of running trajectories; default: B * G")
     in_flight: int | None = Field(None, ge=1, description="Most groups outstanding; default: 1.5 * B")
-    max_tokens: int = Field(256, ge=1, description="Longest completion")
+    max_tokens: int = Field(
+        256, ge=1, description="Longest completion; of an episode with turns, all that follows its prompt"
+    )
     temperature: float = Field(1.0, gt=0, description="Sampling temperature")
     top_p: float = Field(
         1.0, gt=0, le=1, description="Draw from the likeliest tokens with this share of the probability; 1: from all"

@@ -51,8 +51,12 @@ class Evaluator:
         journal: Journal,
         vocabulary: int | None = None,
         max_turns: int = 1,
+        episode_s: float | None = None,
     ) -> None:
-        """`vocabulary`: tokens that an engine may answer with; None: any. `max_turns`: of one episode."""
+        """`vocabulary`: tokens that an engine may answer with; None: any. `max_turns`: of one episode.
+
+        `episode_s`: an environment's deadline between tokens.
+        """
         self._prompts = prompts
         self._count = count
         self._environment = environment
@@ -61,6 +65,7 @@ class Evaluator:
         self._journal = journal
         self._vocabulary = vocabulary
         self._max_turns = max_turns
+        self._episode_s = episode_s
         self.num_ended = 0  # episodes, scored or failed, of all evaluations
 
     async def evaluate(
@@ -101,8 +106,20 @@ class Evaluator:
 
     async def _episode(self, prompt: Prompt, policy: _EvaluationPolicy) -> float:
         try:
-            reward, _ = earned(await self._environment.episode(prompt, policy), len(policy.turns.done))
+            async with asyncio.timeout(self._episode_s) as policy.limit:
+                outcome = await self._environment.episode(prompt, policy)
+            if policy.fault is not None:
+                raise policy.fault
+            reward, _ = earned(outcome, len(policy.turns.done))
             return reward
+        except Exception as error:
+            if policy.fault is not None:
+                raise policy.fault from None
+            if isinstance(error, StrettoError):
+                raise
+            late = isinstance(error, TimeoutError) and policy.limit.expired()
+            said = f"it has not returned for {self._episode_s:g} s" if late else f"{type(error).__name__}: {error}"
+            raise RewardError(f"the environment failed in an evaluation: {said}") from error
         finally:
             self.num_ended += 1
 
@@ -123,7 +140,7 @@ class Evaluator:
 
 
 class _EvaluationPolicy:
-    __slots__ = ("_checksums", "_engine", "_index", "_owner", "_version", "turns")
+    __slots__ = ("_checksums", "_engine", "_index", "_owner", "_version", "fault", "limit", "turns")
 
     def __init__(
         self, owner: Evaluator, engine: Engine, version: int, checksums: Mapping[int, str], index: int, prompt: Prompt
@@ -134,6 +151,8 @@ class _EvaluationPolicy:
         self._checksums = checksums
         self._index = index
         self.turns = Turns(prompt.tokens)
+        self.fault: StrettoError | None = None  # why it got no tokens, whatever the environment makes of that
+        self.limit = asyncio.timeout(None)  # of the environment, while no token is waited for
 
     @property
     def left(self) -> int:
@@ -150,6 +169,18 @@ class _EvaluationPolicy:
             sampling=replace(owner._sampling, max_tokens=room),
             priority=PRIORITY,
         )
+        self.limit.reschedule(None)
+        try:
+            completion = await self._answer(request)
+        except StrettoError as error:
+            self.fault = error
+            raise
+        self.turns.add(tokens, completion)
+        if owner._episode_s is not None:
+            self.limit.reschedule(asyncio.get_running_loop().time() + owner._episode_s)
+        return completion
+
+    async def _answer(self, request: Request) -> Completion:
         try:
             completion = await self._engine.generate(request)
         except VersionNotResidentError as error:
@@ -158,6 +189,6 @@ class _EvaluationPolicy:
             raise
         except Exception as error:
             raise EngineError(f"it answered an evaluation with {type(error).__name__}: {error}") from error
-        refuse_answer(completion, request, checksums=self._checksums, vocabulary=owner._vocabulary, continued=False)
-        self.turns.add(tokens, completion)
+        vocabulary = self._owner._vocabulary
+        refuse_answer(completion, request, checksums=self._checksums, vocabulary=vocabulary, continued=False)
         return completion

@@ -30,7 +30,7 @@ from stretto.answers import refuse_answer
 from stretto.core import messages as core
 from stretto.core.migration import MoveRates, carries_kv
 from stretto.engines.protocol import Engine
-from stretto.environments.protocol import Environment, earned
+from stretto.environments.protocol import Environment, Outcome, earned
 from stretto.environments.single_turn import Decode
 from stretto.errors import (
     AbortedError,
@@ -189,7 +189,7 @@ class Flights:
         self._episodes.add(policy)
         try:
             async with asyncio.timeout(self._episode_s) as policy.limit:
-                outcome = await self._environment.episode(flight.prompt, policy)
+                outcome = await self._play(flight, policy)
             if not flight.turns.done:
                 raise RewardError("the environment returned and never asked for a token: call `policy.generate`")
             reward, turn_rewards = earned(outcome, len(flight.turns.done))
@@ -208,7 +208,7 @@ class Flights:
                 since = "its last token" if flight.turns.done else "it began"
                 error = RewardError(f"the environment has not returned for {self._episode_s:g} s since {since}")
             ours = isinstance(error, StrettoError) and not isinstance(error, RewardError | RequestError)
-            if ours or isinstance(error, AssertionError):
+            if ours or (isinstance(error, AssertionError) and error is policy.fault):
                 raise  # not of this trajectory: of the journal, of the reward pool itself, of this file
             self._failed(flight, policy, error)
             return
@@ -223,6 +223,17 @@ class Flights:
         self._tail.member_ended(flight.group, scored=True)
         self._journal.scored(flight.id, reward, at=time.time(), turns=turn_rewards)
         self._post(core.Scored(flight.id, reward))
+
+    async def _play(self, flight: Flight, policy: _Policy) -> float | Outcome:
+        """Run its episode. What kept it from its tokens is raised, whatever the environment made of that."""
+        try:
+            outcome = await self._environment.episode(flight.prompt, policy)
+        except Exception:
+            if policy.fault is None:
+                raise
+        if policy.fault is not None:
+            raise policy.fault
+        return outcome
 
     def _failed(self, flight: Flight, policy: _Policy, error: Exception) -> None:
         reason = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
@@ -243,7 +254,7 @@ class Flights:
         names it, and is a failure of its own.
         """
         for flight in self.under_way.values():
-            if flight.instance == instance and flight.completion is None:
+            if flight.instance == instance and flight.completion is None and flight.decodes:
                 flight.losses += 1
                 if flight is self._accused:
                     reason = f"{flight.losses} instances were lost while it ran on them, the last because {error}"
@@ -615,17 +626,9 @@ class _Policy:
     """What one run of an episode asks for tokens: it gets the turns that are done back, and then new ones."""
 
     __slots__ = (
-        "_asked",
-        "_flight",
-        "_flights",
-        "_leg",
-        "completed",
-        "instance",
-        "limit",
-        "reason",
-        "resumed",
-        "version",
-    )
+        "_asked", "_asking", "_flight", "_flights", "_leg",
+        "completed", "fault", "instance", "limit", "reason", "resumed", "version",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -645,7 +648,9 @@ class _Policy:
         self.reason = reason
         self.limit = asyncio.timeout(None)  # of the environment, while no token is waited for
         self.completed = False  # the trajectory had its last token in this run of its episode
+        self.fault: Exception | None = None  # why it got no tokens, where that is not for the environment to judge
         self._asked = 0  # turns
+        self._asking = False
 
     @property
     def outdated(self) -> bool:
@@ -670,9 +675,27 @@ class _Policy:
         return max(0, self._flights._sampling.max_tokens - turns.num_tokens)
 
     async def generate(self, tokens: Sequence[int]) -> Completion:
+        if self._asking:
+            raise RewardError(
+                "the environment asked for a turn before the last one was done: await one after the other"
+            )
         self.limit.reschedule(None)
-        completion = await self._flights._turn(self._flight, self, self._asked, tokens)
+        self._asking = True
+        try:
+            completion = await self._flights._turn(self._flight, self, self._asked, tokens)
+        except RewardError:
+            self._work()  # it asked for what cannot be, and may ask for something else
+            raise
+        except Exception as error:
+            self.fault = error
+            raise
+        finally:
+            self._asking = False
         self._asked += 1
+        self._work()
+        return completion
+
+    def _work(self) -> None:
+        """The environment is at it again, within its deadline."""
         if self._flights._episode_s is not None:
             self.limit.reschedule(asyncio.get_running_loop().time() + self._flights._episode_s)
-        return completion

@@ -137,3 +137,12 @@ def test_the_rows_of_an_environment_of_your_own_are_those_of_its_file(here: Path
     task = load_task(options, num_evaluation=2)
     assert (len(task.train), len(task.evaluation), task.max_turns, task.reward) == (8, 2, 2, None)
     assert ENVIRONMENT != "my_environments:Mine"
+
+
+def test_the_example_asks_again_after_a_wrong_answer() -> None:
+    policy = Says("Lyon", "paris")
+    prompt = Prompt(0, "France: ", tuple(TOKENIZER.encode("France: ")), {"answer": "Paris"})
+    spec = EnvironmentSpec("examples.environment:SecondChance", 3, {"hint": "No: "})
+    outcome = asyncio.run(load_environment(spec, TOKENIZER).episode(prompt, policy))
+    assert outcome == Outcome((0.0, 1.0))
+    assert policy.asked == ["France: ", "France: Lyon\nNo: "]

@@ -190,7 +190,7 @@ async def _run(
     )
     brain = resumed.brain
     tally = Tally(rows=plan.rows, sink=metrics, totals=resumed.totals)
-    evaluator = _evaluator(recipe, parts, environment, journal)
+    evaluator = _evaluator(recipe, parts, environment, journal, seats.rewards.longest_s)
     deadlines = recipe.runtime.instance_seconds, seats.rewards.longest_s or recipe.runtime.stall_seconds
     if evaluator is not None and brain.newest == 0 and not resumed.evaluated_before:
         await _evaluate_alone(deadlines, evaluator, pool, resumed.weights[0], "before", tally, observer)
@@ -336,7 +336,10 @@ def _environment(seats: Seats) -> Environment:
     return load_environment(spec, seats.desk.tokenizer)
 
 
-def _evaluator(recipe: Recipe, parts: Desk, environment: Environment, journal: Journal) -> Evaluator | None:
+def _evaluator(
+    recipe: Recipe, parts: Desk, environment: Environment, journal: Journal, longest_s: float
+) -> Evaluator | None:
+    """`longest_s`: after so long at most a reward ends by itself."""
     if parts.inputs.held_out is None:
         return None
     wanted = recipe.evaluation
@@ -356,6 +359,7 @@ def _evaluator(recipe: Recipe, parts: Desk, environment: Environment, journal: J
         journal=journal,
         vocabulary=parts.vocabulary,
         max_turns=parts.inputs.task.max_turns,
+        episode_s=recipe.runtime.stall_seconds + longest_s,
     )
 
 
