@@ -128,11 +128,11 @@ class FileSection(ScoredSection):
 
 
 class GuessSection(PlayedSection):
-    """A small task of several turns: find a number from 1 to 7 by guesses that are answered with `>` or `<`."""
+    """A small task of several turns: find numbers from 1 to 7, by guesses that are answered with `>`, `<` or `!`."""
 
     type: Literal["guess"]
     size: int = Field(4_096, ge=1, description="Rows to draw")
-    turns: int = Field(3, ge=1, description="Guesses")
+    turns: int = Field(6, ge=1, description="Guesses")
 
 
 class EnvironmentSection(PlayedSection):

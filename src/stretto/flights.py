@@ -76,7 +76,7 @@ class Flight:
     source: int | None = None  # where it ran before
     leg: int = 0  # counts up when it is sent somewhere, and when it is called back
     leaving: list[asyncio.Future[None]] = field(default_factory=list)  # until its sources have answered
-    request: Request | None = None  # what an instance was last asked for it
+    request: Request | None = None  # what an instance was last asked for its turn under way
     call: asyncio.Future[None] | None = None  # until that instance's answer has come back
     called: int | None = None  # that instance
     context: int = 0  # tokens, prompt included, when its leg began
@@ -90,9 +90,9 @@ class Flight:
         self.turns = Turns(prompt) if made is None else Turns.of(prompt, made)
 
     @property
-    def decodes(self) -> bool:
-        """Whether an instance is at it, as far as anybody here knows; otherwise its environment is."""
-        return self.call is None or not self.call.done()
+    def between_turns(self) -> bool:
+        """Whether its environment is at it, and no instance."""
+        return bool(self.turns.done) and self.request is None
 
     @property
     def num_sampled(self) -> int:
@@ -254,7 +254,7 @@ class Flights:
         names it, and is a failure of its own.
         """
         for flight in self.under_way.values():
-            if flight.instance == instance and flight.completion is None and flight.decodes:
+            if flight.instance == instance and flight.completion is None and not flight.between_turns:
                 flight.losses += 1
                 if flight is self._accused:
                     reason = f"{flight.losses} instances were lost while it ran on them, the last because {error}"
@@ -344,7 +344,7 @@ class Flights:
             versions = np.full(len(completion.tokens), completion.version, dtype=np.int32)
             completion = replace(completion, token_versions=versions)
         flight.turns.add(tokens, completion)
-        flight.suspended, flight.context = None, len(tokens) + len(completion.tokens)
+        flight.suspended, flight.request, flight.context = None, None, len(tokens) + len(completion.tokens)
         if len(flight.turns.done) == self._max_turns or completion.finish == "length":
             self._complete(flight, policy)
         elif policy.outdated:
@@ -519,7 +519,7 @@ class Flights:
         most = self._sampling.max_tokens
         return {
             flight.id: min(
-                flight.context + (max(0, load.steps - flight.steps) if flight.decodes else 0),
+                flight.context + (0 if flight.between_turns else max(0, load.steps - flight.steps)),
                 len(flight.prompt.tokens) + most,
             )
             for flight in flights

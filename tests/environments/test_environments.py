@@ -38,38 +38,39 @@ class Says:
         return Completion(0, 0, np.array(said, np.int32), np.zeros(len(said), np.float32), "stop", "")
 
 
-def play(number: int, *answers: str, turns: int = 3) -> tuple[tuple[float, ...], list[str]]:
+def play(numbers: list[int], *answers: str) -> tuple[tuple[float, ...], list[str]]:
     policy = Says(*answers)
-    prompt = Prompt(0, PROMPT, tuple(TOKENIZER.encode(PROMPT)), {"number": number})
-    outcome = asyncio.run(Guess(TOKENIZER, turns=turns).episode(prompt, policy))
+    prompt = Prompt(0, PROMPT, tuple(TOKENIZER.encode(PROMPT)), {"numbers": numbers})
+    outcome = asyncio.run(Guess(TOKENIZER).episode(prompt, policy))
     assert isinstance(outcome, Outcome)
     return outcome.turns, policy.asked
 
 
-def test_the_game_answers_each_guess_until_the_number_is_named() -> None:
-    assert play(5, "4", "a6", "5") == ((0.0, 0.0, 1.0), ["1-7?", "1-7?4>", "1-7?4>a6<"])
-    assert play(4, "4") == ((1.0,), ["1-7?"])
+def test_the_game_answers_each_guess_and_goes_on_with_the_next_number() -> None:
+    rewards, asked = play([5, 2, 7, 7], "4", "a6", "5", "2")
+    assert rewards == (0.0, 0.0, 1.0, 1.0)
+    assert asked == ["1-7?", "1-7?4>", "1-7?4>a6<", "1-7?4>a6<5!"]
+    assert play([5, 4, 3], "5", "5", "4")[0] == (1.0, 0.0, 1.0), "nothing is ruled out of the next one"
 
 
 def test_a_guess_that_was_ruled_out_and_one_of_nothing_are_wasted() -> None:
-    rewards, asked = play(5, "4", "3", "x")
+    rewards, asked = play([5, 1, 1], "4", "3", "x")
     assert rewards == (0.0, WASTED, WASTED)
     assert asked[-1] == "1-7?4>3>"
-    assert play(5, "9", "x", "8")[0] == (WASTED, WASTED, WASTED)
+    assert play([5, 1, 1], "9", "x", "8")[0] == (WASTED, WASTED, WASTED)
 
 
 def test_the_game_ends_when_there_is_no_room_or_no_turn_left() -> None:
-    assert play(5, "4")[0] == (0.0,)
-    assert play(5, "1", "2", "3", "4", turns=2)[0] == (0.0, 0.0)
+    assert play([5, 1, 1], "4")[0] == (0.0,)
+    assert play([5, 1], "1", "2", "3", "4")[0] == (0.0, 0.0)
 
 
 def test_the_task_of_the_game_draws_every_number_and_says_none_in_its_prompt() -> None:
     task = load_task(GuessOptions(num_rows=200, turns=4), num_evaluation=100)
-    assert (
-        {row.columns["number"] for row in task.train}
-        == {row.columns["number"] for row in task.evaluation}
-        == set(range(1, 8))
-    )
+    for rows in (task.train, task.evaluation):
+        assert {number for row in rows for number in row.columns["numbers"]} == set(range(1, 8))
+        assert {len(row.columns["numbers"]) for row in rows} == {4}
+    assert task.train[0] != task.evaluation[0]
     assert {row.text for row in task.train} == {PROMPT}
     assert (task.max_turns, task.reward) == (4, None)
     assert task.environment is not None

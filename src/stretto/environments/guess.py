@@ -1,8 +1,8 @@
 """A small task of several turns: `guess`.
 
-A number from 1 to 7 is to be found. The prompt says nothing of it; each turn names a number with its last character and
-is answered by `>` where the number to find is greater, `<` where it is smaller, `?` where no number was named. Who asks
-for the middle of what is left finds every number in three turns.
+Numbers from 1 to 7 are to be found, one after the other, as many as there are turns for. The prompt says nothing of
+them; each turn names a number with its last character and is answered by `>` where the number to find is greater, `<`
+where it is smaller, `!` where it is found, after which the next one is to be found, and `?` where no number was named.
 
 A turn earns 1 for the number itself and `WASTED` for what the answers before had already ruled out, or for naming
 nothing; so what went wrong, and when, is told turn by turn. It can be learned from nothing: an untrained model names a
@@ -25,36 +25,38 @@ WASTED = -0.2
 ENVIRONMENT = "stretto.environments.guess:Guess"
 
 
-def number_at(index: int, seed: int, *, held_out: bool) -> int:
-    """Number `index` of the endless list that `seed` names."""
-    return Random(f"guess {seed} {held_out} {index}").randint(1, NUMBERS)
+def numbers_at(index: int, seed: int, turns: int, *, held_out: bool) -> list[int]:
+    """What is to be found in episode `index` of the endless list that `seed` names: no more than there are turns."""
+    random = Random(f"guess {seed} {held_out} {index}")
+    return [random.randint(1, NUMBERS) for _ in range(turns)]
 
 
 class Guess:
-    """Plays the game, until the number is named or there is no turn or token left."""
+    """Plays the game until there is no turn or token left."""
 
-    def __init__(self, tokenizer: Any, *, turns: int) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._turns = turns
 
     async def episode(self, prompt: Prompt, policy: Policy) -> Outcome:
-        number, context, rewards = int(prompt.row["number"]), list(prompt.tokens), list[float]()
-        low, high = 1, NUMBERS
-        while len(rewards) < self._turns:
+        numbers, context, rewards = list(prompt.row["numbers"]), list(prompt.tokens), list[float]()
+        low, high, turns = 1, NUMBERS, len(numbers)
+        while len(rewards) < turns:
             try:
                 turn = await policy.generate(context)
             except RoomError:
                 break
             named = _named(self._tokenizer.decode(turn.tokens.tolist(), skip_special_tokens=True))
-            if named == number:
+            if named is None:
+                rewards.append(WASTED)
+                answer = "?"
+            elif named == numbers[0]:
                 rewards.append(1.0)
-                break
-            rewards.append(0.0 if named is not None and low <= named <= high else WASTED)
-            answer = "?" if named is None else ">" if named < number else "<"
-            if answer == ">":
-                low = max(low, (named or 0) + 1)
-            elif answer == "<":
-                high = min(high, (named or 0) - 1)
+                answer, low, high = "!", 1, NUMBERS
+                del numbers[0]
+            else:
+                rewards.append(0.0 if low <= named <= high else WASTED)
+                answer = ">" if named < numbers[0] else "<"
+                low, high = (max(low, named + 1), high) if answer == ">" else (low, min(high, named - 1))
             context += [*turn.tokens.tolist(), *self._tokenizer.encode(answer, add_special_tokens=False)]
         return Outcome(tuple(rewards))
 

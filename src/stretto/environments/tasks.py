@@ -78,7 +78,7 @@ class GuessOptions:
 
     num_rows: int = 4096
     seed: int = 0
-    turns: int = 3
+    turns: int = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,17 +154,18 @@ def _countdown_chain(options: CountdownChainOptions, num_evaluation: int) -> Tas
 # -- guess -------------------------------------------------------------------------------------------------------------
 
 
-def _guess_row(index: int, seed: int, *, held_out: bool) -> Row:
-    return Row(text=guess.PROMPT, columns={"number": guess.number_at(index, seed, held_out=held_out)})
+def _guess_row(index: int, options: GuessOptions, *, held_out: bool) -> Row:
+    numbers = guess.numbers_at(index, options.seed, options.turns, held_out=held_out)
+    return Row(text=guess.PROMPT, columns={"numbers": numbers})
 
 
 def _guess(options: GuessOptions, num_evaluation: int) -> Task:
     return Task(
         name="guess",
-        train=GeneratedRows(options.num_rows, partial(_guess_row, seed=options.seed, held_out=False)),
-        evaluation=GeneratedRows(num_evaluation, partial(_guess_row, seed=options.seed, held_out=True)),
+        train=GeneratedRows(options.num_rows, partial(_guess_row, options=options, held_out=False)),
+        evaluation=GeneratedRows(num_evaluation, partial(_guess_row, options=options, held_out=True)),
         reward=None,
-        environment=EnvironmentSpec(guess.ENVIRONMENT, options.turns, {"turns": options.turns}),
+        environment=EnvironmentSpec(guess.ENVIRONMENT, options.turns),
     )
 
 
