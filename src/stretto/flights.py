@@ -83,11 +83,11 @@ class Flight:
     steps: int = 0  # of the engine, at that time
     losses: int = 0  # of instances, while it ran on them
     turn_rewards: tuple[float, ...] | None = None  # where the environment tells them apart
-    turns: Turns = field(init=False)  # of its episode, that are done
+    turns: Turns = field(init=False)  # of its episode, that are done; none once it has its reward
 
     def __post_init__(self) -> None:
         made, prompt = self.completion, self.prompt.tokens
-        self.turns = Turns(prompt) if made is None else Turns.of(prompt, made)
+        self.turns = Turns(prompt) if made is None or self.reward is not None else Turns.of(prompt, made)
 
     @property
     def between_turns(self) -> bool:
@@ -97,8 +97,9 @@ class Flight:
     @property
     def num_sampled(self) -> int:
         """Tokens that it has so far, those of the turn under way as far as they are here."""
-        under_way = 0 if self.suspended is None or self.completion is not None else len(self.suspended.tokens)
-        return self.turns.num_sampled + under_way
+        if self.completion is not None:
+            return self.completion.num_sampled
+        return self.turns.num_sampled + (0 if self.suspended is None else len(self.suspended.tokens))
 
 
 class Flights:
@@ -219,6 +220,7 @@ class Flights:
         if flight.completion is None:
             self._complete(flight, policy)
         flight.reward, flight.turn_rewards = reward, turn_rewards
+        flight.turns = Turns(flight.prompt.tokens)  # nobody asks for them again
         self.failed_in_a_row = 0
         self._tail.member_ended(flight.group, scored=True)
         self._journal.scored(flight.id, reward, at=time.time(), turns=turn_rewards)
@@ -269,6 +271,8 @@ class Flights:
 
     async def _turn(self, flight: Flight, policy: _Policy, number: int, tokens: Sequence[int]) -> Completion:
         """Turn `number` of its episode: handed back where it is done, generated where it is not."""
+        if not policy.counts:
+            raise AbortedError(f"trajectory {flight.id} goes on elsewhere, or not at all")
         turns = flight.turns
         if (done := turns.again(number, tokens)) is not None:
             return done
