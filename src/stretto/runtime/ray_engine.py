@@ -80,7 +80,7 @@ class RayEngine:
 
     async def suspend(self, ids: Sequence[int], *, kv: bool) -> list[Suspended]:
         found: list[Suspended] = await self._remote.call("suspend", list(ids), kv)
-        held = [suspended.request.id for suspended in found if suspended.kv is not None]
+        held = [suspended.request.id for suspended in found if _to_be_taken(suspended)]
         if not held:
             return found
         there, *refs = self._remote.actor.take_kv.options(num_returns=len(held) + 1).remote(held)
@@ -149,6 +149,12 @@ class RayEngine:
 
 def _done(load: Load) -> tuple[int, int, int]:
     return load.steps, load.tokens, load.prefilled
+
+
+def _to_be_taken(suspended: Suspended) -> bool:
+    """Whether its KV is at the instance, which has said only how large it is."""
+    held: Any = suspended.kv
+    return held is not None and held.ref is None
 
 
 def _with_reference(suspended: Suspended, ref: Any) -> Suspended:
