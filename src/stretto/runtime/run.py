@@ -228,7 +228,7 @@ async def _run(
     with _stops_on_interrupt(loop):
         done = await loop.run()
         if not done:
-            await loop.save_checkpoint()
+            await loop.checkpoints.save()
             return await _conclude(folder, tally, brain, journal, role, stopped=True)
     await export_policy(role, folder / "policy", recipe, templated=parts.inputs.templated)
     # Complete from here on: what becomes of the last evaluation changes nothing of what was trained.
