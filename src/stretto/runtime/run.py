@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
+import json
 import sys
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,12 +45,14 @@ from stretto.runtime.control import Control
 from stretto.runtime.device import as_begun, choose_device, resolved
 from stretto.runtime.export import export_policy
 from stretto.runtime.folder import make_folder, take_checkpoint, write_json
+from stretto.runtime.interrupts import ignored_interrupts, stopped_by_interrupts
 from stretto.runtime.parts import Desk, Parts, model_path_of, read_desk
 from stretto.runtime.pool import Pool
 from stretto.runtime.resuming import take_up
 from stretto.runtime.roles import TrainerSeat
 from stretto.runtime.seats import MakeSeats, Seats, local_seats
-from stretto.runtime.starting import refuse_another_recipe, refuse_nothing_to_resume, refuse_occupied
+from stretto.runtime.showing import shown
+from stretto.runtime.starting import refuse_another_recipe, refuse_nothing_to_resume, refuse_occupied, standing
 from stretto.store.journal import Journal
 from stretto.store.schema import RunFacts
 from stretto.store.versions import VersionFiles
@@ -66,11 +67,23 @@ EVALUATION_TRIES = 3  # on other instances, of an evaluation before or after the
 def train_from_command_line(recipe: Recipe, folder: Path, *, resume: bool, part_of_compare: bool = False) -> int:
     """Train with progress on the terminal and a closing table; returns the exit status, 130 where it was stopped.
 
+    Ctrl-C after the run was finished changes nothing of it, and so not the status.
     As a `part_of_compare` it leaves out what to type next: `compare` says that itself.
     """
     console = Console()
     observer = make_observer(console, recipe.training.steps)
-    summary = train(recipe, folder, resume=resume, observer=observer)
+    try:
+        summary = train(recipe, folder, resume=resume, observer=observer)
+    except KeyboardInterrupt:
+        if standing(folder) != "finished":
+            raise
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    with ignored_interrupts():
+        return _close(console, summary, recipe, folder, part_of_compare)
+
+
+def _close(console: Console, summary: Mapping[str, Any], recipe: Recipe, folder: Path, part_of_compare: bool) -> int:
+    """Say what became of a run; the exit status."""
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -139,9 +152,11 @@ async def _train(recipe: Recipe, folder: Path, make: MakeSeats, observer: Observ
         stack.push_async_callback(seats.pool.close)
         stack.callback(versions.close)
         stack.callback(seats.release)
-        await seats.rewards.start()
-        await seats.reserve()
-        await _fill(seats.pool, recipe.runtime.instances)
+        say, count = observer.message, recipe.runtime.instances
+        await shown(seats.rewards.start(), lambda: "rewards to start", say)
+        await shown(seats.reserve(), lambda: "a place for the trainer", say)
+        filling = _fill(seats.pool, count)
+        await shown(filling, lambda: f"instances to start, {len(seats.pool.engines)} of {count} have", say)
         if not resume:
             make_folder(recipe, folder)
         # A run that was killed in its first moments has no journal yet, and simply begins.
@@ -176,7 +191,7 @@ async def _run(
     plan, metrics = recipe.plan, JsonLines(folder / "metrics.jsonl")
     environment = SingleTurn(seats.rewards, parts.decode)
     journal.begin(_facts(recipe, parts.inputs.prompts.num_rows), at=time.time())
-    resumed = await take_up(
+    taking_up = take_up(
         folder,
         plan,
         prompts=parts.inputs.prompts,
@@ -186,6 +201,7 @@ async def _run(
         place=seats.place,
         say=observer.message,
     )
+    resumed = await shown(taking_up, lambda: "the trainer to start and to hand over its weights", observer.message)
     brain = resumed.brain
     tally = Tally(rows=plan.rows, sink=metrics, totals=resumed.totals)
     evaluator = _evaluator(recipe, parts, environment, journal)
@@ -225,7 +241,7 @@ async def _run(
         checkpointing=checkpointing,
         control=control,
     )
-    with _stops_on_interrupt(loop):
+    with stopped_by_interrupts(loop.stop):
         done = await loop.run()
         if not done:
             await loop.checkpoints.save()
@@ -364,34 +380,3 @@ def _facts(recipe: Recipe, data_rows: int) -> RunFacts:
         replay_groups=plan.replay_groups,
         replay_uses=plan.replay_uses,
     )
-
-
-def _end_at_once(*_: object) -> None:
-    """End without waiting for anybody: the journal is whole at every moment, and so is the last checkpoint."""
-    if os.isatty(1):
-        os.write(1, b"\x1b[?25h\n")  # the live table hides the cursor
-    os._exit(130)
-
-
-@contextlib.contextmanager
-def _stops_on_interrupt(loop: Loop) -> Iterator[None]:
-    """The first Ctrl-C stops at an update boundary; the second ends the process, whatever its threads are doing."""
-    running = asyncio.get_running_loop()
-
-    def interrupt() -> None:
-        loop.stop()
-        running.remove_signal_handler(signal.SIGINT)
-        signal.signal(signal.SIGINT, _end_at_once)
-
-    try:
-        running.add_signal_handler(signal.SIGINT, interrupt)
-        running.add_signal_handler(signal.SIGTERM, loop.stop)
-    except (NotImplementedError, RuntimeError, ValueError):  # not the main thread, or a platform without it
-        yield
-        return
-    try:
-        yield
-    finally:
-        running.remove_signal_handler(signal.SIGINT)
-        running.remove_signal_handler(signal.SIGTERM)
-        signal.signal(signal.SIGINT, signal.default_int_handler)

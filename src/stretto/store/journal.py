@@ -10,7 +10,6 @@ a completion is written once. What a killed run was follows from its journal (`r
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import sqlite3
@@ -21,6 +20,7 @@ from typing import Any
 
 from stretto.errors import JournalError, RunError
 from stretto.store import changes
+from stretto.store.lock import take_lock
 from stretto.store.reader import JournalReader as JournalReader
 from stretto.store.schema import (
     JOURNAL_NAME,
@@ -62,7 +62,7 @@ class Journal:
         if not resume and path.exists():
             raise RunError(f"`{path}` exists already: resume that run, or choose another folder")
         try:
-            lock = _lock(path)
+            lock = take_lock(path)
         except OSError as error:
             raise JournalError(f"journal `{path}` cannot be opened: {error}") from error
         try:
@@ -302,17 +302,6 @@ class Journal:
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------
-
-
-def _lock(path: Path) -> int:
-    """Keep a second process from writing the same run; the lock goes with the process, also when it is killed."""
-    descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise RunError(f"`{path}` is being written by another process: wait for it, or stop it") from error
-    return descriptor
 
 
 def _prepare(path: Path) -> RunFacts | None:

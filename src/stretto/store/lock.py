@@ -1,0 +1,50 @@
+"""Who runs a run: one process at a time, told by a lock beside its journal that goes with the process however it ends.
+
+Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from stretto.errors import RunError
+from stretto.store.schema import JOURNAL_NAME
+
+
+def take_lock(journal: Path) -> int:
+    """Keep a second process from writing the same run; the descriptor of the lock, which is given back by closing it.
+
+    Raises `RunError` where another process has it.
+    """
+    descriptor = os.open(_path(journal), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    if not _locked(descriptor):
+        os.close(descriptor)
+        raise RunError(f"`{journal}` is being written by another process: wait for it, or stop it")
+    return descriptor
+
+
+def is_alive(run_folder: Path) -> bool:
+    """Whether a process runs the run in this folder now."""
+    try:
+        descriptor = os.open(_path(run_folder / JOURNAL_NAME), os.O_RDWR | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        return not _locked(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _path(journal: Path) -> str:
+    return f"{journal}.lock"
+
+
+def _locked(descriptor: int) -> bool:
+    """Lock it, unless another process has."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
