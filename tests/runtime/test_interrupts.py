@@ -60,7 +60,8 @@ def test_an_interrupt_before_the_policy_is_written_can_be_resumed(
 
 
 def test_a_long_start_says_what_it_waits_for_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(showing, "SAY_S", 0.1)
+    monkeypatch.setattr(showing, "FIRST_S", 0.02)
+    monkeypatch.setattr(showing, "SAY_S", 0.15)
     said: list[str] = []
 
     async def work() -> int:

@@ -153,8 +153,8 @@ async def _train(recipe: Recipe, folder: Path, make: MakeSeats, observer: Observ
         stack.callback(versions.close)
         stack.callback(seats.release)
         say, count = observer.message, recipe.runtime.instances
-        await shown(seats.rewards.start(), lambda: "rewards to start", say)
-        await shown(seats.reserve(), lambda: "a place for the trainer", say)
+        await shown(seats.rewards.start(), lambda: "the reward's process to start", say)
+        await shown(seats.reserve(), lambda: "the trainer's processes", say)
         filling = _fill(seats.pool, count)
         await shown(filling, lambda: f"instances to start, {len(seats.pool.engines)} of {count} have", say)
         if not resume:
@@ -201,7 +201,7 @@ async def _run(
         place=seats.place,
         say=observer.message,
     )
-    resumed = await shown(taking_up, lambda: "the trainer to start and to hand over its weights", observer.message)
+    resumed = await shown(taking_up, lambda: "the trainer to start, and its weights", observer.message)
     brain = resumed.brain
     tally = Tally(rows=plan.rows, sink=metrics, totals=resumed.totals)
     evaluator = _evaluator(recipe, parts, environment, journal)
