@@ -106,6 +106,19 @@ def test_a_trajectory_that_kills_every_instance_fails_by_itself_and_the_run_goes
     assert totals.instances_lost == 4 + 3, "four until it is suspected, and three tries"
 
 
+def test_a_suspect_that_kills_the_last_instance_ends_the_run_with_its_error(tmp_path: Path) -> None:
+    class Poisoned(FakeCore):
+        def step(self) -> list[Completion | Failed]:
+            if 5 in self._running or 5 in self._queue:
+                raise MemoryError("too much for me")
+            return super().step()
+
+    bench = Bench(tmp_path, plan(updates=3, retries=9), make=lambda _: Poisoned(**FAST), replacements=6, stall_s=5.0)
+    with pytest.raises(EngineError, match="too much for me"):
+        bench.run()
+    assert bench.tasks_left == []
+
+
 # -- one that hangs ----------------------------------------------------------------------------------------------------
 
 
