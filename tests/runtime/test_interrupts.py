@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,13 @@ def test_an_interrupt_before_the_policy_is_written_can_be_resumed(
         assert main(words(model, tmp_path)) == 130
     assert standing(tmp_path / "run") == "stopped"
     assert not (tmp_path / "run" / "policy").exists()
-    assert main(words(model, tmp_path, "--resume")) == 0
+    monkeypatch.setattr(sys, "argv", ["stretto", *words(model, tmp_path, "--resume")])
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert main() == 0
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "while the process ends"
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (tmp_path / "run" / "policy").exists()
     assert_verifies(tmp_path / "run")
 

@@ -5,7 +5,7 @@
 | while it starts                    | ends the run                                                       | 130    |
 | while it runs                      | stops at the next update boundary; again: ends the process at once | 130    |
 | after the last update              | ends the run; `--resume` writes the policy                         | 130    |
-| after `summary.json` says finished | leaves out the last evaluation, where there is one                 | 0      |
+| after `summary.json` says finished | leaves out the last evaluation, where that is not over             | 0      |
 """
 
 from __future__ import annotations
@@ -43,18 +43,13 @@ def stopped_by_interrupts(stop: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-@contextlib.contextmanager
-def ignored_interrupts() -> Iterator[None]:
-    """Ctrl-C does nothing: what is left to do is short, and its outcome decided. So outside of the main thread, too."""
-    try:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except ValueError:  # not the main thread, which nobody interrupts
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+def ignore_interrupts() -> None:
+    """From now on Ctrl-C does nothing: the outcome is decided, and what is left is to say so and to end the process.
+
+    Ending takes a second, in which an interrupt would be what the process is said to have ended by.
+    """
+    with contextlib.suppress(ValueError):  # not the main thread, which nobody interrupts
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _end_at_once(*_: object) -> None:

@@ -45,7 +45,7 @@ from stretto.runtime.control import Control
 from stretto.runtime.device import as_begun, choose_device, resolved
 from stretto.runtime.export import export_policy
 from stretto.runtime.folder import make_folder, take_checkpoint, write_json
-from stretto.runtime.interrupts import ignored_interrupts, stopped_by_interrupts
+from stretto.runtime.interrupts import ignore_interrupts, stopped_by_interrupts
 from stretto.runtime.parts import Desk, Parts, model_path_of, read_desk
 from stretto.runtime.pool import Pool
 from stretto.runtime.resuming import take_up
@@ -67,7 +67,7 @@ EVALUATION_TRIES = 3  # on other instances, of an evaluation before or after the
 def train_from_command_line(recipe: Recipe, folder: Path, *, resume: bool, part_of_compare: bool = False) -> int:
     """Train with progress on the terminal and a closing table; returns the exit status, 130 where it was stopped.
 
-    Ctrl-C after the run was finished changes nothing of it, and so not the status.
+    Ctrl-C after the run was finished changes nothing of it, and so not the status; it is ignored from then on.
     As a `part_of_compare` it leaves out what to type next: `compare` says that itself.
     """
     console = Console()
@@ -78,8 +78,8 @@ def train_from_command_line(recipe: Recipe, folder: Path, *, resume: bool, part_
         if standing(folder) != "finished":
             raise
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    with ignored_interrupts():
-        return _close(console, summary, recipe, folder, part_of_compare)
+    ignore_interrupts()
+    return _close(console, summary, recipe, folder, part_of_compare)
 
 
 def _close(console: Console, summary: Mapping[str, Any], recipe: Recipe, folder: Path, part_of_compare: bool) -> int:
