@@ -1,7 +1,6 @@
 """The command line: fast, and clear about what is wrong."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import stretto.compare
 from stretto.cli import main
 from stretto.config import load_recipe
-from stretto.store.lock import take_lock
+from stretto.store.lock import Lock
 
 RECIPE = '[model]\npath = "tiny"\nlora = { rank = 4 }\nwarm_start = { steps = 2 }\n[task]\ntype = "countdown-chain"\n'
 
@@ -257,13 +256,13 @@ def test_mistakes_in_what_was_typed_are_told_before_torch_is_imported(
     for folder, name in (("taken", "file"), ("dead", "config.toml"), ("live", "config.toml")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / name).write_text("")
-    lock = take_lock(tmp_path / "live" / "journal.sqlite")
+    lock = Lock(tmp_path / "live" / "journal.sqlite")
     code = (
         f"import sys, stretto.cli\nstatus = stretto.cli.main({arguments!r})\n"
         "sys.exit('torch was imported' if 'torch' in sys.modules else status)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
-    os.close(lock)
+    lock.close()
     assert done.returncode == 2, done.stderr
     assert words in done.stderr
 

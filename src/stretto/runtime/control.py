@@ -44,8 +44,8 @@ class Control:
     def open(self) -> None:
         """Make the folder, without what an earlier session left in it.
 
-        To be called before the run shows itself alive by the lock of its journal: what is asked from then on is done,
-        however long the run takes to begin.
+        To be called before the run shows itself alive by its lock: what is asked from then on is done, however long the
+        run takes to begin.
         """
         if is_alive(self._folder.parent):
             return  # another process runs it, and this one is about to be refused

@@ -54,7 +54,8 @@ from stretto.runtime.seats import MakeSeats, Seats, local_seats
 from stretto.runtime.showing import shown
 from stretto.runtime.starting import refuse_another_recipe, refuse_nothing_to_resume, refuse_occupied, standing
 from stretto.store.journal import Journal
-from stretto.store.schema import RunFacts
+from stretto.store.lock import Lock
+from stretto.store.schema import JOURNAL_NAME, RunFacts
 from stretto.store.versions import VersionFiles
 from stretto.types import Weights
 
@@ -110,6 +111,11 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, observer: Obser
         refuse_occupied(folder)
     with contextlib.ExitStack() as stack:
         stack.callback(observer.close)
+        lock = None
+        if resume:  # before anything is built, so that a second process hears at once that this one has the run
+            Control(folder).open()
+            lock = Lock(folder / JOURNAL_NAME)
+            stack.callback(lock.close)
         stack.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(SWITCH_S)
         torch.set_num_threads(1)  # for the warm start, whose operations are too small to share
@@ -126,7 +132,7 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, observer: Obser
             make = partial(local_seats, recipe, parts, observer)
         for note in desk.inputs.notes(recipe):
             observer.message(note)
-        return asyncio.run(_train(recipe, folder, make, observer, resume=resume))
+        return asyncio.run(_train(recipe, folder, make, observer, lock))
 
 
 def _on_ray(recipe: Recipe, model_path: str, folder: Path, observer: Observer) -> tuple[Desk, MakeSeats]:
@@ -141,8 +147,10 @@ def _on_ray(recipe: Recipe, model_path: str, folder: Path, observer: Observer) -
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-async def _train(recipe: Recipe, folder: Path, make: MakeSeats, observer: Observer, *, resume: bool) -> dict[str, Any]:
-    """Start what runs beside the loop, run, and end all of it whatever happens."""
+async def _train(
+    recipe: Recipe, folder: Path, make: MakeSeats, observer: Observer, lock: Lock | None
+) -> dict[str, Any]:
+    """Start what runs beside the loop, run, and end all of it whatever happens; `lock` is that of a resumed run."""
     async with contextlib.AsyncExitStack() as stack:
         said = RewardOutput(folder / "reward.log", observer.message)
         stack.callback(said.close)
@@ -157,13 +165,13 @@ async def _train(recipe: Recipe, folder: Path, make: MakeSeats, observer: Observ
         await shown(seats.reserve(), lambda: "the trainer's processes", say)
         filling = _fill(seats.pool, count)
         await shown(filling, lambda: f"instances to start, {len(seats.pool.engines)} of {count} have", say)
-        if not resume:
-            make_folder(recipe, folder)
-        # A run that was killed in its first moments has no journal yet, and simply begins.
-        resume = resume and (folder / "journal.sqlite").exists()
         control = Control(folder)
-        control.open()
-        with Journal.open(folder / "journal.sqlite", resume=resume) as journal:
+        if lock is None:
+            make_folder(recipe, folder)
+            control.open()
+        # A run that was killed in its first moments has no journal yet, and simply begins.
+        resume = lock is not None and (folder / JOURNAL_NAME).exists()
+        with Journal.open(folder / JOURNAL_NAME, resume=resume, lock=lock) as journal:
             role = seats.make_trainer(journal)
             stack.callback(role.close)
             return await _run(recipe, folder, seats, journal, versions, observer, role, control)

@@ -13,16 +13,23 @@ from stretto.errors import RunError
 from stretto.store.schema import JOURNAL_NAME
 
 
-def take_lock(journal: Path) -> int:
-    """Keep a second process from writing the same run; the descriptor of the lock, which is given back by closing it.
+class Lock:
+    """Keeps a second process from writing the run of a journal, from when it is made until it is closed.
 
     Raises `RunError` where another process has it.
     """
-    descriptor = os.open(_path(journal), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    if not _locked(descriptor):
-        os.close(descriptor)
-        raise RunError(f"`{journal}` is being written by another process: wait for it, or stop it")
-    return descriptor
+
+    def __init__(self, journal: Path) -> None:
+        self._descriptor = os.open(_path(journal), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if not _locked(self._descriptor):
+            self.close()
+            raise RunError(f"`{journal}` is being written by another process: wait for it, or stop it")
+
+    def close(self) -> None:
+        """Give it back. Safe to call twice."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def is_alive(run_folder: Path) -> bool:
