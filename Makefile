@@ -28,9 +28,10 @@ test: install lint types
 	$(BIN)/python -m pytest -n 2
 
 # Fifty runs, local and on a cluster, of which driver, instances, trainer ranks or machines are killed at random moments;
-# prints how many kills of each they survived.
+# prints how many kills of each they survived. Then a run of hundreds of updates whose instances join, leave and die.
 chaos: install
 	$(BIN)/python tests/chaos/chaos.py --runs 50
+	$(BIN)/python tests/chaos/soak.py --updates 500
 
 lint: install
 	$(BIN)/ruff check .

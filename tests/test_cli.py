@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import stretto.compare
 from stretto.cli import main
 from stretto.config import load_recipe
+from stretto.store.lock import Lock
 
 RECIPE = '[model]\npath = "tiny"\nlora = { rank = 4 }\nwarm_start = { steps = 2 }\n[task]\ntype = "countdown-chain"\n'
 
@@ -241,20 +242,27 @@ def test_a_paradigm_named_twice_is_refused(recipe: Path, capsys: pytest.CaptureF
         (["train", "recipe.toml", "--out", "nothing", "--resume"], "nothing to resume"),
         (["train", "recipe.toml", "--out", "taken", "--resume"], "`taken` holds no run"),
         (["train", "recipe.toml", "--out", "dead"], "add `--resume` to continue the run in it"),
+        (["train", "recipe.toml", "--out", "live"], "a process runs the run in it; choose another `--out`"),
+        (["train", "recipe.toml", "--out", "live", "--resume"], "the run in `live` goes on in another process"),
+        (["pool", "taken", "--list"], "`taken` is no run folder"),
+        (["pool", "nowhere", "--list"], "no run has begun in `nowhere` yet"),
+        (["pool", "dead", "--list"], "the run in `dead` is not running"),
         (["compare", "recipe.toml", "--paradigms", "drop,drop"], "more than once"),
     ],
 )
 def test_mistakes_in_what_was_typed_are_told_before_torch_is_imported(
     recipe: Path, tmp_path: Path, arguments: list[str], words: str
 ) -> None:
-    for folder, name in (("taken", "file"), ("dead", "config.toml")):
+    for folder, name in (("taken", "file"), ("dead", "config.toml"), ("live", "config.toml")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / name).write_text("")
+    lock = Lock(tmp_path / "live" / "journal.sqlite")
     code = (
         f"import sys, stretto.cli\nstatus = stretto.cli.main({arguments!r})\n"
         "sys.exit('torch was imported' if 'torch' in sys.modules else status)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    lock.close()
     assert done.returncode == 2, done.stderr
     assert words in done.stderr
 
@@ -316,7 +324,4 @@ def test_pool_says_what_is_wrong_before_it_asks_anybody(tmp_path: Path, capsys: 
     assert main(["pool", str(tmp_path), "--add", "0"]) == 2
     assert "`--add 0` adds nothing" in capsys.readouterr().err
     assert main(["pool", str(tmp_path), "--list"]) == 2
-    assert "is no run folder" in capsys.readouterr().err
-    (tmp_path / "config.toml").touch()
-    assert main(["pool", str(tmp_path), "--remove", "1"]) == 2
-    assert "is not running" in capsys.readouterr().err
+    assert "no run has begun in" in capsys.readouterr().err

@@ -106,6 +106,20 @@ def test_a_trajectory_that_kills_every_instance_fails_by_itself_and_the_run_goes
     assert totals.instances_lost == 4 + 3, "four until it is suspected, and three tries"
 
 
+def test_a_suspect_that_kills_the_last_instance_ends_the_run_with_its_error(tmp_path: Path) -> None:
+    class Poisoned(FakeCore):
+        def step(self) -> list[Completion | Failed]:
+            if 5 in self._running or 5 in self._queue:
+                raise MemoryError("too much for me")
+            return super().step()
+
+    wanted = plan("synchronous", updates=1, retries=9)  # all of it runs from the start, so all are suspects
+    bench = Bench(tmp_path, wanted, make=lambda _: Poisoned(**FAST), replacements=6, stall_s=5.0)
+    with pytest.raises(EngineError, match="too much for me"):
+        bench.run()
+    assert bench.tasks_left == []
+
+
 # -- one that hangs ----------------------------------------------------------------------------------------------------
 
 

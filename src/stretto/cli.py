@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[_StandardError()]
     )
     command: Callable[[argparse.Namespace], int] = options.command
+    on_interrupt = signal.getsignal(signal.SIGINT)
     try:
         return command(options)
     except StrettoError as error:
@@ -52,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader has gone; nothing is left to say to anybody
         return 0
+    finally:
+        if arguments is not None and signal.getsignal(signal.SIGINT) is not on_interrupt:
+            signal.signal(signal.SIGINT, on_interrupt)  # this is not the end of the process
 
 
 class _StandardError(logging.StreamHandler[TextIO]):

@@ -421,7 +421,7 @@ def paradigm_overrides(raw: Mapping[str, Any], paradigm: str) -> dict[str, Any]:
         most = rollout.get("prompts", defaults.prompts) * rollout.get("group", defaults.group)
         if rollout.get("rows", 0) > most:  # more than one batch has
             rollout.pop("rows")
-    for section, key in _idle(result) - _idle(raw):
+    for section, key in idle(result) - idle(raw):
         if section in ("algorithm", "runtime"):  # such as clips that cannot act without staleness
             del result[section][key]
     return result
@@ -431,12 +431,12 @@ def _overridden(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
     """The recipe with `key=value` applied. What only they have made idle gives way, unless they ask for it too."""
     result = copy.deepcopy(dict(raw))
     asked = {tuple(_apply_override(result, override)) for override in overrides}
-    for section, key in _idle(result) - _idle(raw) - asked:
+    for section, key in idle(result) - idle(raw) - asked:
         del result[section][key]
     return result
 
 
-def _idle(raw: Mapping[str, Any]) -> set[tuple[str, ...]]:
+def idle(raw: Mapping[str, Any]) -> set[tuple[str, ...]]:
     """The keys that are set and cannot act; none where the recipe is no recipe, which `parse_recipe` says better."""
     try:
         return set(idle_keys(Recipe.model_validate(_tuples(raw), context=UNREFUSED)))

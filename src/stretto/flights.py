@@ -48,6 +48,7 @@ from stretto.observe.tail import Tail
 from stretto.seeds import turn_seed
 from stretto.store.journal import Journal
 from stretto.store.versions import VersionFiles
+from stretto.suspects import Suspects
 from stretto.turns import Turns, other_tokens
 from stretto.types import Completion, Load, Prompt, Request, Sampling, Suspended, Weights
 
@@ -55,7 +56,6 @@ log = logging.getLogger(__name__)
 
 TRANSFERS = 3  # of one version to one instance, where what arrives is damaged
 CROWDED_SHARE = 0.9  # of an instance's KV; above, what is queued there waits for memory
-LOSSES = 4  # of instances under one trajectory, from which on it is suspected to be why
 ENDING_SHARE = 0.05  # of `max_tokens`; what has no more left than this is not worth moving
 
 
@@ -82,6 +82,7 @@ class Flight:
     context: int = 0  # tokens, prompt included, when its leg began
     steps: int = 0  # of the engine, at that time
     losses: int = 0  # of instances, while it ran on them
+    lost_at: int = 0  # tokens of context that it had at most when one was lost
     turn_rewards: tuple[float, ...] | None = None  # where the environment tells them apart
     turns: Turns = field(init=False)  # of its episode, that are done; none once it has its reward
 
@@ -150,8 +151,7 @@ class Flights:
         self._surveyed: dict[int, Load] = {}  # what each instance said at the last survey
         self._prefill_rate = 0.0  # the fastest that was seen
         self._episodes: set[_Policy] = set()  # those that an environment plays
-        self._suspicion = asyncio.Lock()
-        self._accused: Flight | None = None  # the one suspect that runs
+        self._suspects = Suspects(self.under_way, post)
 
     def reports(self) -> list[Load]:
         """What every instance is doing and has done, those that are gone included."""
@@ -250,24 +250,18 @@ class Flights:
             self._post(core.GenerationFailed(flight.id, reason, policy.instance))
 
     def _count_losses(self, instance: int, error: EngineError) -> None:
-        """An instance is lost. A trajectory that kills what it runs on must not take every instance along.
-
-        Whatever has lost several is a suspect, its neighbours too; as only one of them runs at a time, the next loss
-        names it, and is a failure of its own.
-        """
-        for flight in self.under_way.values():
-            if flight.instance == instance and flight.completion is None and not flight.between_turns:
-                flight.losses += 1
-                if flight is self._accused:
-                    reason = f"{flight.losses} instances were lost while it ran on them, the last because {error}"
-                    self._post(core.GenerationFailed(flight.id, reason, instance))
+        """An instance is lost; one of those that ran on it may be why."""
+        on_it = [
+            each
+            for each in self.under_way.values()
+            if each.instance == instance and each.completion is None and not each.between_turns
+        ]
+        self._suspects.lost(instance, error, self._contexts(on_it, self.instances.report_of(instance)))
 
     def failed_for_good(self, flight: Flight) -> None:
-        """Count it. A suspect that fails is what killed instances: those that had run beside it are none any more."""
+        """Count it."""
         self.failed_in_a_row += 1
-        if flight.losses >= LOSSES:
-            for each in self.under_way.values():
-                each.losses = 0
+        self._suspects.failed_for_good(flight)
 
     async def _turn(self, flight: Flight, policy: _Policy, number: int, tokens: Sequence[int]) -> Completion:
         """Turn `number` of its episode: handed back where it is done, generated where it is not."""
@@ -286,18 +280,13 @@ class Flights:
 
     async def _generate(self, flight: Flight, policy: _Policy, tokens: Sequence[int], room: int) -> Completion:
         """Its tokens; what is suspected to kill instances waits until no other suspect runs."""
-        if flight.losses < LOSSES:
-            return await self._generate_now(flight, policy, tokens, room)
-        async with self._suspicion:
-            self._accused = flight
+        async with self._suspects.alone(flight):
             try:
                 return await self._generate_now(flight, policy, tokens, room)
             except EngineError as error:
                 assert policy.instance is not None, "without an instance there is no engine that could fail"
                 self.instances.failed(policy.instance, error)  # while it is still accused
                 raise
-            finally:
-                self._accused = None
 
     async def _generate_now(self, flight: Flight, policy: _Policy, tokens: Sequence[int], room: int) -> Completion:
         instance, version, number = policy.instance, policy.version, len(flight.turns.done)
@@ -552,6 +541,7 @@ class Flights:
                 self._prefill_rate = prefilled / busy_s
                 self.rates = replace(self.rates, prefill_tokens_per_s=self._prefill_rate)
         self._surveyed = now
+        self._suspects.seen(tokens)
         most = self._sampling.max_tokens
         ending = frozenset(
             id

@@ -99,6 +99,7 @@ class Instances:
         self._deadline_s = deadline_s
         self._replacements = replacements
         self._replaced = self._coming = 0
+        self._last_error: EngineError | None = None  # of the last one, where none follows
         self.ending = False  # nothing runs any more: who is lost is neither missed nor replaced
         self.before_loss: Callable[[int, EngineError], None] = lambda instance, error: None  # is told first
         for instance, engine in pool.engines.items():
@@ -116,8 +117,8 @@ class Instances:
         return [member.report() for member in self._members.values()]
 
     def report_of(self, instance: int) -> Load:
-        """What an instance is doing."""
-        return self.engines[instance].report()
+        """What an instance is doing, or did until it was gone."""
+        return self._members[instance].report()
 
     @property
     def coming(self) -> bool:
@@ -260,9 +261,11 @@ class Instances:
     # -- who is lost ---------------------------------------------------------------------------------------------------
 
     def failed(self, instance: int, error: EngineError) -> None:
-        """An instance is lost. Told once, whoever comes first; raises where it was the last and none follows."""
+        """An instance is lost. Counted once, whoever comes first; raises where it was the last and none follows."""
         now, member = time.time(), self._members[instance]
         if member.gone.is_set():
+            if member.error is not None and member.error is self._last_error:
+                raise member.error  # whoever heard of it first may not be whom the run listens to
             return  # known already
         member.error = error
         member.go(now)
@@ -278,6 +281,7 @@ class Instances:
             return
         follows = self._replaced < self._replacements
         if not (follows or self.engines or self._coming):
+            self._last_error = error
             raise error
         log.error("instance %d is lost: %s", instance, error)
         self._journal.instance_left(instance, "lost", str(error), at=now)

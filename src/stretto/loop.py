@@ -34,15 +34,14 @@ threads or processes, rewards have processes, the journal has a writer.
 | a flight, an evaluation  | its reward                                  | reward pool       | `task.reward_seconds`   |
 | a flight                 | an environment that has its tokens          | the environment   | `stall_s + reward_s`    |
 
-No stall is an instance that makes tokens or is being made, or an update or a reward within its own deadline, however
-long they take.
-`update_s` is `runtime.update_seconds`, kept in `runtime/roles.py`; `instance_s` is `runtime.instance_seconds`, kept in
-`instances.py`.
+`stall_s` is `runtime.stall_seconds`, kept in `stalls.py`; `update_s` is `runtime.update_seconds`, kept in
+`runtime/roles.py`; `instance_s` is `runtime.instance_seconds`, kept in `instances.py`.
 
 A failure of a request, a reward or an environment is data and goes to the core, and so is the loss of an instance while
 there is another or one can be made. A failure of the trainer, the journal, the reward pool itself or of this file is
 stored once, wakes the loop, and ends the run with that error; one `finally` leaves no task behind. How a trajectory
-flies is in `flights.py`, who is there to fly on in `instances.py`, how a batch is trained on in `updates.py`.
+flies is in `flights.py`, who is there to fly on in `instances.py`, how a batch is trained on in `updates.py`, what
+becomes of what is not trained on in `endings.py`.
 """
 
 from __future__ import annotations
@@ -56,34 +55,36 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from stretto.checkpoints import Checkpoints
 from stretto.core import messages as core
 from stretto.core.brain import Brain
+from stretto.endings import Endings
 from stretto.engines.protocol import Engine
 from stretto.environments.data import PromptStream
 from stretto.environments.protocol import Environment
 from stretto.environments.single_turn import Decode
-from stretto.errors import EngineError, RunError, StalledError
+from stretto.errors import EngineError
 from stretto.evaluation import EvaluationResult, Evaluator
 from stretto.flights import Flight, Flights
 from stretto.instances import Instances
 from stretto.observe.metrics import Tally
 from stretto.observe.progress import Observer, Status
-from stretto.observe.repeats import Repeats
 from stretto.observe.tail import Tail
 from stretto.runtime.control import Control
 from stretto.runtime.pool import FixedPool, Pool
 from stretto.runtime.roles import TrainerSeat
 from stretto.seeds import trajectory_seed
+from stretto.stalls import Stalls
 from stretto.store.journal import Journal
 from stretto.store.schema import Attempt
 from stretto.store.versions import VersionFiles
+from stretto.tasks import Tasks
 from stretto.types import Sampling, Weights
 from stretto.updates import Updates
 
 log = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 0.5
-HOPELESS = 64  # trajectories at least that fail in a row before a run gives up
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,25 +147,21 @@ class Loop:
         self._observer = observer
         self._settings = settings
         self._versions = versions
-        self._checkpointing = checkpointing
         self._control = control
 
         self._events: deque[core.Event] = deque()
         self._wake = asyncio.Event()
-        self._moved_at = time.monotonic()  # when something last happened that a run lives by
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(self._wake.set)
         self._discards: set[asyncio.Task[None]] = set()  # those of the tasks that end a trajectory
-        self._failure: BaseException | None = None
         self._finish: core.Finish | None = None
         self._stop_asked = False
         self._tail = Tail()
-        self._failures = Repeats(log)
         self.instances = Instances(
             FixedPool(engines) if isinstance(engines, Mapping) else engines,
             journal=journal,
             tally=tally,
             post=self.post,
-            spawn=self._spawn,
+            spawn=self._tasks.spawn,
             deadline_s=settings.instance_s,
             replacements=0 if isinstance(engines, Mapping) else settings.replacements,
         )
@@ -196,8 +193,14 @@ class Loop:
             post=self.post,
             versions=versions,
         )
-        self._checkpointed_at = 0.0
-        self._saves: asyncio.Task[None] | None = None  # the checkpoint that is being written
+        self._endings = Endings(brain.plan, self._flights, journal=journal, tally=tally, tail=self._tail)
+        self._stalls = Stalls(brain, self._flights, stall_s=settings.stall_s, reward_s=settings.reward_s)
+        self.checkpoints = Checkpoints(
+            None if checkpointing is None else lambda: checkpointing(self),
+            every_s=settings.checkpoint_s,
+            journal=journal,
+            observer=observer,
+        )
         self._evaluations: dict[int, EvaluationResult] = {}  # ended, and not yet counted
 
     @property
@@ -224,15 +227,15 @@ class Loop:
         self._spawn(self._report_status(), "status")
         self._spawn(self.instances.watch(), "watch the instances")
         self._spawn(self._survey(), "survey the instances")
-        self._moved_at = time.monotonic()
-        self._spawn(self._watch_for_a_stall(), "watch for a stall")
+        self._spawn(self._stalls.watch(), "watch for a stall")
         if self._control is not None:
             self._spawn(self._control.serve(self.instances), "control")
-        self._updates.free_at = self._checkpointed_at = time.time()
+        self._updates.free_at = time.time()
+        self.checkpoints.begin()
         try:
             while self._finish is None:
                 await self._next_event()
-                while self._events and self._failure is None and self._finish is None:
+                while self._events and self._tasks.failure is None and self._finish is None:
                     event = self._events.popleft()
                     if isinstance(event, core.Updated):
                         self._handle(self._flights.survey())  # a publish places versions by where they run now
@@ -240,20 +243,19 @@ class Loop:
                     if isinstance(event, core.Updated):
                         self._updates.note_wait(self.brain.waits())
                 await self._journal.room()
-                if self._failure is not None:
-                    raise self._failure
+                if self._tasks.failure is not None:
+                    raise self._tasks.failure
             self.instances.ending = True
             await asyncio.gather(*self._discards)
             if self._finish.stopped:
-                if self._saves is not None:
-                    await asyncio.wait({self._saves})  # the last one comes after it
+                await self.checkpoints.written()  # the last one comes after it
                 await self._flights.suspend_all()
             return not self._finish.stopped
         finally:
             stopped = self._finish is not None and self._finish.stopped
             self._tally.close_window(self._flights.reports(), time.time(), stopped=stopped)
-            await self._end_tasks()
-            self._failures.close()
+            await self._tasks.end()
+            self._endings.close()
 
     def _handle(self, event: core.Event) -> None:
         self._record(event)
@@ -263,7 +265,7 @@ class Loop:
     def post(self, event: core.Event) -> None:
         """Something happened. From the loop's thread only."""
         if not isinstance(event, core.Surveyed | core.Measured):  # these come by themselves, whatever hangs
-            self._moved_at = time.monotonic()
+            self._stalls.moved()
         self._events.append(event)
         self._wake.set()
 
@@ -297,50 +299,13 @@ class Loop:
             self.post(core.StopRequested())
 
     async def _next_event(self) -> None:
-        """Wait until there is an event or a failure, which `_watch_for_a_stall` brings where nothing else comes."""
-        while not self._events and self._failure is None:
+        """Wait until there is an event or a failure, which `stalls.py` brings where nothing else comes."""
+        while not self._events and self._tasks.failure is None:
             self._wake.clear()
             await self._wake.wait()
 
-    async def _watch_for_a_stall(self) -> None:
-        """Raise once nothing has happened for too long; what moves, or has a deadline of its own, is no stall."""
-        tokens = self._tokens_made()
-        while True:
-            left_s = self._settings.stall_s - (time.monotonic() - self._moved_at)
-            if left_s <= 0 and (self._flights.scores or self.brain.evaluating is not None):
-                # The flight of a reward ends it after `stall_s + reward_s`, so that deadline has come before this one.
-                left_s += self._settings.stall_s + self._settings.reward_s
-            if left_s > 0:
-                await asyncio.sleep(left_s)
-                continue
-            made = self._tokens_made()
-            if made == tokens and self.brain.training is None and not self.instances.coming:
-                reasons = "; ".join(f"{wait.owner}: {wait.reason}" for wait in self.brain.waits())
-                raise StalledError(
-                    f"nothing happened for {self._settings.stall_s:g} s (`runtime.stall_seconds`). {reasons}. "
-                    + " ".join(f"Instance {i}: {e.report()}." for i, e in self.instances.engines.items())
-                )
-            tokens, self._moved_at = made, time.monotonic()
-
-    def _tokens_made(self) -> int:
-        return sum(load.tokens + load.prefilled for load in self._flights.reports())
-
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and self._failure is None:
-            self._failure = error
-            self._wake.set()
-
-    async def _end_tasks(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        return self._tasks.spawn(work, name)
 
     # -- commands ------------------------------------------------------------------------------------------------------
 
@@ -392,56 +357,13 @@ class Loop:
         work = self._flights.suspend(command.instance, command.trajectories, command.reason)
         self._spawn(work, f"suspend on instance {command.instance}")
 
-    def _release(self, command: core.Release) -> None:
-        self.instances.release(command.instance)
-
-    def _keep(self, command: core.Keep) -> None:
-        self.instances.keep(command.instance)
-
     def _rescore(self, command: core.Rescore) -> None:
         self._spawn(self._flights.score(self.flights[command.trajectory]), f"score {command.trajectory}")
 
-    def _fail(self, command: core.Fail) -> None:
-        flight = self.flights.pop(command.trajectory)
-        self._tally.failed(flight.num_sampled)
-        lost = flight.num_sampled if flight.completion is None else 0
-        self._journal.failed(flight.id, command.reason, at=time.time(), num_tokens=lost)
-        self._tail.member_ended(flight.group, scored=False)
-        self._failures.warn(f"trajectory {flight.id} failed for good: {command.reason}")
-        self._flights.failed_for_good(flight)
-        plan = self.brain.plan
-        if self._flights.failed_in_a_row >= max(HOPELESS, 4 * plan.batch * plan.group_size):
-            # Groups that fail are replaced, so a reward that can only fail would draw prompts for ever.
-            raise StalledError(
-                f"the last {self._flights.failed_in_a_row} trajectories all failed, and none got a reward in "
-                f"between; the last of them: {command.reason}"
-            )
-
     def _drop(self, command: core.Drop) -> None:
-        self._tail.dropped(command.group)
-        flights = [self.flights.pop(id) for id in command.trajectories if id in self.flights]
-        task = self._spawn(self._flights.discard(flights), f"drop {command.group}")
+        task = self._spawn(self._endings.drop(command), f"drop {command.group}")
         self._discards.add(task)
         task.add_done_callback(self._discards.discard)
-
-    def _filter(self, command: core.Filter) -> None:
-        flights = [self.flights.pop(id) for id in command.trajectories]
-        reason = f"no signal: every reward of the group is {flights[0].reward:g}"
-        for flight in flights:
-            self._journal.filtered(flight.id, reason, at=time.time())
-        lengths = [flight.num_sampled for flight in flights]
-        self._tally.filtered(lengths, flights[0].reward or 0.0)
-
-    def _spare(self, command: core.Spare) -> None:
-        text = (
-            f"group {command.group} has no signal and is trained as it is: {self.brain.plan.filter_limit} groups "
-            f"(`rollout.filter_limit`) were filtered before update {command.update}, and hardly any had a signal"
-        )
-        self._journal.group_spared(command.group, command.update, text, at=time.time())
-        self._failures.warn(text)
-
-    def _forget(self, command: core.Forget) -> None:
-        self._updates.forget(command.trajectories)
 
     def _train(self, command: core.Train) -> None:
         self._open_window(time.time())  # a resumed run may begin with an update
@@ -465,23 +387,8 @@ class Loop:
     def _publish(self, command: core.Publish) -> None:
         weights = self.weights[command.version]
         self._journal.version_published(command.version, weights.checksum, at=time.time())
-        late = time.time() - self._checkpointed_at >= self._settings.checkpoint_s
-        if late and not (self._saves or self.brain.finished or self.brain.stopping):
-            self._checkpointed_at = time.time()
-            # Nothing is awaited before the trainer is asked for its state, so it is that of this version.
-            self._saves = self._spawn(self.save_checkpoint(), f"checkpoint of version {command.version}")
-
-    async def save_checkpoint(self) -> None:
-        """Leave a checkpoint, if the run makes any. One that cannot be written costs the run nothing but a warning."""
-        if self._checkpointing is None:
-            return
-        try:
-            await self._checkpointing(self)
-        except RunError as error:
-            self._observer.message(f"warning: {error}; the run goes on")
-            self._journal.note("checkpoint failed", str(error), at=time.time())
-        finally:
-            self._saves = None
+        if self.checkpoints.due() and not (self.brain.finished or self.brain.stopping):
+            self.checkpoints.write(self._spawn, command.version)
 
     def _retire(self, command: core.Retire) -> None:
         self.weights.pop(command.version, None)
@@ -544,15 +451,15 @@ _HANDLERS: dict[type[Any], Callable[[Loop, Any], None]] = {
     core.Start: Loop._start,
     core.Suspend: Loop._suspend,
     core.Resume: Loop._resume,
-    core.Release: Loop._release,
-    core.Keep: Loop._keep,
+    core.Release: lambda loop, command: loop.instances.release(command.instance),
+    core.Keep: lambda loop, command: loop.instances.keep(command.instance),
     core.Rescore: Loop._rescore,
-    core.Fail: Loop._fail,
+    core.Fail: lambda loop, command: loop._endings.fail(command),
     core.Drop: Loop._drop,
-    core.Filter: Loop._filter,
-    core.Spare: Loop._spare,
+    core.Filter: lambda loop, command: loop._endings.filter(command),
+    core.Spare: lambda loop, command: loop._endings.spare(command),
     core.Train: Loop._train,
-    core.Forget: Loop._forget,
+    core.Forget: lambda loop, command: loop._updates.forget(command.trajectories),
     core.Load: Loop._load,
     core.Swap: Loop._swap,
     core.Unload: Loop._unload,

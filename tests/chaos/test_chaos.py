@@ -8,12 +8,6 @@ import pytest
 from machines import machines
 
 from chaos import survive
-from stretto.tiny import WarmStart, tiny_model
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model") / "tiny", warm_start=WarmStart(steps=2))
 
 
 @pytest.mark.parametrize("seed", [2, 8])  # before its first update, and in the middle

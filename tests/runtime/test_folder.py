@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from stretto.errors import RunError
 from stretto.runtime.folder import take_checkpoint
+from stretto.runtime.ray_rank import TrainerRank
+from stretto.runtime.ray_rank_group import RankOptions
+from stretto.runtime.ray_trainer import RankedTrainer
 from stretto.runtime.roles import TrainerRole
 from stretto.store.checkpoint import find_checkpoint
 from stretto.store.journal import Journal
@@ -49,3 +54,59 @@ def test_a_version_that_is_retired_while_a_checkpoint_is_written_leaves_no_file(
     found, problems = find_checkpoint(tmp_path / "checkpoints", 2)
     assert found is not None
     assert (found.updates, problems) == (2, [])
+
+
+class Ranks:
+    """The ranks of a trainer in this process: rank 0 does what it does on a cluster."""
+
+    failure = None
+
+    def __init__(self, trainer: FakeTrainer) -> None:
+        self.version = trainer.version
+        self._rank = TrainerRank(lambda _: trainer, 0, 1, 1)
+        self._rank._trainer = trainer
+
+    async def capture(self) -> int:
+        self._rank.capture()
+        return self.version
+
+    async def write(self, folder: Path) -> None:
+        self._rank.write(str(folder))
+
+
+def test_a_full_disk_under_a_rank_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+    class Fills(FakeTrainer):
+        full = False
+
+        def capture(self) -> Callable[[Path], None]:
+            write = super().capture()
+
+            def half(folder: Path) -> None:
+                write(folder)
+                if self.full:
+                    (folder / "half").write_text("...")
+                    raise OSError(28, "No space left on device")
+
+            return half
+
+    trainer, weights = Fills(), {0: a_version(0)}
+    brain = SimpleNamespace(newest=0, needed_versions=[0])
+    loop = cast(Any, SimpleNamespace(brain=brain, weights=weights, flights={}))
+    versions = VersionFiles(tmp_path / "versions", durable=True)
+    seat = RankedTrainer(RankOptions(lambda _: trainer), deadline_s=20.0)
+    seat._group = cast(Any, Ranks(trainer))
+
+    async def main() -> None:
+        with Journal.open(tmp_path / "journal.sqlite") as journal:
+            versions.write(weights[0])
+            await take_checkpoint(tmp_path, loop, seat, journal, versions)
+            brain.newest, trainer.full = 1, True
+            with pytest.raises(RunError, match=r"the trainer's state cannot be written to .*No space left on device"):
+                await take_checkpoint(tmp_path, loop, seat, journal, versions)
+
+    asyncio.run(main())
+    versions.close()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["000000"], "nothing half written is left"
+    found, problems = find_checkpoint(tmp_path / "checkpoints", 1)
+    assert found is not None
+    assert (found.updates, problems) == (0, [])

@@ -107,17 +107,6 @@ def test_an_instance_that_hangs_is_lost_within_its_deadline_and_its_process_is_e
     asyncio.run(main())
 
 
-def test_an_instance_that_answers_and_makes_no_token_is_lost_too() -> None:
-    async def main() -> None:
-        engine = instance(fake(step_s=3600.0), seconds=2.0)
-        await engine.load(weights())
-        with pytest.raises(EngineError, match=r"has made no token for 2 s"):
-            await asyncio.wait_for(engine.generate(request_of(0)), 20.0)
-        await engine.close()
-
-    asyncio.run(main())
-
-
 def test_damaged_and_lost_weights_are_put_into_the_store_again(lost: Any) -> None:
     async def main() -> None:
         engine = instance(fake())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,12 +40,19 @@ async def until(condition: Callable[[], bool]) -> bool:
     return False
 
 
-def test_ids_are_never_used_twice_and_room_is_given_back() -> None:
+def test_ids_are_never_used_twice_and_room_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "WAITS_S", 1.0)
+
     async def main() -> None:
         before = free_cpus()
         pool = pool_of(lambda: FakeCore(slots=3))
         (first, engine), (second, _) = await asyncio.gather(pool.add(), pool.add())
         assert sorted(pool.engines) == [first, second] == [0, 1]
+        # To import torch takes longer than that: they had a place, and none was missing.
+        assert "instance 0 has not begun after 1 s: there is room, and what is needed is still being" in caplog.text
+        assert "no room" not in caplog.text
         assert engine.capacity.slots == 3
         await pool.remove(0)
         await pool.remove(0)
@@ -73,14 +81,19 @@ def test_an_instance_that_cannot_be_made_says_why() -> None:
     asyncio.run(main())
 
 
-def test_where_there_is_no_room_it_names_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_is_no_room_it_names_what_to_change(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(module, "PLACE_S", 2.0)
     monkeypatch.setattr(module, "WAITS_S", 0.5)
 
     async def main() -> None:
         pool = pool_of(FakeCore, cpus=1000.0)
-        with pytest.raises(EngineError, match=r"found no place after 2 s: it asks for 1000 CPUs \(`runtime.instance_c"):
+        asks = r"it asks for 1000 CPUs \(`runtime.instance_cpus`, `runtime.instance_gpus`\)"
+        lacks = f"there is no room yet: {asks}, and free in the cluster are .* of 4 CPUs"
+        with pytest.raises(EngineError, match=f"instance 0 has not begun after 2 s: {lacks}"):
             await pool.add()
+        assert re.search(f"instance 0 has not begun after 0.5 s: {lacks}", caplog.text)
         await pool.close()
 
     asyncio.run(main())

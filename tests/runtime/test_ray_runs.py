@@ -87,7 +87,7 @@ def test_instances_are_added_and_removed_from_outside_while_a_run_goes_on(model:
         summary = run(made, folder, observer=After(1, asking.start))
     asking.join()
     assert summary["stopped"]
-    assert "added instances 1" in said[0]
+    assert "added instance 1\n" in said[0]
     assert [line.split()[0] for line in said[2].splitlines()[1:]] == ["1"]
     assert rows(folder, "SELECT instance, outcome FROM instances ORDER BY 1") == [(0, "removed"), (1, None)]
     assert rows(folder, "SELECT count(*) FROM completions c JOIN trajectories USING (trajectory)")[0][0] > 24

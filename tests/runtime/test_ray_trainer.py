@@ -22,7 +22,8 @@ from stretto.errors import RunError, TrainerLostError
 from stretto.models import load_model
 from stretto.runtime.parts import make_trainer
 from stretto.runtime.ray_model import ModelSource
-from stretto.runtime.ray_trainer import RankedTrainer, RankOptions, rank_options
+from stretto.runtime.ray_rank_group import RankOptions, rank_options
+from stretto.runtime.ray_trainer import RankedTrainer
 from stretto.runtime.ray_weights import WeightsHandle
 from stretto.runtime.roles import TrainerSeat
 from stretto.store.versions import VersionFiles

@@ -15,7 +15,9 @@ from run_cases import assert_verifies, recipe, rows, run, story
 from stretto.config import Recipe
 from stretto.errors import RunError
 from stretto.observe.progress import Silent
+from stretto.runtime.parts import Parts
 from stretto.runtime.replaying import replay
+from stretto.store.lock import is_alive
 from stretto.store.versions import VersionFiles
 from stretto.training.trainer import LocalTrainer
 from stretto.types import Batch, UpdateReport
@@ -246,6 +248,21 @@ def test_a_run_that_was_killed_before_it_had_anything_begins(model: Path, tmp_pa
     (folder / "journal.sqlite").touch()
     assert run(made, folder, resume=True)["steps"] == 1
     assert_verifies(folder)
+
+
+def test_a_run_that_is_being_resumed_is_not_resumed_twice(
+    tmp_path: Path, killed: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, build = killed(), Parts.build
+
+    def asked_again_meanwhile(recipe: Recipe, model_path: str) -> Parts:
+        with pytest.raises(RunError, match="goes on in another process"):
+            run(made, tmp_path / "run", resume=True)
+        return build(recipe, model_path)
+
+    monkeypatch.setattr(Parts, "build", asked_again_meanwhile)
+    go_on(made, tmp_path / "run")
+    assert not is_alive(tmp_path / "run")
 
 
 def test_files_agree_after_a_kill(tmp_path: Path, killed: Callable[..., Recipe]) -> None:

@@ -15,7 +15,8 @@ import ray
 
 from ray_cases import small_cluster
 from stretto.errors import StalledError, TrainerError
-from stretto.runtime.ray_trainer import RankedTrainer, RankGroup, RankOptions
+from stretto.runtime.ray_rank_group import RankGroup, RankOptions
+from stretto.runtime.ray_trainer import RankedTrainer
 from stretto.runtime.roles import TrainerRole, TrainerSeat
 from stretto.training.fake import FakeTrainer
 from stretto.training.parallel import Ranks

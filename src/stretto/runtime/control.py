@@ -4,24 +4,24 @@
     N.request.json  ----->  looked for every `POLL_S`, taken away, done
     N.answer.json   <-----  written when it is done, which for a removal is when everything was handed over
 
-Both are whole when they have their names. Whether a run is alive is told by the lock of its journal, which goes with
-its process however that ends. Imports nothing heavy.
+Both are whole when they have their names. Whether a run is alive is told by its lock (`store/lock.py`). Imports nothing
+heavy.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import logging
-import os
 import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from stretto.errors import RunError, StrettoError
+from stretto.runtime.starting import standing
+from stretto.store.lock import is_alive
 
 if TYPE_CHECKING:
     from stretto.instances import Instances
@@ -44,8 +44,8 @@ class Control:
     def open(self) -> None:
         """Make the folder, without what an earlier session left in it.
 
-        To be called before the run shows itself alive by the lock of its journal: what is asked from then on is done,
-        however long the run takes to begin.
+        To be called before the run shows itself alive by its lock: what is asked from then on is done, however long the
+        run takes to begin.
         """
         if is_alive(self._folder.parent):
             return  # another process runs it, and this one is about to be refused
@@ -108,7 +108,7 @@ async def _add(instances: Instances, count: int) -> str:
             added.append(await instances.add())
         except StrettoError as error:
             raise RunError(f"{len(added)} of {count} instances were added; then: {error}") from error
-    return f"added instances {', '.join(map(str, added))}"
+    return f"added {'instance' if count == 1 else 'instances'} {', '.join(map(str, added))}"
 
 
 async def _remove(instances: Instances, instance: int) -> str:
@@ -127,28 +127,11 @@ def _write(path: Path, value: Mapping[str, Any]) -> None:
 # -- the other side ----------------------------------------------------------------------------------------------------
 
 
-def is_alive(run_folder: Path) -> bool:
-    """Whether a process runs this run now."""
-    try:
-        descriptor = os.open(run_folder / "journal.sqlite.lock", os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
 def ask(run_folder: Path, request: Mapping[str, Any], *, longest_s: float = LONGEST_S) -> dict[str, Any]:
     """Have a live run do something; what it answered. Raises `RunError` with its reason, or where none comes."""
-    if not (run_folder / "config.toml").is_file():
-        raise RunError(f"`{run_folder}` is no run folder; give the folder that `stretto train` made")
     folder = run_folder / FOLDER
     if not is_alive(run_folder) or not folder.is_dir():
-        raise RunError(f"the run in `{run_folder}` is not running (or has not begun yet), so it has no instances")
+        _refuse(run_folder)
     name = uuid.uuid4().hex
     _write(folder / f"{name}{REQUEST}", request)
     deadline = time.monotonic() + longest_s
@@ -164,6 +147,25 @@ def ask(run_folder: Path, request: Mapping[str, Any], *, longest_s: float = LONG
     if "error" in answer:
         raise RunError(answer["error"])
     return answer
+
+
+def _refuse(run_folder: Path) -> NoReturn:
+    """Say why nobody is there to be asked."""
+    match standing(run_folder):
+        case "empty":
+            raise RunError(
+                f"no run has begun in `{run_folder}` yet: a run makes its folder once its instances have started; wait "
+                "for it, or give the folder of another run"
+            )
+        case "foreign":
+            raise RunError(f"`{run_folder}` is no run folder; give the folder that `stretto train` made")
+        case "finished":
+            raise RunError(f"the run in `{run_folder}` is finished, so it has no instances")
+        case _:
+            raise RunError(
+                f"the run in `{run_folder}` is not running (or has not begun yet), so it has no instances; one that "
+                "was stopped or killed goes on with `stretto train` and `--resume`"
+            )
 
 
 def describe(answer: Mapping[str, Any]) -> str:

@@ -98,6 +98,7 @@ def _reach(address: str | None) -> None:
 
 def _hush() -> None:
     """Log what Ray would print into the terminal, pages of its own logs when a machine dies; a run says that itself."""
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of calls to actors that died, which are handled
     worker = ray._private.worker
     if hasattr(worker, "print_to_stdstream"):
         worker.print_to_stdstream = lambda data, ignore_prefix=False: log.info("ray: %s", data["lines"][0][:200])

@@ -1,14 +1,13 @@
 """One rollout instance on a cluster, as the loop sees it: the `Engine` protocol over an actor.
 
 `report` is what the actor said last; nothing in here blocks. An instance is lost, and every call raises `EngineError`,
-when its process or its machine dies, when it does not answer for `runtime.instance_seconds`, and when it has
-trajectories and makes no token for so long.
+when its process or its machine dies, and when it does not answer for `runtime.instance_seconds`. That it answers and
+makes no token, whoever gave it the work finds by its reports (`instances.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -49,9 +48,6 @@ class RayEngine:
         self._capacity, self._load = started.capacity, started.load
         self._name = name
         self._store = store
-        self._deadline_s = instance_seconds
-        self._running = 0  # calls of `generate` and `resume` that have not ended
-        self._moved_at = time.monotonic()  # when it was last seen to do something
         self._remote = Remote(actor, name, deadline_s=instance_seconds, told=self._told)
 
     @property
@@ -80,7 +76,7 @@ class RayEngine:
 
     async def suspend(self, ids: Sequence[int], *, kv: bool) -> list[Suspended]:
         found: list[Suspended] = await self._remote.call("suspend", list(ids), kv)
-        held = [suspended.request.id for suspended in found if suspended.kv is not None]
+        held = [suspended.request.id for suspended in found if _to_be_taken(suspended)]
         if not held:
             return found
         there, *refs = self._remote.actor.take_kv.options(num_returns=len(held) + 1).remote(held)
@@ -121,34 +117,22 @@ class RayEngine:
                     raise EngineError(f"{self._name} cannot get version {handle.version}: {error}") from error
 
     async def _follow(self, how: str, work: Request | Suspended, trajectory: int) -> Completion:
-        if self._running == 0:
-            self._moved_at = time.monotonic()
-        self._running += 1
         try:
             result: Completion = await self._remote.call(how, work, bounded=False)
         except asyncio.CancelledError:
             if self._remote.failure is None:
                 self._remote.forget(self._remote.begin("abort", [trajectory]))  # an orphan would hold a row to its end
             raise
-        finally:
-            self._running -= 1
         return result
 
     def _told(self, status: tuple[Load, Capacity]) -> None:
-        load, self._capacity = status
-        now = time.monotonic()
-        if _done(load) != _done(self._load) or not self._running:
-            self._moved_at = now
-        self._load = load
-        if now - self._moved_at > self._deadline_s:
-            self._remote.lose(
-                f"has {self._running} trajectories and has made no token for {self._deadline_s:g} s "
-                f"(`runtime.instance_seconds`): {load}"
-            )
+        self._load, self._capacity = status
 
 
-def _done(load: Load) -> tuple[int, int, int]:
-    return load.steps, load.tokens, load.prefilled
+def _to_be_taken(suspended: Suspended) -> bool:
+    """Whether its KV is at the instance, which has said only how large it is."""
+    held: Any = suspended.kv
+    return held is not None and held.ref is None
 
 
 def _with_reference(suspended: Suspended, ref: Any) -> Suspended:

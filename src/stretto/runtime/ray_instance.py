@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+import torch
 
 from stretto.engines.threaded import Core, ThreadedEngine
-from stretto.errors import ChecksumError, LostObjectError
+from stretto.errors import AbortedError, ChecksumError, LostObjectError, StrettoError, SuspendedError
 from stretto.runtime.ray_mail import Answer, Message, Served
 from stretto.runtime.ray_weights import KvReference, WeightsHandle, flat, pulled, shaped
 from stretto.types import Capacity, Completion, Load, Suspended, Weights
@@ -50,6 +51,15 @@ class Started:
     process: int
 
 
+@dataclass(slots=True, eq=False)
+class _Arrival:
+    """A trajectory that is to go on here, while its KV is being pulled."""
+
+    suspended: Suspended
+    pull: asyncio.Future[Any]
+    taken_back: StrettoError | None = None
+
+
 class Instance:
     """The actor. Every method but the mail's two is called once."""
 
@@ -58,6 +68,7 @@ class Instance:
         self._engine: ThreadedEngine
         self._served: Served
         self._kv: dict[int, Any] = {}  # trajectory -> what was suspended with it, until the driver has asked for it
+        self._arriving: dict[int, _Arrival] = {}  # trajectories that the engine is not given yet
 
     async def ready(self) -> None:
         """It has a process, on some machine."""
@@ -78,7 +89,7 @@ class Instance:
                 "generate": engine.generate,
                 "resume": self._resume,
                 "suspend": self._suspend,
-                "abort": engine.abort,
+                "abort": self._abort,
                 "shrink": engine.shrink,
             },
             status=lambda: (engine.report(), engine.capacity),
@@ -121,8 +132,11 @@ class Instance:
         return await handle.fetch_soon(self._options.pull_s)
 
     async def _suspend(self, ids: Sequence[int], kv: bool) -> list[Suspended]:
-        """Those that were here; in the place of KV stands its size, until the driver puts a reference there."""
-        found = []
+        """Those that were here; in the place of KV stands its size, until the driver puts a reference there.
+
+        What the engine has not been given yet goes back as it came.
+        """
+        found = [replace(each, kv=each.kv if kv else None) for each in self._turned_back(ids, SuspendedError)]
         for suspended in await self._engine.suspend(ids, kv=kv):
             if suspended.kv is not None:
                 self._kv[suspended.request.id] = flat(suspended.kv)
@@ -130,15 +144,40 @@ class Instance:
             found.append(suspended)
         return found
 
+    async def _abort(self, ids: Sequence[int]) -> None:
+        self._turned_back(ids, AbortedError)
+        await self._engine.abort(ids)
+
+    def _turned_back(self, ids: Sequence[int], error: type[StrettoError]) -> list[Suspended]:
+        """Take out what still waits for its KV: calls count in their order, although pulling takes a while."""
+        found = [self._arriving.pop(id) for id in ids if id in self._arriving]
+        for each in found:
+            each.taken_back = error(f"trajectory {each.suspended.request.id} was taken back before its KV arrived")
+            each.pull.cancel()
+        return [each.suspended for each in found]
+
     async def _resume(self, suspended: Suspended) -> Completion:
         """Go on with its KV if that can be had, otherwise from its tokens."""
         held: Any = suspended.kv
         if isinstance(held, KvReference):
-            id = suspended.request.id
-            try:
-                data = await pulled(held.ref, self._options.pull_s, f"the KV of trajectory {id}")
-            except LostObjectError as error:
-                log.warning("%s; its context is prefilled again", error)
-                data = None
-            suspended = replace(suspended, kv=None if data is None else shaped(data).clone())
+            suspended = replace(suspended, kv=await self._arrived(suspended, held))
         return await self._engine.resume(suspended)
+
+    async def _arrived(self, suspended: Suspended, held: KvReference) -> torch.Tensor | None:
+        """Its KV on this machine, or None where that cannot be had. Raises where it is taken back meanwhile."""
+        id = suspended.request.id
+        pull = asyncio.ensure_future(pulled(held.ref, self._options.pull_s, f"the KV of trajectory {id}"))
+        arrival = self._arriving[id] = _Arrival(suspended, pull)
+        try:
+            await asyncio.wait({pull})
+        finally:
+            pull.cancel()
+            if arrival.taken_back is None:
+                del self._arriving[id]
+        if arrival.taken_back is not None:
+            raise arrival.taken_back
+        try:
+            return shaped(pull.result()).clone()
+        except LostObjectError as error:
+            log.warning("%s; its context is prefilled again", error)
+            return None

@@ -254,17 +254,21 @@ class Remote:
     async def _reach(self, method: Any, argument: Sequence[Any]) -> Any:
         """Call until the actor has answered. One that is dead, or has not answered by the deadline, is lost."""
         late_at = time.monotonic() + self._deadline_s
+        late = f"has not answered for {self._deadline_s:g} s (`runtime.instance_seconds`)"
         while self.failure is None:
+            left_s = late_at - time.monotonic()
+            if left_s <= 0:
+                self.lose(late)  # and nothing is sent that nobody would wait for
+                break
             try:
-                return await asyncio.wait_for(_result(method.remote(argument)), late_at - time.monotonic())
+                return await asyncio.wait_for(_result(method.remote(argument)), left_s)
             except TimeoutError:
-                self.lose(f"has not answered for {self._deadline_s:g} s (`runtime.instance_seconds`)")
+                self.lose(late)
             except ActorDiedError as error:
                 self.lose(f"has died: {_first_line(error)}")
             except ActorUnavailableError as error:
-                if time.monotonic() + AGAIN_S >= late_at:
-                    self.lose(f"could not be reached for {self._deadline_s:g} s: {_first_line(error)}")
-                await asyncio.sleep(AGAIN_S)
+                late = f"could not be reached for {self._deadline_s:g} s: {_first_line(error)}"
+                await asyncio.sleep(min(AGAIN_S, left_s))
             except RayTaskError as error:
                 self.lose(f"failed: {_first_line(error.cause)}")
             except RayError as error:  # such as a lost object: an answer that died with its node

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import ray
 from ray.exceptions import RayError, RayTaskError
 
 from stretto.engines.protocol import Engine
@@ -20,6 +19,7 @@ from stretto.errors import EngineError, StrettoError
 from stretto.runtime.ray_engine import RayEngine, place
 from stretto.runtime.ray_instance import InstanceOptions, Started
 from stretto.runtime.ray_mail import end
+from stretto.runtime.ray_placement import why_not_begun
 from stretto.runtime.ray_weights import WeightsStore
 
 log = logging.getLogger(__name__)
@@ -105,22 +105,19 @@ class RayPool:
 
     async def _placed(self, actor: Any, name: str) -> None:
         """Wait until an actor has a process somewhere."""
-        asks = f"{self._cpus:g} CPUs" + (f" and {self._gpus:g} GPUs" if self._gpus else "")
-        ready = asyncio.ensure_future(self._answer(actor.ready.remote(), PLACE_S, f"{name} has found no place"))
+        gpus = f" and {self._gpus:g} GPUs" if self._gpus else ""
+        asks = f"it asks for {self._cpus:g} CPUs{gpus} (`runtime.instance_cpus`, `runtime.instance_gpus`)"
+        ready = asyncio.ensure_future(self._answer(actor.ready.remote(), PLACE_S, f"{name} has not begun"))
         try:
             done, _ = await asyncio.wait({ready}, timeout=WAITS_S)
             if not done:
-                free = await asyncio.to_thread(ray.available_resources)
-                left = ", ".join(f"{free.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
-                log.warning("%s has not begun: it asks for %s, and free in the cluster are %s", name, asks, left)
+                why = await asyncio.to_thread(why_not_begun, [actor], asks)
+                log.warning("%s has not begun after %g s: %s", name, WAITS_S, why)
             await ready
         except _GoneError:
             raise
         except EngineError as error:
-            raise EngineError(
-                f"{error}: it asks for {asks} (`runtime.instance_cpus`, `runtime.instance_gpus`); `ray start` another "
-                "machine, or ask for less"
-            ) from error
+            raise EngineError(f"{error}: {await asyncio.to_thread(why_not_begun, [actor], asks)}") from error
         finally:
             ready.cancel()
 

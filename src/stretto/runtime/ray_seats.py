@@ -24,7 +24,8 @@ from stretto.runtime.ray_instance import InstanceOptions
 from stretto.runtime.ray_mail import idle_seconds
 from stretto.runtime.ray_model import InstanceCore, ModelSource
 from stretto.runtime.ray_pool import RayPool
-from stretto.runtime.ray_trainer import RankedTrainer, rank_options
+from stretto.runtime.ray_rank_group import rank_options
+from stretto.runtime.ray_trainer import RankedTrainer
 from stretto.runtime.ray_weights import WeightsHandle, WeightsStore
 from stretto.runtime.roles import TrainerSeat
 from stretto.runtime.seats import NoRewards, Rewards, Seats

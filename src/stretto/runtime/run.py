@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
+import json
 import sys
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,14 +47,17 @@ from stretto.runtime.control import Control
 from stretto.runtime.device import as_begun, choose_device, resolved
 from stretto.runtime.export import export_policy
 from stretto.runtime.folder import make_folder, take_checkpoint, write_json
+from stretto.runtime.interrupts import ignore_interrupts, stopped_by_interrupts
 from stretto.runtime.parts import Desk, Parts, model_path_of, read_desk
 from stretto.runtime.pool import Pool
 from stretto.runtime.resuming import take_up
 from stretto.runtime.roles import TrainerSeat
 from stretto.runtime.seats import MakeSeats, Seats, local_seats
-from stretto.runtime.starting import refuse_another_recipe, refuse_nothing_to_resume, refuse_occupied
+from stretto.runtime.showing import shown
+from stretto.runtime.starting import refuse_another_recipe, refuse_nothing_to_resume, refuse_occupied, standing
 from stretto.store.journal import Journal
-from stretto.store.schema import RunFacts
+from stretto.store.lock import Lock
+from stretto.store.schema import JOURNAL_NAME, RunFacts
 from stretto.store.versions import VersionFiles
 from stretto.types import Weights
 
@@ -68,11 +70,23 @@ EVALUATION_TRIES = 3  # on other instances, of an evaluation before or after the
 def train_from_command_line(recipe: Recipe, folder: Path, *, resume: bool, part_of_compare: bool = False) -> int:
     """Train with progress on the terminal and a closing table; returns the exit status, 130 where it was stopped.
 
+    Ctrl-C after the run was finished changes nothing of it, and so not the status; it is ignored from then on.
     As a `part_of_compare` it leaves out what to type next: `compare` says that itself.
     """
     console = Console()
     observer = make_observer(console, recipe.training.steps)
-    summary = train(recipe, folder, resume=resume, observer=observer)
+    try:
+        summary = train(recipe, folder, resume=resume, observer=observer)
+    except KeyboardInterrupt:
+        if standing(folder) != "finished":
+            raise
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    ignore_interrupts()
+    return _close(console, summary, recipe, folder, part_of_compare)
+
+
+def _close(console: Console, summary: Mapping[str, Any], recipe: Recipe, folder: Path, part_of_compare: bool) -> int:
+    """Say what became of a run; the exit status."""
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -99,6 +113,11 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, observer: Obser
         refuse_occupied(folder)
     with contextlib.ExitStack() as stack:
         stack.callback(observer.close)
+        lock = None
+        if resume:  # before anything is built, so that a second process hears at once that this one has the run
+            Control(folder).open()
+            lock = Lock(folder / JOURNAL_NAME)
+            stack.callback(lock.close)
         stack.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(SWITCH_S)
         torch.set_num_threads(1)  # for the warm start, whose operations are too small to share
@@ -115,7 +134,7 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, observer: Obser
             make = partial(local_seats, recipe, parts, observer)
         for note in desk.inputs.notes(recipe):
             observer.message(note)
-        return asyncio.run(_train(recipe, folder, make, observer, resume=resume))
+        return asyncio.run(_train(recipe, folder, make, observer, lock))
 
 
 def _on_ray(recipe: Recipe, model_path: str, folder: Path, observer: Observer) -> tuple[Desk, MakeSeats]:
@@ -130,8 +149,10 @@ def _on_ray(recipe: Recipe, model_path: str, folder: Path, observer: Observer) -
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-async def _train(recipe: Recipe, folder: Path, make: MakeSeats, observer: Observer, *, resume: bool) -> dict[str, Any]:
-    """Start what runs beside the loop, run, and end all of it whatever happens."""
+async def _train(
+    recipe: Recipe, folder: Path, make: MakeSeats, observer: Observer, lock: Lock | None
+) -> dict[str, Any]:
+    """Start what runs beside the loop, run, and end all of it whatever happens; `lock` is that of a resumed run."""
     async with contextlib.AsyncExitStack() as stack:
         said = RewardOutput(folder / "reward.log", observer.message)
         stack.callback(said.close)
@@ -141,16 +162,18 @@ async def _train(recipe: Recipe, folder: Path, make: MakeSeats, observer: Observ
         stack.push_async_callback(seats.pool.close)
         stack.callback(versions.close)
         stack.callback(seats.release)
-        await seats.rewards.start()
-        await seats.reserve()
-        await _fill(seats.pool, recipe.runtime.instances)
-        if not resume:
-            make_folder(recipe, folder)
-        # A run that was killed in its first moments has no journal yet, and simply begins.
-        resume = resume and (folder / "journal.sqlite").exists()
+        say, count = observer.message, recipe.runtime.instances
+        await shown(seats.rewards.start(), lambda: "the reward's process to start", say)
+        await shown(seats.reserve(), lambda: "the trainer's processes", say)
+        filling = _fill(seats.pool, count)
+        await shown(filling, lambda: f"instances to start, {len(seats.pool.engines)} of {count} have", say)
         control = Control(folder)
-        control.open()
-        with Journal.open(folder / "journal.sqlite", resume=resume) as journal:
+        if lock is None:
+            make_folder(recipe, folder)
+            control.open()
+        # A run that was killed in its first moments has no journal yet, and simply begins.
+        resume = lock is not None and (folder / JOURNAL_NAME).exists()
+        with Journal.open(folder / JOURNAL_NAME, resume=resume, lock=lock) as journal:
             role = seats.make_trainer(journal)
             stack.callback(role.close)
             return await _run(recipe, folder, seats, journal, versions, observer, role, control)
@@ -178,7 +201,7 @@ async def _run(
     plan, metrics = recipe.plan, JsonLines(folder / "metrics.jsonl")
     environment = _environment(seats)
     journal.begin(_facts(recipe, parts.inputs.prompts.num_rows), at=time.time())
-    resumed = await take_up(
+    taking_up = take_up(
         folder,
         plan,
         prompts=parts.inputs.prompts,
@@ -188,6 +211,7 @@ async def _run(
         place=seats.place,
         say=observer.message,
     )
+    resumed = await shown(taking_up, lambda: "the trainer to start, and its weights", observer.message)
     brain = resumed.brain
     tally = Tally(rows=plan.rows, sink=metrics, totals=resumed.totals)
     evaluator = _evaluator(recipe, parts, environment, journal, seats.rewards.longest_s)
@@ -228,10 +252,10 @@ async def _run(
         checkpointing=checkpointing,
         control=control,
     )
-    with _stops_on_interrupt(loop):
+    with stopped_by_interrupts(loop.stop):
         done = await loop.run()
         if not done:
-            await loop.save_checkpoint()
+            await loop.checkpoints.save()
             return await _conclude(folder, tally, brain, journal, role, stopped=True)
     await export_policy(role, folder / "policy", recipe, templated=parts.inputs.templated)
     # Complete from here on: what becomes of the last evaluation changes nothing of what was trained.
@@ -380,34 +404,3 @@ def _facts(recipe: Recipe, data_rows: int) -> RunFacts:
         replay_groups=plan.replay_groups,
         replay_uses=plan.replay_uses,
     )
-
-
-def _end_at_once(*_: object) -> None:
-    """End without waiting for anybody: the journal is whole at every moment, and so is the last checkpoint."""
-    if os.isatty(1):
-        os.write(1, b"\x1b[?25h\n")  # the live table hides the cursor
-    os._exit(130)
-
-
-@contextlib.contextmanager
-def _stops_on_interrupt(loop: Loop) -> Iterator[None]:
-    """The first Ctrl-C stops at an update boundary; the second ends the process, whatever its threads are doing."""
-    running = asyncio.get_running_loop()
-
-    def interrupt() -> None:
-        loop.stop()
-        running.remove_signal_handler(signal.SIGINT)
-        signal.signal(signal.SIGINT, _end_at_once)
-
-    try:
-        running.add_signal_handler(signal.SIGINT, interrupt)
-        running.add_signal_handler(signal.SIGTERM, loop.stop)
-    except (NotImplementedError, RuntimeError, ValueError):  # not the main thread, or a platform without it
-        yield
-        return
-    try:
-        yield
-    finally:
-        running.remove_signal_handler(signal.SIGINT)
-        running.remove_signal_handler(signal.SIGTERM)
-        signal.signal(signal.SIGINT, signal.default_int_handler)

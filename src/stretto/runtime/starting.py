@@ -5,20 +5,23 @@ what is in the folder       begin        `--resume`
 nothing, or no folder       yes          no: nothing to resume
 a finished run              no           no: nothing to resume
 a run, however it ended     no           yes, if the recipe is the same but for `[runtime]`
+a run that goes on          no           no: another process runs it
 anything else               no           no
 ```
 """
 
 from __future__ import annotations
 
+import copy
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from stretto.errors import RunError
+from stretto.errors import RecipeError, RunError
 from stretto.invocation import command
+from stretto.store.lock import is_alive
 
 if TYPE_CHECKING:
     from stretto.config import Recipe
@@ -59,6 +62,8 @@ def refuse_occupied(folder: Path) -> None:
     match standing(folder):
         case "empty":
             return
+        case "stopped" if is_alive(folder):
+            hint = ", and a process runs the run in it; choose another `--out`"
         case "stopped":
             hint = "; add `--resume` to continue the run in it, or choose another `--out`"
         case _:
@@ -67,8 +72,13 @@ def refuse_occupied(folder: Path) -> None:
 
 
 def refuse_nothing_to_resume(folder: Path) -> None:
-    """Only a run that is not finished goes on."""
+    """Only a run that is not finished, and that nobody runs, goes on."""
     match standing(folder):
+        case "stopped" if is_alive(folder):
+            raise RunError(
+                f"the run in `{folder}` goes on in another process, so there is nothing to resume: wait for it, or "
+                f"stop it first; `{command('pool', folder, '--list')}` says what its instances do"
+            )
         case "stopped":
             return
         case "finished":
@@ -86,15 +96,55 @@ def refuse_another_recipe(recipe: Recipe, folder: Path) -> None:
     if now.get("model.dtype") == "auto":  # stays what it came to where the run began
         now["model.dtype"] = before.get("model.dtype")
     changed = [
-        f"`{key}` is {_value(now, key)}, and the run in `{folder}` was started with {_value(before, key)}"
+        key
         for key in sorted(before.keys() | now.keys())
         if not key.startswith("runtime.") and before.get(key) != now.get(key)
     ]
     if changed:
+        lines = [
+            f"`{key}` is {_value(now, key)}, and the run in `{folder}` was started "
+            + (f"with {before[key]!r}" if key in before else "without it")
+            for key in _causes(recipe, before, changed)
+        ]
         raise RunError(
-            "\n  ".join(["this is another recipe:", *changed])
+            "\n  ".join(["this is another recipe:", *lines])
             + f"\n  go on with the recipe that it was started with (`{folder / 'config.toml'}`), or start a new run"
         )
+
+
+def _causes(recipe: Recipe, before: Mapping[str, Any], changed: Sequence[str]) -> list[str]:
+    """Those of the keys that differ which do not only follow from others, such as a default under another paradigm."""
+    from stretto.config import idle, parse_recipe
+
+    written = tomllib.loads(recipe.source_toml())
+    by_hand = _flat(written)
+    own = [key for key in changed if key in by_hand]
+    as_before = _with(written, {key: before.get(key) for key in own})
+    try:
+        undone = _flat(tomllib.loads(parse_recipe(as_before).dumps()))
+    except RecipeError:  # no recipe without the others: then all of them are told
+        return list(changed)
+
+    def follows(key: str) -> bool:
+        if undone.get(key) == before.get(key):
+            return True
+        return key in before and tuple(key.split(".")) in idle(_with(written, {key: before[key]}))
+
+    return [key for key in changed if key in own or not follows(key)] or list(changed)
+
+
+def _with(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested tables with other values; None takes one out."""
+    result = copy.deepcopy(dict(values))
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        table = result
+        for part in path:
+            table = table.setdefault(part, {})
+        table.pop(last, None)
+        if value is not None:
+            table[last] = value
+    return result
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

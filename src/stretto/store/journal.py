@@ -10,9 +10,7 @@ a completion is written once. What a killed run was follows from its journal (`r
 
 from __future__ import annotations
 
-import fcntl
 import math
-import os
 import sqlite3
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 
 from stretto.errors import JournalError, RunError
 from stretto.store import changes
+from stretto.store.lock import Lock
 from stretto.store.reader import JournalReader as JournalReader
 from stretto.store.schema import (
     JOURNAL_NAME,
@@ -47,31 +46,42 @@ class Journal:
     Every method raises `JournalError`, naming the file and the cause, once anything could not be written.
     """
 
-    def __init__(self, path: Path, lock: int, stored: RunFacts | None, interval_s: float, capacity: int) -> None:
+    def __init__(self, path: Path, lock: Lock, stored: RunFacts | None, interval_s: float, capacity: int) -> None:
         self.path = path
         self._lock = lock
         self._stored = stored
         self._writer = Writer(path, interval_s=interval_s, capacity=capacity)
 
     @classmethod
-    def open(cls, path: str | Path, *, resume: bool = False, interval_s: float = 0.05, capacity: int = 8192) -> Journal:
-        """Create the journal at `path`, or with `resume` take up the one that is there; one process at a time."""
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        resume: bool = False,
+        lock: Lock | None = None,
+        interval_s: float = 0.05,
+        capacity: int = 8192,
+    ) -> Journal:
+        """Create the journal at `path`, or with `resume` take up the one that is there; one process at a time.
+
+        `lock` is the run's where it was taken before; it is closed with the journal.
+        """
         path = Path(path)
         if resume and not path.exists():
             raise RunError(f"`{path}` does not exist: there is nothing to resume")
         if not resume and path.exists():
             raise RunError(f"`{path}` exists already: resume that run, or choose another folder")
         try:
-            lock = _lock(path)
+            lock = lock or Lock(path)
         except OSError as error:
             raise JournalError(f"journal `{path}` cannot be opened: {error}") from error
         try:
             return cls(path, lock, _prepare(path), interval_s, capacity)
         except sqlite3.Error as error:
-            os.close(lock)
+            lock.close()
             raise JournalError(f"journal `{path}` cannot be opened: {error}") from error
         except BaseException:
-            os.close(lock)
+            lock.close()
             raise
 
     def __enter__(self) -> Journal:
@@ -104,9 +114,7 @@ class Journal:
         try:
             self._writer.close()
         finally:
-            lock, self._lock = self._lock, -1
-            if lock >= 0:
-                os.close(lock)
+            self._lock.close()
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
@@ -302,17 +310,6 @@ class Journal:
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------
-
-
-def _lock(path: Path) -> int:
-    """Keep a second process from writing the same run; the lock goes with the process, also when it is killed."""
-    descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise RunError(f"`{path}` is being written by another process: wait for it, or stop it") from error
-    return descriptor
 
 
 def _prepare(path: Path) -> RunFacts | None:

@@ -1,0 +1,57 @@
+"""Who runs a run: one process at a time, told by a lock beside its journal that goes with the process however it ends.
+
+Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from stretto.errors import RunError
+from stretto.store.schema import JOURNAL_NAME
+
+
+class Lock:
+    """Keeps a second process from writing the run of a journal, from when it is made until it is closed.
+
+    Raises `RunError` where another process has it.
+    """
+
+    def __init__(self, journal: Path) -> None:
+        self._descriptor = os.open(_path(journal), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if not _locked(self._descriptor):
+            self.close()
+            raise RunError(f"`{journal}` is being written by another process: wait for it, or stop it")
+
+    def close(self) -> None:
+        """Give it back. Safe to call twice."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def is_alive(run_folder: Path) -> bool:
+    """Whether a process runs the run in this folder now."""
+    try:
+        descriptor = os.open(_path(run_folder / JOURNAL_NAME), os.O_RDWR | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        return not _locked(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _path(journal: Path) -> str:
+    return f"{journal}.lock"
+
+
+def _locked(descriptor: int) -> bool:
+    """Lock it, unless another process has."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,61 @@
+"""What is said of a recipe that is not the one that a run began with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stretto.config import load_recipe
+from stretto.errors import RunError
+from stretto.runtime.starting import refuse_another_recipe
+
+RECIPE = """
+[model]
+path = "tiny"
+lora = { rank = 4 }
+[task]
+type = "countdown-chain"
+[rollout]
+staleness = 3
+[training]
+steps = 100
+[evaluation]
+every = 20
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["training.steps=10"], ["`training.steps` is 10, and the run in `.` was started with 100"]),
+        (
+            ["rollout.paradigm=synchronous"],
+            ["`rollout.paradigm` is 'synchronous', and the run in `.` was started with 'multi-version'"],
+        ),
+        (["algorithm.type=cispo"], ["`algorithm.type` is 'cispo', and the run in `.` was started with 'grpo'"]),
+        (["rollout.staleness="], ["`rollout.staleness` is left out, and the run in `.` was started with 3"]),
+        (["rollout.rows=8"], ["`rollout.rows` is 8, and the run in `.` was started without it"]),
+        (
+            ["seed=1", "evaluation.every="],
+            [
+                "`evaluation.every` is 0, and the run in `.` was started with 20",
+                "`seed` is 1, and the run in `.` was started with 0",
+            ],
+        ),
+    ],
+)
+def test_only_what_is_another_is_told_and_not_what_follows_from_it(
+    overrides: list[str], told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("recipe.toml")
+    path.write_text(RECIPE)
+    Path("config.toml").write_text(load_recipe(path).dumps())
+    refuse_another_recipe(load_recipe(path, ["runtime.stall_seconds=5"]), Path())
+    with pytest.raises(RunError) as refused:
+        refuse_another_recipe(load_recipe(path, overrides), Path())
+    first, *lines, last = str(refused.value).splitlines()
+    assert first == "this is another recipe:"
+    assert [line.strip() for line in lines] == told
+    assert "go on with the recipe that it was started with" in last
