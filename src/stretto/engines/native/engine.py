@@ -24,7 +24,7 @@ from stretto.engines.native.attention import Attention
 from stretto.engines.native.cache import PAGE, KVCache, num_pages
 from stretto.engines.native.device_rows import DeviceRows
 from stretto.engines.native.forward import Forward
-from stretto.engines.native.fused import FusedDecoder
+from stretto.engines.native.fused import FusedDecoder, has_kernels
 from stretto.engines.native.immediate import ImmediateSteps
 from stretto.engines.native.kernels.choice import kernels_for
 from stretto.engines.native.late import LateSteps
@@ -149,7 +149,7 @@ class NativeEngine:
         kernels, trees = kernels_for(rows.device), self._slots.trees
         decoders: list[FusedDecoder | StockDecoder] = []
         for tree in trees:
-            if is_plain(tree):
+            if is_plain(tree) and has_kernels(tree):
                 decoders.append(FusedDecoder(tree, self._cache, heads, kernels, self.capacity.max_context))
             else:
                 # Experts that are not batched are grouped by what neighbours chose.
