@@ -163,6 +163,19 @@ def test_a_plain_decoder_whose_activation_no_kernel_knows_runs_through_its_own_m
     agree(drive(again, work), theirs)
 
 
+def test_instances_over_one_base_have_blocks_of_their_own_and_go_on_as_before(device):
+    model, work = build("qwen3").to(device), requests()
+    first = native(model, "lora", (), late=True)
+    second = native(model, "lora", (), late=True)
+    blocks = [engine._work._decoders[0].layers[0].qkv.weight.data_ptr() for engine in (first, second)]
+    assert blocks[0] != blocks[1], "`runtime/memory.py` plans for one an instance"
+    for engine, version in ((first, 0), (second, 1)):
+        engine.load(moved(weights_of("lora", build("qwen3"), version), device))
+    agree(drive(first, work), drive(known(), work))
+    others = [replace(one, version=1) for one in work]
+    agree(drive(second, others), drive(known(versions=(1,)), others))
+
+
 def test_the_logits_of_a_prompt_hold_no_others_in_memory(device):
     engine = late(device)
     for number in range(3):

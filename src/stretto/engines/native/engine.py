@@ -22,6 +22,7 @@ from stretto.checksums import checksum
 from stretto.engines.native import probe
 from stretto.engines.native.attention import Attention
 from stretto.engines.native.cache import PAGE, KVCache, num_pages
+from stretto.engines.native.capture import CAPTURE
 from stretto.engines.native.device_rows import DeviceRows
 from stretto.engines.native.forward import Forward
 from stretto.engines.native.fused import FusedDecoder, has_kernels
@@ -139,7 +140,8 @@ class NativeEngine:
             self.exact = deterministic
             self._work = self._late_steps(self._rows, attention, heads, deterministic)
             if self._stream is not None:
-                torch.cuda.synchronize(device)  # everything made so far is there for the engine's stream
+                with CAPTURE:  # another instance of this process may be capturing
+                    torch.cuda.synchronize(device)  # everything made so far is there for the engine's stream
             self._compare(model)
         else:
             self.exact = self._immediate_steps(model, self._rows, attention, heads)
