@@ -37,7 +37,7 @@ from stretto.engines.native.supports import support_width, too_wide
 from stretto.engines.native.trajectory import Ended, Trajectory
 from stretto.engines.native.versions import make_slots
 from stretto.engines.threaded import Failed
-from stretto.errors import ChecksumError, ModelError, RequestError, VersionNotResidentError
+from stretto.errors import ChecksumError, EngineError, ModelError, RequestError, VersionNotResidentError
 from stretto.narrowing import range_hint
 from stretto.types import MAX_SUPPORT, Capacity, Completion, Load, Request, Sampling, Suspended, Weights
 
@@ -218,7 +218,11 @@ class NativeEngine:
         found = checksum(weights.tensors, weights.scale)
         if found != weights.checksum:
             raise ChecksumError(f"version {weights.version} has checksum `{found}`, expected `{weights.checksum}`")
-        self._slots.put(slot, weights)
+        try:
+            self._slots.put(slot, weights)
+        except ChecksumError as error:
+            # They arrived whole and are not what is resident. What was there is gone, and nothing may go on under it.
+            raise EngineError(f"version {weights.version} cannot take the slot of version {old}: {error}") from error
         del self._versions[old], self._checksums[old]
         self._versions[weights.version] = slot
         self._checksums[weights.version] = weights.checksum
