@@ -249,6 +249,23 @@ def test_on_cuda_instances_share_what_is_left_for_the_cache() -> None:
     assert footprint(named, BILLIONS, 100, CUDA, free=140 * GIB).kv_tokens == 50_000
 
 
+def test_on_cuda_every_instance_with_adapters_has_the_matrices_of_the_layers_for_itself() -> None:
+    one, three = recipe(lora=True), recipe(lora=True, runtime={"instances": 3})
+    alone, shared = (footprint(made, BILLIONS, 100, CUDA, free=140 * GIB) for made in (one, three))
+    matrices = 28 * (2048 * (16 + 2 * 8 + 16) * 128 + 3 * 2048 * 6144)
+    assert shared.base - alone.base == 2 * matrices * 2
+    assert footprint(three, tiny_config(), 16, CPU).base == footprint(one, tiny_config(), 16, CPU).base
+    full = recipe(runtime={"instances": 3})
+    assert footprint(full, BILLIONS, 100, CUDA, free=140 * GIB).base == alone.base, "they have slots of their own"
+
+
+def test_on_cuda_every_slot_of_full_weights_has_the_logits_of_its_captured_steps() -> None:
+    few, many = (recipe(rollout={"staleness": staleness}) for staleness in (1, 3))
+    more = [footprint(made, BILLIONS, 100, CUDA, free=200 * GIB).engine for made in (few, many)]
+    assert engine_rows(few) == engine_rows(many)
+    assert more[1] - more[0] == (many.num_slots - few.num_slots) * engine_rows(few) * 151_936 * 4
+
+
 def test_an_instance_without_a_trainer_beside_it_has_the_trainers_memory_for_its_cache() -> None:
     made = recipe(lora=True, rollout={"prompts": 64, "max_tokens": 4_000})
     both = footprint(made, BILLIONS, 100, CUDA, free=40 * GIB)

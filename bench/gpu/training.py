@@ -1,6 +1,6 @@
 """How long an update takes on a GPU, and how much of its arithmetic it uses: Qwen3-1.7B's shape with random weights.
 
-    python bench/gpu/training.py --out bench/results/gpu_training.json
+    python bench/gpu/training.py --out bench/results/gpu/training.json
     python bench/gpu/training.py --tiny                      # a tiny shape on the processor: does it run
 
 The batch is 16 groups of 8 trajectories, prompts of 128 tokens, completions log-normal (median 600, sigma 1.2, at most

@@ -24,9 +24,11 @@ from transformers import (
 )
 
 from stretto.checksums import checksum
+from stretto.engines.native import versions
+from stretto.engines.native.kernels.resident import PlainResident
 from stretto.engines.native.probe import refuse_other_logits
 from stretto.engines.threaded import Failed
-from stretto.errors import ModelError, RequestError
+from stretto.errors import EngineError, ModelError, RequestError
 from stretto.training.lora import adapted_modules
 from stretto.types import Completion, Request, Sampling
 
@@ -422,6 +424,18 @@ def test_a_stop_string_of_many_bytes_a_character_is_found(model):
     engine = native(model, decode=decode)
     done = drive(engine, [request_of(0, tokens=60, stop_strings=(text,))])
     assert (done[0].finish, len(done[0].tokens)) == ("stop", 27)
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_swap_that_is_damaged_in_the_slot_ends_the_engine(model, kind, monkeypatch):
+    engine = native(model, kind)
+    engine.add(request_of(0))
+    engine.step()
+    receive = PlainResident.receive
+    monkeypatch.setattr(PlainResident, "receive", lambda *given: receive(*given)._replace(checksum="other"))
+    monkeypatch.setattr(versions, "checksum", lambda *_: "other")  # of what a slot of full weights holds
+    with pytest.raises(EngineError, match=r"version 1 cannot take the slot of version 0: .*`other`"):
+        engine.swap(0, weights_of(kind, model, 1))
 
 
 def test_a_refused_swap_changes_nothing(model):

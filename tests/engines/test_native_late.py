@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_cases import assert_same_supports, build, drive, native, prompt_of, weights_of
+from engine_cases import SHAPE, assert_same_supports, build, drive, native, prompt_of, weights_of
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from stretto.checksums import checksum
 from stretto.engines.native.device_rows import DeviceRows
@@ -132,6 +133,57 @@ def test_a_stop_string_ends_a_row(device):
     theirs = drive(known(decode=decode), work)
     assert sum(c.finish == "stop" for c in theirs.values()) > 3
     agree(drive(late(device, decode=decode), work), theirs)
+
+
+def test_a_stop_string_that_the_last_token_completes_is_a_stop(device):
+    def decode(tokens: Any) -> str:
+        return "".join(chr(65 + token) for token in tokens)
+
+    plain = [Request(i, 0, prompt_of(9, i), i, Sampling(4)) for i in range(6)]
+    ends = {number: decode(done.tokens[-1:].tolist()) for number, done in drive(known(), plain).items()}
+    work = [replace(one, sampling=Sampling(4, stop_strings=(ends[one.id],))) for one in plain]
+    theirs = drive(known(decode=decode), work)
+    assert {(c.finish, len(c.tokens)) for c in theirs.values()} >= {("stop", 4)}
+    agree(drive(late(device, decode=decode), work), theirs)
+
+
+@pytest.mark.parametrize("how", [{}, {"stop_tokens": (3, 7, 11)}])
+def test_tokens_that_are_not_returned_are_not_counted(device, how):
+    engine = late(device, rows=5)
+    done = drive(engine, requests(12, **how))
+    assert engine.report().tokens == sum(len(completion.tokens) for completion in done.values())
+
+
+def test_a_plain_decoder_whose_activation_no_kernel_knows_runs_through_its_own_modules(device):
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False, hidden_act="relu")).eval()
+    work = requests(6)
+    theirs = drive(native(model, "full"), work)
+    again = native(model.to(device), "full", (), late=True)
+    again.load(moved(weights_of("full", model.cpu(), 0), device))
+    agree(drive(again, work), theirs)
+
+
+def test_instances_over_one_base_have_blocks_of_their_own_and_go_on_as_before(device):
+    model, work = build("qwen3").to(device), requests()
+    first = native(model, "lora", (), late=True)
+    second = native(model, "lora", (), late=True)
+    blocks = [engine._work._decoders[0].layers[0].qkv.weight.data_ptr() for engine in (first, second)]
+    assert blocks[0] != blocks[1], "`runtime/memory.py` plans for one an instance"
+    for engine, version in ((first, 0), (second, 1)):
+        engine.load(moved(weights_of("lora", build("qwen3"), version), device))
+    agree(drive(first, work), drive(known(), work))
+    others = [replace(one, version=1) for one in work]
+    agree(drive(second, others), drive(known(versions=(1,)), others))
+
+
+def test_the_logits_of_a_prompt_hold_no_others_in_memory(device):
+    engine = late(device)
+    for number in range(3):
+        engine.add(Request(number, 0, prompt_of(9, number), number, Sampling(20), group=number))
+    engine.step()
+    kept = [prefix.logits for prefix in engine._schedule._prefixes.values()]
+    assert len(kept) == 3
+    assert all(logits.untyped_storage().nbytes() == logits.numel() * logits.element_size() for logits in kept)
 
 
 @pytest.mark.parametrize(

@@ -172,14 +172,15 @@ def test_completions_that_leave_no_room_for_a_prompt_are_refused_by_name(
         run(recipe(model, tmp_path, f"{option}=1000000"), tmp_path / "run")
 
 
+@pytest.mark.parametrize("memory", [["rollout.kv_tokens=64"], ["rollout.kv_tokens=128", "runtime.instances=2"]])
 @pytest.mark.parametrize("file", ["prompts.jsonl", "held_out.jsonl"])
 def test_a_prompt_that_the_memory_of_the_engine_cannot_hold_is_refused_at_the_start(
-    model: Path, tmp_path: Path, file: str
+    model: Path, tmp_path: Path, file: str, memory: list[str]
 ) -> None:
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "9+9=", "answer": 18}\n')
     with (tmp_path / file).open("a") as rows_of_file:
         rows_of_file.write('{"prompt": "' + "1" * 53 + '", "answer": 1}\n')
-    overrides = ['task.evaluation_path="held_out.jsonl"', "rollout.kv_tokens=64"]
+    overrides = ['task.evaluation_path="held_out.jsonl"', *memory]
     with pytest.raises(RecipeError, match=r"its prompt has 53 tokens, more than the 52"):
         run(recipe(model, tmp_path, *overrides), tmp_path / "run")
     assert not (tmp_path / "run").exists()

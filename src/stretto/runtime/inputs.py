@@ -141,7 +141,8 @@ def _prompt_limits(recipe: Recipe, model_path: str, context: int) -> tuple[int, 
             raise RecipeError(
                 f"`{name} = {tokens}` leaves no room for a prompt: the context of `{model_path}` is {context} tokens"
             )
-    room = context if recipe.rollout.kv_tokens is None else min(context, recipe.rollout.kv_tokens)
+    kv_tokens = recipe.rollout.kv_tokens
+    room = context if kv_tokens is None else min(context, kv_tokens // recipe.runtime.instances)
     return room - recipe.rollout.max_tokens, room - evaluation
 
 

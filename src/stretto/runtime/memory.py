@@ -4,7 +4,8 @@ On CUDA the KV cache gets what the rest leaves. Free memory, less:
 
 | purpose       | bytes                                                                                            |
 |---------------|--------------------------------------------------------------------------------------------------|
-| base          | the parameters, once: engine and trainer share them                                              |
+| base          | the parameters, once: engine and trainer share them; matrices of the layers again for every      |
+|               | instance but one, because on CUDA those of an instance lie in one block with its adapters        |
 | versions      | a slot each, of every instance: adapters, or a whole set of weights                              |
 | weight store  | a copy of every live version, and of the one that is being published                             |
 | trained       | float32 adapters and their rounded copies, or float32 masters                                    |
@@ -33,6 +34,8 @@ from transformers import AutoModelForCausalLM
 
 from stretto.config import Recipe
 from stretto.engines.native.cache import PAGE
+from stretto.engines.native.fused import has_kernels
+from stretto.engines.native.lean import is_plain
 from stretto.errors import RecipeError
 from stretto.models import load_config
 from stretto.runtime.device import choose_device, choose_dtype, describe_device
@@ -154,13 +157,15 @@ def footprint(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     packed = decoder.is_plain(model) and flash_fits(device, dtype, _head_size(text))
-    base = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-    lora = recipe.model.lora
+    lora, instances = recipe.model.lora, instances_here(recipe)
+    base = one_base = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    if on_cuda and lora is not None and is_plain(model) and has_kernels(model):
+        base += (instances - 1) * _matrix_elements(model) * dtype.itemsize
     if lora is not None:
         inject_lora(model, lora.rank, 2.0 * lora.rank, lora.targets)
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     version, stepped = count * dtype.itemsize, count * torch.float32.itemsize
-    half, full, instances = dtype != torch.float32, lora is None, instances_here(recipe)
+    half, full = dtype != torch.float32, lora is None
     one = longest_trajectory(recipe, longest_prompt)
     activations = activation_bytes(
         text,
@@ -178,7 +183,7 @@ def footprint(
         versions=instances * recipe.num_slots * version,
         store=(recipe.plan.slots + 1) * version,
         trained=(stepped if half else 0) if full else stepped + (version if half else 0),
-        reference=_reference_bytes(recipe, base, dtype),
+        reference=_reference_bytes(recipe, one_base, dtype),
         undo=3 * stepped if recipe.training.optimizer_steps > 1 or recipe.algorithm.uses_critic else 0,
         optimizer=2 * stepped,
         gradients=stepped + (version if half and full else 0),
@@ -197,6 +202,12 @@ def footprint(
     else:
         tokens = kv_tokens(recipe, text, longest_prompt)
     return replace(need, kv=instances * tokens * per_token, kv_tokens=tokens)
+
+
+def _matrix_elements(model: Any) -> int:
+    """Of the linear layers but the head."""
+    head = model.get_output_embeddings()
+    return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m is not head)
 
 
 def _reference_bytes(recipe: Recipe, base: int, dtype: torch.dtype) -> int:
@@ -273,15 +284,16 @@ def _micro_tokens(recipe: Recipe, longest: int) -> int:
 
 def _engine_bytes(recipe: Recipe, config: Any, model: nn.Module, dtype: torch.dtype) -> int:
     """Graphs and workspaces, and what grows with rows, the tokens of a prefill, and the context."""
-    logits = 3 * engine_rows(recipe) * config.vocab_size * torch.float32.itemsize  # made, gathered, drawn from
+    # Captured steps hold theirs for good, those of each tree in a pool of its own.
+    pools = recipe.num_slots if recipe.model.lora is None else 1
+    logits = (pools + 2) * engine_rows(recipe) * config.vocab_size * torch.float32.itemsize  # gathered, drawn from
     widest = max(module.out_features for module in model.modules() if isinstance(module, nn.Linear))
     prefill = (recipe.rollout.prefill_tokens + engine_rows(recipe)) * 4 * min(widest, 1 << 15) * dtype.itemsize
     tables = context_length(config) * (2 * _head_size(config) + engine_rows(recipe) // PAGE) * torch.float32.itemsize
     cut = 0
     how = recipe.rollout
     if how.top_k > 0 or how.top_p < 1.0 or how.min_p > 0.0:
-        # Captured steps hold theirs for good, those of each tree in a pool of its own; first draws come on top.
-        pools = recipe.num_slots if recipe.model.lora is None else 1
+        # First draws come on top.
         cut = (pools + 1) * engine_rows(recipe) * config.vocab_size * CUT_BYTES
     return int(ENGINE_BYTES + logits + prefill + tables + cut)
 

@@ -279,13 +279,16 @@ class DeviceRows:
         self.context[rows] += 1
         return self.serial[rows].copy()
 
-    def record(self, pending: Pending) -> Iterator[tuple[int, FinishReason | None, bool]]:
-        """Take the results of a launch in; each row that may end, why it does (None: a string may end it), and whether
-        it had no distribution to draw from."""
+    def record(self, pending: Pending) -> tuple[int, list[tuple[int, FinishReason | None, bool]]]:
+        """Take the results of a launch in: how many tokens count, and each row that may end.
+
+        Of such a row, why it ends (None: only a string may end it), and whether it had no distribution to draw from.
+        What was drawn for a row that had ended already counts for nothing.
+        """
         current = self.serial[pending.rows] == pending.serials
         rows, values = pending.rows[current], pending.wait()[:, current]
         if not len(rows):
-            return iter(())
+            return 0, []
         tokens, logprobs = values[0], values[1].view(np.float32)
         made = self.made[rows]
         self._reserve(int(made.max()) + 1)
@@ -299,10 +302,10 @@ class DeviceRows:
             broken[recorded] |= values[2, recorded] > MAX_SUPPORT
         full = made + 1 >= self.limit[rows]
         chosen = np.nonzero(stopped | broken | full | self.strings[rows])[0]
-        return (
+        return len(rows), [
             (int(rows[i]), "stop" if stopped[i] else "length" if full[i] or broken[i] else None, bool(broken[i]))
             for i in chosen
-        )
+        ]
 
     def output(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Copies of a row's tokens and log-probabilities so far."""

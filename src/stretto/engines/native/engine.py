@@ -22,9 +22,10 @@ from stretto.checksums import checksum
 from stretto.engines.native import probe
 from stretto.engines.native.attention import Attention
 from stretto.engines.native.cache import PAGE, KVCache, num_pages
+from stretto.engines.native.capture import CAPTURE
 from stretto.engines.native.device_rows import DeviceRows
 from stretto.engines.native.forward import Forward
-from stretto.engines.native.fused import FusedDecoder
+from stretto.engines.native.fused import FusedDecoder, has_kernels
 from stretto.engines.native.immediate import ImmediateSteps
 from stretto.engines.native.kernels.choice import kernels_for
 from stretto.engines.native.late import LateSteps
@@ -36,7 +37,7 @@ from stretto.engines.native.supports import support_width, too_wide
 from stretto.engines.native.trajectory import Ended, Trajectory
 from stretto.engines.native.versions import make_slots
 from stretto.engines.threaded import Failed
-from stretto.errors import ChecksumError, ModelError, RequestError, VersionNotResidentError
+from stretto.errors import ChecksumError, EngineError, ModelError, RequestError, VersionNotResidentError
 from stretto.narrowing import range_hint
 from stretto.types import MAX_SUPPORT, Capacity, Completion, Load, Request, Sampling, Suspended, Weights
 
@@ -139,7 +140,8 @@ class NativeEngine:
             self.exact = deterministic
             self._work = self._late_steps(self._rows, attention, heads, deterministic)
             if self._stream is not None:
-                torch.cuda.synchronize(device)  # everything made so far is there for the engine's stream
+                with CAPTURE:  # another instance of this process may be capturing
+                    torch.cuda.synchronize(device)  # everything made so far is there for the engine's stream
             self._compare(model)
         else:
             self.exact = self._immediate_steps(model, self._rows, attention, heads)
@@ -149,7 +151,7 @@ class NativeEngine:
         kernels, trees = kernels_for(rows.device), self._slots.trees
         decoders: list[FusedDecoder | StockDecoder] = []
         for tree in trees:
-            if is_plain(tree):
+            if is_plain(tree) and has_kernels(tree):
                 decoders.append(FusedDecoder(tree, self._cache, heads, kernels, self.capacity.max_context))
             else:
                 # Experts that are not batched are grouped by what neighbours chose.
@@ -216,7 +218,11 @@ class NativeEngine:
         found = checksum(weights.tensors, weights.scale)
         if found != weights.checksum:
             raise ChecksumError(f"version {weights.version} has checksum `{found}`, expected `{weights.checksum}`")
-        self._slots.put(slot, weights)
+        try:
+            self._slots.put(slot, weights)
+        except ChecksumError as error:
+            # They arrived whole and are not what is resident. What was there is gone, and nothing may go on under it.
+            raise EngineError(f"version {weights.version} cannot take the slot of version {old}: {error}") from error
         del self._versions[old], self._checksums[old]
         self._versions[weights.version] = slot
         self._checksums[weights.version] = weights.checksum

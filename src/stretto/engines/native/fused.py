@@ -121,6 +121,11 @@ class FusedLayer:
         self.scaling = float(own.scaling)
 
 
+def has_kernels(tree: Any) -> bool:
+    """Whether the kernels know the activation of every layer of a plain decoder."""
+    return all(type(layer.mlp.act_fn).__name__ in ACTIVATIONS for layer in tree.model.layers)
+
+
 class FusedDecoder:
     """The forward of one tree over tokens that know their place in the cache."""
 

@@ -170,14 +170,15 @@ class LateSteps:
         """Take in the results of all launches but the last `keep`; how many are left."""
         rows = self._rows
         while len(self._pending) > keep:
-            pending = self._pending.pop(0)
-            self.tokens += len(pending.rows)
-            for row, finish, broken in list(rows.record(pending)):
+            count, ending = rows.record(self._pending.pop(0))
+            self.tokens += count
+            for row, finish, broken in ending:
                 trajectory = rows.at(row)
-                if finish is None:
-                    if not self._ends_in_string(trajectory, rows.output(row)[0]):
-                        continue
+                may_end = rows.strings[row] and finish != "stop" and not broken
+                if may_end and self._ends_in_string(trajectory, rows.output(row)[0]):
                     finish = "stop"
+                if finish is None:
+                    continue
                 rows.save(trajectory)
                 rows.remove([row])
                 self._schedule.release(trajectory)
@@ -230,7 +231,7 @@ class LateSteps:
 
         logits = decoder(tokens, positions, writes, slots, attend, keep)
         for i, (prefix, _) in enumerate(kept):
-            prefix.logits = logits[i]
+            prefix.logits = logits[i].clone()  # a view would hold its neighbours' for as long as its group runs
 
     def _first_draws(self, prefixes: Sequence[Prefix]) -> None:
         """Turn those who wait for finished prefixes into rows, and draw the next token of each."""
