@@ -315,6 +315,22 @@ def test_a_deterministic_engine_gives_the_same_bits_beside_any_neighbours(device
     agree(together, drive(known(kind=kind, versions=(0, 1)), requests(14, versions=(0, 1))))
 
 
+def test_a_deterministic_engine_draws_the_first_tokens_of_a_group_one_by_one(device):
+    engine, counts = late(device, deterministic=True), list[int]()
+    draw = engine._work._draw
+
+    def watched(logits: Any, *others: Any) -> None:
+        counts.append(len(logits))
+        draw(logits, *others)
+
+    engine._work._draw = watched
+    work = requests(8, top_p=0.7)
+    done = drive(engine, work)
+    assert counts.count(1) == 8
+    assert device == "cuda" or set(counts) == {1, 16}, "the others are a whole step"
+    agree(done, drive(known(), work))
+
+
 def test_a_row_that_is_not_cut_draws_the_same_beside_one_that_is(device):
     def marked(*arguments: Any) -> None:
         kernel(*arguments)

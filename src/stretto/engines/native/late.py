@@ -254,10 +254,13 @@ class LateSteps:
         if self.observed is not None:
             self.observed.append(chosen.clone())
         ints, floats = rows.ints.index_select(1, index), rows.floats.index_select(1, index)
-        drawn = torch.empty(self._lines(numbers), len(starting), dtype=torch.int32, device=device)
-        self._draw(chosen, ints, floats, drawn, self._lanes[0].workspace)
+        count = len(starting)
+        drawn = torch.empty(self._lines(numbers), count, dtype=torch.int32, device=device)
+        # Sums over a vocabulary are split by the number of rows: where it must not matter, each is drawn alone.
+        for own in [slice(i, i + 1) for i in range(count)] if self._deterministic else [slice(count)]:
+            self._draw(chosen[own], ints[:, own], floats[:, own], drawn[:, own], self._lanes[0].workspace)
         rows.ints.index_copy_(1, index, ints)
-        self._expect(numbers, drawn, np.arange(len(starting)))
+        self._expect(numbers, drawn, np.arange(count))
 
     # -- decode --------------------------------------------------------------------------------------------------------
 
