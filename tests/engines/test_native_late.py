@@ -327,7 +327,7 @@ def test_a_deterministic_engine_draws_the_first_tokens_of_a_group_one_by_one(dev
     work = requests(8, top_p=0.7)
     done = drive(engine, work)
     assert counts.count(1) == 8
-    assert device == "cuda" or set(counts) == {1, 16}, "the others are a whole step"
+    assert set(counts) == {1, 16}, "the others are a whole step"
     agree(done, drive(known(), work))
 
 
