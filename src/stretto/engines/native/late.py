@@ -44,10 +44,16 @@ from stretto.engines.native.device_rows import (
     to_device,
 )
 from stretto.engines.native.fused import FusedDecoder
-from stretto.engines.native.kernels.attention import CHUNKS, DecodePlan, Sharing, choose_chunk, items_bound
 from stretto.engines.native.kernels.choice import Kernels
 from stretto.engines.native.kernels.draw import draw_workspace
-from stretto.engines.native.kernels.plan import power_of_two
+from stretto.engines.native.kernels.plan import (
+    CHUNKS,
+    DecodePlan,
+    Sharing,
+    choose_chunk,
+    items_bound,
+    power_of_two,
+)
 from stretto.engines.native.sampling import Truncation, sample, uniforms
 from stretto.engines.native.schedule import Schedule
 from stretto.engines.native.stock import StockDecoder
