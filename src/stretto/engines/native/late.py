@@ -338,16 +338,20 @@ class LateSteps:
                 self.observed.append(logits.index_select(0, to_device(place, rows.device)))
             return
         graph = self._graphs.get(key)
+        if graph is None and CAPTURE.acquire(blocking=False):
+            try:
+                graph = self._capture(key, index)
+            finally:
+                CAPTURE.release()
         if graph is None:
-            graph = self._capture(key, index)
+            self._body(tree, size, chunk, items, lines, shares, index)
+            return
         self._graphs.move_to_end(key)
         graph.replay()
 
     def _retire(self) -> None:
         """Let go of memory that captured steps point at, and that launched ones may still use."""
-        if self._graphed:
-            with CAPTURE:  # a device is not waited for while one of its streams captures
-                torch.cuda.synchronize(self._rows.device)
+        self.wait()
         self.forget()
 
     def _widen(self, tree: int, items: int) -> None:
@@ -359,7 +363,7 @@ class LateSteps:
         self._lanes[tree] = replace(self._lanes[tree], plan=plan)
 
     def _capture(self, key: tuple[Any, ...], index: Tensor | None) -> torch.cuda.CUDAGraph:
-        """Capture the step `key`, giving back what was captured before where memory runs out."""
+        """Capture the step `key`, giving back what was captured before where memory runs out. `CAPTURE` is held."""
         while len(self._graphs) >= MAX_GRAPHS:
             self._graphs.popitem(last=False)
         graph = self._try_capture(key, index)
@@ -396,7 +400,7 @@ class LateSteps:
         stream = torch.cuda.current_stream()
         stream.synchronize()
         pool = self._lanes[tree].pool
-        with CAPTURE, torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self._body(tree, size, chunk, items, lines, shares, index)
         return graph
 
