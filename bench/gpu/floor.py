@@ -31,9 +31,6 @@ class Rates:
     peak: float
 
 
-H200 = Rates(4.3e12, 790e12)  # measured before; the reference where nothing was measured
-
-
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """What one decode step of a model must read and multiply."""

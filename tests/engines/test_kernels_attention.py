@@ -15,7 +15,7 @@ from torch import Tensor
 from stretto.engines.native.cache import PAGE
 from stretto.engines.native.kernels import attention, extend
 from stretto.engines.native.kernels import plan as plans
-from stretto.engines.native.kernels.attention import DecodePlan, Sharing, choose_chunk, items_bound
+from stretto.engines.native.kernels.plan import DecodePlan, Sharing, choose_chunk, items_bound
 
 pytest.importorskip("triton")
 
@@ -87,7 +87,7 @@ def decode(
     if max_items is None:
         max_items = int(sum(-(-context // chunk) for context in cached.contexts.tolist()))
     plan = DecodePlan.allocate(rows, max(max_items, rows + 1), heads, size, DEVICE)
-    attention.plan_items(plan, cached.contexts, chunk, max_items, sharing)
+    plans.plan_items(plan, cached.contexts, chunk, max_items, sharing)
     out = torch.full_like(q, math.nan)
     return attention.paged_decode(
         q, cached.keys, cached.values, cached.table, cached.contexts, plan, chunk, max_items, 0.3, out, sharing
@@ -148,7 +148,7 @@ def test_output_goes_where_its_strides_say_and_contexts_may_be_short_integers() 
     cached, q = Cached([5, 80], 2, 32, torch.float32), queries(2, 4, 32, torch.float32)
     cached.contexts = cached.contexts.int()
     plan, room = DecodePlan.allocate(2, 5, 4, 32, DEVICE), torch.zeros(2, 6, 64, device=DEVICE)
-    attention.plan_items(plan, cached.contexts, 64, 5)
+    plans.plan_items(plan, cached.contexts, 64, 5)
     out = room[:, 1:5, 16:48]
     attention.paged_decode(q, cached.keys, cached.values, cached.table, cached.contexts, plan, 64, 5, 0.3, out)
     torch.testing.assert_close(out, expected(cached, q), atol=2e-5, rtol=0)
@@ -199,14 +199,14 @@ def test_a_row_that_shares_does_not_depend_on_who_its_peers_are() -> None:
 
 @given(
     rows=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 6000)), min_size=1, max_size=64),
-    chunk=st.sampled_from(attention.CHUNKS),
+    chunk=st.sampled_from(plans.CHUNKS),
 )
 def test_twice_the_rows_bound_the_items_of_rows_that_share(rows: list[tuple[int, int]], chunk: int) -> None:
     pages = torch.tensor([pages for pages, _ in rows])
     contexts = torch.tensor([pages * PAGE + rest for pages, rest in rows])
     bound = items_bound(2 * len(rows), int(contexts.sum()), chunk)
     plan = DecodePlan.allocate(len(rows), bound, 1, 1, "cpu")
-    attention.plan_items_reference(plan, contexts, chunk, bound, Sharing(pages, pages[:, None]))
+    plans.plan_items_reference(plan, contexts, chunk, bound, Sharing(pages, pages[:, None]))
     assert int(plan.first_item[len(rows)]) <= bound
 
 
@@ -218,8 +218,8 @@ def test_the_plan_lists_every_chunk_once_and_in_order(rows: int, monkeypatch: py
     made, wanted = (DecodePlan.allocate(rows, bound, 1, 32, DEVICE) for _ in range(2))
     shared = ((contexts - 1) // PAGE // 2).int()
     for sharing in (Sharing(shared, shared[:, None]), None):
-        attention.plan_items(made, contexts, 64, bound, sharing)
-        attention.plan_items_reference(wanted, contexts, 64, bound, sharing)
+        plans.plan_items(made, contexts, 64, bound, sharing)
+        plans.plan_items_reference(wanted, contexts, 64, bound, sharing)
         assert torch.equal(made.first_item, wanted.first_item)
         assert torch.equal(made.item_row, wanted.item_row)
         assert torch.equal(made.item_chunk, wanted.item_chunk)
@@ -234,10 +234,10 @@ def test_the_plan_lists_every_chunk_once_and_in_order(rows: int, monkeypatch: py
 def test_the_chosen_bound_holds_all_items(contexts: list[int], filling: int, kv_heads: int) -> None:
     rows = len(contexts) + filling
     chunk, max_items = choose_chunk(rows, sum(contexts), max(contexts), kv_heads)
-    assert chunk in attention.CHUNKS
+    assert chunk in plans.CHUNKS
     assert sum(math.ceil(context / chunk) for context in contexts) + filling <= max_items
     if max_items == rows:
-        assert max(contexts) <= attention.CHUNKS[-1]
+        assert max(contexts) <= plans.CHUNKS[-1]
 
 
 @given(rows=st.integers(1, 1024), kv_heads=st.sampled_from([1, 2, 8]))

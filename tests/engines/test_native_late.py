@@ -6,8 +6,10 @@ a GPU the same tests run over Triton's kernels and captured graphs, in float32.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from engine_cases import SHAPE, assert_same_supports, build, drive, native, prom
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stretto.checksums import checksum
+from stretto.engines.native.capture import CAPTURE
 from stretto.engines.native.device_rows import DeviceRows
 from stretto.engines.native.kernels.plan import DecodePlan
 from stretto.engines.threaded import Failed
@@ -315,6 +318,22 @@ def test_a_deterministic_engine_gives_the_same_bits_beside_any_neighbours(device
     agree(together, drive(known(kind=kind, versions=(0, 1)), requests(14, versions=(0, 1))))
 
 
+def test_a_deterministic_engine_draws_the_first_tokens_of_a_group_one_by_one(device):
+    engine, counts = late(device, deterministic=True), list[int]()
+    draw = engine._work._draw
+
+    def watched(logits: Any, *others: Any) -> None:
+        counts.append(len(logits))
+        draw(logits, *others)
+
+    engine._work._draw = watched
+    work = requests(8, top_p=0.7)
+    done = drive(engine, work)
+    assert counts.count(1) == 8
+    assert set(counts) == {1, 16}, "the others are a whole step"
+    agree(done, drive(known(), work))
+
+
 def test_a_row_that_is_not_cut_draws_the_same_beside_one_that_is(device):
     def marked(*arguments: Any) -> None:
         kernel(*arguments)
@@ -358,6 +377,46 @@ def test_a_capture_without_memory_is_tried_again_with_nothing_of_the_try_before_
     assert len(made) == failures + 1
     assert not any(alive)
     assert len(steps._graphs) == kept, "others go only where an empty cache did not do"
+
+
+def test_a_step_that_cannot_be_captured_now_runs_as_it_is(device):
+    def generate(*, held: bool) -> tuple[dict[int, Any], int]:
+        engine, tries = late(device), 0
+        steps, work = engine._work, requests(6)
+
+        def capture(key: Any, index: Any) -> Any:
+            nonlocal tries
+            tries += 1
+            tree, size, chunk, items, lines, shares, _ = key
+            steps._graphs[key] = SimpleNamespace(
+                replay=lambda: steps._body(tree, size, chunk, items, lines, shares, index)
+            )
+            return steps._graphs[key]
+
+        steps._graphed, steps._capture = True, capture
+        holds, ended = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with CAPTURE:
+                holds.set()
+                ended.wait(60.0)
+
+        thread = threading.Thread(target=hold)
+        if held:
+            thread.start()
+            assert holds.wait(10.0)
+        try:
+            return drive(engine, work), tries
+        finally:
+            ended.set()
+            if held:
+                thread.join()
+
+    captured, tries = generate(held=False)
+    assert tries > 0
+    plain, tries = generate(held=True)
+    assert tries == 0
+    agree(plain, captured)
 
 
 def test_a_capture_for_which_there_is_no_memory_at_all_is_an_error(device):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from stretto.engines.fake import FakeEngine
+from stretto.engines.native.capture import CAPTURE
 from stretto.errors import EngineError, RunError, TrainerError
 from stretto.runtime.roles import KEPT_SHARE, MORE_TRIES, TrainerRole
 from stretto.training.fake import FakeTrainer
@@ -160,6 +162,37 @@ def test_a_state_that_cannot_be_written_is_no_failure_of_the_trainer(error: Exce
             role.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("on_a_gpu", "captures"), [(True, [False, True]), (False, [True, True])])
+def test_no_engine_captures_while_the_first_update_compiles(
+    monkeypatch: pytest.MonkeyPatch, on_a_gpu: bool, captures: list[bool]
+) -> None:
+    found: list[bool] = []
+
+    def engine() -> None:
+        found.append(CAPTURE.acquire(blocking=False))
+        if found[-1]:
+            CAPTURE.release()
+
+    class Watched(FakeTrainer):
+        def update(self, batch: Batch) -> UpdateReport:
+            thread = threading.Thread(target=engine)
+            thread.start()
+            thread.join()
+            return super().update(batch)
+
+    async def main() -> None:
+        role = TrainerRole(Watched(), 1, deadline_s=10.0)
+        try:
+            for update in range(2):
+                await role.update(batch(update))
+        finally:
+            role.close()
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: on_a_gpu)
+    asyncio.run(main())
+    assert found == captures
 
 
 def test_other_errors_are_not_tried_again() -> None:

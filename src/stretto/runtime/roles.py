@@ -13,13 +13,14 @@ import threading
 import traceback
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from stretto.engines.native.capture import release_cached
+from stretto.engines.native.capture import CAPTURE, release_cached
 from stretto.engines.protocol import Engine
 from stretto.errors import EngineError, RunError, StalledError, StrettoError, TrainerError
 from stretto.training.trainer import Trainer
@@ -108,6 +109,7 @@ class TrainerRole:
         self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any], str] | None] = SimpleQueue()
         self._doing = "nothing"
         self._hangs = False
+        self._has_compiled = False
         self._thread = threading.Thread(target=self._run, name="trainer", daemon=True)
         self._thread.start()
 
@@ -119,7 +121,9 @@ class TrainerRole:
         def work() -> Weights | str:
             try:
                 if not report:  # else it was done, and only the copy found no memory
-                    report.append(self.trainer.update(batch))
+                    with self._alone():
+                        report.append(self.trainer.update(batch))
+                    self._has_compiled = True
                 return self._weights(batch.update + 1)
             except torch.OutOfMemoryError as error:
                 # In words: the exception itself would keep everything alive that the update had made.
@@ -178,6 +182,11 @@ class TrainerRole:
     async def export(self, folder: Path) -> None:
         """Write the policy for others to load."""
         await self.call(lambda: self.trainer.export(folder), "exporting the policy")
+
+    def _alone(self) -> AbstractContextManager[object]:
+        """The first update on a GPU compiles, and its compiler waits for the whole device: no engine captures then."""
+        compiles = not self._has_compiled and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return CAPTURE if compiles else nullcontext()
 
     def _weights(self, version: int) -> Weights:
         weights = self.trainer.weights(version)

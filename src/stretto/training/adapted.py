@@ -251,14 +251,13 @@ class AdapterGroup:
     """The adapters of linear layers over one input, with their values in the type of the base in one place."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        adapted = [(place, linear) for place, linear in enumerate(linears) if isinstance(linear, LoraLinear)]
-        ranks = {linear.lora_A.shape[0] for _, linear in adapted}
+        adapted = [linear for linear in linears if isinstance(linear, LoraLinear)]
+        ranks = {linear.lora_A.shape[0] for linear in adapted}
         assert len(ranks) == 1, "the adapters of one model have one rank"
         like = linears[0].weight
-        self.owners = [place for place, _ in adapted]
-        self.scale = adapted[0][1].scale
-        self.downs: list[torch.Tensor] = [linear.lora_A for _, linear in adapted]
-        self.ups: list[torch.Tensor] = [linear.lora_B for _, linear in adapted]
+        self.scale = adapted[0].scale
+        self.downs: list[torch.Tensor] = [linear.lora_A for linear in adapted]
+        self.ups: list[torch.Tensor] = [linear.lora_B for linear in adapted]
         self.down = like.new_empty((len(adapted) * ranks.pop(), linears[0].in_features))
         self.ups_cast = [like.new_empty(up.shape) for up in self.ups]
 

@@ -41,7 +41,6 @@ class PackedLayout:
     `scatter[t]` is the place of token `t`: `gather[scatter[t]] == t`. Without buckets, attention is `causal_varlen`.
     """
 
-    num_tokens: int
     longest: int  # length of a sequence
     ends: torch.Tensor  # [sequences + 1] int32: 0, then the end of each sequence
     limit: torch.Tensor  # [1] int64 on the host: a bound of the lengths, from a small set
@@ -90,7 +89,6 @@ def layout_of(lengths: NDArray[np.int64], device: torch.device | str = "cpu", *,
     if not flash:
         buckets, gather, scatter = _bucketed(lengths)
     return PackedLayout(
-        num_tokens=int(ends[-1]),
         longest=longest,
         ends=torch.from_numpy(ends),
         limit=torch.tensor([max(MIN_LIMIT, 1 << (longest - 1).bit_length())]),

@@ -60,8 +60,6 @@ class LayerWeights(NamedTuple):
 class LayerShape:
     """What is the same in all layers."""
 
-    heads: int
-    kv_heads: int
     head_size: int
     epsilon: float
     scaling: float
@@ -148,14 +146,11 @@ class PlainDecoder:
         assert is_plain(model)
         self._decoder = model.model
         self._checkpointing = checkpointing
-        config = model.config.get_text_config()
         first = self._decoder.layers[0].self_attn
         self._groups: list[AdapterGroup] = []
         self._layers = [self._weights_of(layer) for layer in self._decoder.layers]
         owners = tuple(self._owners_of(group) for group in _groups_of(self._decoder.layers[0]))
         self._shape = LayerShape(
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
             head_size=first.head_dim,
             epsilon=_epsilon(self._decoder.norm),
             scaling=float(first.scaling),

@@ -1,7 +1,8 @@
-"""Keeps the capture of graphs and the release of cached memory apart.
+"""Keeps the capture of graphs apart from what breaks it in whichever thread.
 
-While any thread captures, torch's allocator can hand nothing back to the device: emptying its cache is an error then,
-in whichever thread. Allocating is not, where captures are made in the mode `thread_local`.
+While any thread captures, torch's allocator can hand nothing back to the device: emptying its cache is an error then.
+So is waiting for the whole device, which a compiler does that times its kernels; waiting for a stream that is not
+captured is none. Nor is allocating, where captures are made in the mode `thread_local`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import threading
 
 import torch
 
-CAPTURE = threading.Lock()  # held by whoever captures, and by whoever empties the cache
+# Held by whoever captures, empties the cache or waits for the whole device. An engine that finds it taken does not wait
+# for it, and runs its step uncaptured: it may be taken for as long as a compiler needs.
+CAPTURE = threading.RLock()
 
 
 def release_cached() -> None:

@@ -22,7 +22,6 @@ from stretto.checksums import checksum
 from stretto.engines.native import probe
 from stretto.engines.native.attention import Attention
 from stretto.engines.native.cache import PAGE, KVCache, num_pages
-from stretto.engines.native.capture import CAPTURE
 from stretto.engines.native.device_rows import DeviceRows
 from stretto.engines.native.forward import Forward
 from stretto.engines.native.fused import FusedDecoder, has_kernels
@@ -140,8 +139,8 @@ class NativeEngine:
             self.exact = deterministic
             self._work = self._late_steps(self._rows, attention, heads, deterministic)
             if self._stream is not None:
-                with CAPTURE:  # another instance of this process may be capturing
-                    torch.cuda.synchronize(device)  # everything made so far is there for the engine's stream
+                # Everything made so far is there for the engine's stream. Not the device: another instance may capture.
+                torch.cuda.current_stream(device).synchronize()
             self._compare(model)
         else:
             self.exact = self._immediate_steps(model, self._rows, attention, heads)

@@ -44,10 +44,16 @@ from stretto.engines.native.device_rows import (
     to_device,
 )
 from stretto.engines.native.fused import FusedDecoder
-from stretto.engines.native.kernels.attention import CHUNKS, DecodePlan, Sharing, choose_chunk, items_bound
 from stretto.engines.native.kernels.choice import Kernels
 from stretto.engines.native.kernels.draw import draw_workspace
-from stretto.engines.native.kernels.plan import power_of_two
+from stretto.engines.native.kernels.plan import (
+    CHUNKS,
+    DecodePlan,
+    Sharing,
+    choose_chunk,
+    items_bound,
+    power_of_two,
+)
 from stretto.engines.native.sampling import Truncation, sample, uniforms
 from stretto.engines.native.schedule import Schedule
 from stretto.engines.native.stock import StockDecoder
@@ -254,10 +260,13 @@ class LateSteps:
         if self.observed is not None:
             self.observed.append(chosen.clone())
         ints, floats = rows.ints.index_select(1, index), rows.floats.index_select(1, index)
-        drawn = torch.empty(self._lines(numbers), len(starting), dtype=torch.int32, device=device)
-        self._draw(chosen, ints, floats, drawn, self._lanes[0].workspace)
+        count = len(starting)
+        drawn = torch.empty(self._lines(numbers), count, dtype=torch.int32, device=device)
+        # Sums over a vocabulary are split by the number of rows: where it must not matter, each is drawn alone.
+        for own in [slice(i, i + 1) for i in range(count)] if self._deterministic else [slice(count)]:
+            self._draw(chosen[own], ints[:, own], floats[:, own], drawn[:, own], self._lanes[0].workspace)
         rows.ints.index_copy_(1, index, ints)
-        self._expect(numbers, drawn, np.arange(len(starting)))
+        self._expect(numbers, drawn, np.arange(count))
 
     # -- decode --------------------------------------------------------------------------------------------------------
 
@@ -329,16 +338,20 @@ class LateSteps:
                 self.observed.append(logits.index_select(0, to_device(place, rows.device)))
             return
         graph = self._graphs.get(key)
+        if graph is None and CAPTURE.acquire(blocking=False):
+            try:
+                graph = self._capture(key, index)
+            finally:
+                CAPTURE.release()
         if graph is None:
-            graph = self._capture(key, index)
+            self._body(tree, size, chunk, items, lines, shares, index)
+            return
         self._graphs.move_to_end(key)
         graph.replay()
 
     def _retire(self) -> None:
         """Let go of memory that captured steps point at, and that launched ones may still use."""
-        if self._graphed:
-            with CAPTURE:  # a device is not waited for while one of its streams captures
-                torch.cuda.synchronize(self._rows.device)
+        self.wait()
         self.forget()
 
     def _widen(self, tree: int, items: int) -> None:
@@ -350,7 +363,7 @@ class LateSteps:
         self._lanes[tree] = replace(self._lanes[tree], plan=plan)
 
     def _capture(self, key: tuple[Any, ...], index: Tensor | None) -> torch.cuda.CUDAGraph:
-        """Capture the step `key`, giving back what was captured before where memory runs out."""
+        """Capture the step `key`, giving back what was captured before where memory runs out. `CAPTURE` is held."""
         while len(self._graphs) >= MAX_GRAPHS:
             self._graphs.popitem(last=False)
         graph = self._try_capture(key, index)
@@ -387,7 +400,7 @@ class LateSteps:
         stream = torch.cuda.current_stream()
         stream.synchronize()
         pool = self._lanes[tree].pool
-        with CAPTURE, torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self._body(tree, size, chunk, items, lines, shares, index)
         return graph
 

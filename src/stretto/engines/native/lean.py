@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from stretto.engines.native.attention import Attention, Plan, attend_paged
 from stretto.engines.native.lora import SlotMask, SlottedLinear
+from stretto.training.decoder import PLAIN
 
-PLAIN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")  # their angles depend on the position alone
 
 

@@ -22,30 +22,8 @@ import torch
 from torch import Tensor
 
 from stretto.engines.native.cache import PAGE
-from stretto.engines.native.kernels.plan import (
-    CHUNKS,
-    DecodePlan,
-    Sharing,
-    check_plan,
-    choose_chunk,
-    items_bound,
-    plan_items,
-    plan_items_reference,
-    power_of_two,
-)
+from stretto.engines.native.kernels.plan import DecodePlan, Sharing, check_plan, power_of_two
 from stretto.jit import kernel, tl
-
-__all__ = [
-    "CHUNKS",
-    "DecodePlan",
-    "Sharing",
-    "choose_chunk",
-    "items_bound",
-    "paged_decode",
-    "paged_decode_reference",
-    "plan_items",
-    "plan_items_reference",
-]
 
 TILE_BYTES = 16384  # of keys, and of values, that a program has in a stage of its pipeline
 DECODE_WARPS, DECODE_STAGES = 4, 3  # the page numbers take stages too: (stages - 1) // 2 tiles are under way

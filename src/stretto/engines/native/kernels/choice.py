@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stretto.engines.native.kernels import attention, extend, layers
+from stretto.engines.native.kernels import attention, extend, layers, plan
 from stretto.engines.native.kernels.draw import draw, plain_draw
 
 
@@ -30,7 +30,7 @@ TRITON = Kernels(
     layers.split_heads,
     layers.gate,
     draw,
-    attention.plan_items,
+    plan.plan_items,
     attention.paged_decode,
     extend.paged_extend,
 )
@@ -39,7 +39,7 @@ PLAIN = Kernels(
     layers.plain_split_heads,
     layers.plain_gate,
     plain_draw,
-    attention.plan_items_reference,
+    plan.plan_items_reference,
     attention.paged_decode_reference,
     extend.paged_extend_reference,
 )
