@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,14 @@ from run_cases import assert_verifies, recipe
 from stretto.cli import main
 from stretto.runtime import showing
 from stretto.runtime.starting import standing
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """As in a terminal; a shell starts what it puts in the background with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def words(model: Path, folder: Path, *more: str) -> list[str]:

@@ -50,9 +50,7 @@ def test_ids_are_never_used_twice_and_room_is_given_back(
         pool = pool_of(lambda: FakeCore(slots=3))
         (first, engine), (second, _) = await asyncio.gather(pool.add(), pool.add())
         assert sorted(pool.engines) == [first, second] == [0, 1]
-        # To import torch takes longer than that: they had a place, and none was missing.
-        assert "instance 0 has not begun after 1 s: there is room, and what is needed is still being" in caplog.text
-        assert "no room" not in caplog.text
+        assert "instance 0 has not begun after 1 s: " in caplog.text  # to import torch takes longer than that
         assert engine.capacity.slots == 3
         await pool.remove(0)
         await pool.remove(0)
@@ -90,7 +88,7 @@ def test_where_there_is_no_room_it_names_what_to_change(
     async def main() -> None:
         pool = pool_of(FakeCore, cpus=1000.0)
         asks = r"it asks for 1000 CPUs \(`runtime.instance_cpus`, `runtime.instance_gpus`\)"
-        lacks = f"there is no room yet: {asks}, and free in the cluster are .* of 4 CPUs"
+        lacks = f"no machine has taken it yet: {asks}, and free in the cluster are .* of 4 CPUs"
         with pytest.raises(EngineError, match=f"instance 0 has not begun after 2 s: {lacks}"):
             await pool.add()
         assert re.search(f"instance 0 has not begun after 0.5 s: {lacks}", caplog.text)

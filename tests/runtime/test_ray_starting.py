@@ -109,10 +109,10 @@ def test_what_has_room_is_not_said_to_lack_it(monkeypatch: pytest.MonkeyPatch) -
         "there is room, and what is needed is still being imported there"
     )
     assert placement.why_not_begun([1, 0], "they ask for 2 CPUs") == (
-        "there is no room yet (1 of 2 have a place): they ask for 2 CPUs, and free in the cluster are 1 of 2 CPUs, "
-        "0 of 0 GPUs; ask for less, or `ray start` another machine"
+        "no machine has taken it yet (1 of 2 have a place): they ask for 2 CPUs, and free in the cluster are 1 of 2 "
+        "CPUs, 0 of 0 GPUs; where that is too little, ask for less, or `ray start` another machine"
     )
-    assert placement.why_not_begun([0], "it asks").startswith("there is no room yet: it asks, and")
+    assert placement.why_not_begun([0], "it asks").startswith("no machine has taken it yet: it asks, and")
 
 
 def test_ranks_that_find_no_room_say_so_and_are_an_error_at_last(
@@ -129,10 +129,13 @@ def test_ranks_that_find_no_room_say_so_and_are_an_error_at_last(
     async def main() -> None:
         group = ranks.RankGroup(ranks.RankOptions(lambda _: FakeTrainer(), count=2, cpus=1.5), deadline_s=5.0)
         asks = r"2 \(`runtime.trainers`\) ask for 1.5 CPUs and 0 GPUs each \(`runtime.trainer_cpus`"
-        with pytest.raises(TrainerError, match=f"have not begun after 0.3 s: there is no room yet: {asks}"):
+        with pytest.raises(TrainerError, match=f"have not begun after 0.3 s: no machine has taken it yet: {asks}"):
             await group.place()
         with pytest.raises(TrainerError):
             group.check()
 
     asyncio.run(main())
-    assert "the ranks of the trainer have not begun: there is no room yet: 2 (`runtime.trainers`) ask" in caplog.text
+    assert (
+        "the ranks of the trainer have not begun: no machine has taken it yet: 2 (`runtime.trainers`) ask"
+        in caplog.text
+    )

@@ -1,4 +1,4 @@
-"""Why actors have not begun yet: there is no room for them, or their processes are being started."""
+"""Why actors have not begun yet: no machine has taken them, or their processes are being started."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def why_not_begun(actors: Sequence[Any], asks: str) -> str:
     has = ", ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
     some = f" ({placed} of {len(actors)} have a place)" if placed else ""
     return (
-        f"there is no room yet{some}: {asks}, and free in the cluster are {has}; ask for less, or `ray start` another "
-        "machine"
+        f"no machine has taken it yet{some}: {asks}, and free in the cluster are {has}; where that is too little, ask "
+        "for less, or `ray start` another machine"
     )
 
 
