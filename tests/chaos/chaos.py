@@ -7,7 +7,7 @@ has imported everything: its life is then its own and not the imports'. A *victi
 other of `VICTIMS`. All but the driver of a local run are parts of a run on a cluster of three simulated machines, which
 is there for all runs. A driver that was killed is started again with `--resume`; whatever else was killed, the driver
 has to go on by itself. Every moment follows from the seed, as an update of the run and some time after it; what the
-machine does meanwhile does not.
+machine does meanwhile does not. A run that ends before its moment is made again with another.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ LIFE_S = 2.0  # about what a run takes before its first update: moments in there
 RAY_LIFE_S = 12.0  # the same on a cluster, whose processes import everything
 UPDATE_S = 0.4  # and this after the update that a moment is drawn for
 PATIENCE_S = 300.0
+ATTEMPTS, ATTEMPT = 6, 1_000_003  # at a run that ends before its moment; and what is added to the seed of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +118,19 @@ class Outcome:
 
 
 def survive(
-    model: Path, folder: Path, seed: int, victim: str = LOCAL, kills: int = 1, on: Machines | None = None
+    model: Path,
+    folder: Path,
+    seed: int,
+    victim: str = LOCAL,
+    kills: int = 1,
+    on: Machines | None = None,
+    attempt: int = 0,
 ) -> Outcome:
     """One run in `folder`, killed up to `kills` times; raises AssertionError where it is not whole at its end.
 
-    Every victim but `LOCAL` is killed `on` machines.
+    Every victim but `LOCAL` is killed `on` machines. Another `attempt` draws other moments.
     """
-    chance, started, done = random.Random(seed), time.monotonic(), list[int]()
+    chance, started, done = random.Random(seed + ATTEMPT * attempt), time.monotonic(), list[int]()
     mix = MIXES[seed % len(MIXES)]
     folder.mkdir(parents=True)
     write_task(folder)
@@ -259,10 +266,17 @@ def main() -> int:
         for seed in range(options.seed, options.seed + options.runs):
             folder, victim = root / str(seed), victims[seed % len(victims)]
             most = 1 + seed % (3 if victim == LOCAL else 2)
-            outcome = survive(model, folder, seed, victim, most, None if victim == LOCAL else on)
+            for attempt in range(ATTEMPTS):
+                outcome = survive(model, folder, seed, victim, most, None if victim == LOCAL else on, attempt)
+                if outcome.kills:
+                    break
+                print(f"run {seed}: had ended before its moment, so another is drawn; {victim}", flush=True)
+                shutil.rmtree(folder)
+            else:
+                raise AssertionError(f"seed {seed}: {victim} was never killed in {ATTEMPTS} runs")
             runs[victim] += 1
             kills[victim] += len(outcome.kills)
-            at = ", ".join(map(str, outcome.kills)) or "never"
+            at = ", ".join(map(str, outcome.kills))
             took, mix = f"{outcome.seconds:.0f} s", " ".join(outcome.mix)
             print(f"run {seed}: killed after updates: {at}; {victim}; {took}; {mix}", flush=True)
             shutil.rmtree(folder)
