@@ -15,6 +15,7 @@ from stretto.environments.protocol import Policy
 from stretto.errors import EngineError, JournalError, RequestError, RewardError, StrettoError, SuspendedError
 from stretto.flights import Flight, Flights
 from stretto.instances import Instances
+from stretto.residents import Residents
 from stretto.runtime.pool import FixedPool
 from stretto.seeds import turn_seed
 from stretto.turns import Turn
@@ -129,6 +130,7 @@ def flights(
     made = Flights(
         {flight.id: flight},
         instances=instances,
+        residents=Residents(instances, journal=recorder, post=events.append),  # type: ignore[arg-type]
         environment=environment or Environment(outcome),
         decode=lambda tokens: "text",
         sampling=Sampling(8),
@@ -272,7 +274,7 @@ def test_what_is_handed_over_and_was_not_asked_for_is_refused_wherever_it_is_tak
     flight.request = request(0, version=1)
 
     async def story() -> None:
-        await made.load(0, Weights(1, "full", {}, "sum"))
+        await made._residents.load(0, Weights(1, "full", {}, "sum"))
         await (made.suspend(0, [0], "moves") if how == "move" else made.suspend_all())
 
     asyncio.run(story())
@@ -303,7 +305,7 @@ def test_an_instance_that_refuses_what_it_is_told_is_lost_and_the_run_goes_on(er
             raise error
 
     made, _, events = flights(Flight(0, 0, 1, 9, PROMPT, 0), {0: Refuses(error), 1: Engine(completion(1))})
-    asyncio.run(made.load(0, Weights(1, "full", {}, "sum")))
+    asyncio.run(made._residents.load(0, Weights(1, "full", {}, "sum")))
     assert events == [core.Lost(0)]
 
 

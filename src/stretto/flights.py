@@ -28,13 +28,12 @@ import numpy as np
 
 from stretto.answers import refuse_answer
 from stretto.core import messages as core
-from stretto.core.migration import MoveRates, carries_kv
+from stretto.core.migration import carries_kv
 from stretto.engines.protocol import Engine
 from stretto.environments.protocol import Environment, Outcome, earned
 from stretto.environments.single_turn import Decode
 from stretto.errors import (
     AbortedError,
-    ChecksumError,
     EngineError,
     RequestError,
     RewardError,
@@ -45,18 +44,15 @@ from stretto.errors import (
 from stretto.instances import Instances
 from stretto.observe.metrics import Tally
 from stretto.observe.tail import Tail
+from stretto.residents import Residents
 from stretto.seeds import turn_seed
 from stretto.store.journal import Journal
-from stretto.store.versions import VersionFiles
+from stretto.surveys import Surveys
 from stretto.suspects import Suspects
 from stretto.turns import Turns, other_tokens
-from stretto.types import Completion, Load, Prompt, Request, Sampling, Suspended, Weights
+from stretto.types import Completion, Load, Prompt, Request, Sampling, Suspended
 
 log = logging.getLogger(__name__)
-
-TRANSFERS = 3  # of one version to one instance, where what arrives is damaged
-CROWDED_SHARE = 0.9  # of an instance's KV; above, what is queued there waits for memory
-ENDING_SHARE = 0.05  # of `max_tokens`; what has no more left than this is not worth moving
 
 
 @dataclass(slots=True)
@@ -111,6 +107,7 @@ class Flights:
         under_way: Mapping[int, Flight],
         *,
         instances: Instances,
+        residents: Residents,
         environment: Environment,
         decode: Decode,
         sampling: Sampling,
@@ -122,7 +119,6 @@ class Flights:
         vocabulary: int | None = None,
         episode_s: float | None = None,
         max_turns: int = 1,
-        versions: VersionFiles | None = None,
     ) -> None:
         """`pinned`: a trajectory keeps its version for life. `episode_s`: an environment's deadline between tokens.
 
@@ -132,7 +128,7 @@ class Flights:
         self.instances = instances
         instances.before_loss = self._count_losses
         self.failed_in_a_row = 0  # trajectories, for good
-        self.rates = MoveRates()
+        self._residents = residents
         self._environment = environment
         self._decode = decode
         self._sampling = sampling
@@ -144,12 +140,7 @@ class Flights:
         self._vocabulary = vocabulary
         self._episode_s = episode_s
         self._max_turns = max_turns
-        self._versions = versions
-        self._newest: dict[int, int] = {}  # the version that each instance was last brought
-        self._swaps: dict[int, asyncio.Future[None]] = {}  # the last one of each instance
-        self._checksums: dict[int, str] = {}  # of the versions that instances were told to load
-        self._surveyed: dict[int, Load] = {}  # what each instance said at the last survey
-        self._prefill_rate = 0.0  # the fastest that was seen
+        self._surveys = Surveys(self.under_way, instances, sampling.max_tokens)
         self._episodes: set[_Policy] = set()  # those that an environment plays
         self._suspects = Suspects(self.under_way, post)
 
@@ -256,7 +247,7 @@ class Flights:
             for each in self.under_way.values()
             if each.instance == instance and each.completion is None and not each.between_turns
         ]
-        self._suspects.lost(instance, error, self._contexts(on_it, self.instances.report_of(instance)))
+        self._suspects.lost(instance, error, self._surveys.contexts(on_it, self.instances.report_of(instance)))
 
     def failed_for_good(self, flight: Flight) -> None:
         """Count it."""
@@ -290,14 +281,14 @@ class Flights:
 
     async def _generate_now(self, flight: Flight, policy: _Policy, tokens: Sequence[int], room: int) -> Completion:
         instance, version, number = policy.instance, policy.version, len(flight.turns.done)
-        if number and instance in self._swaps:  # which version there will be is known when it is done
-            await _all([self._swaps[instance]])
+        if number:
+            await self._residents.swapped(instance)  # which version there will be is known then
         if policy.outdated or instance not in self.instances.engines:
             # It was called back, its instance is lost, or it was dropped: either way nobody waits for this one.
             raise AbortedError(f"trajectory {flight.id} has nowhere to run")
         assert instance is not None, "only what has its last token has no instance"
         if number and not self._pinned:  # between two turns it goes on under whatever its instance has come to
-            version = max(version, self._newest.get(instance, version))
+            version = max(version, self._residents.newest.get(instance, version))
         suspended = None if flight.suspended is None else _under(flight.suspended, version)
         sampling = self._sampling if room == self._sampling.max_tokens else replace(self._sampling, max_tokens=room)
         seed = turn_seed(flight.seed, number)
@@ -356,7 +347,11 @@ class Flights:
 
     def _check(self, answer: Completion | Suspended, request: Request) -> None:
         refuse_answer(
-            answer, request, checksums=self._checksums, vocabulary=self._vocabulary, continued=not self._pinned
+            answer,
+            request,
+            checksums=self._residents.checksums,
+            vocabulary=self._vocabulary,
+            continued=not self._pinned,
         )
 
     def _count_move(
@@ -382,66 +377,6 @@ class Flights:
             at=time.time(),
         )
         flight.source = None
-
-    # -- versions ------------------------------------------------------------------------------------------------------
-
-    async def load(self, instance: int, weights: Weights) -> None:
-        """Have an instance hold a version besides those that it has."""
-        await self._durable(weights.version)
-        await self._transfer(instance, weights, "load", lambda engine: engine.load(weights))
-
-    async def swap(self, instance: int, old: int, weights: Weights) -> None:
-        """Have an instance go on under other weights with all that it runs under version `old`."""
-        swapped = self._swaps[instance] = asyncio.get_running_loop().create_future()
-        try:
-            await self._durable(weights.version)
-            await self._transfer(instance, weights, "swap", lambda engine: engine.swap(old, weights))
-        finally:
-            swapped.set_result(None)
-
-    async def unload(self, instance: int, version: int) -> None:
-        """Have an instance forget a version, after whatever it was told before."""
-
-        async def unload() -> None:
-            await self.instances.ask(instance, "unload", lambda engine: engine.unload(version))
-
-        await self.on(instance, unload())
-
-    async def _durable(self, version: int) -> None:
-        """The version's checksum, and where the run keeps them its weights, are on the disk before its first token."""
-        await self._journal.durable()
-        if self._versions is not None:
-            await self._versions.durable(version)
-
-    async def _transfer(
-        self, instance: int, weights: Weights, what: str, work: Callable[[Engine], Coroutine[Any, Any, None]]
-    ) -> None:
-        """Bring a version to an instance; where it arrives damaged it is sent again, and then the instance is lost."""
-        self._checksums[weights.version] = weights.checksum
-
-        async def transfer() -> None:
-            for attempt in range(TRANSFERS):
-                try:
-                    await self.instances.ask(instance, what, work)
-                    break
-                except ChecksumError as error:
-                    text = f"version {weights.version} arrived damaged on instance {instance}: {error}"
-                    log.warning("%s", text)
-                    self._journal.note("damaged transfer", text, at=time.time())
-                    if attempt + 1 == TRANSFERS:
-                        raise EngineError(f"version {weights.version} arrived damaged {TRANSFERS} times") from error
-            self._newest[instance] = weights.version
-            self._journal.version_loaded(weights.version, weights.checksum, at=time.time())
-            self._post(core.Loaded(instance, weights.version))
-
-        await self.on(instance, transfer())
-
-    async def on(self, instance: int, work: Coroutine[Any, Any, None]) -> None:
-        """Do something with an instance. One that is lost does nothing: the core hears of that by itself."""
-        try:
-            await work
-        except EngineError as error:
-            self.instances.failed(instance, error)
 
     def _received(self, expected: dict[int, Flight], suspended: Suspended) -> Flight:
         """Whose trajectory it is that an instance hands over; taken out of those that it was asked for.
@@ -475,7 +410,7 @@ class Flights:
 
     async def _suspend(self, instance: int, flights: Sequence[Flight], reason: str, left: asyncio.Future[None]) -> None:
         try:
-            await self.on(instance, self._take_out(instance, flights, reason))
+            await self.instances.on(instance, self._take_out(instance, flights, reason))
         finally:
             left.set_result(None)
 
@@ -485,8 +420,8 @@ class Flights:
 
         async def suspend(engine: Engine) -> list[Suspended]:
             per_token = engine.capacity.kv_bytes_per_token if self._pinned else 0
-            contexts = self._contexts(here.values(), engine.report())
-            with_kv = [id for id, context in contexts.items() if carries_kv(context, per_token, self.rates)]
+            contexts = self._surveys.contexts(here.values(), engine.report())
+            with_kv = [id for id, context in contexts.items() if carries_kv(context, per_token, self._surveys.rates)]
             without = [id for id in here if id not in set(with_kv)]
             found: list[Suspended] = []
             if with_kv:
@@ -494,7 +429,7 @@ class Flights:
                 found += await engine.suspend(with_kv, kv=True)
                 num_bytes = sum(int(each.kv.nbytes) for each in found if each.kv is not None)
                 # Into the other instance it takes about as long as out of this one.
-                self.rates = self.rates.moved(num_bytes, 2 * (time.perf_counter() - began))
+                self._surveys.rates = self._surveys.rates.moved(num_bytes, 2 * (time.perf_counter() - began))
             if without:
                 found += await engine.suspend(without, kv=False)
             # What had ended there before has its last word on the way.
@@ -507,48 +442,11 @@ class Flights:
             await self._journal.room()
             self._journal.moved(flight.id, "suspended", at=time.time(), reason=reason)
 
-    def _contexts(self, flights: Iterable[Flight], load: Load) -> dict[int, int]:
-        """About how many tokens of context each has: every running row makes one a step."""
-        most = self._sampling.max_tokens
-        return {
-            flight.id: min(
-                flight.context + (0 if flight.between_turns else max(0, load.steps - flight.steps)),
-                len(flight.prompt.tokens) + most,
-            )
-            for flight in flights
-        }
-
     def survey(self) -> core.Surveyed:
-        """How far what runs is, and who is short of KV memory; the rates of prefilling follow from it."""
-        tokens: dict[int, int] = {}
-        crowded: set[int] = set()
-        now = {instance: engine.report() for instance, engine in self.instances.engines.items()}
-        for flight in self.under_way.values():
-            if flight.instance in now and flight.call is not None and flight.completion is None:
-                tokens |= self._contexts([flight], now[flight.instance])
-        for instance, load in now.items():
-            before = self._surveyed.get(instance)
-            capacity = self.instances.engines[instance].capacity
-            if load.queued and load.kv_tokens > CROWDED_SHARE * capacity.kv_tokens:
-                crowded.add(instance)
-            if before is None:
-                continue
-            if load.preemptions > before.preemptions:
-                crowded.add(instance)
-            prefilled, busy_s = load.prefilled - before.prefilled, load.busy_s - before.busy_s
-            if busy_s > 0 and prefilled / busy_s > self._prefill_rate:
-                # Decoding shares that time, so the fastest that was seen is the nearest to the truth.
-                self._prefill_rate = prefilled / busy_s
-                self.rates = replace(self.rates, prefill_tokens_per_s=self._prefill_rate)
-        self._surveyed = now
-        self._suspects.seen(tokens)
-        most = self._sampling.max_tokens
-        ending = frozenset(
-            id
-            for id, context in tokens.items()
-            if len(self.under_way[id].prompt.tokens) + most - context <= ENDING_SHARE * most
-        )
-        return core.Surveyed(tokens, frozenset(crowded), ending)
+        """How far what runs is, and who is short of KV memory."""
+        surveyed = self._surveys.survey()
+        self._suspects.seen(surveyed.tokens)
+        return surveyed
 
     def discard(self, flights: Sequence[Flight]) -> Coroutine[Any, Any, None]:
         """Throw trajectories away: they are called back at once, and what is returned records how far each had come."""
@@ -581,7 +479,9 @@ class Flights:
                 flight.leg += 1  # one that still waits for its source to let it go goes nowhere
                 flight.instance = None
         return [
-            self.instances.spawn(self.on(instance, self._take_back(instance, own)), f"call back from {instance}")
+            self.instances.spawn(
+                self.instances.on(instance, self._take_back(instance, own)), f"call back from {instance}"
+            )
             for instance, own in by_instance.items()
         ]
 

@@ -260,6 +260,13 @@ class Instances:
 
     # -- who is lost ---------------------------------------------------------------------------------------------------
 
+    async def on(self, instance: int, work: Coroutine[Any, Any, None]) -> None:
+        """Do something with an instance. One that is lost does nothing: the core hears of that by itself."""
+        try:
+            await work
+        except EngineError as error:
+            self.failed(instance, error)
+
     def failed(self, instance: int, error: EngineError) -> None:
         """An instance is lost. Counted once, whoever comes first; raises where it was the last and none follows."""
         now, member = time.time(), self._members[instance]

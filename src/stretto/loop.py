@@ -70,6 +70,7 @@ from stretto.instances import Instances
 from stretto.observe.metrics import Tally
 from stretto.observe.progress import Observer, Status
 from stretto.observe.tail import Tail
+from stretto.residents import Residents
 from stretto.runtime.control import Control
 from stretto.runtime.pool import FixedPool, Pool
 from stretto.runtime.roles import TrainerSeat
@@ -165,9 +166,11 @@ class Loop:
             deadline_s=settings.instance_s,
             replacements=0 if isinstance(engines, Mapping) else settings.replacements,
         )
+        self._residents = Residents(self.instances, journal=journal, post=self.post, versions=versions)
         self._flights = Flights(
             flights,
             instances=self.instances,
+            residents=self._residents,
             environment=environment,
             decode=decode,
             sampling=settings.sampling,
@@ -179,7 +182,6 @@ class Loop:
             vocabulary=settings.vocabulary,
             episode_s=settings.stall_s + settings.reward_s,
             max_turns=settings.max_turns,
-            versions=versions,
         )
         self._updates = Updates(
             trainer,
@@ -373,15 +375,15 @@ class Loop:
     # The weights of a version are taken at its command: by the time that the journal is durable it may be retired.
 
     def _load(self, command: core.Load) -> None:
-        work = self._flights.load(command.instance, self.weights[command.version])
+        work = self._residents.load(command.instance, self.weights[command.version])
         self._spawn(work, f"load version {command.version} on instance {command.instance}")
 
     def _swap(self, command: core.Swap) -> None:
-        work = self._flights.swap(command.instance, command.old, self.weights[command.version])
+        work = self._residents.swap(command.instance, command.old, self.weights[command.version])
         self._spawn(work, f"swap version {command.old} for {command.version} on instance {command.instance}")
 
     def _unload(self, command: core.Unload) -> None:
-        work = self._flights.unload(command.instance, command.version)
+        work = self._residents.unload(command.instance, command.version)
         self._spawn(work, f"unload version {command.version} on instance {command.instance}")
 
     def _publish(self, command: core.Publish) -> None:
@@ -411,7 +413,7 @@ class Loop:
             )
             self.post(core.Evaluated(command.version))
 
-        work = self._flights.on(command.instance, evaluate())
+        work = self.instances.on(command.instance, evaluate())
         self._spawn(work, f"evaluate version {command.version} on instance {command.instance}")
 
     def _skip_evaluation(self, command: core.SkipEvaluation) -> None:
