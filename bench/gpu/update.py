@@ -76,18 +76,22 @@ def work_of(cell: Cell, options: argparse.Namespace) -> Work:
     )
     forced = options.tail != "stop-tokens"
     tail = TAILS[options.tail] if forced else None
+    longest = STOP_MAX_TOKENS if tail is None else tail.cap
     kv_tokens = options.kv_tokens
-    if not kv_tokens and tail is not None:
+    if not kv_tokens:
         # Rows of a batch are rarely long together; what does not fit after all is preempted and counted.
-        made, left = tail.underway(4_096, seed=9)
-        mean = float(max(made.mean(), (made + left).mean() / 2))
-        kv_tokens = int(1.6 * plan.rows * (options.prompt + mean + PAGE)) + options.prompt + tail.cap
+        if tail is None:
+            mean = min(SHAPES[options.size].vocab_size / options.stop_tokens, longest)
+        else:
+            made, left = tail.underway(4_096, seed=9)
+            mean = float(max(made.mean(), (made + left).mean() / 2))
+        kv_tokens = int(1.6 * plan.rows * (options.prompt + mean + PAGE)) + options.prompt + longest
     return Work(
         size=options.size,
         plan=plan,
         prompt=options.prompt,
         lengths=tail,
-        max_tokens=tail.cap if tail is not None else STOP_MAX_TOKENS,
+        max_tokens=longest,
         stop_tokens=() if forced else stop_tokens(options.size, options.stop_tokens),
         kv_tokens=kv_tokens,
         prefill_tokens=options.prefill_tokens,

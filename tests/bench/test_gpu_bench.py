@@ -217,6 +217,7 @@ def test_stop_tokens_end_completions_where_lengths_are_not_forced(tmp_path: Path
     work = update.work_of(update.cell_of("synchronous", 2, options), options)
     assert len(set(work.stop_tokens)) == 64
     assert max(work.stop_tokens) < SHAPES["tiny"].vocab_size
+    assert work.kv_tokens < 16 * update.STOP_MAX_TOKENS / 2, "rows are not planned to be as long as can be all at once"
     made = runs.run_once(work, "cpu", tmp_path)
     assert made["summary"]["truncated_trajectories"] == 0
     assert made["summary"]["tokens"] < 16 * 40
