@@ -160,3 +160,29 @@ def test_an_episode_of_several_turns_is_evaluated_and_what_goes_wrong_in_one_is_
     assert first[1].prompt == (*first[0].prompt, *[0] * 10, 1, 2, 3)
     assert first[0].seed != first[1].seed
     assert result.mean_tokens == (13 + 10 + 10 + 10) / 4
+
+
+class Mistakes:
+    """Each prompt goes wrong in its own way, none of which is the engine's fault."""
+
+    async def episode(self, prompt: Prompt, policy: Policy) -> float:
+        match prompt.index:
+            case 0:
+                await asyncio.gather(policy.generate(prompt.tokens), policy.generate(prompt.tokens))
+            case 1:
+                await policy.generate([*prompt.tokens, "more"])  # type: ignore[list-item]
+            case 2:
+                await policy.generate("text")  # type: ignore[arg-type]
+        return 1.0
+
+
+def test_mistakes_of_an_environment_are_counted_and_told_and_cost_no_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    result, requests, _ = evaluate(tmp_path, environment=Mistakes(), max_turns=2)
+    assert (result.num_scored, result.num_failed, result.score) == (0, 4, None)
+    assert [request.id for request in requests] in ([], [-1])
+    assert (
+        "4 of 4 held-out prompts failed in the evaluation of version 4, the first of them: the environment asked"
+        in (caplog.text)
+    )

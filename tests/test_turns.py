@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from stretto.environments.protocol import Outcome, earned
 from stretto.errors import RewardError, RoomError
-from stretto.turns import Turns
+from stretto.turns import Turns, token_ids
 from stretto.types import Completion, FinishReason, Sample, Supports
 
 PROMPT = (1, 2)
@@ -140,6 +142,22 @@ def test_a_turn_is_handed_back_for_the_same_question_alone() -> None:
 
 
 # -- what was earned ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("context", ["text", [1, 2, "again"], [1, 2.0], None, 7])
+def test_a_context_that_is_not_all_token_ids_is_refused(context: Any) -> None:
+    with pytest.raises(RewardError, match=r"not all token ids: .*`tokenizer.encode`"):
+        token_ids(context)
+
+
+def test_a_context_may_come_as_any_sequence_of_integers() -> None:
+    assert token_ids(np.array([1, 2])) == token_ids([1, 2]) == (1, 2)  # type: ignore[arg-type]
+    assert all(type(token) is int for token in token_ids(np.array([1, 2])))  # type: ignore[arg-type]
+
+
+def test_an_episode_that_never_asked_earns_nothing() -> None:
+    with pytest.raises(RewardError, match="never asked for a token"):
+        earned(1.0, 0)
 
 
 def test_an_outcome_earns_the_sum_of_its_turns() -> None:

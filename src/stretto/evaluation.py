@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,11 +13,14 @@ from stretto.answers import refuse_answer
 from stretto.engines.protocol import Engine
 from stretto.environments.data import PromptStream
 from stretto.environments.protocol import Environment, earned
+from stretto.episodes import Episode
 from stretto.errors import EngineError, RequestError, RewardError, StrettoError, VersionNotResidentError
 from stretto.seeds import derived_seed, turn_seed
 from stretto.store.journal import Journal
-from stretto.turns import Turns
+from stretto.turns import Turns, token_ids
 from stretto.types import Completion, Prompt, Request, Sampling
+
+log = logging.getLogger(__name__)
 
 PRIORITY = 1  # after everything that trains
 
@@ -85,12 +89,17 @@ class Evaluator:
         episodes = [self._episode(prompt, policy) for prompt, policy in zip(prompts, policies, strict=True)]
         results = await asyncio.gather(*episodes, return_exceptions=True)
         rewards: list[float] = []
+        failures: list[RewardError | RequestError] = []
         for outcome in results:
             if isinstance(outcome, RewardError | RequestError):
+                failures.append(outcome)
                 continue
             if isinstance(outcome, BaseException):
                 raise outcome
             rewards.append(outcome)
+        if failures:
+            failed = f"{len(failures)} of {len(results)} held-out prompts failed"
+            log.warning("%s in the evaluation of version %d, the first of them: %s", failed, version, failures[0])
         lengths = [policy.turns.num_sampled for policy in policies if policy.turns.done]
         ended = time.time()
         return EvaluationResult(
@@ -98,7 +107,7 @@ class Evaluator:
             moment=moment,
             score=sum(rewards) / len(rewards) if rewards else None,
             num_scored=len(rewards),
-            num_failed=len(results) - len(rewards),
+            num_failed=len(failures),
             mean_tokens=sum(lengths) / len(lengths) if lengths else 0.0,
             at=ended,
             seconds=ended - started,
@@ -106,20 +115,13 @@ class Evaluator:
 
     async def _episode(self, prompt: Prompt, policy: _EvaluationPolicy) -> float:
         try:
-            async with asyncio.timeout(self._episode_s) as policy.limit:
-                outcome = await self._environment.episode(prompt, policy)
-            if policy.fault is not None:
-                raise policy.fault
+            outcome = await policy.episode.play(self._environment, prompt, policy)
             reward, _ = earned(outcome, len(policy.turns.done))
             return reward
+        except StrettoError:
+            raise
         except Exception as error:
-            if policy.fault is not None:
-                raise policy.fault from None
-            if isinstance(error, StrettoError):
-                raise
-            late = isinstance(error, TimeoutError) and policy.limit.expired()
-            said = f"it has not returned for {self._episode_s:g} s" if late else f"{type(error).__name__}: {error}"
-            raise RewardError(f"the environment failed in an evaluation: {said}") from error
+            raise RewardError(f"{type(error).__name__}: {error}") from error
         finally:
             self.num_ended += 1
 
@@ -140,7 +142,7 @@ class Evaluator:
 
 
 class _EvaluationPolicy:
-    __slots__ = ("_checksums", "_engine", "_index", "_owner", "_version", "fault", "limit", "turns")
+    __slots__ = ("_checksums", "_engine", "_index", "_owner", "_version", "episode", "turns")
 
     def __init__(
         self, owner: Evaluator, engine: Engine, version: int, checksums: Mapping[int, str], index: int, prompt: Prompt
@@ -151,33 +153,29 @@ class _EvaluationPolicy:
         self._checksums = checksums
         self._index = index
         self.turns = Turns(prompt.tokens)
-        self.fault: StrettoError | None = None  # why it got no tokens, whatever the environment makes of that
-        self.limit = asyncio.timeout(None)  # of the environment, while no token is waited for
+        self.episode = Episode(owner._episode_s)
 
     @property
     def left(self) -> int:
         return max(0, self._owner._sampling.max_tokens - self.turns.num_tokens)
 
     async def generate(self, tokens: Sequence[int]) -> Completion:
+        context = token_ids(tokens)
+        return await self.episode.ask(lambda: self._turn(context))
+
+    async def _turn(self, tokens: tuple[int, ...]) -> Completion:
         owner, number = self._owner, len(self.turns.done)
         room = self.turns.room(number, tokens, max_turns=owner._max_turns, max_tokens=owner._sampling.max_tokens)
         request = Request(
             id=-1 - self._index,
             version=self._version,
-            prompt=tuple(tokens),
+            prompt=tokens,
             seed=turn_seed(derived_seed(owner._seed, "evaluation", self._index), number),
             sampling=replace(owner._sampling, max_tokens=room),
             priority=PRIORITY,
         )
-        self.limit.reschedule(None)
-        try:
-            completion = await self._answer(request)
-        except StrettoError as error:
-            self.fault = error
-            raise
+        completion = await self._answer(request)
         self.turns.add(tokens, completion)
-        if owner._episode_s is not None:
-            self.limit.reschedule(asyncio.get_running_loop().time() + owner._episode_s)
         return completion
 
     async def _answer(self, request: Request) -> Completion:

@@ -30,8 +30,9 @@ from stretto.answers import refuse_answer
 from stretto.core import messages as core
 from stretto.core.migration import carries_kv
 from stretto.engines.protocol import Engine
-from stretto.environments.protocol import Environment, Outcome, earned
+from stretto.environments.protocol import Environment, earned
 from stretto.environments.single_turn import Decode
+from stretto.episodes import Episode
 from stretto.errors import (
     AbortedError,
     EngineError,
@@ -49,7 +50,7 @@ from stretto.seeds import turn_seed
 from stretto.store.journal import Journal
 from stretto.surveys import Surveys
 from stretto.suspects import Suspects
-from stretto.turns import Turns, other_tokens
+from stretto.turns import Turns, other_tokens, token_ids
 from stretto.types import Completion, Load, Prompt, Request, Sampling, Suspended
 
 log = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ class Flights:
     @property
     def scores(self) -> bool:
         """Whether an environment is at something else than to wait for tokens; each has a deadline for that."""
-        return any(policy.limit.when() is not None for policy in self._episodes)
+        return any(policy.episode.works for policy in self._episodes)
 
     # -- one trajectory ------------------------------------------------------------------------------------------------
 
@@ -180,10 +181,7 @@ class Flights:
             self._journal.moved(flight.id, "running", at=time.time(), reason=policy.reason, instance=policy.instance)
         self._episodes.add(policy)
         try:
-            async with asyncio.timeout(self._episode_s) as policy.limit:
-                outcome = await self._play(flight, policy)
-            if not flight.turns.done:
-                raise RewardError("the environment returned and never asked for a token: call `policy.generate`")
+            outcome = await policy.episode.play(self._environment, flight.prompt, policy)
             reward, turn_rewards = earned(outcome, len(flight.turns.done))
         except (SuspendedError, AbortedError) as error:
             if policy.instance in self.instances.engines and not policy.outdated:
@@ -196,11 +194,8 @@ class Flights:
             self.instances.failed(policy.instance, error)
             return
         except Exception as error:
-            if isinstance(error, TimeoutError) and policy.limit.expired():
-                since = "its last token" if flight.turns.done else "it began"
-                error = RewardError(f"the environment has not returned for {self._episode_s:g} s since {since}")
             ours = isinstance(error, StrettoError) and not isinstance(error, RewardError | RequestError)
-            if ours or (isinstance(error, AssertionError) and error is policy.fault):
+            if ours or (isinstance(error, AssertionError) and error is policy.episode.fault):
                 raise  # not of this trajectory: of the journal, of the reward pool itself, of this file
             self._failed(flight, policy, error)
             return
@@ -216,17 +211,6 @@ class Flights:
         self._tail.member_ended(flight.group, scored=True)
         self._journal.scored(flight.id, reward, at=time.time(), turns=turn_rewards)
         self._post(core.Scored(flight.id, reward))
-
-    async def _play(self, flight: Flight, policy: _Policy) -> float | Outcome:
-        """Run its episode. What kept it from its tokens is raised, whatever the environment made of that."""
-        try:
-            outcome = await self._environment.episode(flight.prompt, policy)
-        except Exception:
-            if policy.fault is None:
-                raise
-        if policy.fault is not None:
-            raise policy.fault
-        return outcome
 
     def _failed(self, flight: Flight, policy: _Policy, error: Exception) -> None:
         reason = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
@@ -520,8 +504,8 @@ class _Policy:
     """What one run of an episode asks for tokens: it gets the turns that are done back, and then new ones."""
 
     __slots__ = (
-        "_asked", "_asking", "_flight", "_flights", "_leg",
-        "completed", "fault", "instance", "limit", "reason", "resumed", "version",
+        "_asked", "_flight", "_flights", "_leg",
+        "completed", "episode", "instance", "reason", "resumed", "version",
     )  # fmt: skip
 
     def __init__(
@@ -540,11 +524,9 @@ class _Policy:
         self.instance = instance  # None: it has its last token
         self.resumed = resumed
         self.reason = reason
-        self.limit = asyncio.timeout(None)  # of the environment, while no token is waited for
+        self.episode = Episode(flights._episode_s)
         self.completed = False  # the trajectory had its last token in this run of its episode
-        self.fault: Exception | None = None  # why it got no tokens, where that is not for the environment to judge
         self._asked = 0  # turns
-        self._asking = False
 
     @property
     def outdated(self) -> bool:
@@ -569,27 +551,7 @@ class _Policy:
         return max(0, self._flights._sampling.max_tokens - turns.num_tokens)
 
     async def generate(self, tokens: Sequence[int]) -> Completion:
-        if self._asking:
-            raise RewardError(
-                "the environment asked for a turn before the last one was done: await one after the other"
-            )
-        self.limit.reschedule(None)
-        self._asking = True
-        try:
-            completion = await self._flights._turn(self._flight, self, self._asked, tokens)
-        except RewardError:
-            self._work()  # it asked for what cannot be, and may ask for something else
-            raise
-        except Exception as error:
-            self.fault = error
-            raise
-        finally:
-            self._asking = False
+        context = token_ids(tokens)
+        completion = await self.episode.ask(lambda: self._flights._turn(self._flight, self, self._asked, context))
         self._asked += 1
-        self._work()
         return completion
-
-    def _work(self) -> None:
-        """The environment is at it again, within its deadline."""
-        if self._flights._episode_s is not None:
-            self.limit.reschedule(asyncio.get_running_loop().time() + self._flights._episode_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import index
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,6 +153,17 @@ class Turns:
             members += [tokens[end_before:start], drawn.tokens]
             end_before = end
         return Supports(np.concatenate(counts), np.concatenate(members))
+
+
+def token_ids(tokens: Sequence[int]) -> tuple[int, ...]:
+    """A context as the environment hands it over. Raises `RewardError` where it is something else than token ids."""
+    try:
+        return tuple(map(index, tokens))
+    except TypeError as error:
+        raise RewardError(
+            f"the environment asked for a turn with a context that is not all token ids: {error}; hand over integers, "
+            "as `tokenizer.encode` returns them"
+        ) from error
 
 
 def other_tokens(number: int) -> RewardError:

@@ -4,7 +4,8 @@ Contract:
 
 - An episode asks for one turn after another. Each time it hands over the whole context: the prompt, all that was
   sampled and observed so far, and behind it what the policy is to observe before it goes on. Anything else is a
-  `RewardError`. An episode asks at least once, and at most as often as its task says (`turns`).
+  `RewardError`. An episode asks at least once, and at most as often as its task says (`turns`); it awaits every turn
+  to its end before it asks for the next, or returns.
 - `rollout.max_tokens` bounds all tokens behind the prompt, sampled and observed ones together. `Policy.left` says how
   many there is room for. A turn that fills the room ends as `length`. Where an observation leaves no room for a token,
   or there was none before it, `generate` raises `RoomError`: the observation is not part of the trajectory, and the
@@ -63,6 +64,8 @@ class Environment(Protocol):
 
 def earned(outcome: object, num_turns: int) -> tuple[float, tuple[float, ...] | None]:
     """The reward of an episode of so many turns and, where it says so, of each. `RewardError` for what is neither."""
+    if not num_turns:
+        raise RewardError("the environment returned and never asked for a token: call `policy.generate`")
     if not isinstance(outcome, Outcome):
         return _finite(outcome), None
     if len(outcome.turns) != num_turns:
