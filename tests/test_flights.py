@@ -446,6 +446,35 @@ def test_one_that_is_called_back_between_two_turns_goes_on_elsewhere_and_ends_on
     asyncio.run(story())
 
 
+def test_a_turn_begins_under_what_its_instance_has_come_to_when_no_swap_is_left() -> None:
+    class Swaps(Engine):
+        gates = (asyncio.Event(), asyncio.Event())
+
+        async def swap(self, old: int, weights: Weights) -> None:
+            await self.gates[old - 1].wait()
+
+    async def story() -> None:
+        done = replace(completion(1), tokens=np.arange(3, dtype=np.int32), logprobs=np.zeros(3, np.float32))
+        flight, asks, engine = Flight(0, 7, 1, 9, PROMPT, 0), Asks(), Swaps(done)
+        asks.pauses = [asyncio.Event()]
+        made, _, _ = flights(flight, {0: engine}, environment=asks, max_turns=2, pinned=False)
+        flying = asyncio.create_task(made.launch(flight, 1, 0))
+        swaps = [asyncio.create_task(made._residents.swap(0, 1, Weights(2, "full", {}, "two")))]
+        await asyncio.sleep(0.01)
+        asks.pauses[0].set()
+        await asyncio.sleep(0.01)  # the second turn waits for the first swap
+        swaps.append(asyncio.create_task(made._residents.swap(0, 2, Weights(3, "full", {}, "three"))))
+        await asyncio.sleep(0.01)
+        engine.gates[0].set()
+        await asyncio.sleep(0.01)
+        assert len(engine.generated) == 1
+        engine.gates[1].set()
+        await asyncio.gather(flying, *swaps)
+        assert [request.version for request in engine.generated] == [1, 3]
+
+    asyncio.run(story())
+
+
 def test_what_fails_after_a_turn_keeps_it_for_the_next_try() -> None:
     flight = first_turn_done(Flight(0, 7, 1, 9, PROMPT, 0))
     made, _, events = flights(flight, {0: Engine(RequestError("no"))}, environment=Asks(), max_turns=2)

@@ -61,9 +61,12 @@ class Residents:
             swapped.set_result(None)
 
     async def swapped(self, instance: int | None) -> None:
-        """Wait for the swap that an instance was last told, if any; to cancel this wait does not cancel it."""
-        if (swap := None if instance is None else self._swaps.get(instance)) is not None and not swap.done():
-            await asyncio.wait({swap})
+        """Wait until an instance has no swap before it, also of those that it is told meanwhile.
+
+        To cancel this wait cancels no swap.
+        """
+        while instance in self._swaps and not self._swaps[instance].done():
+            await asyncio.wait({self._swaps[instance]})
 
     async def unload(self, instance: int, version: int) -> None:
         """Have an instance forget a version, after whatever it was told before."""
