@@ -419,6 +419,20 @@ def test_an_episode_that_asks_for_something_else_when_it_is_run_again_fails_by_n
     assert len(flight.turns.done) == 1
 
 
+def test_an_episode_that_asks_for_less_when_it_is_run_again_fails_by_name() -> None:
+    class Once(Asks):
+        async def episode(self, prompt: Prompt, policy: Policy) -> float:
+            await policy.generate(prompt.tokens)
+            return 1.0
+
+    flight = first_turn_done(Flight(0, 7, 1, 9, PROMPT, 0))
+    flight.turns.done.append(Turn(CONTEXT, completion(1)))
+    made, _, events = flights(flight, {0: Engine(completion(1))}, environment=Once(), max_turns=3)
+    asyncio.run(fly(made, flight, 1, 0))
+    assert [type(event) for event in events] == [core.GenerationFailed]
+    assert "returned after 1 turns, and had asked for 2 the first time" in events[0].reason
+
+
 def test_one_that_is_called_back_between_two_turns_goes_on_elsewhere_and_ends_once() -> None:
     async def story() -> None:
         flight, asks = Flight(0, 7, 1, 9, PROMPT, 0), Asks()

@@ -182,7 +182,12 @@ class Flights:
         self._episodes.add(policy)
         try:
             outcome = await policy.episode.play(self._environment, flight.prompt, policy)
-            reward, turn_rewards = earned(outcome, len(flight.turns.done))
+            if 0 < policy.asked < (had := len(flight.turns.done)):
+                raise RewardError(
+                    f"the environment returned after {policy.asked} turns, and had asked for {had} the first time: an "
+                    "episode that is run again must ask for the same"
+                )
+            reward, turn_rewards = earned(outcome, policy.asked)
         except (SuspendedError, AbortedError) as error:
             if policy.instance in self.instances.engines and not policy.outdated:
                 # Else whoever took it out of the engine holds it.
@@ -504,8 +509,8 @@ class _Policy:
     """What one run of an episode asks for tokens: it gets the turns that are done back, and then new ones."""
 
     __slots__ = (
-        "_asked", "_flight", "_flights", "_leg",
-        "completed", "episode", "instance", "reason", "resumed", "version",
+        "_flight", "_flights", "_leg",
+        "asked", "completed", "episode", "instance", "reason", "resumed", "version",
     )  # fmt: skip
 
     def __init__(
@@ -526,7 +531,7 @@ class _Policy:
         self.reason = reason
         self.episode = Episode(flights._episode_s)
         self.completed = False  # the trajectory had its last token in this run of its episode
-        self._asked = 0  # turns
+        self.asked = 0  # turns
 
     @property
     def outdated(self) -> bool:
@@ -546,12 +551,12 @@ class _Policy:
     @property
     def left(self) -> int:
         turns = self._flight.turns
-        if self._asked < len(turns.done):  # it is run again, and has not come as far
-            turns = Turns(turns.prompt, turns.done[: self._asked])
+        if self.asked < len(turns.done):  # it is run again, and has not come as far
+            turns = Turns(turns.prompt, turns.done[: self.asked])
         return max(0, self._flights._sampling.max_tokens - turns.num_tokens)
 
     async def generate(self, tokens: Sequence[int]) -> Completion:
         context = token_ids(tokens)
-        completion = await self.episode.ask(lambda: self._flights._turn(self._flight, self, self._asked, context))
-        self._asked += 1
+        completion = await self.episode.ask(lambda: self._flights._turn(self._flight, self, self.asked, context))
+        self.asked += 1
         return completion
