@@ -79,8 +79,9 @@ def test_a_run_of_three_updates_tells_its_rate_while_admitting_and_its_time_with
     made = marks[1]["generated"] - marks[0]["generated"]
     between = marks[1]["at"] - marks[0]["at"]
     assert between <= results["admitting_s"] < marks[2]["at"] - marks[0]["at"]
-    # A token a row may lie on either side of a bound.
-    assert results["generated_per_s_while_admitting"] * results["admitting_s"] == pytest.approx(made, abs=16)
+    # A token a row may lie on either side of a bound, and the last group is admitted some time after the update.
+    counted = results["generated_per_s_while_admitting"] * results["admitting_s"]
+    assert made - 16 <= counted <= marks[2]["generated"] - marks[0]["generated"] + 16
     assert 0 < results["half_rows_share"] < 1
 
 
