@@ -46,13 +46,14 @@ def test_instances_are_made_and_ended_and_no_id_comes_twice() -> None:
         await pool.remove(first)
         assert list(pool.engines) == [1]
         assert (await pool.add())[0] == 2
-        assert threads() == {"instance 1", "instance 2"}
+        # The thread that made one may have a moment to live.
+        assert {name for name in threads() if not name.startswith("making")} == {"instance 1", "instance 2"}
         await pool.close()
         await pool.close()
         assert not pool.engines
 
     asyncio.run(story())
-    assert not threads()
+    assert not threads(5.0)
 
 
 def test_one_that_cannot_be_made_is_an_error_that_names_it_and_the_next_has_another_id() -> None:
@@ -90,7 +91,7 @@ def test_one_that_is_being_made_when_nobody_waits_any_more_is_ended_too() -> Non
         assert not pool.engines
 
     asyncio.run(story())
-    assert not threads()
+    assert not threads(5.0)
 
 
 def test_one_that_takes_too_long_to_be_made_is_an_error_and_holds_up_neither_the_next_nor_the_end(
@@ -156,4 +157,4 @@ def test_a_fixed_pool_has_what_it_was_given_and_nothing_else() -> None:
         await local.close()
 
     asyncio.run(story())
-    assert not threads()
+    assert not threads(5.0)
