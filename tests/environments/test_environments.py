@@ -13,7 +13,7 @@ import pytest
 from stretto.environments.custom import EnvironmentSpec, load_environment
 from stretto.environments.guess import ENVIRONMENT, PROMPT, WASTED, Guess
 from stretto.environments.protocol import Outcome
-from stretto.environments.tasks import EnvironmentOptions, GuessOptions, load_task
+from stretto.environments.tasks import FileOptions, GuessOptions, load_task
 from stretto.errors import RecipeError, RoomError
 from stretto.tiny import tiny_tokenizer
 from stretto.types import Completion, Prompt
@@ -134,7 +134,7 @@ def test_what_is_no_environment_is_refused_by_name(here: Path, name: str, config
 
 def test_the_rows_of_an_environment_of_your_own_are_those_of_its_file(here: Path) -> None:
     (here / "rows.jsonl").write_text('{"prompt": "a", "n": 1}\n' * 10)
-    options = EnvironmentOptions(here / "rows.jsonl", EnvironmentSpec("my_environments:Mine", 2))
+    options = FileOptions(here / "rows.jsonl", EnvironmentSpec("my_environments:Mine", 2))
     task = load_task(options, num_evaluation=2)
     assert (len(task.train), len(task.evaluation), task.max_turns, task.reward) == (8, 2, 2, None)
     assert ENVIRONMENT != "my_environments:Mine"

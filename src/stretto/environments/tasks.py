@@ -63,10 +63,10 @@ class ReasoningGymOptions:
 
 @dataclass(frozen=True, slots=True)
 class FileOptions:
-    """A file of your own and a reward function of your own."""
+    """A file of your own, with a reward function or an environment of your own."""
 
     path: Path
-    reward: str
+    scored_by: str | EnvironmentSpec  # `package.module:function`, or what plays episodes
     evaluation_path: Path | None = None  # without it, rows of `path` are held out
     seed: int = 0  # decides which
     system: str | None = None  # a system message; with it, every `prompt` becomes a user's message after it
@@ -81,18 +81,7 @@ class GuessOptions:
     turns: int = 6
 
 
-@dataclass(frozen=True, slots=True)
-class EnvironmentOptions:
-    """A file of your own and an environment of your own."""
-
-    path: Path
-    environment: EnvironmentSpec
-    evaluation_path: Path | None = None  # without it, rows of `path` are held out
-    seed: int = 0  # decides which
-    system: str | None = None  # a system message; with it, every `prompt` becomes a user's message after it
-
-
-TaskOptions = CountdownChainOptions | ReasoningGymOptions | FileOptions | GuessOptions | EnvironmentOptions
+TaskOptions = CountdownChainOptions | ReasoningGymOptions | FileOptions | GuessOptions
 
 
 def load_task(options: TaskOptions, *, num_evaluation: int = 128) -> Task:
@@ -103,11 +92,9 @@ def load_task(options: TaskOptions, *, num_evaluation: int = 128) -> Task:
         case ReasoningGymOptions():
             return _reasoning_gym(options, num_evaluation)
         case FileOptions():
-            return _file(options, num_evaluation, options.reward, None)
+            return _file(options, num_evaluation)
         case GuessOptions():
             return _guess(options, num_evaluation)
-        case EnvironmentOptions():
-            return _file(options, num_evaluation, None, options.environment)
 
 
 class GeneratedRows(Sequence[Row]):
@@ -235,18 +222,16 @@ def _reasoning_dataset(options: ReasoningGymOptions, datasets: Mapping[str, Any]
 # -- file --------------------------------------------------------------------------------------------------------------
 
 
-def _file(
-    options: FileOptions | EnvironmentOptions,
-    num_evaluation: int,
-    reward: str | None,
-    environment: EnvironmentSpec | None,
-) -> Task:
+def _file(options: FileOptions, num_evaluation: int) -> Task:
     rows = [_with_system(row, options.system) for row in load_rows(options.path)]
     if options.evaluation_path is not None:
         held_out = [_with_system(row, options.system) for row in load_rows(options.evaluation_path)][:num_evaluation]
     else:
         rows, held_out = split_held_out(rows, min(num_evaluation, len(rows) // HELD_OUT_SHARE), options.seed)
-    return Task(f"`{options.path}`", rows, held_out, reward, environment)
+    name, scored_by = f"`{options.path}`", options.scored_by
+    if isinstance(scored_by, EnvironmentSpec):
+        return Task(name, rows, held_out, None, scored_by)
+    return Task(name, rows, held_out, scored_by)
 
 
 def _with_system(row: Row, system: str | None) -> Row:

@@ -23,7 +23,6 @@ from stretto.environments.order import PassRates
 from stretto.environments.rewards import RewardPool
 from stretto.environments.tasks import (
     CountdownChainOptions,
-    EnvironmentOptions,
     FileOptions,
     GuessOptions,
     ReasoningGymOptions,
@@ -165,5 +164,5 @@ def task_options(recipe: Recipe) -> TaskOptions:
     held_out = None if task.evaluation_path is None else Path(task.evaluation_path)
     if isinstance(task, EnvironmentSection):
         spec = EnvironmentSpec(task.environment, task.turns, task.model_dump(mode="json")["config"])
-        return EnvironmentOptions(Path(task.path), spec, held_out, recipe.seed, task.system)
+        return FileOptions(Path(task.path), spec, held_out, recipe.seed, task.system)
     return FileOptions(Path(task.path), task.reward, held_out, recipe.seed, task.system)
