@@ -46,6 +46,7 @@ def parse(benches: Sequence[str], description: str | None, arguments: Sequence[s
     parser.add_argument("--filled-batches", type=integers, default=[64, 16, 1, 128])
     parser.add_argument("--steps", type=int, default=64, help="timed steps of a filled cell")
     parser.add_argument("--tails", type=words, default=["short", "published"])
+    parser.add_argument("--groups", type=integers, help="groups of a rollout; default: by the tail, 64, or 32 and 16")
     parser.add_argument("--sustained", type=float, default=2.0, help="completions counted, in multiples of the rows")
     parser.add_argument("--prefill-tokens", type=int, default=8_192, help="native: most tokens prefilled in a step")
     parser.add_argument("--flat-logprobs", action="store_true", help="vLLM: its faster form of log-probabilities")

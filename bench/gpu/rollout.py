@@ -32,7 +32,7 @@ def cells_of(side: str, size: str, loras: Sequence[int], options: argparse.Names
     """What there is to measure for one size on one side."""
     found = []
     for tail in options.tails:
-        for groups, lora in itertools.product(GROUPS[tail], loras):
+        for groups, lora in itertools.product(options.groups or GROUPS[tail], loras):
             parameters = {"size": size, "tail": tail, "groups": groups, "lora": lora, "prompt": options.prompt}
             parameters |= dtype_parameter(options)
             if lora < SLOTS:

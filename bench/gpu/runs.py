@@ -89,11 +89,13 @@ class Coin:
 class ForcedLengths:
     """An engine whose every trajectory has the length that `lengths` holds at its id, and no stop token.
 
-    Without `lengths` trajectories end as they do. `admitted_at` is when the last one so far was asked for.
+    Without `lengths` trajectories end as they do. What is handed over has the sampling that was asked for, as the loop
+    expects. `admitted_at` is when the last one so far was asked for.
     """
 
     def __init__(self, engine: ThreadedEngine, lengths: Sequence[int]) -> None:
         self._engine, self._lengths = engine, lengths
+        self._asked: dict[int, Sampling] = {}  # of what may still be handed over
         self.admitted_at = 0.0
 
     @property
@@ -103,17 +105,21 @@ class ForcedLengths:
     def report(self) -> Load:
         return self._engine.report()
 
-    async def generate(self, request: Request) -> Completion:
-        self.admitted_at = time.time()
+    def _forced(self, request: Request) -> Request:
         if not self._lengths:
-            return await self._engine.generate(request)
+            return request
         # Trajectories beyond the planned ones replace those that a paradigm dropped.
         tokens = self._lengths[request.id % len(self._lengths)]
-        sampling = replace(request.sampling, max_tokens=tokens, stop_tokens=())
-        return await self._engine.generate(replace(request, sampling=sampling))
+        return replace(request, sampling=replace(request.sampling, max_tokens=tokens, stop_tokens=()))
+
+    async def generate(self, request: Request) -> Completion:
+        self.admitted_at = time.time()
+        self._asked[request.id] = request.sampling
+        return await self._engine.generate(self._forced(request))
 
     async def resume(self, suspended: Suspended) -> Completion:
-        return await self._engine.resume(suspended)  # its request holds its length
+        self._asked[suspended.request.id] = suspended.request.sampling
+        return await self._engine.resume(replace(suspended, request=self._forced(suspended.request)))
 
     async def load(self, weights: Weights) -> None:
         await self._engine.load(weights)
@@ -125,7 +131,10 @@ class ForcedLengths:
         await self._engine.unload(version)
 
     async def suspend(self, ids: Sequence[int], *, kv: bool) -> list[Suspended]:
-        return await self._engine.suspend(ids, kv=kv)
+        return [
+            replace(each, request=replace(each.request, sampling=self._asked[each.request.id]))
+            for each in await self._engine.suspend(ids, kv=kv)
+        ]
 
     async def abort(self, ids: Sequence[int]) -> None:
         await self._engine.abort(ids)

@@ -204,7 +204,7 @@ def test_decode_and_rollout_measure_every_cell_of_the_native_side(tmp_path: Path
 
 def test_every_paradigm_trains_the_same_lengths_and_the_report_has_their_ratio(tmp_path: Path) -> None:
     common = ["--tiny", "--device", "cpu", "--out", str(tmp_path)]
-    for paradigm in ("synchronous", "multi-version"):
+    for paradigm in ("synchronous", "multi-version", "drop"):
         assert update.main([*common, "--paradigms", paradigm]) == 0
     tokens = {r["parameters"]["paradigm"]: r["results"]["tokens"] for r in read_cells([tmp_path])}
     assert tokens["synchronous"] == tokens["multi-version"] == TAILS["tiny"].draw(3 * 2 * 8, seed=0).sum()
