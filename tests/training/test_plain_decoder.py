@@ -106,6 +106,13 @@ def test_batches_of_other_sizes_and_other_layers_do_not_compile_again():
     assert counts[-1] == counts[0]
 
 
+def test_graphs_of_other_models_do_not_count_against_a_models_limit():
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=2):  # what one model needs
+        for kind in ("qwen3 by lora", "qwen2 by lora", "some layers by lora"):
+            assert_same(results(MODELS[kind](), lean=True, compiled=True), results(MODELS[kind](), lean=False))
+
+
 def test_flash_layouts_give_the_attention_of_buckets():
     torch.manual_seed(0)
     lengths = np.array([3, 70, 1, 300, 64, 2])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -162,13 +163,18 @@ class PlainDecoder:
         self._values = [each for _, values in copies for each in values]
         self._compiled: Callable[..., Tensor] | None = None
         if compiled:
-            # A function of its own, so that its cache of graphs is this model's alone.
-            self._compiled = torch.compile(self._layer, backend=backend, fullgraph=True)
+            self._compiled = torch.compile(self._own_layer(), backend=backend, fullgraph=True)
 
     def _layer(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, ends: Tensor, limit: Tensor, weights: LayerWeights
     ) -> Tensor:
         return decoder_layer(self._shape, hidden, cos, sin, ends, limit, weights)
+
+    def _own_layer(self) -> Callable[..., Tensor]:
+        """`_layer` with a code object of its own: graphs are kept, and counted up to a limit, by code object."""
+        shared = PlainDecoder._layer
+        own = FunctionType(shared.__code__.replace(), shared.__globals__, shared.__name__)
+        return MethodType(own, self)
 
     @property
     def compiled(self) -> bool:
