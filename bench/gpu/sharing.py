@@ -2,10 +2,10 @@
 
     python -m bench.gpu.sharing --rows 128,256 --out RESULTS --resume
 
-`decode`: rows kept full for `--seconds`. `training`: `--updates` updates on one batch. `both`: the two at once in two
-threads, the engine on its stream of high priority, the trainer on the default one. `turns`: the two threads pass the
-device to each other, which is idle when it changes hands; a turn of decode is `--steps` steps, a turn of training one
-micro-batch, so a turn of decode is smaller where `--micro-tokens` is larger.
+`decode`: rows kept full for `--seconds`, by groups of 8 that share their prompt. `training`: `--updates` updates on one
+batch. `both`: the two at once in two threads, the engine on its stream of high priority, the trainer on the default
+one. `turns`: the two threads pass the device to each other, which is idle when it changes hands; a turn of decode is
+`--steps` steps, a turn of training one micro-batch, so a turn of decode is smaller where `--micro-tokens` is larger.
 
 A share is a rate over the rate alone. Shares that sum to 1 gain nothing over one after the other; what they sum to
 beyond it is what running side by side is worth, and what they lack is what passing the device costs.
@@ -77,25 +77,30 @@ class Turns:
 
 
 class Decoding:
-    """An engine whose rows are kept full: for each that ends, another begins."""
+    """An engine whose rows are kept full, by groups: for every eight that have ended, eight of one prompt begin."""
 
     def __init__(self, side: NativeSide, rows: int, options: argparse.Namespace) -> None:
         self._side, self._options = side, options
         self.timeline = Timeline()
         # So many prompts that none of those in flight is asked twice.
-        self._prompts = itertools.cycle(prompts(2 * rows, options.prompt, options.size, seed=41))
+        self._prompts = itertools.cycle(prompts(rows, options.prompt, options.size, seed=41))
         self._versions = itertools.cycle(range(SLOTS))
-        # As in the middle of a rollout: the first are at all points of their lives.
-        self._add([max(1, options.tokens * (i + 1) // rows) for i in range(rows)])
+        self._free = 0
+        for first in range(0, rows, GROUP):  # as in the middle of a rollout: groups at all points of their lives
+            self._add(max(1, options.tokens * (first + GROUP) // rows))
 
-    def _add(self, tokens: Sequence[int]) -> None:
-        asks = [Ask(next(self._prompts), count, next(self._versions)) for count in tokens]
-        for request in self._side.requests(asks):
+    def _add(self, tokens: int) -> None:
+        """A group, whose members have that many tokens each."""
+        prompt, version = next(self._prompts), next(self._versions)
+        for request in self._side.requests([Ask(prompt, tokens, version, group=0)] * GROUP):
             self._side.engine.add(request)
 
     def step(self) -> None:
         engine = self._side.engine
-        self._add([self._options.tokens] * len(lengths(engine.step())))
+        self._free += len(lengths(engine.step()))
+        while self._free >= GROUP:
+            self._free -= GROUP
+            self._add(self._options.tokens)
         load = engine.report()
         self.timeline.note(time.perf_counter(), load.running, load.tokens)
 
@@ -224,6 +229,7 @@ class Bench:
 def cells_of(options: argparse.Namespace) -> list[Cell]:
     """Alone first; whatever does not depend on rows or steps has 0 of them."""
     common = {name: getattr(options, name) for name in ("size", "tail", "groups", "prompt", "tokens", "micro_tokens")}
+    common["group"] = GROUP  # cells without it: every row with a prompt of its own
 
     def cell(mode: str, rows: int, steps: int) -> Cell:
         return Cell("sharing", "native", {**common, "mode": mode, "rows": rows, "steps": steps})
@@ -238,11 +244,11 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
 def shares(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For every cell of two at once: `decode_share`, `training_share` and their `sum`, largest sum first by rows."""
     own = [r for r in records if r["bench"] == "sharing" and "does_not_fit" not in r["results"]]
-    fixed = ("size", "tail", "groups", "prompt", "tokens", "micro_tokens")
+    fixed = ("size", "tail", "groups", "prompt", "tokens", "micro_tokens", "group")
 
     def alone(mode: str, record: Mapping[str, Any], *names: str) -> Mapping[str, Any] | None:
-        wanted = {"mode": mode, **{name: record["parameters"][name] for name in names}}
-        return next((r for r in own if wanted.items() <= r["parameters"].items()), None)
+        wanted = {"mode": mode, **{name: record["parameters"].get(name) for name in names}}
+        return next((r for r in own if all(r["parameters"].get(name) == wanted[name] for name in wanted)), None)
 
     found = []
     for record in own:
@@ -299,9 +305,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--micro-tokens", type=int, default=16_384)
     options = parser.parse_args(arguments)
     if options.tiny:
-        options.size, options.rows, options.steps, options.prompt, options.tokens = "tiny", [4], [2], 8, 12
+        options.size, options.rows, options.steps, options.prompt, options.tokens = "tiny", [16], [2], 8, 12
         options.tail, options.groups, options.seconds = "tiny", 2, 0.2
         options.prefill_tokens, options.micro_tokens = 64, 256
+    if any(rows % GROUP for rows in options.rows):
+        parser.error(
+            f"`--rows {','.join(map(str, options.rows))}`: rows come in groups of {GROUP}; give multiples of it"
+        )
     return options
 
 

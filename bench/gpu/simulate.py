@@ -61,7 +61,8 @@ def costs_of(records: Sequence[Record], size: str) -> Costs:
     alone = [
         record["results"]["trained_per_s"]
         for record in records
-        if record["bench"] == "sharing" and record["parameters"]["mode"] == "training"
+        if (record["bench"], record["parameters"].get("mode"), record["parameters"].get("size"))
+        == ("sharing", "training", size)
     ]
     both = [each for each in shares(records) if each["mode"] == "both" and each["size"] == size]
     if not alone or not both:

@@ -214,7 +214,7 @@ def test_all_interleavings_are_measured_and_the_best_is_printed(
     assert sorted(r["parameters"]["mode"] for r in records) == ["both", "decode", "training", "turns"]
     turns = next(r["results"] for r in records if r["parameters"]["mode"] == "turns")
     assert min(turns["decoded_per_s"], turns["trained_per_s"]) > 0
-    assert "tiny, 4 rows: best is " in capsys.readouterr().out
+    assert "tiny, 16 rows: best is " in capsys.readouterr().out
     assert "| turns of 2 steps |" in report.report(records)
 
 
