@@ -259,11 +259,12 @@ def test_on_cuda_every_instance_with_adapters_has_the_matrices_of_the_layers_for
     assert footprint(full, BILLIONS, 100, CUDA, free=140 * GIB).base == alone.base, "they have slots of their own"
 
 
-def test_on_cuda_every_slot_of_full_weights_has_the_logits_of_its_captured_steps() -> None:
-    few, many = (recipe(rollout={"staleness": staleness}) for staleness in (1, 3))
+def test_on_cuda_every_slot_of_full_weights_has_what_its_captured_steps_and_prefills_hold() -> None:
+    few, many = (recipe(rollout={"staleness": staleness, "prefill_tokens": 4_096}) for staleness in (1, 3))
     more = [footprint(made, BILLIONS, 100, CUDA, free=200 * GIB).engine for made in (few, many)]
     assert engine_rows(few) == engine_rows(many)
-    assert more[1] - more[0] == (many.num_slots - few.num_slots) * engine_rows(few) * 151_936 * 4
+    logits, prefill = (engine_rows(few) + 32) * 151_936 * 4, 2_048 * 6 * 6_144 * 2
+    assert more[1] - more[0] == (many.num_slots - few.num_slots) * (logits + prefill)
 
 
 def test_an_instance_without_a_trainer_beside_it_has_the_trainers_memory_for_its_cache() -> None:

@@ -7,7 +7,6 @@ a GPU the same tests run over Triton's kernels and captured graphs, in float32.
 from __future__ import annotations
 
 import threading
-import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,8 @@ from engine_cases import SHAPE, assert_same_supports, build, drive, native, prom
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stretto.checksums import checksum
+from stretto.engines.native import graphs, prefill
+from stretto.engines.native.cache import PAGE
 from stretto.engines.native.capture import CAPTURE
 from stretto.engines.native.device_rows import DeviceRows
 from stretto.engines.native.kernels.plan import DecodePlan
@@ -356,44 +357,36 @@ def test_a_row_that_is_not_cut_draws_the_same_beside_one_that_is(device):
     assert (cut.logprobs > -1.7).any(), "one that is cut is drawn by `sample`"
 
 
-@pytest.mark.parametrize(("failures", "kept"), [(0, 2), (1, 2), (2, 1)])
-def test_a_capture_without_memory_is_tried_again_with_nothing_of_the_try_before_alive(device, failures, kept):
-    steps = late(device)._work
-    made: list[weakref.ref[Any]] = []
-    alive: list[bool] = []
+def recorded(monkeypatch: pytest.MonkeyPatch, steps: Any) -> list[Any]:
+    """Lets steps be captured on any device, by what is replayed as it was first run; the bodies that were."""
+    bodies: list[Any] = []
 
-    def capture(key: Any, index: Any) -> Any:
-        alive.extend(one() is not None for one in made)
-        held = torch.zeros(4)
-        made.append(weakref.ref(held))
-        if len(made) <= failures:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return key
+    def capture(body: Any, pool: Any, keeping: Any) -> Any:
+        with keeping():
+            body()
+        bodies.append(body)
+        return SimpleNamespace(replay=body)
 
-    steps._graphs["another"] = "graph"
-    steps._capture_once = capture
-    key = (0, 1, 256, 8, 2, False, None)
-    assert steps._capture(key, None) == key
-    assert len(made) == failures + 1
-    assert not any(alive)
-    assert len(steps._graphs) == kept, "others go only where an empty cache did not do"
+    monkeypatch.setattr(graphs, "_capture_once", capture)
+    monkeypatch.setattr(steps._graphs, "_captures", True)
+    return bodies
 
 
-def test_a_step_that_cannot_be_captured_now_runs_as_it_is(device):
+def test_what_was_captured_reads_what_it_is_given_later(device, monkeypatch):
+    engine = late(device, versions=(0, 1))
+    bodies = recorded(monkeypatch, engine._work)
+    engine._work._graphed = True
+    work = [Request(i, i % 2, prompt_of(5 + 9 * (i % 7), i), i, Sampling(3 + i % 5)) for i in range(40)]
+    agree(drive(engine, work), drive(known(versions=(0, 1)), work))
+    assert 3 < len(bodies) == len(engine._work._graphs) < 20
+    assert len([key for key in engine._work._graphs._graphs if key[0] == "prefill"]) >= 2
+
+
+def test_a_step_that_cannot_be_captured_now_runs_as_it_is(device, monkeypatch):
     def generate(*, held: bool) -> tuple[dict[int, Any], int]:
-        engine, tries = late(device), 0
-        steps, work = engine._work, requests(6)
-
-        def capture(key: Any, index: Any) -> Any:
-            nonlocal tries
-            tries += 1
-            tree, size, chunk, items, lines, shares, _ = key
-            steps._graphs[key] = SimpleNamespace(
-                replay=lambda: steps._body(tree, size, chunk, items, lines, shares, index)
-            )
-            return steps._graphs[key]
-
-        steps._graphed, steps._capture = True, capture
+        engine, work = late(device), requests(6)
+        bodies = recorded(monkeypatch, engine._work)
+        engine._work._graphed = True
         holds, ended = threading.Event(), threading.Event()
 
         def hold() -> None:
@@ -406,7 +399,7 @@ def test_a_step_that_cannot_be_captured_now_runs_as_it_is(device):
             thread.start()
             assert holds.wait(10.0)
         try:
-            return drive(engine, work), tries
+            return drive(engine, work), len(bodies)
         finally:
             ended.set()
             if held:
@@ -419,15 +412,33 @@ def test_a_step_that_cannot_be_captured_now_runs_as_it_is(device):
     agree(plain, captured)
 
 
-def test_a_capture_for_which_there_is_no_memory_at_all_is_an_error(device):
-    steps = late(device)._work
+def test_a_capture_that_fails_half_way_changes_no_token(device, monkeypatch):
+    def capture(body: Any, pool: Any, keeping: Any) -> Any:
+        with keeping():
+            body()
+        raise RuntimeError("operation not permitted when stream is capturing")
 
-    def capture(key: Any, index: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    engine = late(device)
+    recorded(monkeypatch, engine._work)
+    monkeypatch.setattr(graphs, "_capture_once", capture)
+    engine._work._graphed = True
+    agree(drive(engine, requests(8)), drive(known(), requests(8)))
 
-    steps._capture_once = capture
-    with pytest.raises(torch.OutOfMemoryError):
-        steps._capture((0, 1, 256, 8, 2, False, None), None)
+
+@pytest.mark.parametrize(("sizes", "chunks"), [((16,), 32), ((64, 2048), 2), ((8, 24, 48), 3)])
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_prompts_of_any_size_and_number_are_prefilled(device, monkeypatch, sizes, chunks, kind):
+    monkeypatch.setattr(prefill, "SIZES", sizes)
+    monkeypatch.setattr(prefill, "CHUNKS", chunks)
+    work = [Request(i, i % 2, prompt_of(3 + 11 * (i % 8), i), i, Sampling(4)) for i in range(24)]
+    options = {"kind": kind, "versions": (0, 1), "prefill_tokens": 48}
+    agree(drive(late(device, **options), work), drive(known(**options), work))
+
+
+def test_what_fills_a_prefill_up_reaches_nothing(device):
+    engine = late(device)
+    engine._cache.storage[:, :, :PAGE] = float("nan")  # the scratch page
+    agree(drive(engine, requests(8)), drive(known(), requests(8)))
 
 
 def test_rows_that_share_a_long_prompt_read_it_together(device):

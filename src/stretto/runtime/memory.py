@@ -36,6 +36,8 @@ from stretto.config import Recipe
 from stretto.engines.native.cache import PAGE
 from stretto.engines.native.fused import has_kernels
 from stretto.engines.native.lean import is_plain
+from stretto.engines.native.prefill import CHUNKS as PREFILL_CHUNKS
+from stretto.engines.native.prefill import SIZES as PREFILL_SIZES
 from stretto.errors import RecipeError
 from stretto.models import load_config
 from stretto.runtime.device import choose_device, choose_dtype, describe_device
@@ -282,13 +284,19 @@ def _micro_tokens(recipe: Recipe, longest: int) -> int:
     return min(max(recipe.training.micro_tokens, longest), batch)
 
 
-def _engine_bytes(recipe: Recipe, config: Any, model: nn.Module, dtype: torch.dtype) -> int:
+def _engine_bytes(recipe: Recipe, config: Any, model: Any, dtype: torch.dtype) -> int:
     """Graphs and workspaces, and what grows with rows, the tokens of a prefill, and the context."""
     # Captured steps hold theirs for good, those of each tree in a pool of its own.
     pools = recipe.num_slots if recipe.model.lora is None else 1
     logits = (pools + 2) * engine_rows(recipe) * config.vocab_size * torch.float32.itemsize  # gathered, drawn from
-    widest = max(module.out_features for module in model.modules() if isinstance(module, nn.Linear))
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    widest = max(linear.out_features for linear in linears)
     prefill = (recipe.rollout.prefill_tokens + engine_rows(recipe)) * 4 * min(widest, 1 << 15) * dtype.itemsize
+    # The captured ones: what a layer makes of each token, and the logits of finished prompts.
+    inner = max(linear.out_features for linear in linears if linear is not model.get_output_embeddings())
+    captured = min(recipe.rollout.prefill_tokens, PREFILL_SIZES[-1]) * 6 * inner * dtype.itemsize
+    captured += PREFILL_CHUNKS * config.vocab_size * torch.float32.itemsize
+    prefill += pools * captured
     tables = context_length(config) * (2 * _head_size(config) + engine_rows(recipe) // PAGE) * torch.float32.itemsize
     cut = 0
     how = recipe.rollout

@@ -39,6 +39,11 @@ def to_device(array: NDArray[np.generic] | Tensor, device: torch.device) -> Tens
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def put(into: Tensor, tensor: Tensor) -> None:
+    """Copy from the host into memory of a device, without waiting for what the device still has to do."""
+    into.copy_(tensor if into.device.type == "cpu" else tensor.pin_memory(), non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Pending:
     """A launched draw whose tokens are on their way to the host."""

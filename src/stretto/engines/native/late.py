@@ -13,10 +13,9 @@ stop tokens, and a row that has ended is decoded once more than it needed, into 
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +26,6 @@ from torch import Tensor
 
 from stretto.engines.native.attention import Chunk
 from stretto.engines.native.cache import PAGE, KVCache
-from stretto.engines.native.capture import CAPTURE, release_cached
 from stretto.engines.native.device_rows import (
     CONTEXT,
     LIVE,
@@ -44,6 +42,7 @@ from stretto.engines.native.device_rows import (
     to_device,
 )
 from stretto.engines.native.fused import FusedDecoder
+from stretto.engines.native.graphs import Graphs
 from stretto.engines.native.kernels.choice import Kernels
 from stretto.engines.native.kernels.draw import draw_workspace
 from stretto.engines.native.kernels.plan import (
@@ -54,18 +53,16 @@ from stretto.engines.native.kernels.plan import (
     items_bound,
     power_of_two,
 )
+from stretto.engines.native.prefill import Prefills
 from stretto.engines.native.sampling import Truncation, sample, uniforms
 from stretto.engines.native.schedule import Schedule
 from stretto.engines.native.stock import StockDecoder
 from stretto.engines.native.trajectory import Ended, Prefix, Trajectory
 from stretto.engines.native.versions import Slots
 
-logger = logging.getLogger(__name__)
-
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 SHARED_SHARE = 0.2  # of the context: where rows have so much in common, it is worth reading once
 FIXED_CHUNK = 256  # tokens of context an item has where results must not depend on neighbours
-MAX_GRAPHS = 96  # captured steps that are kept; each holds some megabytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +101,7 @@ class LateSteps:
         self._multiprocessors = 132
         if self._graphed:
             self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._graphs: OrderedDict[tuple[Any, ...], torch.cuda.CUDAGraph] = OrderedDict()
+        self._graphs = Graphs(self.wait, captures=self._graphed)
         size = rows.capacity + 1
         # Products choose their kernel by the number of rows: where results must not depend on neighbours, it is fixed.
         smaller = set() if deterministic else {s for s in SIZES if s < rows.capacity}
@@ -121,6 +118,10 @@ class LateSteps:
             )
             for decoder in decoders
         ]
+        pools = [lane.pool for lane in self._lanes]
+        self._prefills = Prefills(
+            *(decoders, cache, kernels, self._graphs, pools, rows.table.shape[1], device), deterministic=deterministic
+        )
         self._drawn = torch.zeros(2, size, dtype=torch.int32, device=device)  # see `Pending`
         self._pending: list[Pending] = []
         self.tokens = 0
@@ -158,7 +159,7 @@ class LateSteps:
 
     def forget(self) -> None:
         """Drop what was captured: the memory that it points at is about to go."""
-        self._graphs.clear()
+        self._graphs.forget()
 
     def wait(self) -> None:
         """Wait until nothing launched runs any more: what it reads and writes may go afterwards."""
@@ -201,43 +202,7 @@ class LateSteps:
             own = [c for c in chunks if self._slots.mixed or c[1].weights_slot == tree]
             for together in [[c] for c in own] if self._deterministic else [own]:
                 if together:
-                    self._prefill_tree(tree, together)
-
-    def _prefill_tree(self, tree: int, chunks: Sequence[tuple[Prefix, Chunk]]) -> None:
-        """One forward over the chunks; the logits of prefixes that are done go to them."""
-        device, lengths = self._rows.device, [c.end - c.start for _, c in chunks]
-        # Where results must not depend on neighbours, a chunk runs alone, filled up to a size of its own; what fills it
-        # up is written to the scratch page.
-        filling = max(16, power_of_two(sum(lengths))) - sum(lengths) if self._deterministic else 0
-        packed = torch.zeros(4, sum(lengths) + filling, dtype=torch.int64)
-        at, kept = 0, []
-        for (prefix, chunk), length in zip(chunks, lengths, strict=True):
-            own = packed[:, at : at + length]
-            own[0], own[1] = chunk.tokens, torch.arange(chunk.start, chunk.end)
-            own[2], own[3] = chunk.slots[chunk.start :], chunk.weights_slot
-            at += length
-            if chunk.last:
-                kept.append((prefix, at - 1))
-        widest = max(len(prefix.pages) for prefix, _ in chunks)
-        table = np.zeros((len(chunks), widest), dtype=np.int32)
-        for i, (prefix, _) in enumerate(chunks):
-            table[i, : len(prefix.pages)] = prefix.pages
-        where = np.array([[c.start for _, c in chunks] + [0], np.cumsum([0, *lengths])], dtype=np.int32)
-        tokens, positions, writes, slots = to_device(packed, device)
-        pages, places = to_device(table, device), to_device(where, device)
-        keep = to_device(np.array([end for _, end in kept] or [0], dtype=np.int64), device)
-        decoder, cache, longest = self._decoders[tree], self._cache, max(lengths)
-        starts, offsets = places[0, :-1], places[1]
-
-        def attend(layer: int, q: Tensor, out: Tensor, scale: float) -> None:
-            keys, values = cache.of_layer[layer]
-            count = sum(lengths)
-            out[count:] = 0.0
-            self._kernels.paged_extend(q[:count], keys, values, pages, starts, offsets, longest, scale, out[:count])
-
-        logits = decoder(tokens, positions, writes, slots, attend, keep)
-        for i, (prefix, _) in enumerate(kept):
-            prefix.logits = logits[i].clone()  # a view would hold its neighbours' for as long as its group runs
+                    self._prefills.run(tree, together, captured=self.observed is None)
 
     def _first_draws(self, prefixes: Sequence[Prefix]) -> None:
         """Turn those who wait for finished prefixes into rows, and draw the next token of each."""
@@ -277,7 +242,7 @@ class LateSteps:
         numbers = rows.numbers()
         lines = self._lines(numbers)
         if lines > len(self._drawn):
-            self._retire()  # what was captured, and what is launched, writes to the smaller one
+            self._graphs.retire()  # what was captured, and what is launched, writes to the smaller one
             self._drawn = self._drawn.new_zeros(lines, self._drawn.shape[1])
         if self._slots.mixed:
             self._launch(0, numbers, None)
@@ -337,72 +302,31 @@ class LateSteps:
                 place = numbers if index is None else np.arange(len(numbers))
                 self.observed.append(logits.index_select(0, to_device(place, rows.device)))
             return
-        graph = self._graphs.get(key)
-        if graph is None and CAPTURE.acquire(blocking=False):
-            try:
-                graph = self._capture(key, index)
-            finally:
-                CAPTURE.release()
-        if graph is None:
-            self._body(tree, size, chunk, items, lines, shares, index)
-            return
-        self._graphs.move_to_end(key)
-        graph.replay()
+        self._graphs.run(
+            key,
+            lambda: self._body(tree, size, chunk, items, lines, shares, index),
+            self._lanes[tree].pool,
+            lambda: self._unmoved(size, index),
+        )
 
-    def _retire(self) -> None:
-        """Let go of memory that captured steps point at, and that launched ones may still use."""
-        self.wait()
-        self.forget()
+    @contextmanager
+    def _unmoved(self, size: int, index: Tensor | None) -> Iterator[None]:
+        """Rows 0 .. size-1, or those of `index`, are afterwards as they were; others may run beside them."""
+        ints = self._rows.ints
+        own = torch.arange(size, device=ints.device) if index is None else index
+        kept = ints.index_select(1, own)
+        try:
+            yield
+        finally:
+            ints.index_copy_(1, own, kept)
 
     def _widen(self, tree: int, items: int) -> None:
         """Make room for more items: pages that rows share count once in the cache, and once a row in attention."""
         old = self._lanes[tree].plan
-        self._retire()
+        self._graphs.retire()
         rows, (heads, size) = old.first_item.shape[0] - 1, old.partial_out.shape[1:]
         plan = DecodePlan.allocate(rows, power_of_two(items), heads, size, self._rows.device)
         self._lanes[tree] = replace(self._lanes[tree], plan=plan)
-
-    def _capture(self, key: tuple[Any, ...], index: Tensor | None) -> torch.cuda.CUDAGraph:
-        """Capture the step `key`, giving back what was captured before where memory runs out. `CAPTURE` is held."""
-        while len(self._graphs) >= MAX_GRAPHS:
-            self._graphs.popitem(last=False)
-        graph = self._try_capture(key, index)
-        if graph is None:
-            release_cached()
-            graph = self._try_capture(key, index)
-        if graph is None:
-            logger.warning("no memory to capture a step of %d rows: %d others go", key[1], len(self._graphs))
-            self._retire()
-            release_cached()
-            graph = self._capture_once(key, index)
-        self._graphs[key] = graph
-        logger.debug("captured a step of %d rows, chunks of %d tokens, %d items", *key[1:4])
-        return graph
-
-    def _try_capture(self, key: tuple[Any, ...], index: Tensor | None) -> torch.cuda.CUDAGraph | None:
-        """None where memory runs out; the error, and with it all that the try had made, is gone when this returns."""
-        try:
-            return self._capture_once(key, index)
-        except torch.OutOfMemoryError:
-            return None
-
-    def _capture_once(self, key: tuple[Any, ...], index: Tensor | None) -> torch.cuda.CUDAGraph:
-        """Run the step once, so that kernels are compiled and libraries set up, take its effect back, and record it."""
-        tree, size, chunk, items, lines, shares, _ = key
-        ints = self._rows.ints
-        own = torch.arange(size, device=ints.device) if index is None else index  # others may run beside it
-        kept = ints.index_select(1, own)
-        try:
-            self._body(tree, size, chunk, items, lines, shares, index)
-        finally:
-            ints.index_copy_(1, own, kept)
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.current_stream()
-        stream.synchronize()
-        pool = self._lanes[tree].pool
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self._body(tree, size, chunk, items, lines, shares, index)
-        return graph
 
     def _body(
         self, tree: int, size: int, chunk: int, items: int, lines: int, shares: bool, index: Tensor | None

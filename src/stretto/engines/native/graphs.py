@@ -1,0 +1,114 @@
+"""Work that is captured once and replayed: kept by key, the least recently used let go."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from stretto.engines.native.capture import CAPTURE, release_cached
+
+logger = logging.getLogger(__name__)
+
+MAX_GRAPHS = 96  # that are kept; each holds some megabytes
+
+
+class Graphs:
+    """Captured graphs of one engine. `wait` waits until nothing runs any more that any of them launched."""
+
+    def __init__(self, wait: Callable[[], None], *, captures: bool) -> None:
+        self._wait, self._captures = wait, captures
+        self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
+        self._refused: set[Hashable] = set()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def forget(self) -> None:
+        """Drop what was captured: the memory that it points at is about to go."""
+        self._graphs.clear()
+
+    def retire(self) -> None:
+        """Let go of memory that captured graphs point at, and that launched ones may still use."""
+        self._wait()
+        self.forget()
+
+    def run(
+        self,
+        key: Hashable,
+        body: Callable[[], object],
+        pool: Any,  # of memory, shared by graphs that never run at once
+        keeping: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Do what `body` does, as it was captured under `key`; capture it first, unless somebody else captures now.
+
+        To be captured it runs once more, in a context of `keeping`, which takes back what must not happen twice. What
+        fails to be captured runs uncaptured from then on; only a lack of memory is an error.
+        """
+        graph = self._graphs.get(key)
+        if graph is None and self._captures and key not in self._refused and CAPTURE.acquire(blocking=False):
+            try:
+                graph = self._capture(key, body, pool, keeping)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                logger.warning("%s could not be captured, and runs uncaptured from now on: %s", key, error)
+                self._refused.add(key)
+            finally:
+                CAPTURE.release()
+        if graph is None:
+            body()
+            return
+        self._graphs.move_to_end(key)
+        graph.replay()
+
+    def _capture(
+        self,
+        key: Hashable,
+        body: Callable[[], object],
+        pool: Any,
+        keeping: Callable[[], AbstractContextManager[None]],
+    ) -> torch.cuda.CUDAGraph:
+        """Capture, giving back what was captured before where memory runs out. `CAPTURE` is held."""
+        while len(self._graphs) >= MAX_GRAPHS:
+            self._graphs.popitem(last=False)
+        graph = _try_capture(body, pool, keeping)
+        if graph is None:
+            release_cached()
+            graph = _try_capture(body, pool, keeping)
+        if graph is None:
+            logger.warning("no memory to capture %s: %d others go", key, len(self._graphs))
+            self.retire()
+            release_cached()
+            graph = _capture_once(body, pool, keeping)
+        self._graphs[key] = graph
+        logger.debug("captured %s", key)
+        return graph
+
+
+def _try_capture(
+    body: Callable[[], object], pool: Any, keeping: Callable[[], AbstractContextManager[None]]
+) -> torch.cuda.CUDAGraph | None:
+    """None where memory runs out; the error, and with it all that the try had made, is gone when this returns."""
+    try:
+        return _capture_once(body, pool, keeping)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _capture_once(
+    body: Callable[[], object], pool: Any, keeping: Callable[[], AbstractContextManager[None]]
+) -> torch.cuda.CUDAGraph:
+    """Run `body` once, so that kernels are compiled and libraries set up, take its effect back, and record it."""
+    with keeping():
+        body()
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.current_stream()
+    stream.synchronize()
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        body()
+    return graph
