@@ -173,6 +173,7 @@ class _EvaluationPolicy:
             seed=turn_seed(derived_seed(owner._seed, "evaluation", self._index), number),
             sampling=replace(owner._sampling, max_tokens=room),
             priority=PRIORITY,
+            keep=number + 1 < owner._max_turns,
         )
         completion = await self._answer(request)
         self.turns.add(tokens, completion)

@@ -281,7 +281,8 @@ class Flights:
         suspended = None if flight.suspended is None else _under(flight.suspended, version)
         sampling = self._sampling if room == self._sampling.max_tokens else replace(self._sampling, max_tokens=room)
         seed = turn_seed(flight.seed, number)
-        request = Request(flight.id, version, tuple(tokens), seed, sampling, group=flight.group)
+        keep = number + 1 < self._max_turns
+        request = Request(flight.id, version, tuple(tokens), seed, sampling, group=flight.group, keep=keep)
         if suspended is not None:  # of a session with other options, perhaps
             if suspended.request.prompt != request.prompt:
                 raise other_tokens(number)

@@ -65,6 +65,7 @@ class Request:
     sampling: Sampling
     group: int = -1  # requests of one group and version share the pages of their prompt; -1: shares with nobody
     priority: int = 0  # smaller first; evaluation runs at 1
+    keep: bool = False  # another may follow under its id that begins with all of it: its KV is worth keeping
 
 
 @dataclass(frozen=True, slots=True)

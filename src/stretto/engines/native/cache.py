@@ -69,6 +69,10 @@ class KVCache:
         for page in pages:
             self._references[page] += 1
 
+    def references(self, page: int) -> int:
+        """How often a page is held."""
+        return self._references[page]
+
     def release(self, pages: Sequence[int]) -> None:
         """One reference less to each page; a page without any is free."""
         for page in pages:

@@ -122,7 +122,7 @@ class NativeEngine:
         self.capacity = replace(self.capacity, kv_bytes_per_token=self._cache.bytes_per_token)
         attention.cache = self._cache
         self._rows: Rows | DeviceRows = DeviceRows(rows, max_context, device) if late else Rows(rows, device)
-        self._schedule = Schedule(self._cache, self._rows, prefill_tokens)
+        self._schedule = Schedule(self._cache, self._rows, prefill_tokens, keeps=not deterministic)
         self._decode = decode
         self._finished: list[Completion | Failed] = []
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
@@ -235,6 +235,7 @@ class NativeEngine:
         if self._counts[slot]:
             left = sorted(t.request.id for t in self._here.values() if t.slot == slot)
             raise RequestError(f"version {version} has {len(left)} trajectories, among them {left[:4]}")
+        self._schedule.drop_kept(slot)
         self._slots.clear(slot)
         del self._versions[version], self._checksums[version]
 
@@ -413,7 +414,7 @@ class NativeEngine:
         return Load(
             running=len(self._rows) + self._schedule.num_waiting,
             queued=len(self._schedule.queue),
-            kv_tokens=(self._cache.num_pages - self._cache.num_free) * PAGE,
+            kv_tokens=(self._cache.num_pages - self._cache.num_free - self._schedule.num_idle) * PAGE,
             versions={version: self._counts[slot] for version, slot in self._versions.items()},
             longest={version: of_slot[slot] for version, slot in self._versions.items()},
             steps=self._steps,

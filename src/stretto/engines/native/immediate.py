@@ -75,6 +75,6 @@ class ImmediateSteps:
             gone.append((trajectory, "stop" if stop else "length", bool(broken[row])))
         if gone:
             rows.remove(list(finish))
-            for trajectory, _, _ in gone:
-                self._schedule.release(trajectory)
+            for trajectory, _, broke in gone:
+                self._schedule.end(trajectory, broken=broke)
         return gone

@@ -138,7 +138,9 @@ class LateSteps:
         if chunks:
             self._prefill(chunks)
         self._first_draws(schedule.ready())
-        if len(rows.lacking()) > self._cache.num_free:
+        lacking = len(rows.lacking())
+        schedule.reclaim(lacking)
+        if lacking > self._cache.num_free:
             before = self._collect(0)  # a row leaves with all that it has made
         schedule.provide()
         if not schedule.queue and not schedule.num_waiting and not rows.dense() and self._shrinks():
@@ -188,7 +190,7 @@ class LateSteps:
                     continue
                 rows.save(trajectory)
                 rows.remove([row])
-                self._schedule.release(trajectory)
+                self._schedule.end(trajectory, broken=broken)
                 self._ended.append((trajectory, finish, broken))
         return len(self._pending)
 

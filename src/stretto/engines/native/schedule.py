@@ -3,12 +3,16 @@
 Order is (priority, arrival), fixed for the life of a trajectory. The first in that order among the running ones is
 never preempted for another, so it always finishes; and what is preempted keeps its tokens and its KV, so nothing is
 done twice and the result is the same bit for bit.
+
+What has ended and may be followed by another turn leaves its full pages behind, until that comes, its version goes, or
+somebody else needs them, those first that have waited longest.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,16 +21,18 @@ from stretto.engines.native.attention import Chunk
 from stretto.engines.native.cache import PAGE, KVCache, num_pages
 from stretto.engines.native.device_rows import DeviceRows
 from stretto.engines.native.rows import Rows
-from stretto.engines.native.trajectory import Prefix, Trajectory
+from stretto.engines.native.trajectory import Kept, Prefix, Trajectory
 
 
 class Schedule:
     """Moves trajectories between the queue, the prefixes and the rows; owns what each of them holds."""
 
-    def __init__(self, cache: KVCache, rows: Rows | DeviceRows, prefill_tokens: int) -> None:
-        self.cache, self.rows, self.prefill_tokens = cache, rows, prefill_tokens
+    def __init__(self, cache: KVCache, rows: Rows | DeviceRows, prefill_tokens: int, *, keeps: bool = True) -> None:
+        """`keeps`: what may be followed by another turn leaves its KV behind, which rounds otherwise than a prefill."""
+        self.cache, self.rows, self.prefill_tokens, self._keeps = cache, rows, prefill_tokens, keeps
         self.queue: list[Trajectory] = []  # the next one last
         self._prefixes: dict[object, Prefix] = {}
+        self._kept: dict[int, Kept] = {}  # by request, the longest there first
         self._active: list[Prefix] = []  # being prefilled, or done with trajectories that wait for this step's draw
         self.preemptions = 0
         self.prefilled = 0
@@ -41,14 +47,27 @@ class Schedule:
 
     def _join(self, trajectory: Trajectory) -> None:
         request = trajectory.request
-        shared = request.group >= 0 and not len(trajectory.tokens)
+        kept = self._of_turn_before(trajectory)
+        shared = request.group >= 0 and not len(trajectory.tokens) and not kept
         key = (request.group, request.version, request.prompt) if shared else trajectory.arrival
         prefix = self._prefixes.get(key)
         if prefix is None:
             tokens = torch.tensor([*request.prompt, *trajectory.tokens.tolist()], device=self.rows.token_device)
-            prefix = self._prefixes[key] = Prefix(key, tokens, trajectory.slot)
+            prefix = self._prefixes[key] = Prefix(key, tokens, trajectory.slot, kept=kept)
         prefix.queued += 1
         trajectory.prefix = prefix
+
+    def _of_turn_before(self, trajectory: Trajectory) -> list[int]:
+        """The pages that the turn before has left of what a trajectory begins with; they are the caller's now."""
+        kept = self._kept.pop(trajectory.request.id, None)
+        if kept is None:
+            return []
+        follows = trajectory.request.prompt[: len(kept.tokens)] == kept.tokens
+        # A prompt that ends where the pages do has to prefill something: its last token has the logits.
+        if follows and kept.slot == trajectory.slot and len(trajectory.request.prompt) > len(kept.tokens):
+            return kept.pages
+        self.cache.release(kept.pages)
+        return []
 
     def _leave(self, prefix: Prefix) -> None:
         """Free a prefix that nobody needs any more."""
@@ -59,8 +78,8 @@ class Schedule:
             del self._prefixes[prefix.key]
 
     def _restart(self, prefix: Prefix) -> None:
-        self.cache.release(prefix.pages)
-        prefix.pages, prefix.cache_slots, prefix.done, prefix.logits = [], None, 0, None
+        self.cache.release([*prefix.pages, *prefix.kept])
+        prefix.kept, prefix.pages, prefix.cache_slots, prefix.done, prefix.logits = [], [], None, 0, None
 
     def everyone(self) -> Iterator[Trajectory]:
         """All trajectories here, in no particular order."""
@@ -107,6 +126,33 @@ class Schedule:
         trajectory.prefix.waiting.remove(trajectory)
         self.release(trajectory)
 
+    def end(self, trajectory: Trajectory, *, broken: bool) -> None:
+        """Give back the pages of a trajectory that has ended, but for those that another turn may begin with."""
+        if trajectory.request.keep and self._keeps and not broken:
+            tokens = (*trajectory.request.prompt, *trajectory.tokens.tolist())
+            full = (len(tokens) - 1) // PAGE  # the last token has been drawn and never read
+            pages = trajectory.pages[:full]
+            if pages:
+                self.cache.share(pages)
+                self._kept[trajectory.request.id] = Kept(tokens[: full * PAGE], trajectory.slot, pages)
+        self.release(trajectory)
+
+    def drop_kept(self, slot: int | None = None) -> None:
+        """Give back what trajectories of a slot, or of all, have left behind."""
+        for id in [id for id, kept in self._kept.items() if slot in (None, kept.slot)]:
+            self.cache.release(self._kept.pop(id).pages)
+
+    @property
+    def num_idle(self) -> int:
+        """Pages that nothing holds but what trajectories have left behind: free to whoever needs them."""
+        held = Counter(page for kept in self._kept.values() for page in kept.pages)
+        return sum(self.cache.references(page) == count for page, count in held.items())
+
+    def reclaim(self, pages: int) -> None:
+        """Give back what trajectories have left behind until so many pages are free, or nothing is left of it."""
+        while self._kept and self.cache.num_free < pages:
+            self.cache.release(self._kept.pop(next(iter(self._kept))).pages)
+
     def release(self, trajectory: Trajectory) -> None:
         """Give back the pages of a trajectory."""
         self.cache.release(trajectory.pages)
@@ -125,6 +171,7 @@ class Schedule:
             head = self.queue[-1]
             # Rows that run will need pages soon; starting into the last ones would only preempt.
             spare = (busy + 1) // 2 if busy else 0
+            self.reclaim(self._need(head) + spare)
             if self.cache.num_free < self._need(head) + spare:
                 if self._evict_idle(head.prefix):
                     continue
@@ -137,7 +184,8 @@ class Schedule:
         if trajectory.kv is not None:
             return num_pages(trajectory.kv.shape[2]) + 1
         assert trajectory.prefix is not None
-        return 1 + (0 if trajectory.prefix.pages else num_pages(len(trajectory.prefix.tokens)))
+        prefix = trajectory.prefix
+        return 1 + (0 if prefix.pages else num_pages(len(prefix.tokens)) - len(prefix.kept))
 
     def _start(self, trajectory: Trajectory) -> None:
         trajectory.started_at = trajectory.started_at or time.time()
@@ -151,7 +199,8 @@ class Schedule:
         assert prefix is not None
         length = len(prefix.tokens)
         if not prefix.pages:
-            prefix.pages = self.cache.take(num_pages(length))
+            prefix.done = len(prefix.kept) * PAGE
+            prefix.pages, prefix.kept = [*prefix.kept, *self.cache.take(num_pages(length) - len(prefix.kept))], []
             prefix.cache_slots = self.cache.slots(prefix.pages, length, self.rows.token_device)
         if length % PAGE:
             trajectory.pages = self.cache.take(1)  # for its own copy of the page that the prefix ends in
@@ -165,7 +214,7 @@ class Schedule:
     def _evict_idle(self, but: Prefix | None = None) -> bool:
         """Free a prefix that is only kept for trajectories in the queue, or still to come."""
         for prefix in self._prefixes.values():
-            if prefix.pages and not prefix.waiting and prefix is not but:
+            if (prefix.pages or prefix.kept) and not prefix.waiting and prefix is not but:
                 self._restart(prefix)
                 if prefix in self._active:
                     self._active.remove(prefix)
@@ -175,7 +224,9 @@ class Schedule:
     def provide(self) -> None:
         """Give every decoding row the page of its next token, preempting the last in order while there is none."""
         granted = []
-        for trajectory in sorted(self.rows.lacking(), key=lambda t: t.order):
+        lacking = sorted(self.rows.lacking(), key=lambda t: t.order)
+        self.reclaim(len(lacking))
+        for trajectory in lacking:
             if trajectory.row >= 0 and self._make_room(trajectory):
                 page = self.cache.take(1)[0]
                 trajectory.pages.append(page)
@@ -220,6 +271,7 @@ class Schedule:
             self._give_up(prefix)
         for prefix in self._prefixes.values():
             self._restart(prefix)
+        self.drop_kept()
 
     # -- prefill -------------------------------------------------------------------------------------------------------
 
@@ -279,6 +331,7 @@ class Schedule:
 
     def change_version(self, slot: int, version: int) -> None:
         """Everything of `slot` goes on under `version`: caches made by the old weights are dropped and made again."""
+        self.drop_kept(slot)
         changed = [trajectory for trajectory in self.everyone() if trajectory.slot == slot]
         for trajectory in changed:
             self.withdraw(trajectory, kv=False)

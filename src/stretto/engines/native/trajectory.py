@@ -105,6 +105,9 @@ class Prefix:
     queued: int = 0  # trajectories in the queue that will start from it
     children: int = 0  # rows that decode from it
     waiting: list[Trajectory] = field(default_factory=list)  # admitted, each with a row reserved
+    kept: list[int] = field(
+        default_factory=list
+    )  # full pages of its first tokens, from the turn before; it has not begun
     pages: list[int] = field(default_factory=list)
     cache_slots: Tensor | None = None  # [n] int32
     done: int = 0  # tokens prefilled
@@ -113,6 +116,15 @@ class Prefix:
     @property
     def order(self) -> tuple[int, int]:
         return min(t.order for t in self.waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is left of a trajectory that has ended, for one that begins with all of it."""
+
+    tokens: tuple[int, ...]  # of its full pages
+    slot: int
+    pages: list[int]
 
 
 Ended = tuple[Trajectory, FinishReason, bool]
