@@ -77,7 +77,7 @@ def test_what_is_kept_counts_as_free_and_goes_with_its_version(how):
     drive(engine, [first(i, version=i % 2) for i in range(4)])
     assert engine.report().kv_tokens == 0
     held = engine._cache.num_pages - engine._cache.num_free
-    assert held == 4 * ((21 + 30 - 1) // PAGE) == engine._schedule.num_idle
+    assert held == 4 * ((21 + 30 - 1) // PAGE) == engine._cache.num_idle
     engine.unload(1)
     assert engine._cache.num_pages - engine._cache.num_free == held // 2
     engine.unload(0)
@@ -97,13 +97,13 @@ def test_whoever_needs_the_pages_gets_them_and_nobody_is_preempted_for_what_is_k
     room = 4 * 96
     engine, plenty = made(how, kv_tokens=room, rows=4), made(how)
     done = drive(engine, requests)
-    assert engine._schedule.num_idle == 12
+    assert engine._cache.num_idle == 12
     others = [Request(100 + i, 0, prompt_of(40, 90 + i), i, Sampling(50)) for i in range(4)]
     expected = drive(plenty, others)
     for number, completion in drive(engine, others).items():
         assert completion.tokens.tolist() == expected[number].tokens.tolist()
     assert engine.report().preemptions == 0
-    assert engine._schedule.num_idle < 12
+    assert engine._cache.num_idle < 12
     second = [after(request, done[request.id]) for request in requests]
     expected = drive(plenty, second)
     for number, completion in drive(engine, second).items():
@@ -170,3 +170,41 @@ def test_logits_that_are_no_numbers_leave_nothing_behind(how):
         linear.resident(0)[1].fill_(float("nan"))
     drive(engine, [first(0)])
     assert engine._cache.num_free == engine._cache.num_pages
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_happens_between_turns_tokens_are_the_same_and_no_page_is_lost(how, seed):
+    draw = np.random.default_rng(seed)
+    engine, plenty = made(how, kv_tokens=320, rows=5, prefill_tokens=32), made(how, rows=16)
+    episodes = {i: first(i, tokens=int(draw.integers(3, 40)), group=i // 3) for i in range(9)}
+    done_turns, running, finished = dict.fromkeys(episodes, 0), set[int](), 0
+    while episodes:
+        waiting = [i for i in episodes if i not in running]
+        what = draw.choice(["start", "step", "step", "step", "abort", "suspend"])
+        if what == "start" and waiting:
+            number = int(draw.choice(waiting))
+            engine.add(episodes[number])
+            running.add(number)
+        elif what == "abort" and running and draw.random() < 0.2:
+            number = int(draw.choice(sorted(running)))
+            if engine.abort([number]):  # else it has ended unseen, and the next step tells it
+                running.discard(number)
+        elif what == "suspend" and running and draw.random() < 0.4:
+            for out in engine.suspend([int(draw.choice(sorted(running)))], kv=bool(draw.integers(2))):
+                engine.add(out)
+        elif engine.has_work:
+            for done in engine.step():
+                expected = drive(plenty, [replace(episodes[done.id], keep=False)])[done.id]
+                assert done.tokens.tolist() == expected.tokens.tolist()
+                running.discard(done.id)
+                done_turns[done.id] += 1
+                finished += 1
+                episodes[done.id] = after(episodes[done.id], done)
+                if done_turns[done.id] == 3 or len(episodes[done.id].prompt) > 200:
+                    del episodes[done.id]
+    drive(engine)
+    cache = engine._cache
+    assert finished >= 9
+    assert cache.num_free + cache.num_idle == cache.num_pages
+    engine.unload(0)
+    assert (cache.num_free, cache.num_idle) == (cache.num_pages, 0)

@@ -1,7 +1,8 @@
 """The paged KV cache: one tensor for all layers, pages handed out from a free list and counted by reference.
 
 Page 0 is scratch: rows that only fill a batch up write there, and nothing else ever reads it. A page with more than one
-reference holds tokens of a prompt that several samples share, and is never written again.
+reference holds tokens of a prompt that several samples share, and is never written again. References may be those of
+what has ended and is *kept* for what may follow: a page that has no others is idle.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class KVCache:
         self.num_pages = pages
         self._free = list(range(pages, 0, -1))
         self._references = [0] * (pages + 1)
+        self._kept = [0] * (pages + 1)  # of these references
+        self.num_idle = 0
 
     def resize(self, pages: int) -> None:
         """Give the storage back and take one of `pages` pages. Nothing may be in it, and nothing that runs use it."""
@@ -67,19 +70,31 @@ class KVCache:
     def share(self, pages: Sequence[int]) -> None:
         """One more reference to each page."""
         for page in pages:
-            self._references[page] += 1
-
-    def references(self, page: int) -> int:
-        """How often a page is held."""
-        return self._references[page]
+            self._add(page, 1, 0)
 
     def release(self, pages: Sequence[int]) -> None:
         """One reference less to each page; a page without any is free."""
         for page in pages:
-            self._references[page] -= 1
-            assert self._references[page] >= 0, "a page was released twice"
-            if not self._references[page]:
-                self._free.append(page)
+            self._add(page, -1, 0)
+
+    def keep(self, pages: Sequence[int]) -> None:
+        """One more reference to each page, for what may follow."""
+        for page in pages:
+            self._add(page, 1, 1)
+
+    def take_over(self, pages: Sequence[int]) -> None:
+        """References that were kept are ordinary ones from now on."""
+        for page in pages:
+            self._add(page, 0, -1)
+
+    def _add(self, page: int, references: int, kept: int) -> None:
+        was = 0 < self._references[page] == self._kept[page]
+        self._references[page] += references
+        self._kept[page] += kept
+        assert self._references[page] >= self._kept[page] >= 0, "a page was released twice"
+        self.num_idle += (0 < self._references[page] == self._kept[page]) - was
+        if not self._references[page]:
+            self._free.append(page)
 
     def slots(self, pages: Sequence[int], tokens: int, device: torch.device | None = None) -> Tensor:
         """The slots [tokens] of the first `tokens` tokens of a list of pages, int32."""

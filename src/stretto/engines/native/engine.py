@@ -414,7 +414,7 @@ class NativeEngine:
         return Load(
             running=len(self._rows) + self._schedule.num_waiting,
             queued=len(self._schedule.queue),
-            kv_tokens=(self._cache.num_pages - self._cache.num_free - self._schedule.num_idle) * PAGE,
+            kv_tokens=(self._cache.num_pages - self._cache.num_free - self._cache.num_idle) * PAGE,
             versions={version: self._counts[slot] for version, slot in self._versions.items()},
             longest={version: of_slot[slot] for version, slot in self._versions.items()},
             steps=self._steps,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -62,6 +61,7 @@ class Schedule:
         kept = self._kept.pop(trajectory.request.id, None)
         if kept is None:
             return []
+        self.cache.take_over(kept.pages)
         follows = trajectory.request.prompt[: len(kept.tokens)] == kept.tokens
         # A prompt that ends where the pages do has to prefill something: its last token has the logits.
         if follows and kept.slot == trajectory.slot and len(trajectory.request.prompt) > len(kept.tokens):
@@ -133,25 +133,24 @@ class Schedule:
             full = (len(tokens) - 1) // PAGE  # the last token has been drawn and never read
             pages = trajectory.pages[:full]
             if pages:
-                self.cache.share(pages)
+                self.cache.keep(pages)
                 self._kept[trajectory.request.id] = Kept(tokens[: full * PAGE], trajectory.slot, pages)
         self.release(trajectory)
 
     def drop_kept(self, slot: int | None = None) -> None:
         """Give back what trajectories of a slot, or of all, have left behind."""
         for id in [id for id, kept in self._kept.items() if slot in (None, kept.slot)]:
-            self.cache.release(self._kept.pop(id).pages)
-
-    @property
-    def num_idle(self) -> int:
-        """Pages that nothing holds but what trajectories have left behind: free to whoever needs them."""
-        held = Counter(page for kept in self._kept.values() for page in kept.pages)
-        return sum(self.cache.references(page) == count for page, count in held.items())
+            self._give_back(id)
 
     def reclaim(self, pages: int) -> None:
         """Give back what trajectories have left behind until so many pages are free, or nothing is left of it."""
         while self._kept and self.cache.num_free < pages:
-            self.cache.release(self._kept.pop(next(iter(self._kept))).pages)
+            self._give_back(next(iter(self._kept)))
+
+    def _give_back(self, id: int) -> None:
+        pages = self._kept.pop(id).pages
+        self.cache.take_over(pages)
+        self.cache.release(pages)
 
     def release(self, trajectory: Trajectory) -> None:
         """Give back the pages of a trajectory."""
