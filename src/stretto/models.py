@@ -1,4 +1,4 @@
-"""Loading a Hugging Face causal LM, sharing its Parameters between module trees, and the checksum of weights.
+"""Loading a Hugging Face causal LM, what its configuration says, and sharing its Parameters between module trees.
 
 Attention is chosen by a module's config at call time, so two threads on one tree race. The trainer and the engine
 therefore have a tree each; with LoRA both trees hold the *same* frozen Parameters, so the base is in memory once.
@@ -7,6 +7,7 @@ therefore have a tree each; with LoRA both trees hold the *same* frozen Paramete
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from stretto.errors import ModelError
 from stretto.narrowing import narrow_weights
 
-CHECKSUM_CHUNK = (1 << 20, 1 << 26)  # elements folded at once, on a processor and on a GPU
 MADE_BY = {"models/smollm2-135m": "make smollm2"}  # folders that this repository's Makefile makes
-ODD = 0x9E3779B97F4A7C1
+MOVING_ROTARY = ("dynamic", "longrope")  # their angles depend on the lengths in the batch
 
 
 def load_model(path: str, dtype: torch.dtype, device: torch.device, *, option: str = "model.path") -> nn.Module:
@@ -56,6 +56,22 @@ def load_config(path: str, *, option: str = "model.path") -> Any:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise _cannot(path, "has no configuration that can be loaded", error, option) from error
+
+
+def moving_rotary(config: Any) -> str | None:
+    """The `rope_type` of a model whose angles change with the longest sequence of a batch; None where they do not."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = set(_rotary_types(getattr(text, "rope_parameters", None)))
+    return next((kind for kind in MOVING_ROTARY if kind in found), None)
+
+
+def _rotary_types(parameters: Any) -> Iterator[str]:
+    """The `rope_type`s of a configuration, which may have one for every type of layer."""
+    if isinstance(parameters, Mapping):
+        if isinstance(kind := parameters.get("rope_type"), str):
+            yield kind
+        for inner in parameters.values():
+            yield from _rotary_types(inner)
 
 
 def _refuse_other_folders(path: str, option: str = "model.path") -> None:

@@ -99,6 +99,24 @@ def test_an_architecture_with_capped_attention_is_refused_before_training():
         PackedModel(model)
 
 
+@pytest.mark.parametrize(
+    "rotary",
+    [
+        {"rope_type": "dynamic", "factor": 2.0},
+        {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": 16,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+        },
+    ],
+)
+def test_angles_that_change_with_the_longest_neighbour_are_refused_before_training(rotary):
+    model = tiny("llama", max_position_embeddings=64, rope_parameters={"rope_theta": 10_000.0, **rotary})
+    with pytest.raises(ModelError, match=f"rope_type = '{rotary['rope_type']}'"):
+        PackedModel(model)
+
+
 def test_a_model_that_mixes_neighbours_beside_attention_is_refused():
     class Leaky(nn.Module):
         def forward(self, states):

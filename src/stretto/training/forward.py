@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stretto.errors import ModelError
+from stretto.models import moving_rotary
 from stretto.narrowing import range_hint
 from stretto.training.attention import LAYOUT_ARGUMENT, PACKED_ATTENTION, PackedLayout, layout_of
 from stretto.training.decoder import PlainDecoder, is_plain
@@ -37,7 +38,8 @@ class PackedModel:
     """A causal LM whose attention is the packed one from now on. The tree belongs to whoever made this.
 
     Raises `ModelError` for an architecture whose packed log-probabilities are not those of its own forward pass: one
-    that mixes neighbours in a way other than attention, or ignores position ids, or treats its logits in its own way.
+    that mixes neighbours in a way other than attention, or ignores position ids, or treats its logits in its own way,
+    or whose angles change with the longest sequence.
 
     `flash` says, for the life of the model, which attention its micro-batches are laid out for: by device and type.
     """
@@ -51,6 +53,11 @@ class PackedModel:
             raise ModelError(f"`{type(model).__name__}` is no causal LM with a linear head over a decoder")
         self.head = head
         config = causal_lm.config.get_text_config()
+        if moving := moving_rotary(config):
+            raise ModelError(
+                f"`{type(model).__name__}` with `rope_type = {moving!r}` cannot be trained packed: its angles change "
+                "with the longest sequence of a micro-batch, so that a log-probability would depend on its neighbours"
+            )
         cap = getattr(config, "final_logit_softcapping", None)
         self.softcap = float(cap) if cap else None
         self.multiplier = float(getattr(config, "logit_scale", None) or 1.0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,12 @@ from stretto.engines.native.attention import Attention, attend
 from stretto.engines.native.lean import Projection
 from stretto.engines.native.lora import SlottedLinear
 from stretto.errors import ModelError
+from stretto.models import moving_rotary
 from stretto.narrowing import range_hint
 
 logger = logging.getLogger(__name__)
 
 FILLINGS = (8, 16, 32, 64)
-MOVING_ROTARY = {"dynamic", "longrope"}  # their angles depend on the lengths in the batch
 HALF_TOLERANCE = 0.1  # stock modules round their stream twice a layer: 0.054 was seen of 36 layers, a fault is near 1
 EXPERT_BYTES = 1 << 30  # gathered expert weights of one forward, at most
 
@@ -55,21 +55,11 @@ def refuse_by_config(model: nn.Module) -> None:
             f"the native engine does not serve `{config.model_type}`: it has layers of type {sorted(other)},"
             " only `full_attention` is kept exactly"
         )
-    moving = sorted(MOVING_ROTARY & set(_rotary_types(getattr(text, "rope_parameters", None))))
-    if moving:
+    if moving := moving_rotary(config):
         raise ModelError(
-            f"the native engine does not serve `{config.model_type}` with `rope_type = {moving[0]!r}`: its angles"
+            f"the native engine does not serve `{config.model_type}` with `rope_type = {moving!r}`: its angles"
             " change with the longest sequence of a batch, so that a trajectory would depend on its neighbours"
         )
-
-
-def _rotary_types(parameters: Any) -> Iterator[str]:
-    """The `rope_type`s of a configuration, which may have one for every type of layer."""
-    if isinstance(parameters, Mapping):
-        if isinstance(kind := parameters.get("rope_type"), str):
-            yield kind
-        for inner in parameters.values():
-            yield from _rotary_types(inner)
 
 
 def discover(trees: Sequence[nn.Module]) -> tuple[Attention, int, int, int, int]:
