@@ -180,6 +180,23 @@ def test_a_restored_trainer_goes_on_bit_for_bit(lora, tmp_path):
     assert resumed.weights(4).checksum == whole.weights(4).checksum
 
 
+def test_adapters_are_not_taken_over_onto_another_base(tmp_path):
+    """A checkpoint of them has nothing of their base in it, and on another one they are another policy."""
+    saved = LocalTrainer(tiny(), lora=LoraOptions(rank=2))
+    saved.update(random_batch())
+    saved.save(tmp_path)
+    other = tiny()
+    other.model.embed_tokens.weight.data[3, 4] += 1
+    trainer = LocalTrainer(other, lora=LoraOptions(rank=2))
+    before = trainer.weights(0).checksum
+    with pytest.raises(TrainerError, match=r"another base.*`model\.path`"):
+        trainer.load(tmp_path)
+    assert trainer.weights(0).checksum == before
+    narrower = LocalTrainer(tiny(dtype=torch.bfloat16), lora=LoraOptions(rank=2))
+    narrower.load(tmp_path)  # the same base on a device that has another type
+    assert narrower.version == 1
+
+
 def test_loading_a_folder_that_is_no_checkpoint_is_an_error(tmp_path):
     with pytest.raises(TrainerError, match=r"trainer\.safetensors"):
         LocalTrainer(tiny()).load(tmp_path)

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -486,6 +487,11 @@ class LocalTrainer:
         values = {f"value/{name}": tensor for name, tensor in weights.tensors.items()}
         self.restore({**self.state(), **(values if self.sharding is None else self.sharding.scattered(values))})
 
+    @cached_property
+    def _base(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint says of the base: nothing ever changes it."""
+        return self.policy.base_state()
+
     def save(self, folder: Path) -> None:
         write = self.capture()
         with self.ranks.together():
@@ -494,6 +500,7 @@ class LocalTrainer:
 
     def capture(self) -> Callable[[Path], None]:
         state = self.state() if self.sharding is None else self.sharding.gathered(self.state())
+        state = {**state, **self._base}
         tensors = {name: tensor.cpu().contiguous() for name, tensor in state.items()} if self.ranks.rank == 0 else {}
 
         def write(folder: Path) -> None:
@@ -505,10 +512,17 @@ class LocalTrainer:
     def load(self, folder: Path) -> None:
         if not (folder / STATE_FILE).exists():
             raise TrainerError(f"`{folder}` is no checkpoint of a trainer: it has no `{STATE_FILE}`")
-        if self.sharding is None:
-            self.restore(load_file(folder / STATE_FILE, device=str(self.device)))
-        else:
+        if self.sharding is not None:
             self.restore(self.sharding.scattered(load_file(folder / STATE_FILE)))
+            return
+        state = load_file(folder / STATE_FILE, device=str(self.device))
+        for name, own in self._base.items():
+            if name in state and state[name].tolist() != own.tolist():
+                raise TrainerError(
+                    f"the checkpoint in `{folder}` has adapters of another base: give `model.path` as it was, or start "
+                    "a new run"
+                )
+        self.restore(state)
 
     def export(self, folder: Path) -> None:
         beside = [] if self.critic is None else [self.critic.export]
