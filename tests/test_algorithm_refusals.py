@@ -119,6 +119,7 @@ def test_where_the_ratio_knows_no_age_and_nothing_else_corrects_a_stale_run_is_r
             STALE,
             "`algorithm.anchor = 'proximal'` has no effect",
         ),
+        ({"type": "topr", "threshold": 0.5}, FRESH, "`algorithm.threshold` has no effect"),
         ({"supervised": {"coefficient": 0.1}}, FILTER, "is refused with `[algorithm.supervised]`"),
         (
             {"kl": {"coefficient": 0.1, "place": "reward"}},
@@ -160,6 +161,8 @@ def test_what_cannot_be_meant_is_refused_by_the_name_of_its_option(
         ({"type": "naive"}, STALE),
         ({"type": "topr", "negative_weight": 0.0, "correction": {}}, STALE),
         ({"type": "topr", "positive_weight": 0.0, "cap": 2.0}, STALE),
+        ({"type": "topr", "threshold": 0.5}, STALE),
+        ({"type": "topr", "threshold": 0.5, "positive_weight": 2.0}, FRESH),
         ({"length": {"type": "overlong", "cache": 64}}, FILTER),
         ({"kl": {"coefficient": 0.1}, "entropy": {"coefficient": 0.1}}, LORA | FILTER),
         ({}, STALE | {"training": {"replay": {"ratio": 2.0, "uses": 2}}}),

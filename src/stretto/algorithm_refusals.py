@@ -26,7 +26,7 @@ def options_without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
     found = {("algorithm", name): reason for name, reason in algorithm.without_effect().items()}
     why = _why_every_ratio_is_one(recipe)
     if why:
-        for name in algorithm.ratio_options:
+        for name in algorithm.idle_at_ratio_one():
             found["algorithm", name] = f"`algorithm.{name}` has no effect: {why}"
     return found
 

@@ -161,6 +161,10 @@ class ObjectiveOptions(BaseModel):
             f'`algorithm.average = "{self.average}"`; leave it out, or choose "constant"'
         }
 
+    def idle_at_ratio_one(self) -> tuple[str, ...]:
+        """Options of its own that cannot act where every ratio is 1."""
+        return self.ratio_options
+
     def loss(self, tokens: Tokens) -> Loss:
         """The loss of each token [C], to be minimized, and the diagnostics of each token."""
         raise NotImplementedError

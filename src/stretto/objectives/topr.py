@@ -48,6 +48,10 @@ class ToprOptions(RatioOptions):
                 )
         return found
 
+    def idle_at_ratio_one(self) -> tuple[str, ...]:
+        alike = self.positive_weight == self.negative_weight  # then only the ratio tells the two parts apart
+        return (*super().idle_at_ratio_one(), *(("threshold",) if alike else ()))
+
     def loss(self, tokens: Tokens) -> Loss:
         import torch
 
