@@ -119,6 +119,11 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
             '`rollout.filter = "no-signal"` with `rollout.group = 1` would filter everything: one reward has no other '
             "to differ from; use at least 2, or leave the filter out"
         )
+    if rollout.top_k == 1:
+        yield (
+            "`rollout.top_k = 1` leaves nothing to learn from: every draw is certain, so that no token has a gradient; "
+            "use at least 2, or 0 to draw from all"
+        )
     advantage = recipe.algorithm.advantage
     if rollout.filter == "no-signal" and advantage in ("whiten", "gae"):
         yield (
