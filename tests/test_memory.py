@@ -185,6 +185,29 @@ def test_the_plan_says_which_device_it_is_for() -> None:
     assert "# memory: base" in text
 
 
+def test_on_a_cluster_instances_and_trainer_are_planned_apart() -> None:
+    text = describe_memory(recipe(runtime={"type": "ray", "device": "cpu"}))
+    instance, trainer = (line for line in text.splitlines() if line.startswith("# memory of"))
+    assert instance.startswith("# memory of an instance: base")
+    assert "KV" in instance
+    assert "optimizer" not in instance
+    assert trainer.startswith("# memory of the trainer: base")
+    assert "optimizer" in trainer
+    assert not any(word in trainer for word in ("versions", "KV", "engine", "slack"))
+
+
+def test_what_does_not_fit_on_one_gpu_together_may_fit_on_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.tiny.tiny_config", lambda: BILLIONS)
+    monkeypatch.setattr("stretto.runtime.memory.choose_device", lambda name: CUDA)
+    monkeypatch.setattr("stretto.runtime.memory.describe_device", lambda device: "a GPU")
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (40 * GIB, 40 * GIB))
+    with pytest.raises(RecipeError, match="the run does not fit"):
+        describe_memory(recipe())
+    assert "# memory of the trainer" in describe_memory(recipe(runtime={"type": "ray"}))
+    with pytest.raises(RecipeError, match=r"the run does not fit: 8\.00 GiB"):
+        describe_memory(recipe(runtime={"type": "ray", "instance_gpus": 0.2}))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_plan_for_a_gpu_has_its_free_memory() -> None:
     text = describe_memory(recipe(lora=True))

@@ -44,9 +44,11 @@ from stretto.runtime.device import choose_device, choose_dtype, describe_device
 from stretto.training import decoder
 from stretto.training.logprobs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_TRAINED_HEAD
 from stretto.training.lora import inject_lora
+from stretto.training.sharding import SHARDED_FROM
 from stretto.training.varlen import HALF, flash_fits
 
 GIB = 1 << 30
+UNBOUNDED = 1 << 60  # bytes that are free where only what is needed is asked for
 KV_BYTES_BY_DEFAULT = 4 * GIB  # cap of the KV cache on the CPU, where the recipe does not name one
 ENGINE_BYTES = 2 * GIB  # graphs, libraries' workspaces, plans of attention
 SLACK_SHARE = 0.05  # of the memory that is free at the start
@@ -123,6 +125,18 @@ def engine_rows(recipe: Recipe) -> int:
 def instances_here(recipe: Recipe) -> int:
     """Instances that share the memory of one device: all of one process, one on a cluster."""
     return recipe.runtime.instances if recipe.runtime.type == "local" else 1
+
+
+def free_for_instance(recipe: Recipe, device: torch.device) -> int | None:
+    """Bytes that an instance on a cluster may plan with: others have the rest of a GPU that it has a fraction of.
+
+    None on a processor.
+    """
+    if device.type != "cuda":
+        return None
+    left, total = torch.cuda.mem_get_info(device)
+    share = 1.0 if recipe.runtime.instance_gpus is None else min(1.0, recipe.runtime.instance_gpus)
+    return min(left, int(total * share))
 
 
 def longest_trajectory(recipe: Recipe, longest_prompt: int) -> int:
@@ -369,7 +383,9 @@ def describe_memory(recipe: Recipe, longest_prompt: int | None = None) -> str:
         config = tiny_config()
     else:
         config = load_config(recipe.model.path)
-    need = footprint(recipe, config, longest_prompt or recipe.rollout.max_tokens, device)
+    longest = longest_prompt or recipe.rollout.max_tokens
+    on_cluster = recipe.runtime.type == "ray"
+    needs = _on_cluster(recipe, config, longest, device) if on_cluster else _here(recipe, config, longest, device)
     bound = f"at most {plan.staleness} (auto)" if plan.auto else str(plan.staleness)
     dtype = str(choose_dtype(recipe.model.dtype, device)).removeprefix("torch.")
     free = f", {gib(torch.cuda.mem_get_info(device)[0])} free" if device.type == "cuda" else ""
@@ -377,9 +393,29 @@ def describe_memory(recipe: Recipe, longest_prompt: int | None = None) -> str:
         f"# {plan.paradigm.name}: K = {bound}, {plan.in_flight} groups in flight, {plan.rows} rows, "
         f"{_slots(recipe)}, {plan.updates} updates of {plan.batch} x {plan.group_size} trajectories",
         f"# device: {describe_device(device)}, weights in {dtype}{free}",
-        f"# memory: {need}, {_kv(recipe, need)}; together {gib(need.total)}",
+        *needs,
     ]
     return "\n".join(lines)
+
+
+def _here(recipe: Recipe, config: Any, longest_prompt: int, device: torch.device) -> list[str]:
+    need = footprint(recipe, config, longest_prompt, device)
+    return [f"# memory: {need}, {_kv(recipe, need)}; together {gib(need.total)}"]
+
+
+def _on_cluster(recipe: Recipe, config: Any, longest_prompt: int, device: torch.device) -> list[str]:
+    """Of an instance and of the trainer apart: each has a device of its own, or a share of one."""
+    free = free_for_instance(recipe, device)
+    need = footprint(recipe, config, longest_prompt, device, free=free, trains=False)
+    whole = footprint(recipe, config, longest_prompt, device, free=UNBOUNDED)
+    trainer = replace(whole, versions=0, store=0, engine=0, slack=0, kv=0, kv_tokens=0)
+    parameters, ranks = whole.base // choose_dtype(recipe.model.dtype, device).itemsize, recipe.runtime.trainers
+    cut = recipe.model.lora is None and ranks > 1 and parameters >= SHARDED_FROM
+    return [
+        f"# memory of an instance: {need}, {_kv(recipe, need)}; together {gib(need.total)}",
+        f"# memory of the trainer: {trainer}; together {gib(trainer.total)}"
+        + (f", its layers cut over {ranks} ranks" if cut else ""),
+    ]
 
 
 def _slots(recipe: Recipe) -> str:

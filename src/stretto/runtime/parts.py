@@ -23,7 +23,7 @@ from stretto.models import load_config, load_model, load_tokenizer, second_tree
 from stretto.observe.progress import Observer
 from stretto.runtime.device import choose_device, choose_dtype
 from stretto.runtime.inputs import Inputs, load_inputs
-from stretto.runtime.memory import context_length, engine_rows, footprint, out_of_memory
+from stretto.runtime.memory import context_length, engine_rows, footprint, free_for_instance, out_of_memory
 from stretto.tiny import WarmStart, tiny_model
 from stretto.training.lora import LoraOptions
 from stretto.training.optimizer import TrainerOptions
@@ -135,11 +135,7 @@ def make_core(recipe: Recipe, model: nn.Module, kv_tokens: int, decode: Decode) 
 def instance_core(recipe: Recipe, model_path: str, longest_prompt: int) -> NativeEngine:
     """The core of a rollout instance that has this process, and a copy of the model, for itself."""
     config, device = load_config(model_path), choose_device(recipe.runtime.device)
-    free = None
-    if device.type == "cuda":  # others have the rest of a GPU that it has a fraction of
-        left, total = torch.cuda.mem_get_info(device)
-        share = 1.0 if recipe.runtime.instance_gpus is None else min(1.0, recipe.runtime.instance_gpus)
-        free = min(left, int(total * share))
+    free = free_for_instance(recipe, device)
     need = footprint(recipe, config, longest_prompt, device, free=free, trains=False)
     try:
         model = load_model(model_path, choose_dtype(recipe.model.dtype, device), device)
