@@ -261,6 +261,22 @@ def test_ranks_that_loaded_other_models_do_not_begin(two: Processes) -> None:
     assert all("the ranks have loaded models that differ" in said for said in two.run(other_models))
 
 
+def other_references(ranks: Ranks) -> str:
+    reference = tiny()
+    with torch.no_grad():
+        reference.lm_head.weight[0, 0] += ranks.rank
+    algorithm = GrpoOptions(kl={"coefficient": 0.1, "reference": "another"})
+    try:
+        LocalTrainer(tiny(), algorithm=algorithm, reference=reference, ranks=ranks)
+    except TrainerError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_loaded_other_references_do_not_begin(two: Processes) -> None:
+    assert all("`algorithm.kl.reference`" in said for said in two.run(other_references))
+
+
 def test_only_full_weights_of_several_ranks_are_cut() -> None:
     with pytest.raises(RecipeError, match="nothing else can"):
         LocalTrainer(tiny(), sharded=True)

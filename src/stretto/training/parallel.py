@@ -151,12 +151,12 @@ class Ranks:
             if failure is not None:
                 raise TrainerError(f"rank {rank} of {self.count} failed: {failure}")
 
-    def check_same(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise `TrainerError` at every rank unless all of them begin with the same values."""
+    def check_same(self, tensors: Mapping[str, torch.Tensor], option: str = "model.path") -> None:
+        """Raise `TrainerError` at every rank unless all of them have the same values of what `option` names."""
         if self.count > 1 and len(set(found := self.gathered(checksum(tensors)))) > 1:
             raise TrainerError(
                 f"the ranks have loaded models that differ, of checksums {', '.join(found)}: give every machine the "
-                "same files"
+                f"same files of `{option}`"
             )
 
     def total(self, values: NDArray[np.float64]) -> NDArray[np.float64]:

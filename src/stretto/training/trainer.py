@@ -146,6 +146,8 @@ class LocalTrainer:
         self.peak = None if peak is None else peak * self.ranks.count
         self.reference: Reference | None = None
         if self.algorithm.kl is not None:
+            if reference is not None:
+                self.ranks.check_same(dict(reference.named_parameters()), "algorithm.kl.reference")
             self.reference = (
                 Reference.without_adapters(self.packed)
                 if reference is None
