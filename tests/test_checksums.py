@@ -28,6 +28,17 @@ def test_it_does_not_depend_on_the_pieces_it_is_made_of(monkeypatch):
         assert checksum(tensors) == whole
 
 
+def test_changes_that_a_weighted_sum_would_cancel_show():
+    values = torch.randn(2048, 1024)  # sizes that are powers of two
+    assert len({checksum({"a": values * factor}) for factor in (0.25, 0.5, 1.0, 2.0, 4.0)}) == 5
+    bits = values.clone().view(torch.int32)
+    bits.view(-1)[5:9] += torch.tensor([1, -1, -1, 1], dtype=torch.int32)  # as rounding would
+    assert checksum({"a": bits.view(torch.float32)}) != checksum({"a": values})
+    bits.view(-1)[5:9] -= torch.tensor([1, -1, -1, 1], dtype=torch.int32)
+    bits.view(-1)[700:703] += torch.tensor([1, -2, 1], dtype=torch.int32)
+    assert checksum({"a": bits.view(torch.float32)}) != checksum({"a": values})
+
+
 def test_a_view_has_the_checksum_of_its_copy():
     stored = torch.randn(6, 10)
     assert checksum({"b": stored.t()}) == checksum({"b": stored.t().contiguous()})

@@ -167,4 +167,4 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
     owner, index, inside, place = _block(table, blocks, like, num_blocks, FIELDS, BLOCK)
     value = tl.load(place, mask=inside, other=0).to(tl.int64)
     term = (value + 1) * MULTIPLIER * (2 * (tl.load(table + owner * FIELDS + 5) + index) + 1)
-    tl.atomic_add(found, tl.sum(tl.where(inside, term, 0), 0))
+    tl.atomic_add(found, tl.sum(tl.where(inside, term ^ (term >> 32), 0), 0))
