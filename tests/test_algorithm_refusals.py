@@ -136,6 +136,11 @@ def test_where_the_ratio_knows_no_age_and_nothing_else_corrects_a_stale_run_is_r
         ),
         ({}, {"training": {"optimizer_steps": 17}}, "`training.optimizer_steps = 17` cuts a batch into parts"),
         ({}, {"training": {"optimizer_steps": 0}}, "`training.optimizer_steps = 0`"),
+        (
+            {"advantage": "whiten"},
+            {"rollout": {"prompts": 1, "group": 1}},
+            "`rollout.prompts = 1` with `rollout.group = 1` gives every trajectory an advantage of 0",
+        ),
         ({"type": "rloo"}, {"rollout": {"group": 1}}, "`rollout.group = 1` gives every trajectory an advantage of 0"),
     ],
 )

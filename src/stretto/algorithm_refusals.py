@@ -78,6 +78,11 @@ def impossible_algorithm(recipe: Recipe) -> Iterable[str]:
             f'`algorithm.advantage = "{algorithm.advantage}"` compares the members of a group; use at least 2, or '
             '`advantage = "whiten"`'
         )
+    if rollout.prompts * rollout.group == 1 and algorithm.advantage == "whiten" and recipe.training.replay is None:
+        yield (
+            "`rollout.prompts = 1` with `rollout.group = 1` gives every trajectory an advantage of 0: "
+            '`algorithm.advantage = "whiten"` compares those of a batch; raise one of them'
+        )
     critic = getattr(algorithm, "critic", None)
     if steps == 1 and isinstance(critic, CriticOptions) and critic.clip != CriticOptions().clip:
         yield (
