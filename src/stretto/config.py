@@ -214,7 +214,9 @@ class TrainingSection(Section):
         (0.9, 0.95), description="AdamW's averages"
     )
     epsilon: float = Field(1e-8, gt=0, description="AdamW's denominator")
-    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm")
+    max_grad_norm: float = Field(
+        1.0, gt=0, description="Gradients are clipped to this norm, a critic's apart from the policy's"
+    )
     micro_tokens: int = Field(8_192, ge=1, description="Tokens of one packed micro-batch")
     checkpointing: bool = Field(
         False, description="Make activations again in the backward pass: much less memory, about a third more time"

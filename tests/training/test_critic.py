@@ -5,6 +5,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors import safe_open
+from training_cases import tiny
 
 from stretto.config import parse_recipe
 from stretto.errors import RecipeError, TrainerError
@@ -12,12 +13,26 @@ from stretto.objectives import OBJECTIVES
 from stretto.objectives.critic_options import CriticOptions
 from stretto.objectives.ppo import PpoOptions
 from stretto.training.critic import EXPORT_FILE, PREFIX, Critic
+from stretto.training.optimizer import TrainerOptions
+from stretto.training.trainer import LocalTrainer
 
 WIDTH = 6
 
 
 def critic(**options) -> Critic:
     return Critic(WIDTH, CriticOptions(**options), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("limit", [0.01, 0.2])
+def test_its_gradient_is_clipped_to_the_norm_of_the_recipe(limit):
+    made = LocalTrainer(tiny(), algorithm=PpoOptions(), options=TrainerOptions(max_grad_norm=limit))
+    subject = made.critic
+    assert subject is not None
+    for stepped in subject.stepped:
+        stepped.grad = torch.ones_like(stepped)
+    subject.step()
+    means = [tensor for name, tensor in subject.state().items() if "mean/" in name]
+    assert torch.cat([mean.flatten() for mean in means]).norm() == pytest.approx(0.1 * limit)  # Adam's first average
 
 
 def states(count: int = 12, seed: int = 0) -> torch.Tensor:

@@ -66,13 +66,15 @@ class Critic:
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        max_grad_norm: float = 1.0,  # its own gradient's, apart from the policy's
     ) -> None:
         self.options = options
         self.last_norm = 0.0  # of the head's gradient, at the last optimizer step
         self.weight = nn.Parameter(torch.zeros(hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros((), device=device, dtype=dtype))
         self._optimizer = Optimizer(
-            {"weight": self.weight, "bias": self.bias}, TrainerOptions(learning_rate=options.learning_rate)
+            {"weight": self.weight, "bias": self.bias},
+            TrainerOptions(learning_rate=options.learning_rate, max_grad_norm=max_grad_norm),
         )
 
     def values(self, hidden: torch.Tensor, predicts: torch.Tensor) -> torch.Tensor:
@@ -230,7 +232,12 @@ class Critic:
 
 
 def make_critic(
-    algorithm: ObjectiveOptions, hidden_size: int, *, device: torch.device | str, dtype: torch.dtype
+    algorithm: ObjectiveOptions,
+    hidden_size: int,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    max_grad_norm: float,
 ) -> Critic | None:
     """The critic of an objective, by its table `critic`; None where it has none."""
     if not algorithm.uses_critic:
@@ -238,4 +245,4 @@ def make_critic(
     options = getattr(algorithm, "critic", None)
     if not isinstance(options, CriticOptions):
         raise RecipeError(f'`algorithm.type = "{algorithm.type}"` uses a critic, and has no options `critic` for it')
-    return Critic(hidden_size, options, device=device, dtype=dtype)
+    return Critic(hidden_size, options, device=device, dtype=dtype, max_grad_norm=max_grad_norm)

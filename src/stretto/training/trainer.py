@@ -153,7 +153,13 @@ class LocalTrainer:
                 if reference is None
                 else Reference.of_model(reference, self.packed)
             )
-        self.critic = make_critic(self.algorithm, self.packed.head.in_features, device=self.device, dtype=self._dtype)
+        self.critic = make_critic(
+            self.algorithm,
+            self.packed.head.in_features,
+            device=self.device,
+            dtype=self._dtype,
+            max_grad_norm=self.options.max_grad_norm,
+        )
         self.scale = scale_for(self.packed.head.weight.dtype)  # of the loss
         self._version = 0
 
