@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +55,26 @@ def test_a_run_that_did_not_come_to_its_end_is_never_tabled(
     with pytest.raises(error):
         next(rows)
     assert not (tmp_path / "out" / "compare.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_stops_compare_alone_stops_the_run_that_it_waits_for(tmp_path: Path, number: signal.Signals) -> None:
+    child = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from stretto.compare import _train\n"
+        f"sys.exit(_train([sys.executable, '-c', {child!r}]) == 130)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    assert process.wait(20) == 1, "it was told that the run stopped"
+    process.communicate()

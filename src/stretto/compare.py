@@ -7,6 +7,7 @@ and `compare.json` are written again after every run. The same command therefore
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -154,14 +155,21 @@ def _run(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> dict[str, 
 
 
 def _train(words: Sequence[str]) -> int:
-    """Run a command to its end. Ctrl-C reaches it too: it is waited for, so that it can leave a checkpoint."""
+    """Run a command to its end. What is to stop this process stops it too, and it is waited for, so that it can leave a
+    checkpoint: Ctrl-C reaches both where there is a terminal, and is handed on as SIGTERM in any case."""
     process = subprocess.Popen(words)
-    while True:
-        try:
-            status = process.wait()
-        except KeyboardInterrupt:
-            continue
-        return STOPPED if status == -2 else status  # -2: ended by SIGINT before it could handle one
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        while True:
+            try:
+                status = process.wait()
+            except KeyboardInterrupt:
+                process.terminate()
+                continue
+            # Negative: ended by it before it could handle one.
+            return STOPPED if status in (-signal.SIGINT, -signal.SIGTERM) else status
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _summary(folder: Path) -> dict[str, Any]:

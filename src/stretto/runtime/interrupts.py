@@ -22,25 +22,27 @@ def stopped_by_interrupts(stop: Callable[[], None]) -> Iterator[None]:
     """The first Ctrl-C calls `stop`; the second ends the process, whatever its threads are doing. So does SIGTERM, but
     for the second. Does nothing outside of the main thread."""
     running = asyncio.get_running_loop()
-    before = signal.getsignal(signal.SIGINT)
 
-    def interrupt() -> None:
-        stop()
-        running.remove_signal_handler(signal.SIGINT)
+    # Not the loop's own handlers: those wait for whatever holds its thread up.
+    def interrupt(*_: object) -> None:
         signal.signal(signal.SIGINT, _end_at_once)
+        running.call_soon_threadsafe(stop)
+
+    def terminate(*_: object) -> None:
+        running.call_soon_threadsafe(stop)
 
     try:
-        running.add_signal_handler(signal.SIGINT, interrupt)
-        running.add_signal_handler(signal.SIGTERM, stop)
-    except (NotImplementedError, RuntimeError, ValueError):  # not the main thread, or a platform without it
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGTERM, terminate)
+    except ValueError:  # not the main thread
         yield
         return
     try:
         yield
     finally:
-        running.remove_signal_handler(signal.SIGINT)
-        running.remove_signal_handler(signal.SIGTERM)
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
 
 
 def ignore_interrupts() -> None:

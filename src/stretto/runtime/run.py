@@ -43,6 +43,7 @@ from stretto.loop import Loop, Settings
 from stretto.observe.metrics import JsonLines, Tally
 from stretto.observe.progress import Observer, make_observer
 from stretto.observe.summary import summary_table
+from stretto.runtime.blocked import told_when_blocked
 from stretto.runtime.control import Control
 from stretto.runtime.device import as_begun, choose_device, resolved
 from stretto.runtime.export import export_policy
@@ -252,7 +253,7 @@ async def _run(
         checkpointing=checkpointing,
         control=control,
     )
-    with stopped_by_interrupts(loop.stop):
+    with stopped_by_interrupts(loop.stop), told_when_blocked(recipe.runtime.stall_seconds):
         done = await loop.run()
         if not done:
             await loop.checkpoints.save()

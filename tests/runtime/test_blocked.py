@@ -1,0 +1,117 @@
+"""A loop whose thread is held up: it is told of, it can be interrupted, and it does not last for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.episodes import Episode
+from stretto.runtime.blocked import place_of, told_when_blocked
+from stretto.runtime.interrupts import stopped_by_interrupts
+
+
+def hold_up(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def test_a_thread_that_is_held_up_is_told_of_once_and_where(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        with told_when_blocked(900.0, told_after_s=0.2):
+            await asyncio.sleep(0.5)  # it answers
+            assert not caplog.records
+            hold_up(0.8)
+            await asyncio.sleep(0.2)
+            hold_up(0.8)
+            await asyncio.sleep(0.1)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(story())
+    assert len(caplog.records) == 2, caplog.text
+    assert "at test_blocked.py:" in caplog.text
+    assert "(`hold_up`)" in caplog.text
+    assert "`asyncio.to_thread`" in caplog.text
+
+
+def test_the_place_is_the_line_of_others_code_that_ours_has_called() -> None:
+    found: list[str] = []
+
+    def inner() -> None:
+        found.append(place_of(sys._getframe()))
+
+    class Blocks:
+        async def episode(self, prompt: Any, policy: Any) -> float:
+            inner()
+            return 1.0
+
+    asyncio.run(Episode(None).play(Blocks(), None, None))  # type: ignore[arg-type]
+    assert [place.split(" ")[1] for place in found] == ["(`episode`)"]
+
+
+def run(tmp_path: Path, body: str) -> subprocess.Popen[str]:
+    """A process whose loop is held up behind what a run has around it; it says `blocked` first."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import asyncio, signal, time
+            from stretto.runtime.blocked import told_when_blocked
+            from stretto.runtime.interrupts import stopped_by_interrupts
+
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal
+
+            async def main():
+                with BODY:
+                    print("blocked", flush=True)
+                    time.sleep(60)
+
+            asyncio.run(main())
+            """
+        ).replace("BODY", body)
+    )
+    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "blocked\n"
+    return process
+
+
+def test_a_second_interrupt_ends_a_run_that_is_held_up(tmp_path: Path) -> None:
+    process = run(tmp_path, "stopped_by_interrupts(lambda: None)")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None, "the first one waits for an update boundary"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 130
+    process.communicate()
+
+
+def test_a_run_that_is_held_up_for_too_long_ends_and_says_how_to_go_on(tmp_path: Path) -> None:
+    process = run(tmp_path, "told_when_blocked(0.5, told_after_s=0.2, least_s=0.1)")
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "script.py:" in said
+    assert "`runtime.stall_seconds = 0.5`" in said
+    assert "`--resume`" in said
+
+
+def test_an_interrupt_stops_a_loop_that_answers_at_once() -> None:
+    async def story() -> float:
+        stopped = asyncio.Event()
+        with stopped_by_interrupts(stopped.set):
+            began = time.monotonic()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(stopped.wait(), 10)
+            return time.monotonic() - began
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert asyncio.run(story()) < 5
+    assert signal.getsignal(signal.SIGTERM) is before
