@@ -345,6 +345,16 @@ def test_workers_end_with_a_pool_that_was_killed():
     assert not is_alive(worker)
 
 
+def test_completions_that_wait_behind_ones_that_hang_or_die_are_scored_however_many_those_are():
+    async def run():
+        async with pool("as_asked", deadline_s=0.2) as it:
+            return await score_all(it, [*["hang"] * 4, "ok", "die", "die", "die", "die", "ok"])
+
+    results = asyncio.run(run())
+    assert [results[4], results[9]] == [1.0, 1.0]
+    assert sum(isinstance(result, RewardError) for result in results) == 8
+
+
 @pytest.mark.parametrize("deadline_s", [0.2])
 def test_completions_that_wait_behind_ones_that_hang_are_told_of_the_deadline_not_of_a_signal(deadline_s):
     async def run():

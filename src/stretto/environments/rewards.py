@@ -38,7 +38,7 @@ START_S = 120.0  # for importing the user's module
 BATCH_S = 0.2  # a batch is sized to take about this long, so that workers share the work evenly
 MAX_BATCH = 512
 MAX_CONCURRENT = 512  # items of an `async def` reward in one worker
-MAX_INNOCENT_DEATHS = 3  # how often an item may lose its worker through no fault of its own
+MAX_UNEXPLAINED_DEATHS = 3  # how often an item may be among the work of a worker that is lost, nobody knows for which
 RETRY_S = 1.0  # between attempts to start a worker that failed to start
 LONGEST_LINE = 2_000  # characters of one line that a reward prints
 
@@ -50,7 +50,7 @@ class _Pending:
     item: Item
     future: asyncio.Future[float]
     sent_at: float = 0.0
-    deaths: int = 0
+    deaths: int = 0  # of workers that had it, and that nothing else is to blame for
 
 
 @dataclass(slots=True)
@@ -363,16 +363,19 @@ class RewardPool:
         marked = MARK.unpack_from(worker.marks)[1]
         # Killed for an item that hung, its own end says nothing: what counts is why it was killed.
         died = self._late if worker.guilty else f"`{self._spec}` {_how_it_ended(code)}"
+        blamed = frozenset([marked]) if worker.guilty is None else worker.guilty
+        found = not blamed.isdisjoint(worker.in_flight)  # else each of them may be what it is gone for
         again = []
         for identity, pending in worker.in_flight.items():
-            if worker.guilty is not None and identity in worker.guilty:
-                _fail(pending, self._late)
-            elif worker.guilty is None and identity == marked:
-                _fail(pending, f"{died} while it scored this completion")
-            elif pending.deaths + 1 >= MAX_INNOCENT_DEATHS:
-                _fail(pending, f"{died}; {MAX_INNOCENT_DEATHS} workers were lost so before this completion's turn")
+            if identity in blamed:
+                _fail(pending, self._late if worker.guilty else f"{died} while it scored this completion")
+                continue
+            pending.deaths += not found
+            if pending.deaths >= MAX_UNEXPLAINED_DEATHS:
+                _fail(
+                    pending, f"{died}; {MAX_UNEXPLAINED_DEATHS} workers were lost so, this completion among their work"
+                )
             else:
-                pending.deaths += 1
                 again.append(pending)
         self._queue.extendleft(reversed(again))
 
