@@ -67,7 +67,7 @@ class Recorder:
             tokens=np.arange(n, dtype=np.int32) + id,
             logprobs=np.full(n, -0.5, dtype=np.float32),
             finish="stop",
-            checksum=f"sum{version}",
+            checksum=f"sum{version if token_versions is None else token_versions[-1]}",
             token_versions=None if token_versions is None else np.array(token_versions, dtype=np.int32),
             started_at=self.now(),
             finished_at=self.now(),

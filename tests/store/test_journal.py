@@ -43,7 +43,7 @@ def test_what_was_recorded_is_read_back(recorder, tmp_path):
         assert completion.logprobs.tolist() == [-0.5] * 4
         assert completion.token_versions is not None
         assert completion.token_versions.tolist() == [0, 0, 1, 1]
-        assert (completion.checksum, completion.finish, completion.version) == ("sum0", "stop", 0)
+        assert (completion.checksum, completion.finish, completion.version) == ("sum1", "stop", 0)
         assert reader.counts() == {"running": 2, "scored": 1}
         assert reader.ids("scored", "scoring") == [0]
         assert reader.trajectory(1).instance == 4

@@ -59,6 +59,12 @@ CHECKS: tuple[tuple[str, str], ...] = (
     ),
     (
         "1",
+        """SELECT 'trajectory ' || trajectory || ' started before its version ' || version || ' was published'
+        FROM trajectories JOIN transitions USING (trajectory) JOIN versions USING (version)
+        WHERE from_state IS NULL AND seq <= published_after""",
+    ),
+    (
+        "1",
         """SELECT 'trajectories ' || MIN(trajectory) || ' and ' || MAX(trajectory) || ' share the seed ' || seed
         FROM trajectories GROUP BY seed HAVING COUNT(*) > 1""",
     ),
@@ -187,7 +193,7 @@ CHECKS: tuple[tuple[str, str], ...] = (
         FROM trajectories t
         JOIN (SELECT group_id, MIN(update_id) AS update_id FROM members JOIN trajectories USING (trajectory)
             WHERE use = 0 GROUP BY group_id) taken USING (group_id)
-        WHERE t.state NOT IN ('failed', 'filtered', 'dropped') AND NOT EXISTS (SELECT 1 FROM members m
+        WHERE t.state <> 'failed' AND NOT EXISTS (SELECT 1 FROM members m
             WHERE m.trajectory = t.trajectory AND m.use = 0 AND m.update_id = taken.update_id)""",
     ),
     (
@@ -306,6 +312,13 @@ CHECKS: tuple[tuple[str, str], ...] = (
             update_id || ', ' || (update_id - t.version) || ' updates later; it was admitted under ' || staleness
         FROM members JOIN trajectories t USING (trajectory) JOIN groups USING (group_id)
         WHERE update_id - t.version NOT BETWEEN 0 AND staleness""",
+    ),
+    (
+        "3",
+        """SELECT 'the batch of update ' || update_id || ' was taken before version ' || version ||
+            ', which it trains, was published'
+        FROM members JOIN transitions USING (trajectory) JOIN versions ON version = update_id
+        WHERE use = 0 AND to_state = 'training' GROUP BY update_id HAVING MIN(seq) <= published_after""",
     ),
     (
         "3",
