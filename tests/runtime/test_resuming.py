@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from run_cases import assert_verifies, recipe, rows, run, story
-from stretto.config import Recipe
+from stretto.config import Recipe, load_recipe
 from stretto.errors import RunError
 from stretto.observe.progress import Silent
 from stretto.runtime.parts import Parts
 from stretto.runtime.replaying import replay
-from stretto.store.lock import is_alive
+from stretto.runtime.starting import standing
+from stretto.store.lock import Lock, is_alive
 from stretto.store.versions import VersionFiles
 from stretto.training.trainer import LocalTrainer
 from stretto.types import Batch, UpdateReport
@@ -263,6 +264,33 @@ def test_a_run_that_is_being_resumed_is_not_resumed_twice(
     monkeypatch.setattr(Parts, "build", asked_again_meanwhile)
     go_on(made, tmp_path / "run")
     assert not is_alive(tmp_path / "run")
+
+
+def test_of_two_runs_that_begin_in_one_folder_the_second_leaves_the_first_as_it_is(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("training.steps=1", "evaluation.prompts=0", "model.dtype=float32")
+    first, second = (recipe(model, tmp_path, f"seed={seed}", *options) for seed in (1, 2))
+    folder, build = tmp_path / "run", Parts.build
+
+    def another_begins_meanwhile(recipe: Recipe, model_path: str) -> Parts:
+        if recipe.seed == second.seed:
+            run(first, folder)
+        return build(recipe, model_path)
+
+    monkeypatch.setattr(Parts, "build", another_begins_meanwhile)
+    with pytest.raises(RunError, match="exists already; choose another `--out`"):
+        run(second, folder)
+    assert load_recipe(folder / "config.toml").seed == first.seed
+    assert not is_alive(folder)
+
+
+def test_a_run_that_was_killed_as_it_made_its_folder_left_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    Lock(folder / "journal.sqlite").close()
+    (folder / "config.partial").touch()
+    assert standing(folder) == "empty"
 
 
 def test_files_agree_after_a_kill(tmp_path: Path, killed: Callable[..., Recipe]) -> None:

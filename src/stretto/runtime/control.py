@@ -44,10 +44,10 @@ class Control:
     def open(self) -> None:
         """Make the folder, without what an earlier session left in it.
 
-        To be called before the run shows itself alive by its lock: what is asked from then on is done, however long the
-        run takes to begin.
+        To be called before a run that is resumed shows itself alive by its lock: what is asked from then on is done,
+        however long the run takes to begin. Of one that begins nothing can be asked before there is this folder.
         """
-        if is_alive(self._folder.parent):
+        if self._folder.is_dir() and is_alive(self._folder.parent):
             return  # another process runs it, and this one is about to be refused
         try:
             self._folder.mkdir(exist_ok=True)

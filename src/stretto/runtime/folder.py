@@ -15,21 +15,34 @@ from stretto.config import Recipe
 from stretto.errors import RunError, StalledError
 from stretto.loop import Loop
 from stretto.runtime.roles import TrainerSeat
+from stretto.runtime.starting import refuse_occupied
 from stretto.store.checkpoint import abandon_checkpoint, begin_checkpoint, complete_checkpoint
 from stretto.store.journal import Journal
+from stretto.store.lock import Lock
+from stretto.store.schema import JOURNAL_NAME
 from stretto.store.versions import VersionFiles
 
 COMPLETE_S = 300.0  # for the last files of a checkpoint and its name
 _WRITER = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # one, so that checkpoints are complete in their order
 
 
-def make_folder(recipe: Recipe, folder: Path) -> None:
-    """A run folder with the recipe in it, which is whole or not there."""
+def make_folder(recipe: Recipe, folder: Path) -> Lock:
+    """A run folder with the recipe in it, which is whole or not there; the lock that it is this process's by.
+
+    Raises `RunError` where another process has begun a run in it since it was looked at.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        scratch = folder / "config.partial"
-        scratch.write_text(recipe.dumps(), encoding="utf-8")
-        scratch.replace(folder / "config.toml")
+        lock = Lock(folder / JOURNAL_NAME)
+        try:
+            refuse_occupied(folder)
+            scratch = folder / "config.partial"
+            scratch.write_text(recipe.dumps(), encoding="utf-8")
+            scratch.replace(folder / "config.toml")
+        except BaseException:
+            lock.close()
+            raise
+        return lock
     except OSError as error:
         raise RunError(f"run folder `{folder}` cannot be made: {error}") from error
 

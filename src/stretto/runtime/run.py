@@ -170,10 +170,11 @@ async def _train(
         await shown(filling, lambda: f"instances to start, {len(seats.pool.engines)} of {count} have", say)
         control = Control(folder)
         if lock is None:
-            make_folder(recipe, folder)
+            lock = make_folder(recipe, folder)
+            stack.callback(lock.close)
             control.open()
         # A run that was killed in its first moments has no journal yet, and simply begins.
-        resume = lock is not None and (folder / JOURNAL_NAME).exists()
+        resume = (folder / JOURNAL_NAME).exists()
         with Journal.open(folder / JOURNAL_NAME, resume=resume, lock=lock) as journal:
             role = seats.make_trainer(journal)
             stack.callback(role.close)

@@ -37,7 +37,8 @@ def default_run_folder(recipe: Path) -> Path:
 
 def standing(folder: Path) -> Standing:
     """Look into a folder; nothing in it is changed."""
-    if not folder.exists() or (folder.is_dir() and all(path.suffix == ".partial" for path in folder.iterdir())):
+    made_first = (".partial", ".lock")
+    if not folder.exists() or (folder.is_dir() and all(path.suffix in made_first for path in folder.iterdir())):
         return "empty"  # or a run was killed as it made the folder
     if not (folder / "config.toml").is_file():
         return "foreign"
