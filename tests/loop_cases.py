@@ -169,6 +169,7 @@ class Bench:
                     sampling=sampling,
                     stall_s=self.stall_s,
                     reward_s=self.reward_s,
+                    episode_s=self.stall_s + self.reward_s,
                     instance_s=self.instance_s,
                     replacements=self.replacements,
                     rebalance_s=self.rebalance_s,

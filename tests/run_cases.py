@@ -33,6 +33,10 @@ def troubled(prompt, completion, answer):
         time.sleep(30)
     return letters(prompt, completion, answer)
 
+def slow(prompt, completion, answer):
+    time.sleep(0.06)
+    return letters(prompt, completion, answer)
+
 def short_ones_fail(prompt, completion, answer):
     if len(completion) < 30:
         raise ValueError("too short")

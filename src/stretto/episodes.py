@@ -17,7 +17,7 @@ class Episode:
     __slots__ = ("_deadline_s", "_over", "_turn", "fault", "limit")
 
     def __init__(self, deadline_s: float | None) -> None:
-        """`deadline_s`: of the environment, while it waits for no token."""
+        """`deadline_s`: of the environment, while it waits for no token. None: what it waits for has its own."""
         self._deadline_s = deadline_s
         self._turn: asyncio.Task[Completion] | None = None  # the last that was asked for
         self._over = False
@@ -26,8 +26,8 @@ class Episode:
 
     @property
     def works(self) -> bool:
-        """Whether the environment is at something else than to wait for tokens, and has a deadline for that."""
-        return self.limit.when() is not None
+        """Whether the environment is at something else than to wait for tokens."""
+        return not (self._over or self._asking)
 
     async def play(self, environment: Environment, prompt: Prompt, policy: Policy) -> float | Outcome:
         """Run it to its end. What kept it from its tokens is raised, whatever the environment made of that."""
@@ -46,7 +46,7 @@ class Episode:
                 since = "it began" if self._turn is None else "its last token"
                 raise RewardError(
                     f"the environment has not returned for {self._deadline_s:g} s since {since} "
-                    "(`runtime.stall_seconds`, and the reward's own deadline where there is one)"
+                    "(`runtime.stall_seconds`)"
                 ) from error
             raise
         if self.fault is not None:

@@ -59,7 +59,7 @@ class Evaluator:
     ) -> None:
         """`vocabulary`: tokens that an engine may answer with; None: any. `max_turns`: of one episode.
 
-        `episode_s`: an environment's deadline between tokens.
+        `episode_s`: an environment's deadline between tokens; None: what it waits for has its own.
         """
         self._prompts = prompts
         self._count = count

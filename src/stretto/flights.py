@@ -121,9 +121,9 @@ class Flights:
         episode_s: float | None = None,
         max_turns: int = 1,
     ) -> None:
-        """`pinned`: a trajectory keeps its version for life. `episode_s`: an environment's deadline between tokens.
+        """`pinned`: a trajectory keeps its version for life. `max_turns`: of one episode.
 
-        `max_turns`: of one episode.
+        `episode_s`: an environment's deadline between tokens; None: what it waits for has its own.
         """
         self.under_way: dict[int, Flight] = dict(under_way)
         self.instances = instances
@@ -151,7 +151,7 @@ class Flights:
 
     @property
     def scores(self) -> bool:
-        """Whether an environment is at something else than to wait for tokens; each has a deadline for that."""
+        """Whether an environment is at something else than to wait for tokens; that has a deadline of its own."""
         return any(policy.episode.works for policy in self._episodes)
 
     # -- one trajectory ------------------------------------------------------------------------------------------------

@@ -31,8 +31,8 @@ threads or processes, rewards have processes, the journal has a writer.
 | an instance's maker      | its model                                   | the pool          | the pool's, by name     |
 | a checkpoint, a stop     | its last files                              | the disk          | `COMPLETE_S`, a warning |
 | `stretto pool`           | that it is done                             | a task of its own | its own, by name        |
-| a flight, an evaluation  | its reward                                  | reward pool       | `task.reward_seconds`   |
-| a flight                 | an environment that has its tokens          | the environment   | `stall_s + reward_s`    |
+| a flight, an evaluation  | its reward, behind those asked for before   | reward pool       | `task.reward_seconds`   |
+| a flight, an evaluation  | an environment of the task's own            | the environment   | `stall_s`               |
 
 `stall_s` is `runtime.stall_seconds`, kept in `stalls.py`; `update_s` is `runtime.update_seconds`, kept in
 `runtime/roles.py`; `instance_s` is `runtime.instance_seconds`, kept in `instances.py`.
@@ -96,6 +96,7 @@ class Settings:
     sampling: Sampling
     stall_s: float
     reward_s: float = 0.0  # beyond `stall_s`, for a reward that has a deadline of its own
+    episode_s: float | None = None  # for an environment between tokens; None: what it waits for has its own deadline
     checkpoint_s: float = math.inf  # between checkpoints, which are made when a version is published
     instance_s: float = 120.0  # an instance that has work and makes no progress for so long is lost
     replacements: int = 0  # of lost instances, at most
@@ -180,7 +181,7 @@ class Loop:
             post=self.post,
             pinned=brain.plan.paradigm.pinned,
             vocabulary=settings.vocabulary,
-            episode_s=settings.stall_s + settings.reward_s,
+            episode_s=settings.episode_s,
             max_turns=settings.max_turns,
         )
         self._updates = Updates(
@@ -196,7 +197,7 @@ class Loop:
             versions=versions,
         )
         self._endings = Endings(brain.plan, self._flights, journal=journal, tally=tally, tail=self._tail)
-        self._stalls = Stalls(brain, self._flights, stall_s=settings.stall_s, reward_s=settings.reward_s)
+        self._stalls = Stalls(brain, self._flights, evaluator, stall_s=settings.stall_s, reward_s=settings.reward_s)
         self.checkpoints = Checkpoints(
             None if checkpointing is None else lambda: checkpointing(self),
             every_s=settings.checkpoint_s,

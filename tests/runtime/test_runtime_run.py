@@ -26,6 +26,7 @@ from stretto.checksums import checksum
 from stretto.cli import main
 from stretto.config import load_recipe
 from stretto.engines.native.engine import NativeEngine
+from stretto.environments.rewards import RewardPool
 from stretto.errors import JournalError, RecipeError, RunError, TrainerError
 from stretto.evaluation import EvaluationResult, Evaluator
 from stretto.models import second_tree
@@ -316,6 +317,20 @@ def test_rewards_that_raise_hang_or_return_nonsense_are_counted_and_the_run_goes
     )
     assert groups == [(summary["replaced_groups"],)]
     assert summary["replaced_groups"] > 0
+
+
+def test_completions_that_wait_for_slow_rewards_longer_than_one_may_take_fail_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RewardPool, "longest_s", 0.3)
+    overrides = ["rollout.prompts=6", "training.steps=2", "runtime.stall_seconds=0.3", "evaluation.every=1"]
+    overrides += ["rollout.retries=0", "evaluation.prompts=4"]
+    summary = run(recipe(model, tmp_path, *overrides, reward="slow"), tmp_path / "run")
+    assert_verifies(tmp_path / "run")
+    assert (summary["failed_trajectories"], summary["trained_trajectories"]) == (0, 48), (
+        "an update of them takes one worker 1.4 s"
+    )
+    assert [(each["num_scored"], each["num_failed"]) for each in summary["evaluations"]] == [(4, 0)] * 3
 
 
 def test_an_update_that_fails_ends_the_run_by_name(

@@ -216,7 +216,9 @@ async def _run(
     resumed = await shown(taking_up, lambda: "the trainer to start, and its weights", observer.message)
     brain = resumed.brain
     tally = Tally(rows=plan.rows, sink=metrics, totals=resumed.totals)
-    evaluator = _evaluator(recipe, parts, environment, journal, seats.rewards.longest_s)
+    # A reward that waits for others is no environment that hangs: its pool has the deadlines.
+    episode_s = None if parts.inputs.task.environment is None else recipe.runtime.stall_seconds
+    evaluator = _evaluator(recipe, parts, environment, journal, episode_s)
     deadlines = recipe.runtime.instance_seconds, seats.rewards.longest_s or recipe.runtime.stall_seconds
     if evaluator is not None and brain.newest == 0 and not resumed.evaluated_before:
         await _evaluate_alone(deadlines, evaluator, pool, resumed.weights[0], "before", tally, observer)
@@ -240,6 +242,7 @@ async def _run(
             sampling=parts.sampling,
             stall_s=recipe.runtime.stall_seconds,
             reward_s=seats.rewards.longest_s,
+            episode_s=episode_s,
             checkpoint_s=recipe.runtime.checkpoint_seconds,
             instance_s=recipe.runtime.instance_seconds,
             replacements=recipe.runtime.replacements,
@@ -363,9 +366,8 @@ def _environment(seats: Seats) -> Environment:
 
 
 def _evaluator(
-    recipe: Recipe, parts: Desk, environment: Environment, journal: Journal, longest_s: float
+    recipe: Recipe, parts: Desk, environment: Environment, journal: Journal, episode_s: float | None
 ) -> Evaluator | None:
-    """`longest_s`: after so long at most a reward ends by itself."""
     if parts.inputs.held_out is None:
         return None
     wanted = recipe.evaluation
@@ -385,7 +387,7 @@ def _evaluator(
         journal=journal,
         vocabulary=parts.vocabulary,
         max_turns=parts.inputs.task.max_turns,
-        episode_s=recipe.runtime.stall_seconds + longest_s,
+        episode_s=episode_s,
     )
 
 
