@@ -6,6 +6,7 @@ import asyncio
 import json
 import sqlite3
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -327,6 +328,29 @@ def test_auto_staleness_measures_the_tail_of_generation_and_not_the_wait_for_the
     bench = Bench(tmp_path, auto, engines=[FakeEngine(slots=5)], trainer=FakeTrainer(update_s=0.8))
     assert bench.run()
     assert bench.loop.brain.staleness == 2, "a tail far shorter than an update"
+
+
+def test_a_clock_that_is_set_back_changes_no_figure_and_no_decision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = time.time
+
+    class SetsBack(FakeTrainer):
+        def update(self, batch: Batch) -> UpdateReport:
+            monkeypatch.setattr(time, "time", lambda: read() - 3600.0)
+            return super().update(batch)
+
+    bench = Bench(
+        tmp_path,
+        plan(staleness=4, auto=True, updates=4),
+        engines=[FakeEngine(slots=5, step_s=0.001)],
+        trainer=SetsBack(),
+    )
+    assert bench.run()
+    assert broken(tmp_path) == []
+    assert 0 < bench.tally.totals.wall_s < 60
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all(line[name] >= 0 for line in lines for name in ("cycle_seconds", "trainer_idle_seconds"))
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from stretto import clock
 from stretto.errors import RunError
 from stretto.observe.progress import Observer
 from stretto.store.journal import Journal
@@ -33,18 +33,18 @@ class Checkpoints:
 
     def begin(self) -> None:
         """The run begins: its first checkpoint is due `every_s` from now."""
-        self._last_at = time.time()
+        self._last_at = clock.now()
 
     def due(self) -> bool:
         """Whether one is to be made now."""
-        return self._writing is None and time.time() - self._last_at >= self.every_s
+        return self._writing is None and clock.now() - self._last_at >= self.every_s
 
     def write(self, spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]], version: int) -> None:
         """Make one beside the run.
 
         Nothing is awaited before the trainer is asked for its state, so it is that of this version.
         """
-        self._last_at = time.time()
+        self._last_at = clock.now()
         self._writing = spawn(self.save(), f"checkpoint of version {version}")
 
     async def written(self) -> None:
@@ -60,6 +60,6 @@ class Checkpoints:
             await self._take()
         except RunError as error:
             self._observer.message(f"warning: {error}; the run goes on")
-            self._journal.note("checkpoint failed", str(error), at=time.time())
+            self._journal.note("checkpoint failed", str(error), at=clock.now())
         finally:
             self._writing = None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Coroutine
 from typing import Any
 
+from stretto import clock
 from stretto.core import messages as core
 from stretto.core.plan import Plan
 from stretto.errors import StalledError
@@ -37,7 +37,7 @@ class Endings:
         flight = self._flights.under_way.pop(command.trajectory)
         self._tally.failed(flight.num_sampled)
         lost = flight.num_sampled if flight.completion is None else 0
-        self._journal.failed(flight.id, command.reason, at=time.time(), num_tokens=lost)
+        self._journal.failed(flight.id, command.reason, at=clock.now(), num_tokens=lost)
         self._tail.member_ended(flight.group, scored=False)
         self._failures.warn(f"trajectory {flight.id} failed for good: {command.reason}")
         self._flights.failed_for_good(flight)
@@ -59,7 +59,7 @@ class Endings:
         flights = [self._flights.under_way.pop(id) for id in command.trajectories]
         reason = f"no signal: every reward of the group is {flights[0].reward:g}"
         for flight in flights:
-            self._journal.filtered(flight.id, reason, at=time.time())
+            self._journal.filtered(flight.id, reason, at=clock.now())
         lengths = [flight.num_sampled for flight in flights]
         self._tally.filtered(lengths, flights[0].reward or 0.0)
 
@@ -69,7 +69,7 @@ class Endings:
             f"group {command.group} has no signal and is trained as it is: {self._plan.filter_limit} groups "
             f"(`rollout.filter_limit`) were filtered before update {command.update}, and hardly any had a signal"
         )
-        self._journal.group_spared(command.group, command.update, text, at=time.time())
+        self._journal.group_spared(command.group, command.update, text, at=clock.now())
         self._failures.warn(text)
 
     def close(self) -> None:

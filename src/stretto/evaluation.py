@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from stretto import clock
 from stretto.answers import refuse_answer
 from stretto.engines.protocol import Engine
 from stretto.environments.data import PromptStream
@@ -37,7 +37,7 @@ class EvaluationResult:
     num_scored: int
     num_failed: int
     mean_tokens: float  # of the completions that there are, scored or not
-    at: float  # `time.time()` when it ended
+    at: float  # when it ended
     seconds: float
 
 
@@ -80,7 +80,7 @@ class Evaluator:
         Raises `EngineError` where the engine fails, or answers with something else than it was asked for; where a
         `checksum` is given, that includes other weights.
         """
-        started = time.time()
+        started = clock.now()
         checksums = {} if checksum is None else {version: checksum}
         prompts = [self._prompts.prompt(index) for index in range(self._count)]
         policies = [
@@ -101,7 +101,7 @@ class Evaluator:
             failed = f"{len(failures)} of {len(results)} held-out prompts failed"
             log.warning("%s in the evaluation of version %d, the first of them: %s", failed, version, failures[0])
         lengths = [policy.turns.num_sampled for policy in policies if policy.turns.done]
-        ended = time.time()
+        ended = clock.now()
         return EvaluationResult(
             version=version,
             moment=moment,

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from stretto import clock
 from stretto.answers import refuse_answer
 from stretto.core import messages as core
 from stretto.core.migration import carries_kv
@@ -178,7 +179,7 @@ class Flights:
         if policy.outdated:
             return
         if policy.resumed:
-            self._journal.moved(flight.id, "running", at=time.time(), reason=policy.reason, instance=policy.instance)
+            self._journal.moved(flight.id, "running", at=clock.now(), reason=policy.reason, instance=policy.instance)
         self._episodes.add(policy)
         try:
             outcome = await policy.episode.play(self._environment, flight.prompt, policy)
@@ -214,7 +215,7 @@ class Flights:
         flight.turns = Turns(flight.prompt.tokens)  # nobody asks for them again
         self.failed_in_a_row = 0
         self._tail.member_ended(flight.group, scored=True)
-        self._journal.scored(flight.id, reward, at=time.time(), turns=turn_rewards)
+        self._journal.scored(flight.id, reward, at=clock.now(), turns=turn_rewards)
         self._post(core.Scored(flight.id, reward))
 
     def _failed(self, flight: Flight, policy: _Policy, error: Exception) -> None:
@@ -332,7 +333,7 @@ class Flights:
         if flight.id not in self.under_way:
             raise AbortedError(f"trajectory {flight.id} was dropped as it ended")
         text = self._decode(completion.tokens.tolist())
-        self._journal.generated(flight.id, completion, text, at=time.time())
+        self._journal.generated(flight.id, completion, text, at=clock.now())
         self._post(core.Generated(flight.id, completion.num_sampled))
 
     def _check(self, answer: Completion | Suspended, request: Request) -> None:
@@ -364,7 +365,7 @@ class Flights:
             num_bytes=num_bytes,
             prefilled=prefilled,
             reason=policy.reason,
-            at=time.time(),
+            at=clock.now(),
         )
         flight.source = None
 
@@ -430,7 +431,7 @@ class Flights:
             flight = self._received(here, suspended)
             flight.suspended = suspended if len(suspended.tokens) else None
             await self._journal.room()
-            self._journal.moved(flight.id, "suspended", at=time.time(), reason=reason)
+            self._journal.moved(flight.id, "suspended", at=clock.now(), reason=reason)
 
     def survey(self) -> core.Surveyed:
         """How far what runs is, and who is short of KV memory."""
@@ -448,7 +449,7 @@ class Flights:
             await self._journal.room()
             num_tokens = flight.num_sampled
             self._tally.dropped(num_tokens)
-            self._journal.dropped(flight.id, "past its age limit", at=time.time(), num_tokens=num_tokens)
+            self._journal.dropped(flight.id, "past its age limit", at=clock.now(), num_tokens=num_tokens)
 
     async def suspend_all(self) -> None:
         """Take what is running out of the engines, so that a resumed run goes on with it."""
@@ -458,7 +459,7 @@ class Flights:
         for flight in running:
             if flight.completion is None:
                 await self._journal.room()
-                self._journal.moved(flight.id, "suspended", at=time.time(), reason="the run was stopped")
+                self._journal.moved(flight.id, "suspended", at=clock.now(), reason="the run was stopped")
 
     def _call_back(self, flights: Sequence[Flight]) -> list[asyncio.Task[None]]:
         """Take trajectories out of wherever they are, without KV, before whatever their instances are told next."""

@@ -25,6 +25,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from stretto import clock
 from stretto.core import messages as core
 from stretto.engines.protocol import Engine
 from stretto.errors import ChecksumError, EngineError, LostObjectError, RunError, VersionNotResidentError
@@ -132,10 +133,10 @@ class Instances:
 
     def _take_in(self, instance: int, engine: Engine) -> None:
         self.engines[instance] = engine
-        self._members[instance] = _Member(engine, time.time(), done_at=time.monotonic())
+        self._members[instance] = _Member(engine, clock.now(), done_at=time.monotonic())
 
     def _joined(self, instance: int, engine: Engine) -> None:
-        self._journal.instance_joined(instance, engine.capacity.slots, at=time.time())
+        self._journal.instance_joined(instance, engine.capacity.slots, at=clock.now())
         self._post(core.Joined(instance, engine.capacity.slots))
 
     async def add(self) -> int:
@@ -201,7 +202,7 @@ class Instances:
 
     async def _release(self, instance: int, member: _Member) -> None:
         async with member.turn:
-            member.go(time.time())
+            member.go(clock.now())
             self._journal.instance_left(instance, "removed", "it was asked to go", at=member.left_at)
         await self._pool.remove(instance)
 
@@ -269,7 +270,7 @@ class Instances:
 
     def failed(self, instance: int, error: EngineError) -> None:
         """An instance is lost. Counted once, whoever comes first; raises where it was the last and none follows."""
-        now, member = time.time(), self._members[instance]
+        now, member = clock.now(), self._members[instance]
         if member.gone.is_set():
             if member.error is not None and member.error is self._last_error:
                 raise member.error  # whoever heard of it first may not be whom the run listens to
@@ -315,7 +316,7 @@ class Instances:
                 break
             except EngineError as error:
                 log.error("instance %d is not replaced yet: %s", lost, error)
-                self._journal.note("instance not made", f"in the place of {lost}: {error}", at=time.time())
+                self._journal.note("instance not made", f"in the place of {lost}: {error}", at=clock.now())
                 if self._replaced >= self._replacements:
                     self._coming -= 1
                     if not (self.engines or self._coming):
@@ -327,7 +328,7 @@ class Instances:
         self._coming -= 1
         self._tally.instance_replaced()
         log.warning("instance %d takes the place of instance %d", instance, lost)
-        self._journal.note("instance replaced", f"{lost} by {instance}", at=time.time())
+        self._journal.note("instance replaced", f"{lost} by {instance}", at=clock.now())
 
     async def watch(self) -> None:
         """Find those that have work and make no progress."""
@@ -370,7 +371,7 @@ class Instances:
                     "queued": load.queued,
                     "kv_share": load.kv_tokens / max(1, engine.capacity.kv_tokens),
                     "tokens": load.tokens,
-                    "seconds": time.time() - member.joined_at,
+                    "seconds": clock.now() - member.joined_at,
                     "leaving": member.leaving,
                 }
             )

@@ -49,12 +49,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from stretto import clock
 from stretto.checkpoints import Checkpoints
 from stretto.core import messages as core
 from stretto.core.brain import Brain
@@ -233,7 +233,7 @@ class Loop:
         self._spawn(self._stalls.watch(), "watch for a stall")
         if self._control is not None:
             self._spawn(self._control.serve(self.instances), "control")
-        self._updates.free_at = time.time()
+        self._updates.free_at = clock.now()
         self.checkpoints.begin()
         try:
             while self._finish is None:
@@ -256,7 +256,7 @@ class Loop:
             return not self._finish.stopped
         finally:
             stopped = self._finish is not None and self._finish.stopped
-            self._tally.close_window(self._flights.reports(), time.time(), stopped=stopped)
+            self._tally.close_window(self._flights.reports(), clock.now(), stopped=stopped)
             await self._tasks.end()
             self._endings.close()
 
@@ -280,7 +280,7 @@ class Loop:
             where = None if isinstance(event, core.ScoringFailed) else event.instance
             if where is None or self._runs_on(event.trajectory, where):
                 kind: Attempt = "generation" if isinstance(event, core.GenerationFailed) else "scoring"
-                self._journal.attempt_failed(event.trajectory, kind, event.reason, at=time.time())
+                self._journal.attempt_failed(event.trajectory, kind, event.reason, at=clock.now())
         elif isinstance(event, core.Evaluated):
             result = self._evaluations.pop(event.version)
             if self.brain.evaluating is None or self.brain.evaluating[1] != event.version:
@@ -317,7 +317,7 @@ class Loop:
         handler(self, command)
 
     def _start(self, command: core.Start) -> None:
-        now = time.time()
+        now = clock.now()
         draw = self._prompts.draw(command.group)
         prompt = self._prompts.prompt(command.group, draw.row_number)
         seeds = [trajectory_seed(self._settings.seed, id) for id in command.trajectories]
@@ -347,7 +347,7 @@ class Loop:
 
     def _resume(self, command: core.Resume) -> None:
         flight = self.flights[command.trajectory]
-        self._open_window(time.time())
+        self._open_window(clock.now())
         if flight.completion is not None:
             return  # it had ended before it was suspended, and the core is about to hear of it
         if command.reason:
@@ -369,7 +369,7 @@ class Loop:
         task.add_done_callback(self._discards.discard)
 
     def _train(self, command: core.Train) -> None:
-        self._open_window(time.time())  # a resumed run may begin with an update
+        self._open_window(clock.now())  # a resumed run may begin with an update
         self._prompts.settle(command.update)
         self._spawn(self._updates.begin(command), f"update {command.update}")
 
@@ -389,7 +389,7 @@ class Loop:
 
     def _publish(self, command: core.Publish) -> None:
         weights = self.weights[command.version]
-        self._journal.version_published(command.version, weights.checksum, at=time.time())
+        self._journal.version_published(command.version, weights.checksum, at=clock.now())
         if self.checkpoints.due() and not (self.brain.finished or self.brain.stopping):
             self.checkpoints.write(self._spawn, command.version)
 
@@ -418,7 +418,7 @@ class Loop:
         self._spawn(work, f"evaluate version {command.version} on instance {command.instance}")
 
     def _skip_evaluation(self, command: core.SkipEvaluation) -> None:
-        now = time.time()
+        now = clock.now()
         self._journal.evaluation(command.version, "skipped", now)
         self._journal.note("evaluation skipped", f"version {command.version}: {command.reason}", at=now)
         log.info("evaluation of version %d skipped: %s", command.version, command.reason)

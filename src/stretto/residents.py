@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from stretto import clock
 from stretto.core import messages as core
 from stretto.engines.protocol import Engine
 from stretto.errors import ChecksumError, EngineError
@@ -94,11 +94,11 @@ class Residents:
                 except ChecksumError as error:
                     text = f"version {weights.version} arrived damaged on instance {instance}: {error}"
                     log.warning("%s", text)
-                    self._journal.note("damaged transfer", text, at=time.time())
+                    self._journal.note("damaged transfer", text, at=clock.now())
                     if attempt + 1 == TRANSFERS:
                         raise EngineError(f"version {weights.version} arrived damaged {TRANSFERS} times") from error
             self.newest[instance] = weights.version
-            self._journal.version_loaded(weights.version, weights.checksum, at=time.time())
+            self._journal.version_loaded(weights.version, weights.checksum, at=clock.now())
             self._post(core.Loaded(instance, weights.version))
 
         await self._instances.on(instance, transfer())

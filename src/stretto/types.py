@@ -183,7 +183,7 @@ class Load:
     preemptions: int = 0
     busy_s: float = 0.0  # time with at least one running row of rollout (priority 0)
     row_s: float = 0.0  # integral of the running rows of rollout over time
-    since: float = 0.0  # `time.time()` when it joined the run; filled by whoever holds all instances
+    since: float = 0.0  # when it joined the run; filled by whoever holds all instances
     until: float = math.inf  # and when it left
 
 

@@ -5,10 +5,10 @@ Decides nothing: the core says which trajectories are the batch, and is told whe
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from stretto import clock
 from stretto.core import messages as core
 from stretto.core.waits import Wait
 from stretto.flights import Flight, Flights
@@ -62,7 +62,7 @@ class Updates:
         waited_for, self._waits_for = self._waits_for, ""
         uses = [0] * len(command.trajectories) + [use for _, use in command.again]
         ids = [*command.trajectories, *(id for id, _ in command.again)]
-        self._journal.batch_taken(command.update, ids, at=time.time(), uses=uses)
+        self._journal.batch_taken(command.update, ids, at=clock.now(), uses=uses)
         return self._update(command, waited_for)
 
     def forget(self, trajectories: Sequence[int]) -> None:
@@ -74,11 +74,11 @@ class Updates:
         flights = [self._flights.under_way[id] for id in command.trajectories]
         samples = [_sample(flight, 0) for flight in flights]
         samples += [_sample(self._kept[id], use) for id, use in command.again]
-        idle_s = time.time() - self.free_at
+        idle_s = clock.now() - self.free_at
         await self._journal.durable()
-        started = time.time()
+        started = clock.now()
         report, weights = await self._trainer.update(Batch(command.update, samples))
-        ended = time.time()
+        ended = clock.now()
 
         self._weights[weights.version] = weights
         for flight in flights:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import dataclass
+
+from stretto import clock
 
 GROUPS = 256  # over which the tail of generation is measured
 UPDATES = 8
@@ -29,7 +30,7 @@ class Tail:
         self._update_seconds: deque[float] = deque(maxlen=UPDATES)
 
     def admitted(self, group: int, members: int) -> None:
-        self._spans[group] = _Span(time.time(), members)
+        self._spans[group] = _Span(clock.now(), members)
 
     def dropped(self, group: int) -> None:
         self._spans.pop(group, None)
@@ -44,7 +45,7 @@ class Tail:
         if span.left == 0:
             del self._spans[group]
             if span.scored:  # a group without a survivor is replaced, and no batch ever waits for it
-                self._group_seconds.append(time.time() - span.started)
+                self._group_seconds.append(clock.now() - span.started)
 
     def updated(self, seconds: float) -> None:
         """An update took so long."""

@@ -7,12 +7,12 @@ instance to instance. A version whose object is lost passes through here once, f
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from stretto import clock
 from stretto.config import Recipe, ScoredSection
 from stretto.observe.progress import Observer
 from stretto.runtime.inputs import reward_columns
@@ -47,7 +47,7 @@ class Notes:
     def __call__(self, kind: str, text: str) -> None:
         self._say(text)
         if self.journal is not None:
-            self.journal.note(kind, text, at=time.time())
+            self.journal.note(kind, text, at=clock.now())
 
 
 def ray_seats(

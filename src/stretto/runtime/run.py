@@ -29,6 +29,7 @@ import torch
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
+from stretto import clock
 from stretto.config import Recipe
 from stretto.core.brain import Brain
 from stretto.engines.protocol import Engine
@@ -202,7 +203,7 @@ async def _run(
     parts, pool = seats.desk, seats.pool
     plan, metrics = recipe.plan, JsonLines(folder / "metrics.jsonl")
     environment = _environment(seats)
-    journal.begin(_facts(recipe, parts.inputs.prompts.num_rows), at=time.time())
+    journal.begin(_facts(recipe, parts.inputs.prompts.num_rows), at=clock.now())
     taking_up = take_up(
         folder,
         plan,
@@ -289,7 +290,7 @@ async def _conclude(
         "stopped": stopped,
     }
     write_json(folder / "summary.json", summary)
-    journal.finished(stopped=stopped, at=time.time(), totals=tally.totals.sums())
+    journal.finished(stopped=stopped, at=clock.now(), totals=tally.totals.sums())
     await journal.durable()
     return summary
 

@@ -33,7 +33,7 @@
 
 States: `running` (admitted; on an instance or queued there), `suspended` (between instances, or its run was stopped),
 `scoring` (has its last token), `scored`, `training` (in a batch that was taken), and the ends `trained`, `failed`,
-`filtered`, `dropped`. Times are `time.time()` seconds. Blobs are little-endian: tokens and versions int32,
+`filtered`, `dropped`. Times are seconds since 1970 (`clock.py`). Blobs are little-endian: tokens and versions int32,
 log-probabilities float32; supports int32, how many tokens each token was drawn from and then those tokens, NULL where
 all were drawn from the whole vocabulary; turns int32, beginning and end of each, NULL where there is one that is all of
 it; rewards of turns float64.
