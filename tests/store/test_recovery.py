@@ -160,6 +160,41 @@ def test_an_update_that_is_finished_and_not_published_is_published_first(recorde
     assert progress.totals["sampled"] == 6
 
 
+def test_a_machine_whose_clock_is_behind_takes_up_the_last_sums_and_lines_all_the_same(
+    recorder: Any, tmp_path: Path
+) -> None:
+    run = recorder()
+    run.publish(0)
+
+    def update(number: int, at: float) -> None:
+        for group in (2 * number, 2 * number + 1):
+            run.admit(group)
+            run.finish(group)
+        run.take(number)
+        line, totals = {"kind": "update", "update": number, "at": at}, {"steps": number + 1, "wall_s": 10.0 * number}
+        run.journal.update_done(number, line, at=at, checksum=f"sum{number + 1}", totals=totals)
+        run.publish(number + 1)
+
+    update(0, at=100.0)
+    run.journal.evaluation(1, "during", 101.0, line={"kind": "evaluation", "at": 101.0})
+    run.journal.finished(stopped=True, at=102.0, totals={"steps": 1, "wall_s": 7.0})
+    for session in (2, 3):
+        run.journal.begin(run.facts, at=50.0)
+        if session == 2:
+            run.journal.finished(stopped=True, at=51.0, totals={"steps": 1, "wall_s": 8.0})
+    run.journal.flush()
+    progress = progress_of(tmp_path / "journal.sqlite")
+    assert progress is not None
+    assert progress.totals["wall_s"] == 8.0, "the last stop after the last update"
+    update(1, at=60.0)
+    run.journal.flush()
+    progress = progress_of(tmp_path / "journal.sqlite")
+    assert progress is not None
+    assert (progress.totals["steps"], progress.totals["wall_s"]) == (2, 10.0)
+    assert [line["update"] for line in progress.lines if line["kind"] == "update"] == [0, 1]
+    assert sum(line["kind"] == "evaluation" for line in progress.lines) == 1
+
+
 def test_draws_by_pass_rate_go_on_as_they_would_have(tmp_path: Path) -> None:
     asked = plan("synchronous", updates=8)
     rates = PassRates(64, seed=0, pass_reward=4.0)

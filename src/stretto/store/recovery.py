@@ -25,6 +25,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from heapq import merge
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class Progress:
 
     updates: int  # finished: the version that the trainer has to come to
     checksums: dict[int, str]  # of every version that was made
-    lines: list[dict[str, Any]]  # of `metrics.jsonl`, in order
+    lines: list[dict[str, Any]]  # of `metrics.jsonl`; updates and evaluations each in order, whatever the clocks said
     totals: dict[str, Any]  # the sums of the run; those that the journal does not count are of the last update or stop
     evaluated: frozenset[str]  # the moments, of "before" and "after", that were evaluated
 
@@ -75,7 +76,7 @@ def progress_of(path: Path) -> Progress | None:
         ]
         moments = frozenset(kind for (kind,) in db.execute("SELECT DISTINCT kind FROM evaluations"))
         totals = _totals(db) | {"evaluations": [_without_kind(each) for each in evaluations]}
-    return Progress(updates, checksums, sorted([*lines, *evaluations], key=lambda line: line["at"]), totals, moments)
+    return Progress(updates, checksums, list(merge(lines, evaluations, key=lambda line: line["at"])), totals, moments)
 
 
 def snapshot(path: Path, plan: Plan) -> dict[str, Any]:
@@ -283,13 +284,17 @@ def _counters(db: sqlite3.Connection, plan: Plan) -> dict[str, int]:
 # -- the sums ----------------------------------------------------------------------------------------------------------
 
 
+def _last_totals(db: sqlite3.Connection) -> dict[str, Any]:
+    """Those of the last update, or of a stop after it; by their order, as another machine's clock may be behind."""
+    stop = db.execute("SELECT totals FROM sessions WHERE totals IS NOT NULL ORDER BY session DESC LIMIT 1").fetchone()
+    done = db.execute("SELECT totals FROM updates WHERE totals IS NOT NULL ORDER BY update_id DESC LIMIT 1").fetchone()
+    found: list[dict[str, Any]] = [json.loads(totals) for (totals,) in filter(None, (stop, done))]
+    return max(found, key=lambda totals: totals["steps"], default={})
+
+
 def _totals(db: sqlite3.Connection) -> dict[str, Any]:
     """The sums of the run. Seconds are those of the last update or stop; what ended since then is counted."""
-    last = db.execute(
-        "SELECT totals FROM (SELECT finished_at AS at, totals FROM updates "
-        "UNION ALL SELECT ended_at, totals FROM sessions) WHERE totals IS NOT NULL ORDER BY at DESC LIMIT 1"
-    ).fetchone()
-    totals: dict[str, Any] = json.loads(last[0]) if last else {}
+    totals = _last_totals(db)
     lengths = "FROM trajectories LEFT JOIN completions USING (trajectory) WHERE state"
     ended: dict[str, tuple[int, int]] = {
         state: (count, tokens)
