@@ -420,3 +420,19 @@ def test_the_first_lines_of_a_reward_are_shown_and_all_of_them_kept(tmp_path):
     assert len(shown) == MOST_SHOWN + 1
     assert "reward.log" in shown[-1]
     assert (tmp_path / "run" / "reward.log").read_text().splitlines() == [f"line {number}" for number in range(30)]
+
+
+def test_what_a_reward_prints_onto_a_full_disk_costs_those_lines_and_no_reward():
+    shown = []
+
+    async def run():
+        async with pool("as_asked", said=RewardOutput(Path("/dev/full"), shown.append)) as it:
+            await score_all(it, ["print"] * 4)
+            with pytest.raises(RewardError, match="exit code 7"):
+                await it.score("1+1=", "die", {})
+            await score_all(it, ["print"] * 12)
+
+    asyncio.run(run())
+    told = [line for line in shown if "`/dev/full` cannot be written: " in line]
+    assert len(told) == 1
+    assert "No space left" in told[0]
