@@ -183,6 +183,21 @@ def test_another_model_is_refused(tmp_path: Path, killed: Callable[..., Recipe],
     go_on(made, tmp_path / "run")
 
 
+def test_what_is_under_way_keeps_its_prompts_and_other_columns_are_refused(
+    tmp_path: Path, killed: Callable[..., Recipe]
+) -> None:
+    made = killed("rollout.staleness=2", "rollout.in_flight=9")
+    assert rows(tmp_path / "run", "SELECT 1 FROM trajectories WHERE state NOT IN ('trained', 'failed')"), "under way"
+    path = tmp_path / "prompts.jsonl"
+    before = path.read_text()
+    path.write_text(before.replace('"answer": ', '"answer": 7'))
+    with pytest.raises(RunError, match=r"the data is not what .* was \{'answer': \d+\} and is now \{'answer': 7\d+\}"):
+        run(made, tmp_path / "run", resume=True)
+    path.write_text(before.replace("=", "?"))
+    go_on(made, tmp_path / "run")
+    assert replay(tmp_path / "run").difference is None, "trained on what is recorded"
+
+
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
