@@ -55,6 +55,16 @@ def test_a_terminal_shows_versions_and_waits_and_leaves_the_last_update() -> Non
     assert said.count("trainer idle 4 s: group 7 [version 1]") == 1
 
 
+def test_a_terminal_counts_the_updates_of_a_run_that_goes_on_from_before_its_next_one() -> None:
+    out = io.StringIO()
+    observer = Terminal(Console(file=out, force_terminal=True, width=200), steps=4)
+    observer.status(STATUS)
+    observer._live.refresh()
+    observer.close()
+    assert "2 of 4" in out.getvalue()
+    assert "0 of 4" not in out.getvalue()
+
+
 def test_elsewhere_there_are_plain_lines_not_too_many_and_always_the_last() -> None:
     out = io.StringIO()
     observer = make_observer(Console(file=out, width=60), 40)

@@ -163,7 +163,9 @@ class Terminal:
     def _render(self) -> Group:
         table = Table.grid(padding=(0, 2))
         line, status = self._line, self._status
-        done = line["update"] + 1 if line else 0
+        done = max(
+            line["update"] + 1 if line else 0, status.newest if status else 0
+        )  # a run that goes on has no line yet
         filled = int(30 * done / self._steps)
         bar = f"[{'#' * filled}{'.' * (30 - filled)}]"
         table.add_row("updates done", Text(f"{bar} {done} of {self._steps}"))  # text: a bracket would begin markup
