@@ -372,17 +372,22 @@ def test_a_reward_function_that_is_not_there_is_an_error_by_name(model: Path, tm
     assert not (tmp_path / "run").exists()
 
 
-def test_a_disk_that_fills_up_ends_the_run_by_name_and_the_record_stays_readable(model: Path, tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_ends_the_run_by_name_and_it_goes_on_when_there_is_room(
+    model: Path, tmp_path: Path
+) -> None:
+    made = recipe(model, tmp_path, "training.steps=20", "evaluation.prompts=0")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
-        with pytest.raises((JournalError, RunError), match=r"cannot be written|could not be written"):
-            run(recipe(model, tmp_path, "training.steps=60", "evaluation.prompts=0"), tmp_path / "run")
+        with pytest.raises(JournalError, match=r"journal.sqlite` cannot be written: .*go on with `--resume`"):
+            run(made, tmp_path / "run")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert_verifies(tmp_path / "run")
     with JournalReader(tmp_path / "run") as reader:
         assert reader.num_updates() > 0
+    assert run(made, tmp_path / "run", resume=True)["steps"] == 20
+    assert_verifies(tmp_path / "run")
 
 
 def test_a_policy_that_cannot_be_written_is_an_error_by_name(model: Path, tmp_path: Path) -> None:

@@ -139,8 +139,12 @@ class Writer:
     def _error(self) -> JournalError:
         if self._failure is None:
             return JournalError(f"journal `{self._path}` is closed")
-        error = JournalError(f"journal `{self._path}` cannot be written: {self._failure}")
-        error.__cause__ = self._failure
+        failure = self._failure
+        text = f"journal `{self._path}` cannot be written: {failure}"
+        if isinstance(failure, sqlite3.OperationalError) or isinstance(failure.__cause__, sqlite3.OperationalError):
+            text += "; what was recorded before is whole: see to the disk, and go on with `--resume`"
+        error = JournalError(text)
+        error.__cause__ = failure
         return error
 
     def _hurry(self) -> None:
