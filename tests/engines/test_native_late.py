@@ -240,6 +240,28 @@ def test_what_ended_unseen_is_told_after_a_suspension_of_others(device):
         done.update({c.id: c for c in engine.step()})
 
 
+def test_what_ended_unseen_and_is_aborted_is_gone(device):
+    engine, again = late(device), Request(0, 0, prompt_of(9, 7), 8, Sampling(5))
+    engine.add(Request(0, 0, prompt_of(9, 1), 3, Sampling(1)))
+    assert engine.step() == []
+    assert engine.abort([0]) == [0]
+    assert not engine.has_work
+    engine.add(again)
+    done = [one for _ in range(20) for one in engine.step()]
+    agree(dict(enumerate(done)), drive(known(), [again]))
+
+
+def test_what_ended_is_here_until_it_is_told(device):
+    engine, work = late(device), Request(0, 0, prompt_of(9, 1), 3, Sampling(1))
+    engine.add(work)
+    assert engine.step() == []
+    assert engine.suspend([0], kv=False) == []
+    with pytest.raises(RequestError, match="request 0 is here already"):
+        engine.add(work)
+    assert [one.id for one in engine.step()] == [0]
+    assert len(drive(engine, [work])) == 1
+
+
 def test_a_version_can_be_swapped_under_running_work(device):
     engine = late(device)
     for number in range(4):

@@ -263,7 +263,7 @@ class NativeEngine:
     def _check(self, request: Request) -> None:
         what, limit = f"request {request.id}", self.capacity
         length = len(request.prompt) + request.sampling.max_tokens
-        if request.id in self._here:
+        if request.id in self._here or any(done.id == request.id for done in self._finished):
             raise RequestError(f"{what} is here already")
         if not request.prompt or request.sampling.max_tokens < 1:
             raise RequestError(
@@ -315,8 +315,11 @@ class NativeEngine:
 
     @_on_device
     def abort(self, ids: Sequence[int]) -> list[int]:
-        """Throw trajectories away; returns those that were here."""
-        return [trajectory.request.id for trajectory in self._take(ids, kv=False)]
+        """Throw trajectories away; returns those that were here, with those whose end had not been told."""
+        taken = [trajectory.request.id for trajectory in self._take(ids, kv=False)]
+        untold = {done.id for done in self._finished}.intersection(ids)
+        self._finished = [done for done in self._finished if done.id not in untold]
+        return [*taken, *untold]
 
     def _take(self, ids: Sequence[int], *, kv: bool) -> list[Trajectory]:
         self._account()
