@@ -386,6 +386,20 @@ def test_a_request_that_is_here_already_is_refused(bench: Bench) -> None:
     asyncio.run(main())
 
 
+def test_a_call_that_is_refused_and_cancelled_ends_nobody_elses_trajectory() -> None:
+    async def main() -> None:
+        engine = FakeEngine(step_s=0.0005, median_tokens=60.0)
+        await engine.load(Weights(0, "full", {}, ""))
+        wanted = await engine.generate(request_of(0, tokens=100))
+        first, second = (asyncio.ensure_future(engine.generate(request_of(0, tokens=100))) for _ in range(2))
+        await asyncio.sleep(0)
+        second.cancel()
+        assert same(await first, wanted)
+        await engine.close()
+
+    asyncio.run(main())
+
+
 def test_after_closing_every_call_says_so(bench: Bench) -> None:
     async def main() -> None:
         engine = bench.engine()

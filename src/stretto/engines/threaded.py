@@ -163,25 +163,29 @@ class ThreadedEngine:
         if self._longest is not None:  # before it is queued: a `shrink` that comes after it knows of it
             request = work.request if isinstance(work, Suspended) else work
             self._longest = max(self._longest, len(request.prompt) + request.sampling.max_tokens)
+        call = self._begin(lambda core: core.add(work), trajectory)
         try:
-            result: Completion = await self._call(lambda core: core.add(work), trajectory)
+            result: Completion = await call.future
         except asyncio.CancelledError:
             # Nobody waits for it any more; an orphan would hold a row to its end.
-            loop = asyncio.get_running_loop()
             with self._gate:
                 if not self._closed.is_set():
-                    self._calls.put(_Call(lambda core: self._abort(core, [trajectory]), loop, loop.create_future()))
+                    future = call.loop.create_future()
+                    self._calls.put(_Call(lambda core: self._give_up(core, call), call.loop, future))
             raise
         return result
 
-    async def _call(self, apply: Callable[[Core], Any], trajectory: int | None = None) -> Any:
+    async def _call(self, apply: Callable[[Core], Any]) -> Any:
+        return await self._begin(apply).future
+
+    def _begin(self, apply: Callable[[Core], Any], trajectory: int | None = None) -> _Call:
         loop = asyncio.get_running_loop()
         call = _Call(apply, loop, loop.create_future(), trajectory)
         with self._gate:
             if self._closed.is_set():
                 raise self._over()
             self._calls.put(call)
-        return await call.future
+        return call
 
     def _over(self) -> EngineError:
         error = EngineError(f"engine `{self._name}` is closed")
@@ -269,6 +273,11 @@ class ThreadedEngine:
     def _abort(self, core: Core, ids: list[int]) -> None:
         for gone in core.abort(ids):
             self._settle(gone, AbortedError(f"trajectory {gone} was aborted"))
+
+    def _give_up(self, core: Core, call: _Call) -> None:
+        """Abort what a call asked for; if that was refused, the trajectory of its id is somebody else's."""
+        if call.trajectory is not None and self._pending.get(call.trajectory) is call:
+            self._abort(core, [call.trajectory])
 
     def _shrink(self, core: Core, share: float) -> int:
         """What a run may ask for can be asked for afterwards, so its longest trajectory sets the floor."""
