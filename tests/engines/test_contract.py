@@ -207,7 +207,7 @@ def test_slots_are_finite_and_a_version_in_use_stays(bench: Bench) -> None:
         engine = bench.engine()
         await engine.load(bench.weights(0))
         await engine.load(bench.weights(1))
-        with pytest.raises(StrettoError, match="slots"):
+        with pytest.raises(StrettoError, match=r"version 2: all 2 slots hold \[0, 1\]"):
             await engine.load(bench.weights(2))
         running = asyncio.ensure_future(engine.generate(request_of(0, 0, 200)))
         await asyncio.sleep(0.005)

@@ -350,8 +350,9 @@ def test_requests_that_could_never_fit_are_refused_with_numbers(model: Any) -> N
     engine = native(model, kv_tokens=64)
     with pytest.raises(RequestError, match=r"`kv_tokens` 64"):
         engine.add(request_of(0, length=60))
-    with pytest.raises(RequestError, match="vocabulary of 40"):
-        engine.add(request_of(0, prompt=(1, 40)))
+    for token in (-1, 40):
+        with pytest.raises(RequestError, match=f"token {token} in its prompt, outside of a vocabulary of 40"):
+            engine.add(request_of(0, prompt=(1, token)))
     with pytest.raises(RequestError, match="prompt"):
         engine.add(request_of(0, prompt=()))
     assert not engine.has_work
@@ -371,6 +372,14 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(model: Any) -> None:
     with pytest.raises(ModelError, match="scale"):
         engine.load(replace(adapter(model, 1), scale=3.0))
     assert dict(engine.report().versions) == {0: 0}
+
+
+def test_full_weights_that_do_not_fit_are_refused_by_name(model: Any) -> None:
+    engine, good = native(model, "full", versions=()), full(model, 0)
+    name = "model.norm.weight"
+    with pytest.raises(ModelError, match=r"`model.norm.weight` of version 0 is \(3,\).*holds \(64,\)"):
+        engine.load(replace(good, tensors={**good.tensors, name: torch.ones(3)}))
+    assert not engine.report().versions
 
 
 def test_lora_targets_limit_what_is_adapted(model: Any) -> None:

@@ -97,7 +97,8 @@ class FakeCore:
         if weights.version in self._checksums:
             raise RequestError(f"version {weights.version} is resident already")
         if len(self._checksums) >= self.capacity.slots:
-            raise RequestError(f"all {self.capacity.slots} slots hold versions: {sorted(self._checksums)}")
+            held = sorted(self._checksums)
+            raise RequestError(f"no slot is free for version {weights.version}: all {len(held)} slots hold {held}")
         _confirm(weights)
         self._checksums[weights.version] = weights.checksum
 

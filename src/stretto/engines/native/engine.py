@@ -202,7 +202,8 @@ class NativeEngine:
             raise RequestError(f"version {weights.version} is resident already")
         free = sorted(set(range(self.capacity.slots)) - set(self._versions.values()))
         if not free:
-            raise RequestError(f"all {self.capacity.slots} slots hold versions: {sorted(self._versions)}")
+            held = sorted(self._versions)
+            raise RequestError(f"no slot is free for version {weights.version}: all {len(held)} slots hold {held}")
         self._slots.put(free[0], weights)
         self._versions[weights.version] = free[0]
         self._checksums[weights.version] = weights.checksum
@@ -276,8 +277,10 @@ class NativeEngine:
                 f"{what} may grow to {length} tokens ({len(request.prompt)} of prompt, `max_tokens`"
                 f" {request.sampling.max_tokens}); `max_context` is {limit.max_context}, `kv_tokens` {limit.kv_tokens}"
             )
-        if min(request.prompt) < 0 or max(request.prompt) >= self._vocabulary:
-            raise RequestError(f"{what} has a token outside of the vocabulary of {self._vocabulary}")
+        lowest, highest = min(request.prompt), max(request.prompt)
+        if lowest < 0 or highest >= self._vocabulary:
+            token = lowest if lowest < 0 else highest
+            raise RequestError(f"{what} has token {token} in its prompt, outside of a vocabulary of {self._vocabulary}")
         if request.sampling.stop_strings and self._decode is None:
             raise RequestError(f"{what} has `stop_strings`, but the engine was made without `decode`")
 

@@ -170,8 +170,12 @@ class FullSlots:
         if odd := sorted(parameters.keys() ^ weights.tensors.keys()):
             raise ModelError(f"version {weights.version} and the model differ in the parameters {odd[:4]}")
         for name, tensor in weights.tensors.items():
-            if tensor.shape != parameters[name].shape or tensor.dtype != parameters[name].dtype:
-                raise ModelError(f"`{name}` of version {weights.version} is {tuple(tensor.shape)} {tensor.dtype}")
+            own = parameters[name]
+            if (tensor.shape, tensor.dtype) != (own.shape, own.dtype):
+                raise ModelError(
+                    f"`{name}` of version {weights.version} is {tuple(tensor.shape)} {tensor.dtype},"
+                    f" the slot holds {tuple(own.shape)} {own.dtype}"
+                )
         torch._foreach_copy_([parameters[name] for name in weights.tensors], list(weights.tensors.values()))
         found = checksum({name: parameters[name] for name in weights.tensors}, weights.scale)
         if found != weights.checksum:
