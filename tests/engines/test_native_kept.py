@@ -164,6 +164,28 @@ def test_where_results_must_not_depend_on_neighbours_every_turn_is_prefilled(how
     assert found[1][0].prefilled == 21 + 30 + len(OBSERVED)
 
 
+def test_a_turn_that_comes_back_with_its_cache_replaces_what_was_kept_before_it_went(how):
+    engine, other, request = made(how), made(how), first(0)
+    second = after(request, drive(engine, [request])[0])
+    other.add(second)
+    for _ in range(4):
+        other.step()
+    drive(engine, other.suspend([0], kv=True))
+    assert len(engine._schedule._kept) == 1
+    engine.unload(0)
+    assert (engine._cache.num_free, engine._cache.num_idle) == (engine._cache.num_pages, 0)
+
+
+def test_a_turn_whose_prefill_gives_way_leaves_nothing_behind(how):
+    engine, request = made(how, prefill_tokens=16), first(0, group=0)
+    second = after(request, drive(engine, [request])[0], prompt_of(40, 5))
+    engine.add(second)
+    engine.step()
+    engine.shrink(256)
+    assert len(drive(engine)[0].tokens) == 30
+    assert not engine._schedule._prefixes
+
+
 def test_logits_that_are_no_numbers_leave_nothing_behind(how):
     engine = made(how)
     for linear in engine._slots._linears.values():

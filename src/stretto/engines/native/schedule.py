@@ -128,6 +128,8 @@ class Schedule:
 
     def end(self, trajectory: Trajectory, *, broken: bool) -> None:
         """Give back the pages of a trajectory that has ended, but for those that another turn may begin with."""
+        if trajectory.request.id in self._kept:
+            self._give_back(trajectory.request.id)  # of a turn before it went away, and came back with its KV
         if trajectory.request.keep and self._keeps and not broken:
             tokens = (*trajectory.request.prompt, *trajectory.tokens.tolist())
             full = (len(tokens) - 1) // PAGE  # the last token has been drawn and never read
@@ -260,6 +262,7 @@ class Schedule:
             self.submit(trajectory)
         self._restart(prefix)
         self._active.remove(prefix)
+        self._leave(prefix)  # without the pages of the turn before, those who waited may begin with their group
 
     def vacate(self) -> None:
         """Send everything back to the queue, decoding rows with their KV in host memory: no page is in use after."""
