@@ -77,7 +77,8 @@ class NativeEngine:
 
     Where `exact`, a trajectory's tokens and log-probabilities do not change by a bit with its neighbours, the versions
     beside it, a preemption, or a suspension with its KV: in float32 on the CPU, and on a GPU with `deterministic`,
-    which runs every step at its full number of rows and every prompt alone.
+    which runs every step at its full number of rows and every prompt alone. Without `deterministic`, a request that
+    follows one with `keep` is the same to rounding alone: it goes on from its KV, where nobody needed those pages.
 
     `late` is whether the host runs one step behind, as it does on a GPU by default.
     """
