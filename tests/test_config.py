@@ -98,6 +98,7 @@ def test_a_key_without_effect_is_an_error(sections: dict[str, Any], words: str) 
     [
         ({"rollout": {"top_k": MAX_SUPPORT + 1}}, "`rollout.top_k"),
         ({"rollout": {"top_k": 1}}, "`rollout.top_k = 1` leaves nothing to learn from"),
+        ({"rollout": {"stop": ["a", ""]}}, "`rollout.stop.1 = ''`: string should have at least 1 character"),
         ({"rollout": {"rows": 193}}, "`rollout.rows = 193` has no effect above 192"),
         ({"rollout": {"kv_tokens": 271}}, "`rollout.kv_tokens = 271` does not hold one completion"),
         ({"training": {"steps": 5, "warmup_steps": 5}}, "`training.warmup_steps = 5` is never over"),

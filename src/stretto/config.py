@@ -177,7 +177,7 @@ class RolloutSection(Section):
     min_p: float = Field(
         0.0, ge=0, lt=1, description="Draw from tokens at least this fraction as likely as the likeliest; 0: from all"
     )
-    stop: tuple[str, ...] = Field((), description="Strings that end a completion")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="Strings that end a completion")
     retries: int = Field(2, ge=0, description="Tries after the first, for a request and again for its reward")
     filter: Literal["none", "no-signal"] = Field(
         "none", description="Replace groups whose rewards are all equal by the next prompts (dynamic sampling)"
