@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -398,6 +400,32 @@ def test_a_call_that_is_refused_and_cancelled_ends_nobody_elses_trajectory() -> 
         await engine.close()
 
     asyncio.run(main())
+
+
+def test_an_engine_that_dies_leaves_no_error_of_which_nobody_hears() -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    class Dying(FakeCore):
+        def step(self) -> Any:
+            began.set()
+            ended.wait(10.0)
+            raise EngineError("dead")
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: heard.append(context))
+        engine = ThreadedEngine(Dying)
+        await engine.load(Weights(0, "full", {}, ""))
+        running = asyncio.ensure_future(engine.generate(request_of(0)))
+        await asyncio.to_thread(began.wait, 10.0)
+        running.cancel()
+        await asyncio.wait([running])
+        ended.set()
+        await engine.close()
+
+    heard: list[Any] = []
+    asyncio.run(main())
+    gc.collect()
+    assert not heard
 
 
 def test_after_closing_every_call_says_so(bench: Bench) -> None:

@@ -171,6 +171,7 @@ class ThreadedEngine:
             with self._gate:
                 if not self._closed.is_set():
                     future = call.loop.create_future()
+                    future.add_done_callback(lambda done: done.exception())  # which nobody else would hear of
                     self._calls.put(_Call(lambda core: self._give_up(core, call), call.loop, future))
             raise
         return result
