@@ -130,6 +130,20 @@ def test_suspended_with_its_cache_a_trajectory_goes_on_bit_for_bit(model: Any, k
     assert first.report().kv_tokens == 0
 
 
+def test_a_cache_that_other_weights_made_is_refused(model: Any) -> None:
+    engine = native(model, versions=(0, 1))
+    engine.add(request_of(0))
+    engine.step()
+    (taken,) = engine.suspend([0], kv=True)
+    request, versions = replace(taken.request, version=1), np.zeros(len(taken.tokens), dtype=np.int32)
+    moved = replace(taken, request=request, token_versions=versions)
+    with pytest.raises(RequestError, match="request 0 has KV of version 0, and goes on under version 1"):
+        engine.add(moved)
+    done = drive(engine, [replace(moved, kv=None)])[0]
+    assert done.token_versions is not None
+    assert set(done.token_versions.tolist()) == {0, 1}
+
+
 def test_suspended_without_its_cache_it_goes_on_to_rounding(model: Any) -> None:
     engine = native(model)
     requests = [request_of(i, length=30, tokens=30, temperature=0.0) for i in range(3)]

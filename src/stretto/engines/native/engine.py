@@ -305,6 +305,11 @@ class NativeEngine:
             shape = (cache.layers, 2, len(request.prompt) + made - 1, cache.kv_heads, cache.head_size)
             if tuple(suspended.kv.shape) != shape or not made:
                 raise RequestError(f"request {request.id} has KV of {tuple(suspended.kv.shape)}, expected {shape}")
+            if versions is not None and not own:
+                raise RequestError(
+                    f"request {request.id} has KV of version {versions[-1]}, and goes on under version"
+                    f" {request.version}: it has to come without"
+                )
         trajectory.tokens = np.asarray(suspended.tokens, dtype=np.int32)
         trajectory.logprobs = np.asarray(suspended.logprobs, dtype=np.float32)
         trajectory.supports = suspended.supports
