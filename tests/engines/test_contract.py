@@ -388,10 +388,10 @@ def test_a_request_that_is_here_already_is_refused(bench: Bench) -> None:
     asyncio.run(main())
 
 
-def test_a_call_that_is_refused_and_cancelled_ends_nobody_elses_trajectory() -> None:
+def test_a_call_that_is_refused_and_cancelled_ends_nobody_elses_trajectory(bench: Bench) -> None:
     async def main() -> None:
-        engine = FakeEngine(step_s=0.0005, median_tokens=60.0)
-        await engine.load(Weights(0, "full", {}, ""))
+        engine = bench.engine()
+        await engine.load(bench.weights(0))
         wanted = await engine.generate(request_of(0, tokens=100))
         first, second = (asyncio.ensure_future(engine.generate(request_of(0, tokens=100))) for _ in range(2))
         await asyncio.sleep(0)

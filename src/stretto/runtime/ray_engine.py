@@ -48,6 +48,7 @@ class RayEngine:
         self._capacity, self._load = started.capacity, started.load
         self._name = name
         self._store = store
+        self._followed: set[int] = set()  # trajectories that somebody waits for
         self._remote = Remote(actor, name, deadline_s=instance_seconds, told=self._told)
 
     @property
@@ -117,12 +118,17 @@ class RayEngine:
                     raise EngineError(f"{self._name} cannot get version {handle.version}: {error}") from error
 
     async def _follow(self, how: str, work: Request | Suspended, trajectory: int) -> Completion:
+        own = trajectory not in self._followed  # else it will be refused, and the trajectory is somebody else's
+        self._followed.add(trajectory)
         try:
             result: Completion = await self._remote.call(how, work, bounded=False)
         except asyncio.CancelledError:
-            if self._remote.failure is None:
+            if own and self._remote.failure is None:
                 self._remote.forget(self._remote.begin("abort", [trajectory]))  # an orphan would hold a row to its end
             raise
+        finally:
+            if own:
+                self._followed.discard(trajectory)
         return result
 
     def _told(self, status: tuple[Load, Capacity]) -> None:
