@@ -1,5 +1,6 @@
 """The command line: fast, and clear about what is wrong."""
 
+import errno
 import json
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -63,6 +65,26 @@ def test_a_bad_recipe_is_an_error_on_one_line_without_a_traceback(
     error = capsys.readouterr().err
     assert "did you mean `rollout.staleness`" in error
     assert "Traceback" not in error
+
+
+def test_a_recipe_that_may_not_be_read_is_bad_input(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def close(method: str) -> None:
+        real = getattr(Path, method)
+
+        def refused(path: Path, *rest: Any, **named: Any) -> Any:
+            if path == recipe:
+                raise PermissionError(errno.EACCES, "Permission denied")
+            return real(path, *rest, **named)
+
+        monkeypatch.setattr(Path, method, refused)
+
+    for method in ("open", "exists"):  # the file itself, then a folder above it too
+        close(method)
+        for command in ("check", "train", "compare"):
+            assert main([command, str(recipe)]) == 2
+            assert "recipe.toml` cannot be read: Permission denied; name a TOML file" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ So do mistakes in what was typed: a recipe that is not there or no recipe, a fol
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import signal
 import sys
@@ -176,8 +177,9 @@ def _recipe_and_folder(options: argparse.Namespace) -> tuple[Recipe, Path]:
 
 
 def _refuse_missing(recipe: Path) -> None:
-    if not recipe.exists():
-        raise RecipeError(f"recipe `{recipe}` does not exist")
+    with contextlib.suppress(OSError):  # of a folder that may not be entered: `load_recipe` says so
+        if not recipe.exists():
+            raise RecipeError(f"recipe `{recipe}` does not exist")
 
 
 def _check(options: argparse.Namespace) -> int:

@@ -375,6 +375,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, compare_as: str | 
         raise RecipeError(f"recipe `{path}` does not exist") from None
     except IsADirectoryError:
         raise RecipeError(f"recipe `{path}` is a folder; name a TOML file") from None
+    except OSError as error:
+        raise RecipeError(
+            f"recipe `{path}` cannot be read: {error.strerror}; name a TOML file that you may read"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"recipe `{path}` is not valid TOML: {error}") from error
     source = str(path)

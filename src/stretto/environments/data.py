@@ -198,19 +198,29 @@ def split_held_out(rows: Sequence[Row], num: int, seed: int) -> tuple[list[Row],
 
 def load_rows(path: Path) -> list[Row]:
     """Rows of a `.jsonl` or `.parquet` file: a column `prompt` or `messages`; the others go to the reward."""
-    if not path.is_file():
-        raise RecipeError(f"`{path}` is no file; `task.path` names a `.jsonl` or `.parquet` file")
-    match path.suffix:
-        case ".jsonl":
-            records = _read_jsonl(path)
-        case ".parquet":
-            records = _read_parquet(path)
-        case suffix:
-            raise RecipeError(f"`{path}` ends in `{suffix}`; `task.path` names a `.jsonl` or `.parquet` file")
+    try:
+        records = _read(path)
+    except OSError as error:
+        raise RecipeError(
+            f"`{path}` cannot be read: {error.strerror}; `task.path` names a file that you may read"
+        ) from error
     rows = [to_row(record, where) for where, record in records]
     if not rows:
         raise RecipeError(f"`{path}` has no rows; there is nothing to ask the model")
     return rows
+
+
+def _read(path: Path) -> list[tuple[str, Any]]:
+    if not path.is_file():
+        kind = "a folder" if path.is_dir() else "no file"
+        raise RecipeError(f"`{path}` is {kind}; `task.path` names a `.jsonl` or `.parquet` file")
+    match path.suffix:
+        case ".jsonl":
+            return _read_jsonl(path)
+        case ".parquet":
+            return _read_parquet(path)
+        case suffix:
+            raise RecipeError(f"`{path}` ends in `{suffix}`; `task.path` names a `.jsonl` or `.parquet` file")
 
 
 def _read_jsonl(path: Path) -> list[tuple[str, Any]]:
