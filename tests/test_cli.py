@@ -270,6 +270,9 @@ def test_a_paradigm_named_twice_is_refused(recipe: Path, capsys: pytest.CaptureF
         (["pool", "nowhere", "--list"], "no run has begun in `nowhere` yet"),
         (["pool", "dead", "--list"], "the run in `dead` is not running"),
         (["compare", "recipe.toml", "--paradigms", "drop,drop"], "more than once"),
+        (["compare", "recipe.toml", "--paradigms", ""], "`--paradigms ''` leaves a name empty"),
+        (["compare", "recipe.toml", "--paradigms", "drop,"], "`--paradigms 'drop,'` leaves a name empty"),
+        (["show", "dead", "--samples", "5"], "`--samples 5` has no effect without `--update N`"),
     ],
 )
 def test_mistakes_in_what_was_typed_are_told_before_torch_is_imported(

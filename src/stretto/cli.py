@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="read a run: its updates, or the samples of one")
     show.add_argument("run", type=Path, metavar="RUN")
     show.add_argument("--update", type=int, metavar="N", help="show the samples of update N")
-    show.add_argument("--samples", type=int, default=8, metavar="M", help="how many samples (default: 8)")
+    show.add_argument("--samples", type=int, metavar="M", help="how many samples of that update (default: 8)")
     show.set_defaults(command=_show)
 
     pool = commands.add_parser("pool", help="list, add and remove the rollout instances of a run while it goes on")
@@ -203,7 +203,7 @@ def _compare(options: argparse.Namespace) -> int:
     return compare_from_command_line(
         options.recipe,
         options.overrides,
-        paradigms=options.paradigms.split(",") if options.paradigms else None,
+        paradigms=None if options.paradigms is None else options.paradigms.split(","),
         folder=options.out,
         target=options.target,
     )

@@ -51,7 +51,12 @@ def compare_from_command_line(
     try:
         rows: Sequence[Mapping[str, Any]] = ()
         for rows in comparison(
-            recipe, overrides, paradigms=paradigms or PARADIGM_NAMES, folder=chosen, target=target, say=say
+            recipe,
+            overrides,
+            paradigms=PARADIGM_NAMES if paradigms is None else paradigms,
+            folder=chosen,
+            target=target,
+            say=say,
         ):
             wide.print(comparison_table(rows))
     except (ComparisonStoppedError, KeyboardInterrupt):
@@ -91,6 +96,11 @@ def comparison(
     evaluation to the best final one. Each row says which staleness it used, because paradigms that fix it override the
     recipe's. Nothing is run before every recipe and every folder was found to be usable.
     """
+    if not paradigms or not all(paradigms):
+        raise RecipeError(
+            f"`--paradigms {','.join(paradigms)!r}` leaves a name empty; write names with commas between them, such as "
+            "`synchronous,multi-version`, or leave it out for all five"
+        )
     unknown = [name for name in paradigms if name not in PARADIGMS]
     if unknown:
         raise RecipeError(f"`--paradigms` names `{unknown[0]}`; known: {', '.join(PARADIGM_NAMES)}")
