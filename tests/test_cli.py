@@ -314,6 +314,9 @@ def test_check_prints_what_a_run_would_use_where_the_recipe_says_nothing(
     [
         ({"reward": "own_reward:rewrad"}, "did you mean `reward`?"),
         ({"reward": "own_reward:other"}, "missing a required argument: 'solution'"),
+        ({"path": "holes.jsonl"}, "takes the column `answer`, which holes.jsonl:99 does not have"),
+        ({"evaluation_path": "held.jsonl"}, "takes the column `answer`, which held.jsonl:4 does not have"),
+        ({"path": "holes.jsonl", "reward": "own_reward:open"}, "takes the column `answer`, which holes.jsonl:99"),
         ({"path": "none.jsonl"}, "`none.jsonl` is no file"),
         ({"path": "few.jsonl"}, "too few rows to hold any out"),
         ({"path": "long.jsonl"}, "its prompt has 5000 tokens"),
@@ -330,10 +333,13 @@ def test_check_refuses_what_train_refuses_and_prints_no_configuration(
     (tmp_path / "own_reward.py").write_text(
         "def reward(prompt, completion, answer):\n    return 1.0\n"
         "def other(prompt, completion, solution):\n    return 1.0\n"
+        "def open(prompt, completion, *, answer, **row):\n    return 1.0\n"
     )
     row = '{"prompt": "1+1=", "answer": 2}\n'
     (tmp_path / "rows.jsonl").write_text(row * 100)
     (tmp_path / "few.jsonl").write_text(row * 3)
+    (tmp_path / "held.jsonl").write_text(row * 3 + '{"prompt": "1+2="}\n')
+    (tmp_path / "holes.jsonl").write_text(row * 98 + '{"prompt": "1+2="}\n' * 2)
     (tmp_path / "long.jsonl").write_text(row * 99 + '{"prompt": "%s", "answer": 2}\n' % ("1" * 5000))
     task = {"type": "file", "path": "rows.jsonl", "reward": "own_reward:reward"}
     for number, (changed, status) in enumerate([({}, 0), (change, 2)]):

@@ -38,6 +38,7 @@ class Row:
     text: str | None = None
     messages: tuple[Message, ...] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)  # handed to the reward function
+    where: str | None = field(default=None, compare=False)  # what errors call it: its file and number
 
 
 class PromptStream:
@@ -264,10 +265,10 @@ def to_row(record: Any, where: str) -> Row:
             f"{where}: the column `completion` is what the model will say; rename it, to `answer` perhaps"
         )
     if messages is not None:
-        return Row(messages=_check_messages(messages, where), columns=columns)
+        return Row(messages=_check_messages(messages, where), columns=columns, where=where)
     if not isinstance(text, str):
         raise RecipeError(f"{where}: `prompt` is a string, this is {type(text).__name__}")
-    return Row(text=text, columns=columns)
+    return Row(text=text, columns=columns, where=where)
 
 
 def _check_messages(messages: Any, where: str) -> tuple[Message, ...]:
