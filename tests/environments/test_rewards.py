@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -226,6 +227,23 @@ def test_a_module_that_fails_to_import_is_named_with_its_error(tmp_path, monkeyp
 
     with pytest.raises(RecipeError, match=r"importing `broken_reward` failed: ZeroDivisionError.*broken_reward.py:2"):
         asyncio.run(run())
+
+
+def test_a_module_that_does_not_parse_is_named_with_its_line(tmp_path, monkeypatch):
+    (tmp_path / "unparsed_reward.py").write_text("import json\ndef reward(:\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match=r"SyntaxError: invalid syntax \(unparsed_reward\.py:2\)"):
+        asyncio.run(RewardPool("unparsed_reward:reward").start())
+
+
+def test_text_that_a_reward_does_not_parse_is_named_with_the_line_of_the_reward():
+    async def run():
+        async with pool("parsed") as it:
+            return await score_all(it, ["1 +", "3"])
+
+    failed, parsed = asyncio.run(run())
+    assert re.search(r"raised SyntaxError: invalid syntax \(reward_functions\.py:\d+\)", str(failed))
+    assert parsed == 3.0
 
 
 def test_a_module_of_the_working_directory_is_found(tmp_path, monkeypatch):

@@ -88,10 +88,12 @@ def resolve(spec: str) -> Reward:
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of the traceback, and where it was raised."""
+    """The last line of the traceback, and where it was raised; of what does not parse, where that is."""
     line = traceback.format_exception_only(error)[-1].strip()
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{line} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else line
+    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):  # a file, no string
+        places.append((error.filename, error.lineno))
+    return f"{line} ({os.path.basename(places[-1][0])}:{places[-1][1]})" if places else line
 
 
 def is_async(reward: Reward) -> bool:
