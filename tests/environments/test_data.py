@@ -182,7 +182,7 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
         ("{not json", r"rows.jsonl:2: this line is no JSON"),
         ("[1, 2]", r"rows.jsonl:2: a row is an object with named columns, this is list"),
         ('{"question": "?"}', r"rows.jsonl:2: a row has a column `prompt` or a column `messages`"),
-        ('{"prompt": "?", "messages": []}', r"rows.jsonl:2: a row has a column `prompt` or"),
+        ('{"prompt": "?", "messages": []}', r"rows.jsonl:2: .* this has both; leave one of them out"),
         ('{"prompt": 3}', r"rows.jsonl:2: `prompt` is a string, this is int"),
         ('{"prompt": "?", "completion": "!"}', r"rows.jsonl:2: the column `completion`"),
         ('{"messages": []}', r"rows.jsonl:2: `messages` is a list"),

@@ -258,7 +258,11 @@ def to_row(record: Any, where: str) -> Row:
     columns = dict(record)
     text = columns.pop("prompt", None)
     messages = columns.pop("messages", None)
-    if (text is None) == (messages is None):
+    if text is not None and messages is not None:
+        raise RecipeError(
+            f"{where}: a row has a column `prompt` or a column `messages`, and this has both; leave one of them out"
+        )
+    if text is None and messages is None:
         raise RecipeError(f"{where}: a row has a column `prompt` or a column `messages`, this has {sorted(record)}")
     if "completion" in columns:
         raise RecipeError(
