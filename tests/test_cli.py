@@ -209,6 +209,11 @@ def test_compare_runs_one_recipe_under_several_paradigms(
     assert len({row["eval_before"] for row in rows}) == 1, "all begin with the same policy"
     for row in rows:
         assert main(["verify", str(folder / row["paradigm"])]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert "it holds runs; give one of them" in said
+    assert all(f"`{folder / row['paradigm']}`" in said for row in rows)
 
 
 def test_the_same_compare_goes_on_where_it_was_interrupted(
@@ -247,7 +252,9 @@ def test_the_same_compare_goes_on_where_it_was_interrupted(
     assert main(command) == 0, "all of it is there: the table again"
     assert len(started) == 1
     assert main([*command, "--set", "training.learning_rate=0.5"]) == 2
-    assert "`training.learning_rate` is 0.5, and the run in" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "`training.learning_rate` is 0.5, and the run in" in said
+    assert said.endswith("compare with the settings that it was started with, or choose another `--out`\n")
 
 
 def test_a_paradigm_named_twice_is_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,8 +268,9 @@ def test_a_paradigm_named_twice_is_refused(recipe: Path, capsys: pytest.CaptureF
         (["train", "none.toml"], "`none.toml` does not exist"),
         (["train", "recipe.toml", "--set", "staleness=3"], "did you mean `rollout.staleness`"),
         (["train", "recipe.toml", "--out", "taken"], "exists already"),
-        (["train", "recipe.toml", "--out", "nothing", "--resume"], "nothing to resume"),
+        (["train", "recipe.toml", "--out", "nothing", "--resume"], "leave `--resume` out to start one"),
         (["train", "recipe.toml", "--out", "taken", "--resume"], "`taken` holds no run"),
+        (["train", "recipe.toml", "--out", "taken", "--resume"], "or choose another `--out`"),
         (["train", "recipe.toml", "--out", "dead"], "add `--resume` to continue the run in it"),
         (["train", "recipe.toml", "--out", "live"], "a process runs the run in it; choose another `--out`"),
         (["train", "recipe.toml", "--out", "live", "--resume"], "the run in `live` goes on in another process"),

@@ -31,6 +31,10 @@ class ComparisonStoppedError(Exception):
     """Ctrl-C, or a run that was stopped; what is finished is in the folder."""
 
 
+class RunFailedError(RunError):
+    """A run ended with an error; what is finished is in the folder."""
+
+
 def compare_from_command_line(
     recipe: Path,
     overrides: Sequence[str],
@@ -62,7 +66,7 @@ def compare_from_command_line(
     except (ComparisonStoppedError, KeyboardInterrupt):
         say(f"interrupted; finished runs are kept and the others go on where they were with\n  {again}")
         return STOPPED
-    except RunError as error:
+    except RunFailedError as error:
         raise RunError(f"{error}\n  finished runs are kept; once that is mended, go on with\n  {again}") from error
     say(f"written to {chosen / 'compare.json'}")
     return 0
@@ -138,7 +142,9 @@ def _refuse_folder(recipe: Recipe, folder: Path) -> None:
         case "foreign":
             raise RunError(f"`{folder}` exists already and is no run; choose another `--out`")
         case _:
-            refuse_another_recipe(recipe, folder)
+            refuse_another_recipe(
+                recipe, folder, "compare with the settings that it was started with, or choose another `--out`"
+            )
 
 
 def _run(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
@@ -160,7 +166,7 @@ def _run(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> dict[str, 
     if status == STOPPED:
         raise ComparisonStoppedError
     if status != 0:
-        raise RunError(f"the run under `{paradigm}` ended with status {status}: see above, and `{folder}`")
+        raise RunFailedError(f"the run under `{paradigm}` ended with status {status}: see above, and `{folder}`")
     return _summary(folder)
 
 
