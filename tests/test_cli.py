@@ -1,5 +1,6 @@
 """The command line: fast, and clear about what is wrong."""
 
+import errno
 import json
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -63,6 +65,26 @@ def test_a_bad_recipe_is_an_error_on_one_line_without_a_traceback(
     error = capsys.readouterr().err
     assert "did you mean `rollout.staleness`" in error
     assert "Traceback" not in error
+
+
+def test_a_recipe_that_may_not_be_read_is_bad_input(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def close(method: str) -> None:
+        real = getattr(Path, method)
+
+        def refused(path: Path, *rest: Any, **named: Any) -> Any:
+            if path == recipe:
+                raise PermissionError(errno.EACCES, "Permission denied")
+            return real(path, *rest, **named)
+
+        monkeypatch.setattr(Path, method, refused)
+
+    for method in ("open", "exists"):  # the file itself, then a folder above it too
+        close(method)
+        for command in ("check", "train", "compare"):
+            assert main([command, str(recipe)]) == 2
+            assert "recipe.toml` cannot be read: Permission denied; name a TOML file" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,6 +209,11 @@ def test_compare_runs_one_recipe_under_several_paradigms(
     assert len({row["eval_before"] for row in rows}) == 1, "all begin with the same policy"
     for row in rows:
         assert main(["verify", str(folder / row["paradigm"])]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert "it holds runs; give one of them" in said
+    assert all(f"`{folder / row['paradigm']}`" in said for row in rows)
 
 
 def test_the_same_compare_goes_on_where_it_was_interrupted(
@@ -225,7 +252,9 @@ def test_the_same_compare_goes_on_where_it_was_interrupted(
     assert main(command) == 0, "all of it is there: the table again"
     assert len(started) == 1
     assert main([*command, "--set", "training.learning_rate=0.5"]) == 2
-    assert "`training.learning_rate` is 0.5, and the run in" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "`training.learning_rate` is 0.5, and the run in" in said
+    assert said.endswith("compare with the settings that it was started with, or choose another `--out`\n")
 
 
 def test_a_paradigm_named_twice_is_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,8 +268,9 @@ def test_a_paradigm_named_twice_is_refused(recipe: Path, capsys: pytest.CaptureF
         (["train", "none.toml"], "`none.toml` does not exist"),
         (["train", "recipe.toml", "--set", "staleness=3"], "did you mean `rollout.staleness`"),
         (["train", "recipe.toml", "--out", "taken"], "exists already"),
-        (["train", "recipe.toml", "--out", "nothing", "--resume"], "nothing to resume"),
+        (["train", "recipe.toml", "--out", "nothing", "--resume"], "leave `--resume` out to start one"),
         (["train", "recipe.toml", "--out", "taken", "--resume"], "`taken` holds no run"),
+        (["train", "recipe.toml", "--out", "taken", "--resume"], "or choose another `--out`"),
         (["train", "recipe.toml", "--out", "dead"], "add `--resume` to continue the run in it"),
         (["train", "recipe.toml", "--out", "live"], "a process runs the run in it; choose another `--out`"),
         (["train", "recipe.toml", "--out", "live", "--resume"], "the run in `live` goes on in another process"),
@@ -248,6 +278,9 @@ def test_a_paradigm_named_twice_is_refused(recipe: Path, capsys: pytest.CaptureF
         (["pool", "nowhere", "--list"], "no run has begun in `nowhere` yet"),
         (["pool", "dead", "--list"], "the run in `dead` is not running"),
         (["compare", "recipe.toml", "--paradigms", "drop,drop"], "more than once"),
+        (["compare", "recipe.toml", "--paradigms", ""], "`--paradigms ''` leaves a name empty"),
+        (["compare", "recipe.toml", "--paradigms", "drop,"], "`--paradigms 'drop,'` leaves a name empty"),
+        (["show", "dead", "--samples", "5"], "`--samples 5` has no effect without `--update N`"),
     ],
 )
 def test_mistakes_in_what_was_typed_are_told_before_torch_is_imported(
@@ -289,6 +322,9 @@ def test_check_prints_what_a_run_would_use_where_the_recipe_says_nothing(
     [
         ({"reward": "own_reward:rewrad"}, "did you mean `reward`?"),
         ({"reward": "own_reward:other"}, "missing a required argument: 'solution'"),
+        ({"path": "holes.jsonl"}, "takes the column `answer`, which holes.jsonl:99 does not have"),
+        ({"evaluation_path": "held.jsonl"}, "takes the column `answer`, which held.jsonl:4 does not have"),
+        ({"path": "holes.jsonl", "reward": "own_reward:open"}, "takes the column `answer`, which holes.jsonl:99"),
         ({"path": "none.jsonl"}, "`none.jsonl` is no file"),
         ({"path": "few.jsonl"}, "too few rows to hold any out"),
         ({"path": "long.jsonl"}, "its prompt has 5000 tokens"),
@@ -305,10 +341,13 @@ def test_check_refuses_what_train_refuses_and_prints_no_configuration(
     (tmp_path / "own_reward.py").write_text(
         "def reward(prompt, completion, answer):\n    return 1.0\n"
         "def other(prompt, completion, solution):\n    return 1.0\n"
+        "def open(prompt, completion, *, answer, **row):\n    return 1.0\n"
     )
     row = '{"prompt": "1+1=", "answer": 2}\n'
     (tmp_path / "rows.jsonl").write_text(row * 100)
     (tmp_path / "few.jsonl").write_text(row * 3)
+    (tmp_path / "held.jsonl").write_text(row * 3 + '{"prompt": "1+2="}\n')
+    (tmp_path / "holes.jsonl").write_text(row * 98 + '{"prompt": "1+2="}\n' * 2)
     (tmp_path / "long.jsonl").write_text(row * 99 + '{"prompt": "%s", "answer": 2}\n' % ("1" * 5000))
     task = {"type": "file", "path": "rows.jsonl", "reward": "own_reward:reward"}
     for number, (changed, status) in enumerate([({}, 0), (change, 2)]):

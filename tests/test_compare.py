@@ -78,3 +78,14 @@ def test_what_stops_compare_alone_stops_the_run_that_it_waits_for(tmp_path: Path
     process.send_signal(number)
     assert process.wait(20) == 1, "it was told that the run stopped"
     process.communicate()
+
+
+def test_a_run_that_failed_is_told_with_the_command_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    monkeypatch.setattr(compare, "_train", lambda words: 2)
+    with pytest.raises(RunError, match=r"`drop` ended with status 2(.|\n)*go on with\n.*--paradigms drop --out"):
+        compare.compare_from_command_line(
+            tmp_path / "recipe.toml", [], paradigms=["drop"], folder=tmp_path / "out", target=None
+        )

@@ -232,6 +232,23 @@ def test_an_override_of_another_form_is_an_error(tmp_path: Path, override: str) 
         load_recipe(path, [override])
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("{rank = 4", r"`\{rank = 4` is no valid TOML: .*end of document"),
+        ("{rank = 4, rank = 5}", r"is no valid TOML: .*\(at character 20\)"),
+        ("[1, 2", "is no valid TOML"),
+        ('"quo', "is no valid TOML"),
+        ("'quo", "is no valid TOML"),
+    ],
+)
+def test_an_override_that_is_broken_toml_says_where(tmp_path: Path, value: str, words: str) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text('[model]\npath = "tiny"\n[task]\ntype = "countdown-chain"\n')
+    with pytest.raises(RecipeError, match=rf"`--set model.lora=.*{words}"):
+        load_recipe(path, [f"model.lora={value}"])
+
+
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="does not exist"):
         load_recipe(tmp_path / "none.toml")

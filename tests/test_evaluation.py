@@ -148,13 +148,16 @@ class Talks:
         return Outcome((0.25, 0.5))
 
 
-def test_an_episode_of_several_turns_is_evaluated_and_what_goes_wrong_in_one_is_counted(tmp_path: Path) -> None:
+def test_an_episode_of_several_turns_is_evaluated_and_what_goes_wrong_in_one_is_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def trouble(request: Request) -> None:
         if request.id == -4 and len(request.prompt) > 10:
             raise RequestError("too long")
 
     result, requests, _ = evaluate(tmp_path, trouble=trouble, environment=Talks(), max_turns=2, episode_s=0.2)
     assert (result.num_scored, result.num_failed, result.score) == (1, 3, 0.75)
+    assert "KeyError: 'a mistake in the environment' (test_evaluation.py:" in caplog.text
     first = [request for request in requests if request.id == -1]
     assert [request.sampling.max_tokens for request in first] == [16, 3]
     assert first[1].prompt == (*first[0].prompt, *[0] * 10, 1, 2, 3)

@@ -405,7 +405,8 @@ def test_a_reward_that_always_raises_fails_its_trajectory_and_the_group_trains_w
     assert broken(tmp_path) == []
     with JournalReader(tmp_path) as reader:
         record = reader.trajectory(5)
-    assert (record.state, record.error) == ("failed", "ZeroDivisionError: no")
+    line = never.__code__.co_firstlineno + 2
+    assert (record.state, record.error) == ("failed", f"ZeroDivisionError: no (test_loop.py:{line})")
 
 
 def test_a_group_without_any_survivor_is_replaced_by_the_next_prompt(tmp_path: Path) -> None:

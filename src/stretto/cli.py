@@ -6,6 +6,7 @@ So do mistakes in what was typed: a recipe that is not there or no recipe, a fol
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import signal
 import sys
@@ -116,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="read a run: its updates, or the samples of one")
     show.add_argument("run", type=Path, metavar="RUN")
     show.add_argument("--update", type=int, metavar="N", help="show the samples of update N")
-    show.add_argument("--samples", type=int, default=8, metavar="M", help="how many samples (default: 8)")
+    show.add_argument("--samples", type=int, metavar="M", help="how many samples of that update (default: 8)")
     show.set_defaults(command=_show)
 
     pool = commands.add_parser("pool", help="list, add and remove the rollout instances of a run while it goes on")
@@ -176,8 +177,9 @@ def _recipe_and_folder(options: argparse.Namespace) -> tuple[Recipe, Path]:
 
 
 def _refuse_missing(recipe: Path) -> None:
-    if not recipe.exists():
-        raise RecipeError(f"recipe `{recipe}` does not exist")
+    with contextlib.suppress(OSError):  # of a folder that may not be entered: `load_recipe` says so
+        if not recipe.exists():
+            raise RecipeError(f"recipe `{recipe}` does not exist")
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -201,7 +203,7 @@ def _compare(options: argparse.Namespace) -> int:
     return compare_from_command_line(
         options.recipe,
         options.overrides,
-        paradigms=options.paradigms.split(",") if options.paradigms else None,
+        paradigms=None if options.paradigms is None else options.paradigms.split(","),
         folder=options.out,
         target=options.target,
     )

@@ -31,6 +31,10 @@ class ComparisonStoppedError(Exception):
     """Ctrl-C, or a run that was stopped; what is finished is in the folder."""
 
 
+class RunFailedError(RunError):
+    """A run ended with an error; what is finished is in the folder."""
+
+
 def compare_from_command_line(
     recipe: Path,
     overrides: Sequence[str],
@@ -51,13 +55,18 @@ def compare_from_command_line(
     try:
         rows: Sequence[Mapping[str, Any]] = ()
         for rows in comparison(
-            recipe, overrides, paradigms=paradigms or PARADIGM_NAMES, folder=chosen, target=target, say=say
+            recipe,
+            overrides,
+            paradigms=PARADIGM_NAMES if paradigms is None else paradigms,
+            folder=chosen,
+            target=target,
+            say=say,
         ):
             wide.print(comparison_table(rows))
     except (ComparisonStoppedError, KeyboardInterrupt):
         say(f"interrupted; finished runs are kept and the others go on where they were with\n  {again}")
         return STOPPED
-    except RunError as error:
+    except RunFailedError as error:
         raise RunError(f"{error}\n  finished runs are kept; once that is mended, go on with\n  {again}") from error
     say(f"written to {chosen / 'compare.json'}")
     return 0
@@ -91,6 +100,11 @@ def comparison(
     evaluation to the best final one. Each row says which staleness it used, because paradigms that fix it override the
     recipe's. Nothing is run before every recipe and every folder was found to be usable.
     """
+    if not paradigms or not all(paradigms):
+        raise RecipeError(
+            f"`--paradigms {','.join(paradigms)!r}` leaves a name empty; write names with commas between them, such as "
+            "`synchronous,multi-version`, or leave it out for all five"
+        )
     unknown = [name for name in paradigms if name not in PARADIGMS]
     if unknown:
         raise RecipeError(f"`--paradigms` names `{unknown[0]}`; known: {', '.join(PARADIGM_NAMES)}")
@@ -128,7 +142,9 @@ def _refuse_folder(recipe: Recipe, folder: Path) -> None:
         case "foreign":
             raise RunError(f"`{folder}` exists already and is no run; choose another `--out`")
         case _:
-            refuse_another_recipe(recipe, folder)
+            refuse_another_recipe(
+                recipe, folder, "compare with the settings that it was started with, or choose another `--out`"
+            )
 
 
 def _run(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
@@ -150,7 +166,7 @@ def _run(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> dict[str, 
     if status == STOPPED:
         raise ComparisonStoppedError
     if status != 0:
-        raise RunError(f"the run under `{paradigm}` ended with status {status}: see above, and `{folder}`")
+        raise RunFailedError(f"the run under `{paradigm}` ended with status {status}: see above, and `{folder}`")
     return _summary(folder)
 
 

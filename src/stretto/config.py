@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -375,6 +376,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, compare_as: str | 
         raise RecipeError(f"recipe `{path}` does not exist") from None
     except IsADirectoryError:
         raise RecipeError(f"recipe `{path}` is a folder; name a TOML file") from None
+    except OSError as error:
+        raise RecipeError(
+            f"recipe `{path}` cannot be read: {error.strerror}; name a TOML file that you may read"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"recipe `{path}` is not valid TOML: {error}") from error
     source = str(path)
@@ -455,10 +460,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> list[str]:
     if not text.strip():
         _remove(raw, parts, override)
         return parts
-    try:
-        value = tomllib.loads(f"value = {text.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()  # a bare word is a string
+    value = _value_of(text.strip(), override)
     table = raw
     for part in parts[:-1]:
         table = table.setdefault(part, {})
@@ -466,6 +468,20 @@ def _apply_override(raw: dict[str, Any], override: str) -> list[str]:
             raise RecipeError(f"`--set {override}`: `{part}` is a value, not a table")
     table[parts[-1]] = value
     return parts
+
+
+def _value_of(text: str, override: str) -> Any:
+    """The TOML value that a text is; a bare word is a string."""
+    before = "value = "
+    try:
+        return tomllib.loads(before + text)["value"]
+    except tomllib.TOMLDecodeError as error:
+        if text[0] not in "{[\"'":
+            return text
+        said = re.sub(r"line 1, column (\d+)", lambda place: f"character {int(place[1]) - len(before)}", str(error))
+        raise RecipeError(
+            f"`--set {override}`: `{text}` is no valid TOML: {said}; write it as in a recipe, a string in quotes"
+        ) from error
 
 
 def _remove(raw: dict[str, Any], parts: Sequence[str], override: str) -> None:

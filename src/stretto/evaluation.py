@@ -13,6 +13,7 @@ from stretto.answers import refuse_answer
 from stretto.engines.protocol import Engine
 from stretto.environments.data import PromptStream
 from stretto.environments.protocol import Environment, earned
+from stretto.environments.reward_worker import last_line
 from stretto.episodes import Episode
 from stretto.errors import EngineError, RequestError, RewardError, StrettoError, VersionNotResidentError
 from stretto.seeds import derived_seed, turn_seed
@@ -121,7 +122,7 @@ class Evaluator:
         except StrettoError:
             raise
         except Exception as error:
-            raise RewardError(f"{type(error).__name__}: {error}") from error
+            raise RewardError(last_line(error)) from error
         finally:
             self.num_ended += 1
 

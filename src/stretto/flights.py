@@ -32,6 +32,7 @@ from stretto.core import messages as core
 from stretto.core.migration import carries_kv
 from stretto.engines.protocol import Engine
 from stretto.environments.protocol import Environment, earned
+from stretto.environments.reward_worker import last_line
 from stretto.environments.single_turn import Decode
 from stretto.episodes import Episode
 from stretto.errors import (
@@ -219,7 +220,7 @@ class Flights:
         self._post(core.Scored(flight.id, reward))
 
     def _failed(self, flight: Flight, policy: _Policy, error: Exception) -> None:
-        reason = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, StrettoError) else last_line(error)
         if flight.id not in self.under_way:
             return
         if not policy.counts:

@@ -12,6 +12,10 @@ def length(prompt, completion, **row):
     return len(completion) + row.get("bonus", 0)
 
 
+def parsed(prompt, completion, **row):
+    return eval(completion)
+
+
 def only_answer(prompt, completion, answer):
     return completion == answer
 

@@ -1,8 +1,10 @@
 """Prompts: the order they come in, the files they come from, and the rows that are refused."""
 
 import builtins
+import errno
 import json
 import time
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -180,7 +182,7 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
         ("{not json", r"rows.jsonl:2: this line is no JSON"),
         ("[1, 2]", r"rows.jsonl:2: a row is an object with named columns, this is list"),
         ('{"question": "?"}', r"rows.jsonl:2: a row has a column `prompt` or a column `messages`"),
-        ('{"prompt": "?", "messages": []}', r"rows.jsonl:2: a row has a column `prompt` or"),
+        ('{"prompt": "?", "messages": []}', r"rows.jsonl:2: .* this has both; leave one of them out"),
         ('{"prompt": 3}', r"rows.jsonl:2: `prompt` is a string, this is int"),
         ('{"prompt": "?", "completion": "!"}', r"rows.jsonl:2: the column `completion`"),
         ('{"messages": []}', r"rows.jsonl:2: `messages` is a list"),
@@ -198,9 +200,24 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, pattern):
 def test_a_file_that_is_none_is_refused(tmp_path):
     with pytest.raises(RecipeError, match="is no file"):
         load_rows(tmp_path / "rows.jsonl")
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(RecipeError, match=r"folder.jsonl` is a folder; `task.path` names"):
+        load_rows(tmp_path / "folder.jsonl")
     (tmp_path / "rows.csv").touch()
     with pytest.raises(RecipeError, match=r"ends in `\.csv`"):
         load_rows(tmp_path / "rows.csv")
     (tmp_path / "rows.parquet").write_text("no")
     with pytest.raises(RecipeError, match="cannot be read as Parquet"):
         load_rows(tmp_path / "rows.parquet")
+
+
+@pytest.mark.parametrize("method", ["open", "is_file"])  # the file itself, or a folder above it that is closed
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch, method):
+    def refused(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "fine"}\n')
+    monkeypatch.setattr(Path, method, refused)
+    with pytest.raises(RecipeError, match=r"rows.jsonl` cannot be read: Permission denied; `task.path` names"):
+        load_rows(path)

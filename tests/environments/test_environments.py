@@ -101,6 +101,7 @@ number = 3
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_environments.py").write_text(MINE)
+    (tmp_path / "unparsed.py").write_text("import json\nclass Mine(:\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
@@ -124,6 +125,7 @@ def test_a_class_of_the_working_directory_is_made_with_the_tokenizer_and_its_opt
             r"`task\.config = \{'width': 2\}`.*defined as `Mine\(tokenizer, \*, depth",
         ),
         ("my_environments:Mine", {"depth": 10}, "could not be made: ValueError: too deep"),
+        ("unparsed:Mine", {}, r"importing `unparsed` failed: SyntaxError: invalid syntax \(unparsed\.py:2\)"),
         ("my_environments:Plain", {}, r"has no episodes: define `async def episode\(self, prompt, policy\)`"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from stretto.environments.reward_output import MOST_SHOWN, RewardOutput
+from stretto.environments.reward_worker import Column
 from stretto.environments.rewards import RewardPool
 from stretto.errors import RecipeError, RewardError
 
@@ -227,6 +229,23 @@ def test_a_module_that_fails_to_import_is_named_with_its_error(tmp_path, monkeyp
         asyncio.run(run())
 
 
+def test_a_module_that_does_not_parse_is_named_with_its_line(tmp_path, monkeypatch):
+    (tmp_path / "unparsed_reward.py").write_text("import json\ndef reward(:\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match=r"SyntaxError: invalid syntax \(unparsed_reward\.py:2\)"):
+        asyncio.run(RewardPool("unparsed_reward:reward").start())
+
+
+def test_text_that_a_reward_does_not_parse_is_named_with_the_line_of_the_reward():
+    async def run():
+        async with pool("parsed") as it:
+            return await score_all(it, ["1 +", "3"])
+
+    failed, parsed = asyncio.run(run())
+    assert re.search(r"raised SyntaxError: invalid syntax \(reward_functions\.py:\d+\)", str(failed))
+    assert parsed == 3.0
+
+
 def test_a_module_of_the_working_directory_is_found(tmp_path, monkeypatch):
     (tmp_path / "own_reward.py").write_text("def reward(prompt, completion):\n    return 5\n")
     monkeypatch.chdir(tmp_path)
@@ -372,6 +391,7 @@ def test_completions_that_wait_behind_ones_that_hang_are_told_of_the_deadline_no
     [
         ("only_answer", ["question"], r"`def only_answer\(prompt, completion, answer\)` \(reward_functions\.py:\d+\)"),
         ("only_answer", ["question"], r"missing a required argument: 'answer'; rows have the columns question"),
+        ("only_answer", [Column("answer", "rows.jsonl:7")], r"takes the column `answer`, which rows.jsonl:7 does not"),
         ("only_completion", [], r"too many positional arguments; rows have no other columns"),
     ],
 )
@@ -381,7 +401,8 @@ def test_a_function_that_cannot_be_called_with_the_rows_is_refused_at_the_start(
 
 
 @pytest.mark.parametrize(
-    ("function", "columns"), [("only_answer", ["answer", "more"]), ("length", []), ("later", ["a"])]
+    ("function", "columns"),
+    [("only_answer", ["answer", "more"]), ("length", []), ("later", [Column("a", "rows.jsonl:7")])],
 )
 def test_a_function_that_can_be_called_with_the_rows_starts(function, columns):
     async def run():

@@ -38,6 +38,7 @@ class Row:
     text: str | None = None
     messages: tuple[Message, ...] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)  # handed to the reward function
+    where: str | None = field(default=None, compare=False)  # what errors call it: its file and number
 
 
 class PromptStream:
@@ -198,19 +199,29 @@ def split_held_out(rows: Sequence[Row], num: int, seed: int) -> tuple[list[Row],
 
 def load_rows(path: Path) -> list[Row]:
     """Rows of a `.jsonl` or `.parquet` file: a column `prompt` or `messages`; the others go to the reward."""
-    if not path.is_file():
-        raise RecipeError(f"`{path}` is no file; `task.path` names a `.jsonl` or `.parquet` file")
-    match path.suffix:
-        case ".jsonl":
-            records = _read_jsonl(path)
-        case ".parquet":
-            records = _read_parquet(path)
-        case suffix:
-            raise RecipeError(f"`{path}` ends in `{suffix}`; `task.path` names a `.jsonl` or `.parquet` file")
+    try:
+        records = _read(path)
+    except OSError as error:
+        raise RecipeError(
+            f"`{path}` cannot be read: {error.strerror}; `task.path` names a file that you may read"
+        ) from error
     rows = [to_row(record, where) for where, record in records]
     if not rows:
         raise RecipeError(f"`{path}` has no rows; there is nothing to ask the model")
     return rows
+
+
+def _read(path: Path) -> list[tuple[str, Any]]:
+    if not path.is_file():
+        kind = "a folder" if path.is_dir() else "no file"
+        raise RecipeError(f"`{path}` is {kind}; `task.path` names a `.jsonl` or `.parquet` file")
+    match path.suffix:
+        case ".jsonl":
+            return _read_jsonl(path)
+        case ".parquet":
+            return _read_parquet(path)
+        case suffix:
+            raise RecipeError(f"`{path}` ends in `{suffix}`; `task.path` names a `.jsonl` or `.parquet` file")
 
 
 def _read_jsonl(path: Path) -> list[tuple[str, Any]]:
@@ -247,17 +258,21 @@ def to_row(record: Any, where: str) -> Row:
     columns = dict(record)
     text = columns.pop("prompt", None)
     messages = columns.pop("messages", None)
-    if (text is None) == (messages is None):
+    if text is not None and messages is not None:
+        raise RecipeError(
+            f"{where}: a row has a column `prompt` or a column `messages`, and this has both; leave one of them out"
+        )
+    if text is None and messages is None:
         raise RecipeError(f"{where}: a row has a column `prompt` or a column `messages`, this has {sorted(record)}")
     if "completion" in columns:
         raise RecipeError(
             f"{where}: the column `completion` is what the model will say; rename it, to `answer` perhaps"
         )
     if messages is not None:
-        return Row(messages=_check_messages(messages, where), columns=columns)
+        return Row(messages=_check_messages(messages, where), columns=columns, where=where)
     if not isinstance(text, str):
         raise RecipeError(f"{where}: `prompt` is a string, this is {type(text).__name__}")
-    return Row(text=text, columns=columns)
+    return Row(text=text, columns=columns, where=where)
 
 
 def _check_messages(messages: Any, where: str) -> tuple[Message, ...]:

@@ -41,6 +41,17 @@ Result = tuple[int, float | None, str | None]  # id, reward or error
 Reward = Callable[..., Any]
 
 
+class Column(str):
+    """The name of a column, and a row that lacks it where one does."""
+
+    lacking: str | None
+
+    def __new__(cls, name: str, lacking: str | None = None) -> Column:
+        column = super().__new__(cls, name)
+        column.lacking = lacking
+        return column
+
+
 class SpecError(Exception):
     """A `task.reward` that names no callable."""
 
@@ -77,10 +88,12 @@ def resolve(spec: str) -> Reward:
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of the traceback, and where it was raised."""
+    """The last line of the traceback, and where it was raised; of what does not parse, where that is."""
     line = traceback.format_exception_only(error)[-1].strip()
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{line} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else line
+    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):  # a file, no string
+        places.append((error.filename, error.lineno))
+    return f"{line} ({os.path.basename(places[-1][0])}:{places[-1][1]})" if places else line
 
 
 def is_async(reward: Reward) -> bool:
@@ -141,18 +154,27 @@ def refuse_signature(spec: str, reward: Reward, columns: Sequence[str]) -> None:
         return
     named = named_columns(reward)
     given = [name for name in columns if named is None or name in named]
+    name = spec.partition(":")[2]
+    code = getattr(inspect.unwrap(reward), "__code__", None)
+    where = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
     try:
         signature.bind("prompt", "completion", **dict.fromkeys(given))
     except TypeError as error:
-        code = getattr(inspect.unwrap(reward), "__code__", None)
-        where = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
         called = ", ".join(["prompt", "completion", *(f"{name}=..." for name in given)])
         have = f"rows have the columns {', '.join(columns)}" if columns else "rows have no other columns"
-        name = spec.partition(":")[2]
         raise SpecError(
             f"`def {name}{signature}`{where} cannot be called as `{name}({called})`: {error}; {have}; "
             f"write `def {name}(prompt, completion, **row)`"
         ) from error
+    for column in given:
+        if isinstance(column, Column) and column.lacking is not None:
+            try:
+                signature.bind("prompt", "completion", **dict.fromkeys(other for other in given if other != column))
+            except TypeError as error:
+                raise SpecError(
+                    f"`def {name}{signature}`{where} takes the column `{column}`, which {column.lacking} does not "
+                    "have; add it to that row, or give the parameter a default"
+                ) from error
 
 
 class Outbox:

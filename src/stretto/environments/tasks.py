@@ -240,4 +240,4 @@ def _with_system(row: Row, system: str | None) -> Row:
     messages = row.messages if row.messages is not None else ({"role": "user", "content": row.text or ""},)
     if messages[0]["role"] == "system":
         raise RecipeError("`task.system` is given, but rows begin with a system message of their own; leave one out")
-    return Row(messages=({"role": "system", "content": system}, *messages), columns=row.columns)
+    return dataclasses.replace(row, text=None, messages=({"role": "system", "content": system}, *messages))

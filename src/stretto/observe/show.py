@@ -19,15 +19,18 @@ from stretto.errors import RunError
 from stretto.store.reader import JournalReader, SampleRecord, UpdateRecord
 from stretto.store.schema import ENDS, UNDER_WAY
 
+NUM_SAMPLES = 8  # of an update, where nobody says
 MAX_LINES = 40  # of a prompt or a completion, so that one long sample does not push the others off the screen
 
 
-def show(run_folder: str | Path, update: int | None = None, samples: int = 8) -> RenderableType:
+def show(run_folder: str | Path, update: int | None = None, samples: int | None = None) -> RenderableType:
     """The overview of a run, or with `update` its first `samples` samples, group by group, the best first."""
-    if samples < 1:
+    if samples is not None and samples < 1:
         raise RunError(f"`--samples {samples}` shows nothing: give a number from 1")
+    if samples is not None and update is None:
+        raise RunError(f"`--samples {samples}` has no effect without `--update N`, which says whose samples are shown")
     with JournalReader(run_folder) as reader, reader.moment():
-        return _overview(reader) if update is None else _update(reader, update, samples)
+        return _overview(reader) if update is None else _update(reader, update, samples or NUM_SAMPLES)
 
 
 # -- the overview ------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from stretto.config import (
 from stretto.environments.custom import EnvironmentSpec, load_environment
 from stretto.environments.data import PromptStream
 from stretto.environments.order import PassRates
+from stretto.environments.reward_worker import Column
 from stretto.environments.rewards import RewardPool
 from stretto.environments.tasks import (
     CountdownChainOptions,
@@ -32,7 +33,7 @@ from stretto.environments.tasks import (
 )
 from stretto.errors import RecipeError
 
-LOOKED_AT = 64  # rows whose columns are held against the parameters of the reward function
+LOOKED_AT = 64  # generated rows whose columns are held against the parameters of the reward function
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +94,12 @@ def load_inputs(recipe: Recipe, tokenizer: Any, *, context: int, model_path: str
     return Inputs(task, prompts, held_out)
 
 
-def reward_columns(task: Task) -> frozenset[str]:
-    """The columns of the task's rows, as far as they were looked at."""
-    return frozenset(name for row in islice(task.train, LOOKED_AT) for name in row.columns)
+def reward_columns(task: Task) -> frozenset[Column]:
+    """The columns of the task's rows: of all that are in memory, of generated ones as far as they were looked at."""
+    in_memory = isinstance(task.train, list)
+    rows = [*task.train, *task.evaluation] if in_memory else list(islice(task.train, LOOKED_AT))
+    names = {name for row in rows for name in row.columns}
+    return frozenset(Column(name, next((row.where for row in rows if name not in row.columns), None)) for name in names)
 
 
 def reward_pool(recipe: Recipe, task: Task, said: Callable[[str], None] | None = None) -> RewardPool:

@@ -86,12 +86,20 @@ def refuse_nothing_to_resume(folder: Path) -> None:
             raise RunError(
                 f"the run in `{folder}` is finished, so there is nothing to resume; see `{command('show', folder)}`"
             )
-        case _:
+        case "empty":
             raise RunError(f"`{folder}` holds no run, so there is nothing to resume; leave `--resume` out to start one")
+        case "foreign":
+            raise RunError(
+                f"`{folder}` holds no run, so there is nothing to resume; name the folder of one, or choose another "
+                "`--out` and leave `--resume` out to start one"
+            )
 
 
-def refuse_another_recipe(recipe: Recipe, folder: Path) -> None:
-    """A run goes on as it began; only how it is run (its threads and deadlines) may change."""
+def refuse_another_recipe(recipe: Recipe, folder: Path, instead: str | None = None) -> None:
+    """A run goes on as it began; only how it is run (its threads and deadlines) may change.
+
+    `instead` is what the error says to do, where that is not to resume it by its own recipe.
+    """
     before = _flat(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")))
     now = _flat(tomllib.loads(recipe.dumps()))
     if now.get("model.dtype") == "auto":  # stays what it came to where the run began
@@ -107,10 +115,8 @@ def refuse_another_recipe(recipe: Recipe, folder: Path) -> None:
             + (f"with {before[key]!r}" if key in before else "without it")
             for key in _causes(recipe, before, changed)
         ]
-        raise RunError(
-            "\n  ".join(["this is another recipe:", *lines])
-            + f"\n  go on with the recipe that it was started with (`{folder / 'config.toml'}`), or start a new run"
-        )
+        own = f"go on with the recipe that it was started with (`{folder / 'config.toml'}`), or start a new run"
+        raise RunError("\n  ".join(["this is another recipe:", *lines, instead or own]))
 
 
 def _causes(recipe: Recipe, before: Mapping[str, Any], changed: Sequence[str]) -> list[str]:

@@ -52,6 +52,7 @@ from stretto.core.paradigms import PARADIGMS
 from stretto.errors import JournalError, RunError
 
 JOURNAL_NAME = "journal.sqlite"
+NUM_NAMED = 5  # runs of a folder that is none itself
 SCHEMA_VERSION = 6
 
 State = Literal["running", "suspended", "scoring", "scored", "training", "trained", "failed", "filtered", "dropped"]
@@ -146,6 +147,9 @@ def journal_path(run_folder: str | Path) -> Path:
         path = path / JOURNAL_NAME
     if not path.is_file():
         reason = "it has no `journal.sqlite`" if path.parent.is_dir() else "there is no such folder"
+        if inside := sorted(str(journal.parent) for journal in Path(run_folder).glob(f"*/{JOURNAL_NAME}")):
+            named = ", ".join(f"`{folder}`" for folder in inside[:NUM_NAMED]) + (", ..." if inside[NUM_NAMED:] else "")
+            raise RunError(f"`{run_folder}` is no run folder, it holds runs; give one of them: {named}")
         raise RunError(f"`{run_folder}` is no run folder: {reason}; give the folder that `stretto train` made")
     return path
 
