@@ -57,12 +57,13 @@ def test_a_run_that_did_not_come_to_its_end_is_never_tabled(
     assert not (tmp_path / "out" / "compare.json").exists()
 
 
+@pytest.mark.parametrize("status", [0, 130])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_what_stops_compare_alone_stops_the_run_that_it_waits_for(tmp_path: Path, number: signal.Signals) -> None:
+def test_what_stops_compare_alone_stops_the_run_that_it_waits_for(number: signal.Signals, status: int) -> None:
     child = (
         "import signal, sys, time\n"
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))\n"
+        f"signal.signal(signal.SIGTERM, lambda *_: sys.exit({status}))\n"  # 0: its last update was done
         "print('ready', flush=True)\n"
         "time.sleep(60)\n"
     )
@@ -76,7 +77,7 @@ def test_what_stops_compare_alone_stops_the_run_that_it_waits_for(tmp_path: Path
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
-    assert process.wait(20) == 1, "it was told that the run stopped"
+    assert process.wait(20) == 1, "it was told that the run stopped, and begins no other"
     process.communicate()
 
 

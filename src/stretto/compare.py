@@ -173,17 +173,28 @@ def _run(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> dict[str, 
 def _train(words: Sequence[str]) -> int:
     """Run a command to its end. What is to stop this process stops it too, and it is waited for, so that it can leave a
     checkpoint: Ctrl-C reaches both where there is a terminal, and is handed on as SIGTERM in any case."""
-    process = subprocess.Popen(words)
-    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    process: subprocess.Popen[bytes] | None = None
+    stopped = False
+
+    def stop(*_: object) -> None:
+        nonlocal stopped
+        stopped = True
+        if process is not None:
+            process.terminate()
+
+    before = signal.signal(signal.SIGTERM, stop)
     try:
+        process = subprocess.Popen(words)
+        if stopped:  # before there was anything to stop
+            process.terminate()
         while True:
             try:
                 status = process.wait()
             except KeyboardInterrupt:
-                process.terminate()
+                stop()
                 continue
-            # Negative: ended by it before it could handle one.
-            return STOPPED if status in (-signal.SIGINT, -signal.SIGTERM) else status
+            # One that comes to its end all the same is done, and no other begins.
+            return STOPPED if stopped or status == -signal.SIGINT else status
     finally:
         signal.signal(signal.SIGTERM, before)
 

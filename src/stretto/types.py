@@ -101,7 +101,7 @@ class Completion:
     finish: FinishReason
     checksum: str  # of the weights that were resident while it was generated
     token_versions: NDArray[np.int32] | None = None  # [n]; only where it was continued under other weights
-    started_at: float = 0.0  # `time.time()` at the first prefill
+    started_at: float = 0.0  # at the first prefill, by `stretto.clock`
     finished_at: float = 0.0
     prefilled: int = 0  # tokens prefilled for it alone, prompt shared with its group not counted twice
     supports: Supports | None = None  # what each token was drawn from; None: the whole vocabulary, or not recorded

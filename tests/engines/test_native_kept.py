@@ -110,6 +110,23 @@ def test_whoever_needs_the_pages_gets_them_and_nobody_is_preempted_for_what_is_k
         assert completion.tokens.tolist() == expected[number].tokens.tolist()
 
 
+def test_what_is_kept_is_not_given_up_for_one_that_cannot_start_all_the_same(how):
+    engine = made(how, kv_tokens=256, rows=4)
+    long = Request(50, 0, prompt_of(150, 50), 50, Sampling(60))
+    request = first(0)
+    done = drive(engine, [request])[0]
+    engine.add(long)
+    engine.step()
+    engine.add(replace(long, id=51))  # has to wait until the first has ended
+    engine.step()
+    assert engine.report().queued == 1
+    assert engine._cache.num_idle == 3
+    second = after(request, done)
+    assert (
+        drive(engine, [second])[0].tokens.tolist() == drive(made(how), [replace(second, keep=False)])[0].tokens.tolist()
+    )
+
+
 def test_what_does_not_begin_with_it_all_starts_from_its_prompt(how):
     engine, request = made(how, versions=(0, 1)), first(0)
     done = drive(engine, [request])[0]

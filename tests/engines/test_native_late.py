@@ -383,13 +383,13 @@ def recorded(monkeypatch: pytest.MonkeyPatch, steps: Any) -> list[Any]:
     """Lets steps be captured on any device, by what is replayed as it was first run; the bodies that were."""
     bodies: list[Any] = []
 
-    def capture(body: Any, pool: Any, keeping: Any) -> Any:
+    def capture(self: Any, body: Any, pool: Any, keeping: Any) -> Any:
         with keeping():
             body()
         bodies.append(body)
         return SimpleNamespace(replay=body)
 
-    monkeypatch.setattr(graphs, "_capture_once", capture)
+    monkeypatch.setattr(graphs.Graphs, "_capture_once", capture)
     monkeypatch.setattr(steps._graphs, "_captures", True)
     return bodies
 
@@ -435,14 +435,14 @@ def test_a_step_that_cannot_be_captured_now_runs_as_it_is(device, monkeypatch):
 
 
 def test_a_capture_that_fails_half_way_changes_no_token(device, monkeypatch):
-    def capture(body: Any, pool: Any, keeping: Any) -> Any:
+    def capture(self: Any, body: Any, pool: Any, keeping: Any) -> Any:
         with keeping():
             body()
         raise RuntimeError("operation not permitted when stream is capturing")
 
     engine = late(device)
     recorded(monkeypatch, engine._work)
-    monkeypatch.setattr(graphs, "_capture_once", capture)
+    monkeypatch.setattr(graphs.Graphs, "_capture_once", capture)
     engine._work._graphed = True
     agree(drive(engine, requests(8)), drive(known(), requests(8)))
 
@@ -455,6 +455,24 @@ def test_prompts_of_any_size_and_number_are_prefilled(device, monkeypatch, sizes
     work = [Request(i, i % 2, prompt_of(3 + 11 * (i % 8), i), i, Sampling(4)) for i in range(24)]
     options = {"kind": kind, "versions": (0, 1), "prefill_tokens": 48}
     agree(drive(late(device, **options), work), drive(known(**options), work))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_capture_that_breaks_off_on_the_device_changes_no_token(device):
+    if device == "cpu":
+        pytest.skip("nothing is captured there")
+    engine = late(device)
+    forward = engine._work._prefills._forward
+
+    def breaks(*arguments: Any, **named: Any) -> Any:
+        found = forward(*arguments, **named)
+        found.sum().item()  # waits for the device, which no capture survives
+        return found
+
+    engine._work._prefills._forward = breaks
+    agree(drive(engine, requests(8)), drive(known(), requests(8)))
+    assert len(engine._work._graphs) == 0
+    agree(drive(late(device), requests(8)), drive(known(), requests(8)))  # another engine captures as before
 
 
 def test_what_fills_a_prefill_up_reaches_nothing(device):

@@ -42,6 +42,15 @@ def test_a_thread_that_is_held_up_is_told_of_once_and_where(caplog: pytest.LogCa
     assert "`asyncio.to_thread`" in caplog.text
 
 
+def test_a_process_that_was_stopped_for_long_goes_on(tmp_path: Path) -> None:
+    process = run(tmp_path, "told_when_blocked(0.5, told_after_s=0.4, least_s=0.1)", "await asyncio.sleep(3)")
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGCONT)
+    _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (0, "")
+
+
 def test_the_place_is_the_line_of_others_code_that_ours_has_called() -> None:
     found: list[str] = []
 
@@ -57,7 +66,7 @@ def test_the_place_is_the_line_of_others_code_that_ours_has_called() -> None:
     assert [place.split(" ")[1] for place in found] == ["(`episode`)"]
 
 
-def run(tmp_path: Path, body: str) -> subprocess.Popen[str]:
+def run(tmp_path: Path, body: str, then: str = "time.sleep(60)") -> subprocess.Popen[str]:
     """A process whose loop is held up behind what a run has around it; it says `blocked` first."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -72,11 +81,13 @@ def run(tmp_path: Path, body: str) -> subprocess.Popen[str]:
             async def main():
                 with BODY:
                     print("blocked", flush=True)
-                    time.sleep(60)
+                    THEN
 
             asyncio.run(main())
             """
-        ).replace("BODY", body)
+        )
+        .replace("BODY", body)
+        .replace("THEN", then)
     )
     process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None

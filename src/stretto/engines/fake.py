@@ -16,6 +16,7 @@ from typing import TypedDict, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.clock import now
 from stretto.engines.threaded import Failed, ThreadedEngine
 from stretto.errors import ChecksumError, EngineError, RequestError, VersionNotResidentError
 from stretto.types import Capacity, Completion, Load, Request, Sampling, Supports, Suspended, Weights
@@ -188,7 +189,7 @@ class FakeCore:
         for work in sorted(self._queue.values(), key=lambda w: (w.request.priority, w.arrival))[:free]:
             del self._queue[work.request.id]
             self._running[work.request.id] = work
-            work.started_at = work.started_at or time.time()
+            work.started_at = work.started_at or now()
             work.prefilled += len(work.request.prompt)
             self._prefilled += len(work.request.prompt)
         if self._step_s:
@@ -227,7 +228,7 @@ class FakeCore:
             done.checksum,
             versions,
             work.started_at,
-            time.time(),
+            now(),
             work.prefilled,
             _supports(done.tokens, how, self._vocabulary),
         )

@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -32,20 +31,22 @@ def told_when_blocked(
 ) -> Iterator[None]:
     """For the loop that runs in this thread: warn when it is held up, and after `stall_s` end the process."""
     running, thread = asyncio.get_running_loop(), threading.get_ident()
-    done, answered_at = threading.Event(), time.monotonic()
+    done, answers = threading.Event(), 0
     next_one: asyncio.Handle
     limit_s = max(stall_s, least_s)
     beat_s = min(BEAT_S, told_after_s / 4)
 
     def answer() -> None:
-        nonlocal answered_at, next_one
-        answered_at = time.monotonic()
+        nonlocal answers, next_one
+        answers += 1
         next_one = running.call_later(beat_s, answer)
 
     def watch() -> None:
-        told_of = 0.0
+        heard, told_of, beats = 0, 0, 0
         while not done.wait(beat_s):
-            since, held_s = answered_at, time.monotonic() - answered_at
+            # Counted in beats of this thread: the time in which the whole process was stopped is nobody's fault.
+            heard, beats = (heard, beats + 1) if answers == heard else (answers, 0)
+            held_s = beats * beat_s
             frame = sys._current_frames().get(thread)
             if held_s < told_after_s or frame is None:
                 continue
@@ -60,9 +61,9 @@ def told_when_blocked(
                 )
                 sys.stderr.flush()
                 os._exit(FAILED)
-            if told_of != since:
+            if told_of != heard:
                 log.warning("%s", what)
-                told_of = since
+                told_of = heard
 
     next_one = running.call_soon(answer)
     watcher = threading.Thread(target=watch, name="blocked", daemon=True)

@@ -308,7 +308,8 @@ def _engine_bytes(recipe: Recipe, config: Any, model: Any, dtype: torch.dtype) -
     prefill = (recipe.rollout.prefill_tokens + engine_rows(recipe)) * 4 * min(widest, 1 << 15) * dtype.itemsize
     # The captured ones: what a layer makes of each token, and the logits of finished prompts.
     inner = max(linear.out_features for linear in linears if linear is not model.get_output_embeddings())
-    captured = min(recipe.rollout.prefill_tokens, PREFILL_SIZES[-1]) * 6 * inner * dtype.itemsize
+    largest = next((size for size in PREFILL_SIZES if size >= recipe.rollout.prefill_tokens), PREFILL_SIZES[-1])
+    captured = largest * 6 * inner * dtype.itemsize
     captured += PREFILL_CHUNKS * config.vocab_size * torch.float32.itemsize
     prefill += pools * captured
     tables = context_length(config) * (2 * _head_size(config) + engine_rows(recipe) // PAGE) * torch.float32.itemsize

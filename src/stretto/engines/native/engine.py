@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from stretto import clock
 from stretto.checksums import checksum
 from stretto.engines.native import probe
 from stretto.engines.native.attention import Attention
@@ -387,7 +388,7 @@ class NativeEngine:
         return num_rows - sum(t.request.priority > 0 for t in self._schedule.running()) if self._behind else num_rows
 
     def _close(self, ended: Sequence[Ended]) -> list[Completion | Failed]:
-        now = time.time()
+        now = clock.now()
         done: list[Completion | Failed] = []
         for trajectory, finish, broken in ended:
             request = trajectory.request

@@ -23,7 +23,7 @@ class Graphs:
     def __init__(self, wait: Callable[[], None], *, captures: bool) -> None:
         self._wait, self._captures = wait, captures
         self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
-        self._refused: set[Hashable] = set()
+        self._failed: list[torch.cuda.CUDAGraph] = []  # an allocator may still ask for one whose capture broke off
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -46,18 +46,19 @@ class Graphs:
     ) -> None:
         """Do what `body` does, as it was captured under `key`; capture it first, unless somebody else captures now.
 
-        To be captured it runs once more, in a context of `keeping`, which takes back what must not happen twice. What
-        fails to be captured runs uncaptured from then on; only a lack of memory is an error.
+        To be captured it runs once more, in a context of `keeping`, which takes back what must not happen twice. A
+        capture that breaks off is the last: its pool cannot be trusted, and what is not captured yet runs as it is.
+        Only a lack of memory is an error.
         """
         graph = self._graphs.get(key)
-        if graph is None and self._captures and key not in self._refused and CAPTURE.acquire(blocking=False):
+        if graph is None and self._captures and CAPTURE.acquire(blocking=False):
             try:
                 graph = self._capture(key, body, pool, keeping)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                logger.warning("%s could not be captured, and runs uncaptured from now on: %s", key, error)
-                self._refused.add(key)
+                logger.warning("%s could not be captured; from now on nothing more is: %s", key, error)
+                self._captures = False
             finally:
                 CAPTURE.release()
         if graph is None:
@@ -76,39 +77,43 @@ class Graphs:
         """Capture, giving back what was captured before where memory runs out. `CAPTURE` is held."""
         while len(self._graphs) >= MAX_GRAPHS:
             self._graphs.popitem(last=False)
-        graph = _try_capture(body, pool, keeping)
+        graph = self._try_capture(body, pool, keeping)
         if graph is None:
             release_cached()
-            graph = _try_capture(body, pool, keeping)
+            graph = self._try_capture(body, pool, keeping)
         if graph is None:
             logger.warning("no memory to capture %s: %d others go", key, len(self._graphs))
             self.retire()
             release_cached()
-            graph = _capture_once(body, pool, keeping)
+            graph = self._capture_once(body, pool, keeping)
         self._graphs[key] = graph
         logger.debug("captured %s", key)
         return graph
 
+    def _try_capture(
+        self, body: Callable[[], object], pool: Any, keeping: Callable[[], AbstractContextManager[None]]
+    ) -> torch.cuda.CUDAGraph | None:
+        """None where memory runs out; the error, and with it all that the try had made, is gone when this returns."""
+        try:
+            return self._capture_once(body, pool, keeping)
+        except torch.OutOfMemoryError:
+            return None
 
-def _try_capture(
-    body: Callable[[], object], pool: Any, keeping: Callable[[], AbstractContextManager[None]]
-) -> torch.cuda.CUDAGraph | None:
-    """None where memory runs out; the error, and with it all that the try had made, is gone when this returns."""
-    try:
-        return _capture_once(body, pool, keeping)
-    except torch.OutOfMemoryError:
-        return None
-
-
-def _capture_once(
-    body: Callable[[], object], pool: Any, keeping: Callable[[], AbstractContextManager[None]]
-) -> torch.cuda.CUDAGraph:
-    """Run `body` once, so that kernels are compiled and libraries set up, take its effect back, and record it."""
-    with keeping():
-        body()
-    graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.current_stream()
-    stream.synchronize()
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-        body()
-    return graph
+    def _capture_once(
+        self, body: Callable[[], object], pool: Any, keeping: Callable[[], AbstractContextManager[None]]
+    ) -> torch.cuda.CUDAGraph:
+        """Run `body` once, so that kernels are compiled and libraries set up, take its effect back, and record it."""
+        with keeping():
+            body()
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream()
+        stream.synchronize()
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                body()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            self._failed.append(graph)
+            raise
+        return graph

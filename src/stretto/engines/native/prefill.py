@@ -64,17 +64,23 @@ class Prefills:
             self._logits = torch.zeros(CHUNKS, decoders[0].vocabulary, device=device)
 
     def run(self, tree: int, chunks: Sequence[tuple[Prefix, Chunk]], *, captured: bool) -> None:
-        """One forward over chunks of one tree; the logits of prefixes that are done go to them."""
+        """One forward over chunks of one tree; the logits of prefixes that are done go to them.
+
+        `captured`: as a graph, where it is small enough.
+        """
         count = sum(chunk.end - chunk.start for _, chunk in chunks)
         size = next((size for size in SIZES if size >= count), 0)
-        if self._fixed and captured and size and len(chunks) <= CHUNKS:
+        if self._fixed and size and len(chunks) <= CHUNKS:
             done, given = self._pack(chunks, size, CHUNKS, self._table.shape[1], CHUNKS)
             inputs = self._placed(given, size)
-            self._graphs.run(
-                ("prefill", tree, size, self._decoders[tree].scale),
-                lambda: self._logits.copy_(self._forward(tree, inputs, size, filled=True)),
-                self._pools[tree],
-            )
+
+            def body() -> None:
+                self._logits.copy_(self._forward(tree, inputs, size, filled=True))
+
+            if captured:
+                self._graphs.run(("prefill", tree, size, self._decoders[tree].scale), body, self._pools[tree])
+            else:
+                body()
             logits = self._logits
         else:
             # Where results must not depend on neighbours, a chunk runs alone, filled up to a size of its own.

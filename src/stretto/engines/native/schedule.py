@@ -10,12 +10,12 @@ somebody else needs them, those first that have waited longest.
 
 from __future__ import annotations
 
-import time
 from bisect import insort
 from collections.abc import Iterator, Sequence
 
 import torch
 
+from stretto.clock import now
 from stretto.engines.native.attention import Chunk
 from stretto.engines.native.cache import PAGE, KVCache, num_pages
 from stretto.engines.native.device_rows import DeviceRows
@@ -172,8 +172,10 @@ class Schedule:
             head = self.queue[-1]
             # Rows that run will need pages soon; starting into the last ones would only preempt.
             spare = (busy + 1) // 2 if busy else 0
-            self.reclaim(self._need(head) + spare)
-            if self.cache.num_free < self._need(head) + spare:
+            need = self._need(head) + spare
+            if self.cache.num_free + self.cache.num_idle >= need:
+                self.reclaim(need)
+            if self.cache.num_free < need:
                 if self._evict_idle(head.prefix):
                     continue
                 break
@@ -189,7 +191,7 @@ class Schedule:
         return 1 + (0 if prefix.pages else num_pages(len(prefix.tokens)) - len(prefix.kept))
 
     def _start(self, trajectory: Trajectory) -> None:
-        trajectory.started_at = trajectory.started_at or time.time()
+        trajectory.started_at = trajectory.started_at or now()
         if trajectory.kv is not None:
             trajectory.pages = self.cache.take(num_pages(trajectory.kv.shape[2]))
             self.cache.write(trajectory.pages, trajectory.kv)
