@@ -26,12 +26,12 @@ def hold_up(seconds: float) -> None:
 
 def test_a_thread_that_is_held_up_is_told_of_once_and_where(caplog: pytest.LogCaptureFixture) -> None:
     async def story() -> None:
-        with told_when_blocked(900.0, told_after_s=0.2):
-            await asyncio.sleep(0.5)  # it answers
+        with told_when_blocked(900.0, told_after_s=1.0):
+            await asyncio.sleep(1.5)  # it answers
             assert not caplog.records
-            hold_up(0.8)
-            await asyncio.sleep(0.2)
-            hold_up(0.8)
+            hold_up(2.5)
+            await asyncio.sleep(1.0)
+            hold_up(2.5)
             await asyncio.sleep(0.1)
 
     with caplog.at_level(logging.WARNING):
@@ -43,9 +43,9 @@ def test_a_thread_that_is_held_up_is_told_of_once_and_where(caplog: pytest.LogCa
 
 
 def test_a_process_that_was_stopped_for_long_goes_on(tmp_path: Path) -> None:
-    process = run(tmp_path, "told_when_blocked(0.5, told_after_s=0.4, least_s=0.1)", "await asyncio.sleep(3)")
+    process = run(tmp_path, "told_when_blocked(1.5, told_after_s=1.2, least_s=0.1)", "await asyncio.sleep(4)")
     process.send_signal(signal.SIGSTOP)
-    time.sleep(1.5)
+    time.sleep(2.5)
     process.send_signal(signal.SIGCONT)
     _, said = process.communicate(timeout=30)
     assert (process.returncode, said) == (0, "")
