@@ -4,11 +4,11 @@
     python -m bench.gpu.simulate --tail published --groups 16 --staleness 4,8 --in-flight 2,4,9 --updates 20
 
 The core is the real one; time passes as the cells under `--known` say: a decode step costs `a + b * rows + c * context`
-(`costs`), a token of training what it costs alone (`sharing`, or `costs`), and while both run each keeps the share of
-its speed that `sharing` measured for two at once. Prefill is taken as half of training a token, which is two of its
-four operations; `partial` prefills all that runs when a version is published. Publishing is free, and so is the host.
-`--check` makes again every run with forced lengths that was measured, and prints both. So a tail, `K` and `in_flight`
-are tried in seconds, without a GPU.
+(`costs`), a token of training what it costs alone (`sharing`), and while both run each keeps the share of its speed
+that `sharing` measured for two at once, in groups where there are such cells. Prefill is taken as half of training a
+token, which is two of its four operations; `partial` prefills all that runs when a version is published. Publishing is
+free, and so is the host. `--check` makes again every run with forced lengths that was measured, and prints both. So a
+tail, `K` and `in_flight` are tried in seconds, without a GPU.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def costs_of(records: Sequence[Record], size: str) -> Costs:
     both = [each for each in shares(records) if each["mode"] == "both" and each["size"] == size]
     if not alone or not both:
         raise ValueError(f"no `sharing` cells of {size}, alone and both: run `python -m bench.gpu.sharing`")
-    return Costs(step, 1 / alone[0], both[0]["decode_share"], both[0]["training_share"])
+    shared = max(both, key=lambda each: each.get("group", 0))
+    return Costs(step, 1 / alone[0], shared["decode_share"], shared["training_share"])
 
 
 class Run:

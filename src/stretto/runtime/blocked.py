@@ -47,9 +47,9 @@ def told_when_blocked(
             # Counted in beats of this thread: the time in which the whole process was stopped is nobody's fault.
             heard, beats = (heard, beats + 1) if answers == heard else (answers, 0)
             held_s = beats * beat_s
-            frame = sys._current_frames().get(thread)
-            if held_s < told_after_s or frame is None:
+            if held_s < told_after_s:
                 continue
+            frame = sys._current_frames()[thread]
             what = (
                 f"the run's own thread has been held up for {held_s:.0f} s at {place_of(frame)}, and nothing else can "
                 "happen meanwhile: what blocks belongs in `asyncio.to_thread`"

@@ -222,7 +222,8 @@ async def _run(
     evaluator = _evaluator(recipe, parts, environment, journal, episode_s)
     deadlines = recipe.runtime.instance_seconds, seats.rewards.longest_s or recipe.runtime.stall_seconds
     if evaluator is not None and brain.newest == 0 and not resumed.evaluated_before:
-        await _evaluate_alone(deadlines, evaluator, pool, resumed.weights[0], "before", tally, observer)
+        with told_when_blocked(recipe.runtime.stall_seconds):
+            await _evaluate_alone(deadlines, evaluator, pool, resumed.weights[0], "before", tally, observer)
 
     def checkpointing(loop: Loop) -> Coroutine[Any, Any, None]:
         return take_checkpoint(folder, loop, role, journal, versions)
@@ -267,7 +268,8 @@ async def _run(
     # Complete from here on: what becomes of the last evaluation changes nothing of what was trained.
     summary = await _conclude(folder, tally, brain, journal, role, stopped=False)
     if evaluator is not None:
-        await _evaluate_alone(deadlines, evaluator, pool, loop.weights[plan.updates], "after", tally, observer)
+        with told_when_blocked(recipe.runtime.stall_seconds):
+            await _evaluate_alone(deadlines, evaluator, pool, loop.weights[plan.updates], "after", tally, observer)
         summary = await _conclude(folder, tally, brain, journal, role, stopped=False)
     versions.prune(lambda version: False)  # `policy/` has the last, and nothing needs another
     return summary

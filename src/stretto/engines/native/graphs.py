@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 96  # that are kept; each holds some megabytes
 
+Body = Callable[[], object]
+Keeping = Callable[[], AbstractContextManager[None]]
+
 
 class Graphs:
     """Captured graphs of one engine. `wait` waits until nothing runs any more that any of them launched."""
@@ -40,9 +43,9 @@ class Graphs:
     def run(
         self,
         key: Hashable,
-        body: Callable[[], object],
+        body: Body,
         pool: Any,  # of memory, shared by graphs that never run at once
-        keeping: Callable[[], AbstractContextManager[None]] = nullcontext,
+        keeping: Keeping = nullcontext,
     ) -> None:
         """Do what `body` does, as it was captured under `key`; capture it first, unless somebody else captures now.
 
@@ -67,13 +70,7 @@ class Graphs:
         self._graphs.move_to_end(key)
         graph.replay()
 
-    def _capture(
-        self,
-        key: Hashable,
-        body: Callable[[], object],
-        pool: Any,
-        keeping: Callable[[], AbstractContextManager[None]],
-    ) -> torch.cuda.CUDAGraph:
+    def _capture(self, key: Hashable, body: Body, pool: Any, keeping: Keeping) -> torch.cuda.CUDAGraph:
         """Capture, giving back what was captured before where memory runs out. `CAPTURE` is held."""
         while len(self._graphs) >= MAX_GRAPHS:
             self._graphs.popitem(last=False)
@@ -90,18 +87,14 @@ class Graphs:
         logger.debug("captured %s", key)
         return graph
 
-    def _try_capture(
-        self, body: Callable[[], object], pool: Any, keeping: Callable[[], AbstractContextManager[None]]
-    ) -> torch.cuda.CUDAGraph | None:
+    def _try_capture(self, body: Body, pool: Any, keeping: Keeping) -> torch.cuda.CUDAGraph | None:
         """None where memory runs out; the error, and with it all that the try had made, is gone when this returns."""
         try:
             return self._capture_once(body, pool, keeping)
         except torch.OutOfMemoryError:
             return None
 
-    def _capture_once(
-        self, body: Callable[[], object], pool: Any, keeping: Callable[[], AbstractContextManager[None]]
-    ) -> torch.cuda.CUDAGraph:
+    def _capture_once(self, body: Body, pool: Any, keeping: Keeping) -> torch.cuda.CUDAGraph:
         """Run `body` once, so that kernels are compiled and libraries set up, take its effect back, and record it."""
         with keeping():
             body()

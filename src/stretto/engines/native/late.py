@@ -119,8 +119,9 @@ class LateSteps:
             for decoder in decoders
         ]
         pools = [lane.pool for lane in self._lanes]
+        pages = rows.table.shape[1]
         self._prefills = Prefills(
-            *(decoders, cache, kernels, self._graphs, pools, rows.table.shape[1], device), deterministic=deterministic
+            decoders, cache, kernels, self._graphs, pools, pages, device, deterministic=deterministic
         )
         self._drawn = torch.zeros(2, size, dtype=torch.int32, device=device)  # see `Pending`
         self._pending: list[Pending] = []

@@ -105,9 +105,7 @@ class Prefix:
     queued: int = 0  # trajectories in the queue that will start from it
     children: int = 0  # rows that decode from it
     waiting: list[Trajectory] = field(default_factory=list)  # admitted, each with a row reserved
-    kept: list[int] = field(
-        default_factory=list
-    )  # full pages of its first tokens, from the turn before; it has not begun
+    kept: list[int] = field(default_factory=list)  # until it begins: the full pages that the turn before has left
     pages: list[int] = field(default_factory=list)
     cache_slots: Tensor | None = None  # [n] int32
     done: int = 0  # tokens prefilled
