@@ -39,6 +39,7 @@ def parse(benches: Sequence[str], description: str | None, arguments: Sequence[s
     parser.add_argument("--sizes", type=words, default=["1.7B"])
     parser.add_argument("--lora", type=integers, default=[0, 1, 3], help="adapters in use; 0: base weights")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--drain-repeats", type=int, help="of a drain, which is long; default: `--repeats`")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--batches", type=integers, default=[256, 512, 64, 16, 1])
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a completion in `decode`")

@@ -72,7 +72,7 @@ def _drain(side: Side, cell: Cell, options: argparse.Namespace) -> dict[str, Any
     warm = [Ask(ask.prompt[::-1], min(ask.tokens, 24 + i % 8), ask.version, ask.group) for i, ask in enumerate(work)]
     side.generate(warm)
     outcomes = []
-    for repeat in range(options.repeats):
+    for repeat in range(options.drain_repeats or options.repeats):
         # Other prompts each time, the same lengths: no cache of prefixes helps over repeats.
         fresh = prompts(count, prompt, size, seed=100 + repeat)
         outcomes.append(side.generate([Ask(fresh[a.group], a.tokens, a.version, a.group) for a in work]))
