@@ -57,12 +57,19 @@ def sharing(records: Sequence[Record]) -> str:
         star = "" if each["one_sitting"] else "*"
         rows.append(
             [
-                *(each["size"], str(each["rows"]), f"{each['micro_tokens']:,}", name_of(each)),
+                *(
+                    each["size"],
+                    str(each["rows"]),
+                    str(each.get("group", 1)),
+                    f"{each['micro_tokens']:,}",
+                    name_of(each),
+                ),
                 *(share(each[name]) for name in ("decode_share", "training_share")),
                 f"{each['sum']:.2f}{star}",
             ]
         )
-    head = ["size", "rows", "micro-batch tokens", "interleaving", "of decode alone", "of training alone", "sum"]
+    head = ["size", "rows", "rows a prompt", "micro-batch tokens", "interleaving"]
+    head += ["of decode alone", "of training alone", "sum"]
     return table("Decode and training on one device", head, rows)
 
 
