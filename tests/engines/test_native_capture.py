@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -46,8 +47,8 @@ def test_a_capture_without_memory_is_tried_again_with_nothing_of_the_try_before_
 
     monkeypatch.setattr(Graphs, "_capture_once", capture)
     store = Graphs(lambda: waits.append(len(store)), captures=True)
-    store.run("another", lambda: None, None)
-    store.run("one", lambda: None, None)
+    store.run("another", lambda: None, 0)
+    store.run("one", lambda: None, 0)
     assert len(made) == failures + 2
     assert not any(alive)
     assert len(store) == kept, "others go only where an empty cache did not do"
@@ -60,7 +61,7 @@ def test_a_capture_for_which_there_is_no_memory_at_all_is_an_error(monkeypatch: 
 
     monkeypatch.setattr(Graphs, "_capture_once", capture)
     with pytest.raises(torch.OutOfMemoryError):
-        Graphs(lambda: None, captures=True).run("one", lambda: None, None)
+        Graphs(lambda: None, captures=True).run("one", lambda: None, 0)
     assert CAPTURE.acquire(blocking=False), "it was let go"
     CAPTURE.release()
 
@@ -74,8 +75,8 @@ def test_the_least_recently_used_go_and_what_is_kept_is_replayed(monkeypatch: py
         yield
         log.append("take back")
 
-    def capture(self: Any, body: Any, pool: Any, keeping: Any) -> Any:
-        assert pool == "pool"
+    def capture(self: Any, body: Any, lane: int, keeping: Any) -> Any:
+        assert lane == 3
         with keeping():
             body()
         return SimpleNamespace(replay=lambda: log.append("replay"))
@@ -85,7 +86,7 @@ def test_the_least_recently_used_go_and_what_is_kept_is_replayed(monkeypatch: py
     store = Graphs(lambda: None, captures=True)
     for key in "abacb":
         log.append(key)
-        store.run(key, lambda: log.append("body"), "pool", keeping)
+        store.run(key, lambda: log.append("body"), 3, keeping)
     captured = ["keep", "body", "take back", "replay"]
     assert log == ["a", *captured, "b", *captured, "a", "replay", "c", *captured, "b", *captured]
     assert len(store) == 2
@@ -97,7 +98,7 @@ def test_where_nothing_is_captured_the_body_runs() -> None:
     ran: list[int] = []
     store = Graphs(lambda: None, captures=False)
     for number in range(2):
-        store.run("one", lambda number=number: ran.append(number), None)  # type: ignore[misc]
+        store.run("one", lambda number=number: ran.append(number), 0)  # type: ignore[misc]
     assert ran == [0, 1]
     assert len(store) == 0
 
@@ -114,9 +115,34 @@ def test_a_capture_that_breaks_off_is_the_last(
     monkeypatch.setattr(Graphs, "_capture_once", capture)
     store, ran = Graphs(lambda: None, captures=True), list[int]()
     for number in range(3):
-        store.run(f"key {number}", lambda number=number: ran.append(number), None)  # type: ignore[misc]
+        store.run(f"key {number}", lambda number=number: ran.append(number), 0)  # type: ignore[misc]
     assert ran == [0, 1, 2]
     assert len(tries) == 1
     assert "key 0 could not be captured" in caplog.text
     assert CAPTURE.acquire(blocking=False), "it was let go"
     CAPTURE.release()
+
+
+def test_graphs_of_a_lane_share_a_pool_and_what_is_captured_after_all_are_dropped_has_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handles = itertools.count()
+    pools: list[int] = []
+
+    @contextmanager
+    def capture(graph: Any, *, pool: int, **_: Any) -> Iterator[None]:
+        pools.append(pool)
+        yield
+
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    store = Graphs(lambda: None, captures=True)
+    for key, lane in [("a", 0), ("b", 1), ("c", 0)]:
+        store.run(key, lambda: None, lane)
+    store.retire()
+    for key, lane in [("a", 0), ("b", 1), ("c", 0)]:
+        store.run(key, lambda: None, lane)
+    assert pools == [0, 1, 0, 2, 3, 2], "torch refuses a pool that is left without graphs while a tensor of it lives"

@@ -383,7 +383,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, steps: Any) -> list[Any]:
     """Lets steps be captured on any device, by what is replayed as it was first run; the bodies that were."""
     bodies: list[Any] = []
 
-    def capture(self: Any, body: Any, pool: Any, keeping: Any) -> Any:
+    def capture(self: Any, body: Any, lane: int, keeping: Any) -> Any:
         with keeping():
             body()
         bodies.append(body)
@@ -435,7 +435,7 @@ def test_a_step_that_cannot_be_captured_now_runs_as_it_is(device, monkeypatch):
 
 
 def test_a_capture_that_fails_half_way_changes_no_token(device, monkeypatch):
-    def capture(self: Any, body: Any, pool: Any, keeping: Any) -> Any:
+    def capture(self: Any, body: Any, lane: int, keeping: Any) -> Any:
         with keeping():
             body()
         raise RuntimeError("operation not permitted when stream is capturing")

@@ -26,14 +26,20 @@ class Graphs:
     def __init__(self, wait: Callable[[], None], *, captures: bool) -> None:
         self._wait, self._captures = wait, captures
         self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
+        self._pools: dict[int, Any] = {}  # of memory, by lane
         self._failed: list[torch.cuda.CUDAGraph] = []  # an allocator may still ask for one whose capture broke off
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def forget(self) -> None:
-        """Drop what was captured: the memory that it points at is about to go."""
+        """Drop what was captured: the memory that it points at is about to go.
+
+        An allocator refuses a pool that no graph uses any more and that somebody still holds a tensor of, so that what
+        is captured next has pools of its own.
+        """
         self._graphs.clear()
+        self._pools.clear()
 
     def retire(self) -> None:
         """Let go of memory that captured graphs point at, and that launched ones may still use."""
@@ -44,7 +50,7 @@ class Graphs:
         self,
         key: Hashable,
         body: Body,
-        pool: Any,  # of memory, shared by graphs that never run at once
+        lane: int,  # graphs of one never run at once, so that they share their memory
         keeping: Keeping = nullcontext,
     ) -> None:
         """Do what `body` does, as it was captured under `key`; capture it first, unless somebody else captures now.
@@ -56,7 +62,7 @@ class Graphs:
         graph = self._graphs.get(key)
         if graph is None and self._captures and CAPTURE.acquire(blocking=False):
             try:
-                graph = self._capture(key, body, pool, keeping)
+                graph = self._capture(key, body, lane, keeping)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
@@ -70,35 +76,35 @@ class Graphs:
         self._graphs.move_to_end(key)
         graph.replay()
 
-    def _capture(self, key: Hashable, body: Body, pool: Any, keeping: Keeping) -> torch.cuda.CUDAGraph:
+    def _capture(self, key: Hashable, body: Body, lane: int, keeping: Keeping) -> torch.cuda.CUDAGraph:
         """Capture, giving back what was captured before where memory runs out. `CAPTURE` is held."""
         while len(self._graphs) >= MAX_GRAPHS:
             self._graphs.popitem(last=False)
-        graph = self._try_capture(body, pool, keeping)
+        graph = self._try_capture(body, lane, keeping)
         if graph is None:
             release_cached()
-            graph = self._try_capture(body, pool, keeping)
+            graph = self._try_capture(body, lane, keeping)
         if graph is None:
             logger.warning("no memory to capture %s: %d others go", key, len(self._graphs))
             self.retire()
             release_cached()
-            graph = self._capture_once(body, pool, keeping)
+            graph = self._capture_once(body, lane, keeping)
         self._graphs[key] = graph
         logger.debug("captured %s", key)
         return graph
 
-    def _try_capture(self, body: Body, pool: Any, keeping: Keeping) -> torch.cuda.CUDAGraph | None:
+    def _try_capture(self, body: Body, lane: int, keeping: Keeping) -> torch.cuda.CUDAGraph | None:
         """None where memory runs out; the error, and with it all that the try had made, is gone when this returns."""
         try:
-            return self._capture_once(body, pool, keeping)
+            return self._capture_once(body, lane, keeping)
         except torch.OutOfMemoryError:
             return None
 
-    def _capture_once(self, body: Body, pool: Any, keeping: Keeping) -> torch.cuda.CUDAGraph:
+    def _capture_once(self, body: Body, lane: int, keeping: Keeping) -> torch.cuda.CUDAGraph:
         """Run `body` once, so that kernels are compiled and libraries set up, take its effect back, and record it."""
         with keeping():
             body()
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), self._pool(lane)
         stream = torch.cuda.current_stream()
         stream.synchronize()
         try:
@@ -110,3 +116,8 @@ class Graphs:
             self._failed.append(graph)
             raise
         return graph
+
+    def _pool(self, lane: int) -> Any:
+        if lane not in self._pools:
+            self._pools[lane] = torch.cuda.graph_pool_handle()
+        return self._pools[lane]

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -72,7 +71,6 @@ class Lane:
     plan: DecodePlan
     workspace: Tensor  # of `draw`
     index: Tensor  # [rows + 1] int64: the rows that run, where not all do
-    pool: Any  # memory of its captured steps; None where nothing is captured
     stream: torch.cuda.Stream | None  # used where there are several lanes
 
 
@@ -113,16 +111,12 @@ class LateSteps:
                 DecodePlan.allocate(size, items, heads, cache.head_size, device),
                 draw_workspace(size, decoder.vocabulary, device),
                 torch.full((size,), rows.capacity, dtype=torch.int64, device=device),
-                torch.cuda.graph_pool_handle() if self._graphed else None,
                 torch.cuda.Stream(device, priority=-1) if self._graphed else None,  # type: ignore[no-untyped-call]
             )
             for decoder in decoders
         ]
-        pools = [lane.pool for lane in self._lanes]
         pages = rows.table.shape[1]
-        self._prefills = Prefills(
-            decoders, cache, kernels, self._graphs, pools, pages, device, deterministic=deterministic
-        )
+        self._prefills = Prefills(decoders, cache, kernels, self._graphs, pages, device, deterministic=deterministic)
         self._drawn = torch.zeros(2, size, dtype=torch.int32, device=device)  # see `Pending`
         self._pending: list[Pending] = []
         self.tokens = 0
@@ -308,7 +302,7 @@ class LateSteps:
         self._graphs.run(
             key,
             lambda: self._body(tree, size, chunk, items, lines, shares, index),
-            self._lanes[tree].pool,
+            tree,
             lambda: self._unmoved(size, index),
         )
 

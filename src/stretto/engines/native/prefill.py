@@ -8,7 +8,7 @@ scratch page, and nothing reads it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -46,14 +46,13 @@ class Prefills:
         cache: KVCache,
         kernels: Kernels,
         graphs: Graphs,
-        pools: Sequence[Any],  # of memory, one a tree
         pages: int,  # that a sequence has at most
         device: torch.device,
         *,
         deterministic: bool,
     ) -> None:
         self._decoders, self._cache, self._kernels = decoders, cache, kernels
-        self._graphs, self._pools, self._device, self._deterministic = graphs, pools, device, deterministic
+        self._graphs, self._device, self._deterministic = graphs, device, deterministic
         # Modules of others may do what cannot be captured over any number of tokens.
         self._fixed = not deterministic and all(isinstance(decoder, FusedDecoder) for decoder in decoders)
         if self._fixed:
@@ -78,7 +77,7 @@ class Prefills:
                 self._logits.copy_(self._forward(tree, inputs, size, filled=True))
 
             if captured:
-                self._graphs.run(("prefill", tree, size, self._decoders[tree].scale), body, self._pools[tree])
+                self._graphs.run(("prefill", tree, size, self._decoders[tree].scale), body, tree)
             else:
                 body()
             logits = self._logits
