@@ -102,13 +102,21 @@ class KVCache:
         return (table[:, None] * PAGE + torch.arange(PAGE, dtype=torch.int32, device=table.device)).view(-1)[:tokens]
 
     def read(self, pages: Sequence[int], tokens: int) -> Tensor:
-        """A copy in host memory, [layers, 2, tokens, kv heads, head size]."""
-        return self.storage.index_select(2, self.slots(pages, tokens)).cpu()
+        """A copy in host memory, [layers, 2, tokens, kv heads, head size].
+
+        Layer by layer: a row leaves where memory is short, and all of a long one is gigabytes.
+        """
+        slots, shape = self.slots(pages, tokens), (self.layers, 2, tokens, self.kv_heads, self.head_size)
+        kv = torch.empty(shape, dtype=self.storage.dtype)
+        for into, layer in zip(kv, self.storage, strict=True):
+            into.copy_(layer.index_select(1, slots))
+        return kv
 
     def write(self, pages: Sequence[int], kv: Tensor) -> None:
         """The inverse of `read`."""
-        slots = self.slots(pages, kv.shape[2])
-        self.storage.index_copy_(2, slots.long(), kv.to(self.storage.device, self.storage.dtype))
+        slots = self.slots(pages, kv.shape[2]).long()
+        for layer, own in zip(self.storage, kv, strict=True):
+            layer.index_copy_(1, slots, own.to(layer.device, layer.dtype))
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy pages (source, target): samples get their own copy of the page that their prompt ends in."""

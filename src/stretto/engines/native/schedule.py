@@ -283,25 +283,25 @@ class Schedule:
         """What to prefill in this step.
 
         A sequence is cut at fixed positions and a chunk is never split, so that the result does not depend on what else
-        is prefilled; a step takes as many chunks as its budget holds, and at least one.
+        is prefilled; a step takes as many chunks as its budget holds, and at least one. Of one sequence it takes one,
+        because the next reads what that writes.
         """
         chosen: list[tuple[Prefix, Chunk]] = []
         budget = self.prefill_tokens
         for prefix in self._active:
-            while prefix.waiting and prefix.done < len(prefix.tokens):
-                start, end = prefix.done, min(prefix.done + self.prefill_tokens, len(prefix.tokens))
-                if chosen and end - start > budget:
-                    return chosen
-                budget -= end - start
-                assert prefix.cache_slots is not None
-                last = end == len(prefix.tokens)
-                slots = prefix.cache_slots[:end]
-                chosen.append((prefix, Chunk(prefix.tokens[start:end], slots, start, end, prefix.slot, last)))
-                prefix.done = end
-                prefix.waiting[0].prefilled += end - start
-                self.prefilled += end - start
-                if not last:
-                    break  # its next chunk reads what this one writes
+            if not prefix.waiting or prefix.done == len(prefix.tokens):
+                continue
+            start, end = prefix.done, min(prefix.done + self.prefill_tokens, len(prefix.tokens))
+            if chosen and end - start > budget:
+                break
+            budget -= end - start
+            assert prefix.cache_slots is not None
+            last = end == len(prefix.tokens)
+            slots = prefix.cache_slots[:end]
+            chosen.append((prefix, Chunk(prefix.tokens[start:end], slots, start, end, prefix.slot, last)))
+            prefix.done = end
+            prefix.waiting[0].prefilled += end - start
+            self.prefilled += end - start
         return chosen
 
     def ready(self) -> list[Prefix]:
