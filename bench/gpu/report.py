@@ -2,7 +2,7 @@
 
     python -m bench.gpu.report RESULTS [MORE ...] --out report.md
 
-A ratio whose two sides come from different sittings carries a star.
+A ratio whose two sides come from different sittings carries a star, and so does an ideal that was made of several.
 """
 
 from __future__ import annotations
@@ -70,12 +70,13 @@ def _generation(records: Sequence[Record], bench: str, title: str) -> str:
 
 def _rollout(records: Sequence[Record]) -> str:
     """The drain of both sides, and the sustained rate over each of them."""
-    drains = by(records, "drain", "size", "tail", "groups", "lora")
-    sustained = by(records, "sustained", "size", "tail", "groups")
+    drains = by(records, "drain", "size", "tail", "groups", "prompt", "lora")
+    sustained = by(records, "sustained", "size", "tail", "groups", "prompt")
     head = [
         "size",
         "tail",
         "groups",
+        "prompt",
         "LoRA",
         "native drain",
         "vLLM drain",
@@ -85,12 +86,12 @@ def _rollout(records: Sequence[Record]) -> str:
         "over vLLM",
     ]
     rows = []
-    for (size, tail, groups, lora), sides in drains.items():
+    for (size, tail, groups, prompt, lora), sides in drains.items():
         ours, theirs = sides.get("native"), sides.get("vllm")
-        full = sustained.get((size, tail, groups), {}).get("native")
+        full = sustained.get((size, tail, groups, prompt), {}).get("native")
         rows.append(
             [
-                *(size, tail, f"{groups} x {GROUP}", str(lora)),
+                *(size, tail, f"{groups} x {GROUP}", f"{prompt:,}", str(lora)),
                 *(value(side, "tokens_per_s", rate) for side in (ours, theirs)),
                 ratio(ours, theirs),
                 value(full, "tokens_per_s", rate),
@@ -101,7 +102,10 @@ def _rollout(records: Sequence[Record]) -> str:
 
 
 def _updates(records: Sequence[Record]) -> str:
-    """Whole runs. A ratio is between runs of the same work: over synchronous as many updates, of the same groups."""
+    """Whole runs. A ratio is between runs of the same work: over synchronous as many updates, of the same groups.
+
+    Over TRL it is to the fastest of its settings.
+    """
     head = ["size", "tail", "groups", "updates", "paradigm", "K", "tok/s", "while admitting", "s/update", "training s"]
     head += ["rows idle", "half of rows", "age", "dropped", "over synchronous", "while admitting", "over TRL"]
     found = [record for record in records if record["bench"] == "update"]
@@ -117,7 +121,8 @@ def _updates(records: Sequence[Record]) -> str:
     for record in sorted(found, key=lambda r: (*of(r, *work), r["side"], of(r, "updates"), str(of(r, "paradigm")))):
         alike = same(record, *work, "updates", "prompt")
         plain = next((r for r in alike if r["parameters"].get("paradigm") == "synchronous"), None)
-        trl = next((r for r in same(record, *work) if r["side"] == "trl"), None)
+        tuned = [r for r in same(record, *work, "prompt") if r["side"] == "trl"]
+        trl = max(tuned, key=lambda r: r["results"].get("tokens_per_s", 0.0), default=None)
         size, tail, groups, updates, paradigm, staleness = of(record, *work, "updates", "paradigm", "staleness")
         rows.append(
             [
@@ -137,9 +142,7 @@ def _updates(records: Sequence[Record]) -> str:
 
 def step_cost(records: Sequence[Record], size: str) -> StepCost | None:
     """The cost of a step of one size, or None where there are too few cells to tell."""
-    steps = [
-        r for r in records if r["bench"] == "step" and r["parameters"]["size"] == size and "step_ms" in r["results"]
-    ]
+    steps = _steps(records, size)
     if len(steps) < 3:
         return None
     points = [
@@ -153,11 +156,17 @@ def step_cost(records: Sequence[Record], size: str) -> StepCost | None:
     return fit(points)
 
 
+def _steps(records: Sequence[Record], size: str) -> list[Record]:
+    return [
+        r for r in records if r["bench"] == "step" and r["parameters"]["size"] == size and "step_ms" in r["results"]
+    ]
+
+
 def _costs(records: Sequence[Record]) -> str:
     """Ideal gains for the work of the runs that were made, or of one update where there are none.
 
     The gain while groups are admitted is that of the updates between the first and the last, which is what the window
-    of the synchronous run holds.
+    of the synchronous run holds. An ideal whose steps and training come from several sittings carries a star.
     """
     head = ["size", "a, ms a step", "b, us a row", "c, ns a token", "tail", "groups", "updates", "training s"]
     head += ["synchronous s", "full rows s", "ideal gain", "measured", "ideal while admitting", "measured"]
@@ -167,6 +176,8 @@ def _costs(records: Sequence[Record]) -> str:
         cost = step_cost(records, parameters["size"])
         if cost is None or "training_s" not in record["results"]:
             continue
+        sittings = {r["sitting"] for r in (record, *_steps(records, parameters["size"]))}
+        star = "" if len(sittings) == 1 else "*"
         runs = _runs_of(records, parameters)
         for updates in sorted(runs) or [1]:
             batches = batch_lengths(parameters["tail"], parameters["groups"], updates)
@@ -178,8 +189,8 @@ def _costs(records: Sequence[Record]) -> str:
                     *(parameters["size"], f"{1e3 * cost.a:.3f}", f"{1e6 * cost.b:.2f}", f"{1e9 * cost.c:.2f}"),
                     *(parameters["tail"], f"{parameters['groups']} x {GROUP}", str(updates)),
                     *(f"{ideal[name]:.1f}" for name in ("training_s", "synchronous_s", "full_rows_s")),
-                    *(f"{ideal['gain']:.2f}", ratio(*pair)),
-                    *(MISSING if between is None else f"{between['gain']:.2f}", ratio(*pair, WHILE_ADMITTING)),
+                    *(f"{ideal['gain']:.2f}{star}", ratio(*pair)),
+                    *(MISSING if between is None else f"{between['gain']:.2f}{star}", ratio(*pair, WHILE_ADMITTING)),
                 ]
             )
     return table("Cost of a step and the ideal gain", head, rows)

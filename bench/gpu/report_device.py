@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bench.gpu.sharing import name_of, shares
+from bench.gpu.sharing import name_of, shares, sum_of
 from bench.gpu.tables import MISSING, Record, by, decimal, ratio, share, table, value
 
 
@@ -52,22 +52,14 @@ def slots(records: Sequence[Record]) -> str:
 
 def sharing(records: Sequence[Record]) -> str:
     """Shares of the rates alone, the best interleaving of each number of rows first."""
-    rows: list[list[str]] = []
-    for each in shares(records):
-        star = "" if each["one_sitting"] else "*"
-        rows.append(
-            [
-                *(
-                    each["size"],
-                    str(each["rows"]),
-                    str(each.get("group", 1)),
-                    f"{each['micro_tokens']:,}",
-                    name_of(each),
-                ),
-                *(share(each[name]) for name in ("decode_share", "training_share")),
-                f"{each['sum']:.2f}{star}",
-            ]
-        )
+    rows = [
+        [
+            *(each["size"], str(each["rows"]), str(each.get("group", 1)), f"{each['micro_tokens']:,}", name_of(each)),
+            *(share(each[name]) for name in ("decode_share", "training_share")),
+            sum_of(each),
+        ]
+        for each in shares(records)
+    ]
     head = ["size", "rows", "rows a prompt", "micro-batch tokens", "interleaving"]
     head += ["of decode alone", "of training alone", "sum"]
     return table("Decode and training on one device", head, rows)

@@ -275,6 +275,11 @@ def name_of(each: Mapping[str, Any]) -> str:
     return f"turns of {each['steps']} steps" if each["mode"] == "turns" else "both at once"
 
 
+def sum_of(each: Mapping[str, Any]) -> str:
+    """The sum of the shares; a star where they were not measured in one sitting."""
+    return f"{each['sum']:.2f}{'' if each['one_sitting'] else '*'}"
+
+
 def print_best(cells: Cells) -> None:
     for (size, rows), found in itertools.groupby(
         shares(read_cells([*cells.known, cells.folder])), key=lambda each: (each["size"], each["rows"])
@@ -282,8 +287,8 @@ def print_best(cells: Cells) -> None:
         best, *others = found
         print(
             f"{size}, {rows} rows: best is {name_of(best)}, shares {best['decode_share']:.2f} + "
-            f"{best['training_share']:.2f} = {best['sum']:.2f}"
-            + "".join(f"; {name_of(each)} {each['sum']:.2f}" for each in others),
+            f"{best['training_share']:.2f} = {sum_of(best)}"
+            + "".join(f"; {name_of(each)} {sum_of(each)}" for each in others),
             flush=True,
         )
 

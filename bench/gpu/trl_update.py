@@ -9,7 +9,7 @@ a tokenizer, so one is made with a word for every token. The first update is a w
 
 `--sweep` tries sizes of the micro-batch, each with gradient checkpointing on or off, on `--sweep-groups` groups first,
 every one a cell of its own, and measures `--groups` with the fastest of them, in the same process: vLLM is started once
-for all of them, and after the sweep no further warm-up is needed.
+for all of them, and after a sweep that was measured here, and not found, no further warm-up is needed.
 """
 
 from __future__ import annotations
@@ -227,16 +227,17 @@ def run(options: argparse.Namespace) -> None:
         if not (folder / "model" / "config.json").exists():
             model_folder(folder / "model", options.size, options.device, stop_tokens(options.size, options.stop_tokens))
         start_vllm_once(GROUP * max(options.groups, options.sweep_groups))
-        best = Setting(options.micro_batch, options.checkpointing)
+        best, warm_up = Setting(options.micro_batch, options.checkpointing), 1
         if options.sweep:
             tried = {setting: cell_of(setting, options.sweep_groups) for setting in options.sweep}
             for setting, cell in tried.items():
-                cells.measure(cell, functools.partial(measure, options, setting, options.sweep_groups, folder))
+                made = cells.measure(cell, functools.partial(measure, options, setting, options.sweep_groups, folder))
+                if made is not None and "does_not_fit" not in made["results"]:
+                    warm_up = 0  # that was one
             best = fastest(tried, read_cells([*options.known, options.out]))
             print(
                 f"fastest: micro-batch {best.micro}, checkpointing {'on' if best.checkpointing else 'off'}", flush=True
             )
-        warm_up = 0 if options.sweep else 1  # the sweep was one
         cells.measure(cell_of(best, options.groups), lambda: measure(options, best, options.groups, folder, warm_up))
 
 

@@ -172,6 +172,34 @@ def test_the_report_joins_sides_and_stars_a_ratio_of_two_sittings(tmp_path: Path
     assert "| 256 | 30,000 | 20,000 | 1.50* |" in text
 
 
+def test_drains_of_other_prompts_are_not_held_against_one_another(tmp_path: Path) -> None:
+    cells = Cells(tmp_path, resume=False, sitting="one")
+    work = {"size": "1.7B", "tail": "short", "groups": 64, "lora": 0}
+    for side, prompt, found in (("native", 128, 30.0), ("native", 1_024, 20.0), ("vllm", 1_024, 10.0)):
+        cells.write(Cell("drain", side, {**work, "prompt": prompt}), {"tokens_per_s": found})
+    cells.write(Cell("sustained", "native", {**work, "lora": 3, "prompt": 128}), {"tokens_per_s": 60.0})
+    text = report.report(read_cells([tmp_path]))
+    assert "| 64 x 8 | 128 | 0 | 30 | - | - | 60 | 2.00 | - |" in text
+    assert "| 64 x 8 | 1,024 | 0 | 20 | 10 | 2.00 | - | - | - |" in text
+
+
+def test_a_run_is_held_against_the_fastest_setting_of_trl_over_the_same_prompts(tmp_path: Path) -> None:
+    cells = Cells(tmp_path, resume=False, sitting="one")
+    work = {"size": "1.7B", "tail": "stop-tokens", "groups": 64}
+    run = {**work, "prompt": 128, "paradigm": "multi-version", "staleness": 4, "updates": 8}
+    cells.write(Cell("update", "native", run), {"tokens_per_s": 100.0})
+    tried: list[tuple[int, int, dict[str, Any]]] = [
+        (128, 4, {"does_not_fit": "by far"}),
+        (128, 8, {"tokens_per_s": 10.0}),
+        (128, 16, {"tokens_per_s": 20.0}),
+        (64, 32, {"tokens_per_s": 50.0}),
+    ]
+    for prompt, micro, results in tried:
+        cells.write(Cell("update", "trl", {**work, "prompt": prompt, "micro": micro, "updates": 2}), results)
+    (line,) = [each for each in report.report(read_cells([tmp_path])).splitlines() if "multi-version" in each]
+    assert line.endswith("| 5.00 |")
+
+
 def test_an_unknown_size_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="`--sizes 3B`"):
         make_model("3B", "cpu")
@@ -247,6 +275,24 @@ def test_the_clock_leaves_the_first_update_out() -> None:
     clock.scored.append(clock.now())
     with pytest.raises(RuntimeError, match="rewards were asked for 4 times in 3 updates"):
         clock.results()
+
+
+def test_a_sweep_that_was_measured_before_warms_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_ups: list[tuple[int, int]] = []
+
+    def measure(options: Any, setting: Any, groups: int, folder: Path, warm_up: int = 1) -> dict[str, Any]:
+        warm_ups.append((groups, warm_up))
+        return {"tokens_per_s": float(setting.micro)}
+
+    monkeypatch.setattr(trl_update, "measure", measure)
+    monkeypatch.setattr(trl_update, "start_vllm_once", lambda most_rows: None)
+    monkeypatch.setattr(trl_update, "model_folder", lambda *_: None)
+    arguments = ["--size", "tiny", "--stop-tokens", "2", "--sweep", "8:on,16:on", "--sweep-groups", "8"]
+    arguments += ["--out", str(tmp_path), "--resume"]
+    assert trl_update.main([*arguments, "--groups", "64"]) == 0
+    assert warm_ups == [(8, 1), (8, 1), (64, 0)]
+    assert trl_update.main([*arguments, "--groups", "32"]) == 0
+    assert warm_ups[3:] == [(32, 1)], "nothing of the sweep ran in this process"
 
 
 def test_the_fastest_setting_of_a_sweep_is_taken_and_one_that_does_not_fit_is_not() -> None:

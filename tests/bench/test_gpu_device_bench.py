@@ -127,6 +127,10 @@ def test_the_report_computes_the_ideal_for_the_updates_of_the_runs(tmp_path: Pat
     assert f"| {ideal['gain']:.2f} | 2.25 |" in text
     assert "| 16 x 8 | 8 | multi-version | 4 | 9,000 | 13,500 |" in text
     assert "| 25% |" in text
+    training = Cell("training", "native", {**work, "micro": 16_384})
+    Cells(tmp_path, resume=False, sitting="two").write(training, {"training_s": 3.0})
+    text = report.report(read_cells([tmp_path]))
+    assert f"| {ideal['gain']:.2f}* | 2.25 |" in text, "steps and training are of two sittings"
 
 
 # -- publishing, slots -------------------------------------------------------------------------------------------------
