@@ -202,8 +202,9 @@ class NativeSide:
 
 
 def num_captured(engine: NativeEngine) -> int:
-    """Steps that are captured as graphs. It should not grow in what is timed; an engine without graphs has none."""
-    return len(getattr(getattr(engine, "_work", None), "_graphs", ()))
+    """Captures so far. They should not grow in what is timed; an engine without graphs has none."""
+    graphs = getattr(engine._work, "_graphs", None)
+    return 0 if graphs is None else int(graphs.num_captured)
 
 
 def lengths(done: Sequence[Any]) -> list[int]:

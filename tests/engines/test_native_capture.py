@@ -89,9 +89,9 @@ def test_the_least_recently_used_go_and_what_is_kept_is_replayed(monkeypatch: py
         store.run(key, lambda: log.append("body"), 3, keeping)
     captured = ["keep", "body", "take back", "replay"]
     assert log == ["a", *captured, "b", *captured, "a", "replay", "c", *captured, "b", *captured]
-    assert len(store) == 2
+    assert (len(store), store.num_captured) == (2, 4)
     store.forget()
-    assert len(store) == 0
+    assert (len(store), store.num_captured) == (0, 4)
 
 
 def test_where_nothing_is_captured_the_body_runs() -> None:

@@ -27,6 +27,7 @@ class Graphs:
         self._wait, self._captures = wait, captures
         self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
         self._pools: dict[int, Any] = {}  # of memory, by lane
+        self.num_captured = 0  # since the start, those that are gone included
         self._failed: list[torch.cuda.CUDAGraph] = []  # an allocator may still ask for one whose capture broke off
 
     def __len__(self) -> int:
@@ -90,6 +91,7 @@ class Graphs:
             release_cached()
             graph = self._capture_once(body, lane, keeping)
         self._graphs[key] = graph
+        self.num_captured += 1
         logger.debug("captured %s", key)
         return graph
 
