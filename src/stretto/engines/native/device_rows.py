@@ -21,7 +21,7 @@ from torch import Tensor
 from stretto.engines.native.cache import PAGE
 from stretto.engines.native.kernels.plan import Sharing
 from stretto.engines.native.sampling import mix_seed
-from stretto.engines.native.supports import NO_SUPPORTS, SupportTable, support_width
+from stretto.engines.native.supports import NO_SUPPORTS, SupportTable, grown, support_width
 from stretto.engines.native.trajectory import Trajectory
 from stretto.types import MAX_SUPPORT, FinishReason
 
@@ -163,10 +163,7 @@ class DeviceRows:
         self.shared[row] = 0
 
     def _reserve(self, tokens: int = 0, stops: int = 0) -> None:
-        if tokens > self._tokens.shape[1]:
-            width = max(tokens, 2 * self._tokens.shape[1]) - self._tokens.shape[1]
-            self._tokens = np.pad(self._tokens, ((0, 0), (0, width)))
-            self._logprobs = np.pad(self._logprobs, ((0, 0), (0, width)))
+        self._tokens, self._logprobs = grown(self._tokens, tokens), grown(self._logprobs, tokens)
         if stops > self._stops.shape[1]:
             self._stops = np.pad(self._stops, ((0, 0), (0, stops - self._stops.shape[1])), constant_values=-1)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 
 from stretto.types import MAX_SUPPORT, Sampling, Supports
+
+Number = TypeVar("Number", np.int32, np.float32)
 
 NO_SUPPORTS = Supports(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32))
 
@@ -64,10 +68,10 @@ class SupportTable:
             table[target] = table[source]
 
     def _reserve(self, made: int, used: int) -> None:
-        self._counts, self._tokens = _grown(self._counts, made), _grown(self._tokens, used)
+        self._counts, self._tokens = grown(self._counts, made), grown(self._tokens, used)
 
 
-def _grown(table: NDArray[np.int32], width: int) -> NDArray[np.int32]:
+def grown(table: NDArray[Number], width: int) -> NDArray[Number]:
     """The table, at least `width` wide: grown by doubling."""
     have = table.shape[1]
     return table if width <= have else np.pad(table, ((0, 0), (0, max(width, 2 * have) - have)))
