@@ -36,6 +36,7 @@ GROUP = 8
 NUM_STOP_TOKENS = 380  # of 151,936: a completion ends after 400 tokens on average
 STOP_MAX_TOKENS = 4_096
 PAGE = 16
+USUAL = {"in_flight": 2.0, "kv_tokens": 0, "prefill_tokens": 8_192, "micro_tokens": 16_384}  # other values are named
 
 
 def stop_tokens(size: str, count: int = NUM_STOP_TOKENS) -> tuple[int, ...]:
@@ -46,6 +47,9 @@ def stop_tokens(size: str, count: int = NUM_STOP_TOKENS) -> tuple[int, ...]:
 
 def cell_of(paradigm: str, groups: int, options: argparse.Namespace) -> Cell:
     own = PARADIGMS[paradigm].staleness
+    unusual = {name: getattr(options, name) for name, usual in USUAL.items() if getattr(options, name) != usual}
+    if PARADIGMS[paradigm].one_batch:
+        unusual.pop("in_flight", None)
     return Cell(
         "update",
         "native",
@@ -57,6 +61,7 @@ def cell_of(paradigm: str, groups: int, options: argparse.Namespace) -> Cell:
             "staleness": options.staleness if own is None else own,
             "updates": options.updates,
             "prompt": options.prompt,
+            **unusual,
         },
     )
 
@@ -165,13 +170,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--groups", type=integers, default=[32], help="groups of 8 an update")
     parser.add_argument("--paradigms", type=words, default=list(PARADIGMS))
     parser.add_argument("--staleness", type=int, default=4, help="K of the paradigms that leave it open")
-    parser.add_argument("--in-flight", type=float, default=2.0, help="groups outstanding, in batches")
+    parser.add_argument("--in-flight", type=float, help="groups outstanding, in batches; default: 2")
     parser.add_argument("--updates", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--kv-tokens", type=int, default=0, help="default: what the tail needs on average, and more")
-    parser.add_argument("--prefill-tokens", type=int, default=8_192)
-    parser.add_argument("--micro-tokens", type=int, default=16_384)
+    parser.add_argument("--kv-tokens", type=int, help="default: what the tail needs on average, and more")
+    parser.add_argument("--prefill-tokens", type=int, help="most tokens prefilled in a step; default: 8,192")
+    parser.add_argument("--micro-tokens", type=int, help="most tokens of a micro-batch; default: 16,384")
     parser.add_argument("--stop-tokens", type=int, default=NUM_STOP_TOKENS, help="of `--tail stop-tokens`")
+    parser.set_defaults(**USUAL)
     options = parser.parse_args(arguments)
     if options.tiny:
         options.size, options.groups, options.updates, options.prompt = "tiny", [2], 3, 8

@@ -261,6 +261,17 @@ def test_costs_are_measured_and_the_report_computes_the_ideal_gain(tmp_path: Pat
 # -- TRL's side, as far as it goes without TRL -------------------------------------------------------------------------
 
 
+def test_a_run_that_is_not_the_usual_one_is_a_cell_of_its_own() -> None:
+    def names(*arguments: str) -> set[str]:
+        options = update.parse([*arguments, "--out", "nowhere"])
+        return {update.cell_of(paradigm, 16, options).name for paradigm in ("multi-version", "synchronous")}
+
+    usual = names()
+    assert names("--in-flight", "2", "--micro-tokens", "16384") == usual
+    assert len(names("--in-flight", "9") & usual) == 1, "synchronous has one batch in flight, whatever is asked for"
+    assert not names("--micro-tokens", "32768") & usual
+
+
 def test_the_clock_leaves_the_first_update_out() -> None:
     clock = trl_update.Clock()
     for update_ids in ([[1] * 5], [[1] * 7, [2] * 3], [[1] * 10]):
