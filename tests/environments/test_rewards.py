@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from stretto.environments.reward_output import MOST_SHOWN, RewardOutput
-from stretto.environments.reward_worker import Column
 from stretto.environments.rewards import RewardPool
 from stretto.errors import RecipeError, RewardError
 
@@ -389,10 +388,14 @@ def test_completions_that_wait_behind_ones_that_hang_are_told_of_the_deadline_no
 @pytest.mark.parametrize(
     ("function", "columns", "words"),
     [
-        ("only_answer", ["question"], r"`def only_answer\(prompt, completion, answer\)` \(reward_functions\.py:\d+\)"),
-        ("only_answer", ["question"], r"missing a required argument: 'answer'; rows have the columns question"),
-        ("only_answer", [Column("answer", "rows.jsonl:7")], r"takes the column `answer`, which rows.jsonl:7 does not"),
-        ("only_completion", [], r"too many positional arguments; rows have no other columns"),
+        (
+            "only_answer",
+            {"question": None},
+            r"`def only_answer\(prompt, completion, answer\)` \(reward_functions\.py:\d+\)",
+        ),
+        ("only_answer", {"question": None}, r"missing a required argument: 'answer'; rows have the columns question"),
+        ("only_answer", {"answer": "rows.jsonl:7"}, r"takes the column `answer`, which rows.jsonl:7 does not"),
+        ("only_completion", {}, r"too many positional arguments; rows have no other columns"),
     ],
 )
 def test_a_function_that_cannot_be_called_with_the_rows_is_refused_at_the_start(function, columns, words):
@@ -402,7 +405,7 @@ def test_a_function_that_cannot_be_called_with_the_rows_is_refused_at_the_start(
 
 @pytest.mark.parametrize(
     ("function", "columns"),
-    [("only_answer", ["answer", "more"]), ("length", []), ("later", [Column("a", "rows.jsonl:7")])],
+    [("only_answer", {"answer": None, "more": "rows.jsonl:7"}), ("length", {}), ("later", {"a": "rows.jsonl:7"})],
 )
 def test_a_function_that_can_be_called_with_the_rows_starts(function, columns):
     async def run():

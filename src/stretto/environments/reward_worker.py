@@ -27,7 +27,7 @@ import time
 import traceback
 import types
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from queue import SimpleQueue
 from typing import Any, BinaryIO, NoReturn
 
@@ -39,17 +39,7 @@ TICK_S = 0.05  # finished results wait no longer than this for their batch
 Item = tuple[int, str, str, Mapping[str, Any]]  # id, prompt, completion, row
 Result = tuple[int, float | None, str | None]  # id, reward or error
 Reward = Callable[..., Any]
-
-
-class Column(str):
-    """The name of a column, and a row that lacks it where one does."""
-
-    lacking: str | None
-
-    def __new__(cls, name: str, lacking: str | None = None) -> Column:
-        column = super().__new__(cls, name)
-        column.lacking = lacking
-        return column
+Columns = Mapping[str, str | None]  # the names of the columns of a task's rows -> a row that lacks it, where one does
 
 
 class SpecError(Exception):
@@ -146,7 +136,7 @@ def named_columns(reward: Reward) -> frozenset[str] | None:
     return frozenset(parameter.name for parameter in parameters)
 
 
-def refuse_signature(spec: str, reward: Reward, columns: Sequence[str]) -> None:
+def refuse_signature(spec: str, reward: Reward, columns: Columns) -> None:
     """Refuse a function that cannot be called with a prompt, a completion and rows of these columns."""
     try:
         signature = inspect.signature(reward)
@@ -167,12 +157,12 @@ def refuse_signature(spec: str, reward: Reward, columns: Sequence[str]) -> None:
             f"write `def {name}(prompt, completion, **row)`"
         ) from error
     for column in given:
-        if isinstance(column, Column) and column.lacking is not None:
+        if (lacking := columns[column]) is not None:
             try:
                 signature.bind("prompt", "completion", **dict.fromkeys(other for other in given if other != column))
             except TypeError as error:
                 raise SpecError(
-                    f"`def {name}{signature}`{where} takes the column `{column}`, which {column.lacking} does not "
+                    f"`def {name}{signature}`{where} takes the column `{column}`, which {lacking} does not "
                     "have; add it to that row, or give the parameter a default"
                 ) from error
 

@@ -25,11 +25,11 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stretto.environments.reward_worker import LENGTH, MARK, NOTHING, Item, Result, frame, last_line
+from stretto.environments.reward_worker import LENGTH, MARK, NOTHING, Columns, Item, Result, frame, last_line
 from stretto.errors import RecipeError, RewardError, StrettoError
 
 log = logging.getLogger(__name__)
@@ -102,10 +102,11 @@ class RewardPool:
         *,
         workers: int = 1,
         deadline_s: float = 10.0,
-        columns: Collection[str] | None = None,
+        columns: Columns | None = None,
         said: Callable[[str], None] | None = None,
     ) -> None:
-        """`columns` are those that rows have: with them, a function that cannot be called so is refused at the start.
+        """`columns` are those that rows have, each with a row that lacks it, or None where all have it: with them, a
+        function that cannot be called so is refused at the start.
         `said` is told every line that the function prints; by default it is logged."""
         module, _, function = spec.partition(":")
         if not all(part.isidentifier() for part in [*module.split("."), *function.split(".")]):
@@ -117,7 +118,7 @@ class RewardPool:
         self._spec = spec
         self._num_workers = workers
         self._deadline_s = deadline_s
-        self._columns = None if columns is None else sorted(columns)
+        self._columns = None if columns is None else dict(sorted(columns.items()))
         self._said = said if said is not None else _log_line
         self._late = f"`{spec}` did not return within `task.reward_seconds = {deadline_s:g}`"
         self._ids = itertools.count()

@@ -20,7 +20,7 @@ from stretto.config import (
 from stretto.environments.custom import EnvironmentSpec, load_environment
 from stretto.environments.data import PromptStream
 from stretto.environments.order import PassRates
-from stretto.environments.reward_worker import Column
+from stretto.environments.reward_worker import Columns
 from stretto.environments.rewards import RewardPool
 from stretto.environments.tasks import (
     CountdownChainOptions,
@@ -94,12 +94,12 @@ def load_inputs(recipe: Recipe, tokenizer: Any, *, context: int, model_path: str
     return Inputs(task, prompts, held_out)
 
 
-def reward_columns(task: Task) -> frozenset[Column]:
+def reward_columns(task: Task) -> Columns:
     """The columns of the task's rows: of all that are in memory, of generated ones as far as they were looked at."""
     in_memory = isinstance(task.train, list)
     rows = [*task.train, *task.evaluation] if in_memory else list(islice(task.train, LOOKED_AT))
     names = {name for row in rows for name in row.columns}
-    return frozenset(Column(name, next((row.where for row in rows if name not in row.columns), None)) for name in names)
+    return {name: next((row.where for row in rows if name not in row.columns), None) for name in names}
 
 
 def reward_pool(recipe: Recipe, task: Task, said: Callable[[str], None] | None = None) -> RewardPool:

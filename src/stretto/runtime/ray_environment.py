@@ -19,6 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from stretto.environments.reward_worker import Columns
 from stretto.environments.rewards import START_S, RewardPool
 from stretto.errors import RewardError, StrettoError
 from stretto.runtime.ray_mail import Answer, Message, Remote, Served, end, idle_seconds
@@ -41,7 +42,7 @@ class RewardOptions:
     spec: str
     workers: int
     deadline_s: float
-    columns: frozenset[str] | None
+    columns: Columns | None
     folder: str  # the driver's working directory, where its modules are
 
 
