@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,11 @@ def test_what_stops_compare_alone_stops_the_run_that_it_waits_for(number: signal
     process.send_signal(number)
     assert process.wait(20) == 1, "it was told that the run stopped, and begins no other"
     process.communicate()
+
+
+def test_a_comparison_can_be_run_from_any_thread() -> None:
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(compare._train, [sys.executable, "-c", "raise SystemExit(3)"]).result() == 3
 
 
 def test_a_run_that_failed_is_told_with_the_command_that_goes_on(

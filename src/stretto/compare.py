@@ -22,6 +22,7 @@ from stretto.config import PARADIGM_NAMES, Recipe, load_recipe
 from stretto.core.paradigms import PARADIGMS
 from stretto.errors import RecipeError, RunError
 from stretto.invocation import command
+from stretto.runtime.interrupts import handled
 from stretto.runtime.starting import refuse_another_recipe, standing
 
 STOPPED = 130  # exit status of a run that was stopped and can be resumed
@@ -172,7 +173,8 @@ def _run(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> dict[str, 
 
 def _train(words: Sequence[str]) -> int:
     """Run a command to its end. What is to stop this process stops it too, and it is waited for, so that it can leave a
-    checkpoint: Ctrl-C reaches both where there is a terminal, and is handed on as SIGTERM in any case."""
+    checkpoint: Ctrl-C reaches both where there is a terminal, and is handed on as SIGTERM in any case. Outside of the
+    main thread nothing is handed on."""
     process: subprocess.Popen[bytes] | None = None
     stopped = False
 
@@ -182,8 +184,7 @@ def _train(words: Sequence[str]) -> int:
         if process is not None:
             process.terminate()
 
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
+    with handled({signal.SIGTERM: stop}):
         process = subprocess.Popen(words)
         if stopped:  # before there was anything to stop
             process.terminate()
@@ -195,8 +196,6 @@ def _train(words: Sequence[str]) -> int:
                 continue
             # One that comes to its end all the same is done, and no other begins.
             return STOPPED if stopped or status == -signal.SIGINT else status
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _summary(folder: Path) -> dict[str, Any]:

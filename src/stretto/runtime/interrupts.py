@@ -14,7 +14,8 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 
 
 @contextlib.contextmanager
@@ -31,13 +32,18 @@ def stopped_by_interrupts(stop: Callable[[], None]) -> Iterator[None]:
     def terminate(*_: object) -> None:
         running.call_soon_threadsafe(stop)
 
-    try:
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        signal.signal(signal.SIGINT, interrupt)
-        signal.signal(signal.SIGTERM, terminate)
-    except ValueError:  # not the main thread
+    with handled({signal.SIGINT: interrupt, signal.SIGTERM: terminate}):
+        yield
+
+
+@contextlib.contextmanager
+def handled(handlers: Mapping[signal.Signals, Callable[..., None]]) -> Iterator[None]:
+    """Signals go to these handlers, and afterwards to those that they went to before. Does nothing outside of the main
+    thread, where Python lets nobody handle a signal: whoever has the main thread decides there."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
