@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from run_cases import equal, policy, recipe, run
+from run_cases import recipe, run
 from stretto.cli import main
 from stretto.errors import RunError
 from stretto.runtime.replaying import replay
@@ -36,9 +36,22 @@ def test_a_run_trained_again_comes_to_the_recorded_weights(
     with JournalReader(tmp_path / "run") as reader:
         assert said[:-1] == [f"version {v} agrees: {checksum}" for v, checksum in reader.versions().items()]
     assert said[-1] == "all 5 versions of 4 updates agree with what was recorded"
-    (tmp_path / "as a run").mkdir()
-    (tmp_path / "again").rename(tmp_path / "as a run" / "policy")
-    assert equal(policy(tmp_path / "as a run"), policy(tmp_path / "run"))
+    assert contents(tmp_path / "again") == contents(tmp_path / "run" / "policy")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder, whatever the folder is called."""
+    files = {path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()}
+    return {str(name): path.read_bytes().replace(bytes(folder), b"FOLDER") for name, path in files.items()}
+
+
+def test_a_policy_trained_again_from_chats_says_how_it_was_asked(model: Path, tmp_path: Path) -> None:
+    made = recipe(model, tmp_path, 'task.system="Be brief."', "training.steps=1", "evaluation.prompts=0")
+    run(made, tmp_path / "run")
+    (tmp_path / "prompts.jsonl").unlink()  # the journal is enough
+    replay(tmp_path / "run", out=tmp_path / "again")
+    assert "trained on chats" in (tmp_path / "again" / "README.md").read_text()
+    assert contents(tmp_path / "again") == contents(tmp_path / "run" / "policy")
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])

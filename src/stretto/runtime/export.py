@@ -1,4 +1,7 @@
-"""The folder `policy/`: the trained model or adapter, how it is loaded, and for the tiny model its base beside it."""
+"""The folder of a policy: the trained model or adapter, how it is loaded, and for the tiny model its base beside it.
+
+`train` leaves it in `policy/`, `replay` where `--out` says.
+"""
 
 from __future__ import annotations
 

@@ -23,9 +23,11 @@ from stretto.errors import RunError
 from stretto.models import load_model
 from stretto.observe.progress import Silent
 from stretto.runtime.device import choose_device, choose_dtype
+from stretto.runtime.export import export_policy
 from stretto.runtime.parts import make_trainer, model_path_of, rank_threads, role_threads
 from stretto.runtime.roles import TrainerRole, TrainerSeat
 from stretto.runtime.trainer_recovery import train_again
+from stretto.store.reader import JournalReader
 from stretto.store.recovery import recorded_checksums
 from stretto.store.schema import journal_path
 
@@ -52,7 +54,8 @@ def replay(
 ) -> Replayed:
     """Train a run again up to version `until` (default: its last), or to the first that differs.
 
-    `out` is a folder that gets the policy it ended with. Raises `RunError` where there is nothing to train again.
+    `out` is a folder that gets the policy it ended with, as `train` leaves it in `policy/`.
+    Raises `RunError` where there is nothing to train again.
     """
     if not (folder / "config.toml").is_file():
         raise RunError(f"`{folder}` is no run folder: it has no `config.toml`")
@@ -80,7 +83,12 @@ def replay(
     model = load_model(path, choose_dtype(recipe.model.dtype, device), device)
     trainer = TrainerRole(make_trainer(recipe, model, path), threads, deadline_s=math.inf)
     try:
-        return asyncio.run(_replay(trainer, journal, last, checksums, out, say))
+        done = asyncio.run(_replay(trainer, journal, last, checksums, say))
+        if out is not None:
+            with JournalReader(journal) as reader:
+                templated = reader.facts().templated
+            asyncio.run(export_policy(trainer, out, recipe, templated=templated))
+        return done
     finally:
         trainer.close()
 
@@ -90,7 +98,6 @@ async def _replay(
     journal: Path,
     last: int,
     checksums: Mapping[int, str],
-    out: Path | None,
     say: Callable[[str], None],
 ) -> Replayed:
     difference, version = None, 0
@@ -101,6 +108,4 @@ async def _replay(
                 difference = f"version {version} differs: recorded {recorded}, trained again {made.checksum}"
                 break
             say(f"version {version} agrees: {recorded}")
-    if out is not None:
-        await trainer.export(out)
     return Replayed(version, difference)

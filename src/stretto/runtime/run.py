@@ -49,6 +49,7 @@ from stretto.runtime.control import Control
 from stretto.runtime.device import as_begun, choose_device, resolved
 from stretto.runtime.export import export_policy
 from stretto.runtime.folder import make_folder, take_checkpoint, write_json
+from stretto.runtime.inputs import Inputs
 from stretto.runtime.interrupts import ignore_interrupts, stopped_by_interrupts
 from stretto.runtime.parts import Desk, Parts, model_path_of, read_desk
 from stretto.runtime.pool import Pool
@@ -203,7 +204,7 @@ async def _run(
     parts, pool = seats.desk, seats.pool
     plan, metrics = recipe.plan, JsonLines(folder / "metrics.jsonl")
     environment = _environment(seats)
-    journal.begin(_facts(recipe, parts.inputs.prompts.num_rows), at=clock.now())
+    journal.begin(_facts(recipe, parts.inputs), at=clock.now())
     taking_up = take_up(
         folder,
         plan,
@@ -394,7 +395,7 @@ def _evaluator(
     )
 
 
-def _facts(recipe: Recipe, data_rows: int) -> RunFacts:
+def _facts(recipe: Recipe, inputs: Inputs) -> RunFacts:
     plan = recipe.plan
     return RunFacts(
         paradigm=plan.paradigm.name,
@@ -404,10 +405,11 @@ def _facts(recipe: Recipe, data_rows: int) -> RunFacts:
         group=plan.group_size,
         updates=plan.updates,
         seed=recipe.seed,
-        data_rows=data_rows,
+        data_rows=inputs.prompts.num_rows,
         retries=plan.retries,
         filter_limit=plan.filter_limit,
         order=recipe.task.order,
         replay_groups=plan.replay_groups,
         replay_uses=plan.replay_uses,
+        templated=inputs.templated,
     )

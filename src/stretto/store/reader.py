@@ -6,7 +6,7 @@ import json
 import sqlite3
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -151,10 +151,10 @@ class JournalReader:
     def facts(self) -> RunFacts:
         """What the run is."""
         stored = {key: json.loads(value) for key, value in self._rows("SELECT key, value FROM run")}
-        missing = [field.name for field in fields(RunFacts) if field.name not in stored]
+        missing = [each.name for each in fields(RunFacts) if each.default is MISSING and each.name not in stored]
         if missing:
             raise JournalError(f"journal `{self.path}` does not say what run it is of: no `{missing[0]}`")
-        return RunFacts(**{field.name: stored[field.name] for field in fields(RunFacts)})
+        return RunFacts(**{each.name: stored[each.name] for each in fields(RunFacts) if each.name in stored})
 
     def sessions(self) -> list[SessionRecord]:
         """Every time that a process took the run up."""

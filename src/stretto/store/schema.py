@@ -118,7 +118,7 @@ CREATE TABLE notes (id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What a run is, as far as its laws depend on it."""
+    """What a run is, as far as its laws, and what is made of it later, depend on it."""
 
     paradigm: str
     staleness: int  # K; with `auto` the cap
@@ -133,6 +133,7 @@ class RunFacts:
     order: Order = "shuffled"  # of the rows
     replay_groups: int = 0  # groups that an update uses again, at most
     replay_uses: int = 0  # of one group, after its first, at most
+    templated: bool = False  # a chat template made the prompts
 
     @property
     def laws_broken(self) -> tuple[int, ...]:
