@@ -410,7 +410,13 @@ def test_a_batch_in_training_is_no_break(recorder, tmp_path):
     run.finish(1)
     run.take(0)
     run.journal.flush()
-    assert broken(verify(tmp_path)) == set()
+    findings = verify(tmp_path)
+    assert broken(findings) == set()
+    _, law_2, law_3, once = format_findings(findings).splitlines()
+    taken = "in the batch of an update that is not finished"
+    assert f"0 trained, 0 failed, 0 filtered, 0 dropped, 6 under way, 6 of them {taken} (run interrupted" in law_2
+    assert "6 samples" in law_3
+    assert once.endswith(f"0 trained once, 0 later uses, 6 {taken}")
 
 
 def test_a_group_that_missed_its_deadline_is_seen_before_it_is_trained(recorder, tmp_path):

@@ -213,13 +213,19 @@ def _findings(db: sqlite3.Connection, run: _Run) -> list[Finding]:
         return db.execute(query).fetchone()
 
     states = dict(db.execute("SELECT state, COUNT(*) FROM trajectories GROUP BY state"))
+    training = states.get("training", 0)
+    in_training = f", {training:,} of them in the batch of an update that is not finished" if training else ""
     ends = [f"{states.pop(end, 0):,} {end}" for end in ("trained", "failed", "filtered")]
     dropped, under_way = states.pop("dropped", 0), sum(states.values())
     (versions,) = one("SELECT COUNT(*) FROM versions")
     (completions,) = one("SELECT COUNT(*) FROM completions")
-    uses, again, age, oldest = one(
-        "SELECT COUNT(*), COALESCE(SUM(use <> 0), 0), COALESCE(AVG(update_id - version), 0), "
-        "COALESCE(MAX(update_id - version), 0) FROM members JOIN trajectories USING (trajectory)"
+    uses, age, oldest = one(
+        "SELECT COUNT(*), COALESCE(AVG(update_id - version), 0), COALESCE(MAX(update_id - version), 0) "
+        "FROM members JOIN trajectories USING (trajectory)"
+    )
+    once, again = one(
+        "SELECT COALESCE(SUM(use = 0), 0), COALESCE(SUM(use <> 0), 0) FROM members JOIN updates USING (update_id) "
+        "WHERE finished_at IS NOT NULL"
     )
     updates, groups = one(
         "SELECT COUNT(DISTINCT update_id), COUNT(DISTINCT group_id) FROM updates JOIN members USING (update_id) "
@@ -229,11 +235,13 @@ def _findings(db: sqlite3.Connection, run: _Run) -> list[Finding]:
     (remade,) = one("SELECT COUNT(DISTINCT version) FROM remade")
     counts = {
         "1": f"{completions:,} completions, {run.num_tokens:,} tokens, {versions:,} versions",
-        "2": f"{', '.join(ends)}, {dropped:,} dropped, {under_way:,} under way ({run.how}); "
+        "2": f"{', '.join(ends)}, {dropped:,} dropped, {under_way:,} under way{in_training} ({run.how}); "
         f"{groups:,} groups in {updates:,} updates",
         "3": f"{uses:,} samples, age mean {age:.2f} max {oldest}, bound {run.params['staleness']}",
-        "once": f"{uses - again:,} trained once, {again:,} later uses",
+        "once": f"{once:,} trained once, {again:,} later uses",
     }
+    if taken := uses - once - again:
+        counts["once"] += f", {taken:,} in the batch of an update that is not finished"
     if sessions > 1:
         counts["2"] += f"; taken up again {sessions - 1:,} times"
     if remade:
