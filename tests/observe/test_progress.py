@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from stretto.evaluation import EvaluationResult
-from stretto.observe.progress import LEGEND, LONGEST_LINE, Plain, Status, Terminal, describe_update, make_observer
+from stretto.observe.progress import LEGEND, Plain, Status, Terminal, make_observer
 from stretto.types import Load
 
 LINE: dict[str, Any] = {
@@ -85,9 +86,11 @@ def test_elsewhere_there_are_plain_lines_not_too_many_and_always_the_last() -> N
     assert lines[-1] == "evaluation of version 2: 0.500 on 4 prompts"
 
 
-def test_a_line_stays_short_however_much_is_waited_for() -> None:
-    waited = "; ".join(f"group {number} (version 3, due 5: 8 running on instance 0)" for number in range(9))
-    text = describe_update({**LINE, "trainer_waited_for": waited}, 40)
-    assert len(text) == LONGEST_LINE
-    assert text.endswith("...")
-    assert "trainer idle 4 s: group 0" in text
+@pytest.mark.parametrize("make", [Plain, Terminal], ids=["file", "terminal"])
+def test_what_the_trainer_waited_for_is_told_whole(make: type[Plain] | type[Terminal]) -> None:
+    waited = "; ".join(f"group {number} (version 3, due 5: 8 running on instance 0)" for number in range(4))
+    out = io.StringIO()
+    observer = make(Console(file=out, width=80, force_terminal=make is Terminal), 40)
+    observer.updated({**LINE, "trainer_waited_for": f"{waited}; and 9 more"})
+    observer.close()
+    assert f"trainer idle 4 s: {waited}; and 9 more" in " ".join(out.getvalue().split())

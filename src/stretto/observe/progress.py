@@ -57,7 +57,6 @@ class Silent:
         pass
 
 
-LONGEST_LINE = 160  # characters of one update; what is waited for can name many groups
 LEGEND = (
     "reward: mean of the batch; tok/s: completion tokens trained on; age: versions between sampling and training; "
     "length: mean completion tokens"
@@ -65,7 +64,7 @@ LEGEND = (
 
 
 def describe_update(line: Mapping[str, Any], steps: int) -> str:
-    """One update as one line of at most `LONGEST_LINE` characters."""
+    """One update as one line, with all of what the trainer waited for, which names a few groups and counts the rest."""
     text = (
         f"{line['update'] + 1} of {steps} updates done  reward {line['reward_mean']:.3f}  "
         f"{line['tokens_per_second']:,.0f} tok/s  age {line['staleness_mean']:.2f} (max {line['staleness_max']})  "
@@ -77,7 +76,7 @@ def describe_update(line: Mapping[str, Any], steps: int) -> str:
         text += f"  used again {line['replayed_sequences']}"
     if line["trainer_idle_seconds"] >= 1.0 and line["trainer_waited_for"]:
         text += f"  trainer idle {line['trainer_idle_seconds']:.0f} s: {line['trainer_waited_for']}"
-    return text if len(text) <= LONGEST_LINE else f"{text[: LONGEST_LINE - 3]}..."
+    return text
 
 
 def describe_evaluation(result: EvaluationResult) -> str:
