@@ -18,7 +18,7 @@ from stretto.errors import StalledError, TrainerError
 from stretto.runtime.ray_rank_group import RankGroup, RankOptions
 from stretto.runtime.ray_trainer import RankedTrainer
 from stretto.runtime.roles import TrainerRole, TrainerSeat
-from stretto.training.fake import FakeTrainer
+from stretto.training.fake import BASE_CHECKSUM, FakeTrainer
 from stretto.training.parallel import Ranks
 from stretto.types import Batch, Completion, Sample, UpdateReport, Weights
 
@@ -110,6 +110,7 @@ def test_an_update_gives_its_report_and_the_weights_of_the_next_version(make: Ma
         assert made.checksum != first.checksum
         assert (await seat.weights(1)).checksum == made.checksum
         assert seat.kv_given_back == 0
+        assert await seat.base_checksum() == BASE_CHECKSUM
 
     run(make(), work)
 

@@ -109,6 +109,9 @@ class TrainerRank:
     def weights(self, version: int) -> Handed:
         return self._handed(version)
 
+    def base_checksum(self) -> str | None:
+        return self._trainer.base_checksum()
+
     def capture(self) -> None:
         """Copy the trainer's state, for `write`."""
         self._write = self._trainer.capture()

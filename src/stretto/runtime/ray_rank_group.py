@@ -148,6 +148,10 @@ class RankGroup:
         facts, ref = await self._handed(f"taking the weights of version {version}", "weights", version)
         return _handle(facts, ref)
 
+    async def base_checksum(self) -> str | None:
+        found: str | None = (await self._all("taking the checksum of the base", "base_checksum"))[0]
+        return found
+
     async def save(self, folder: Path) -> None:
         await self.capture()
         await self.write(folder)

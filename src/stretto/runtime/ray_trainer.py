@@ -84,6 +84,9 @@ class RankedTrainer:
     async def weights(self, version: int) -> Weights:
         return await self._done(lambda group: self._taken(group, version), None)
 
+    async def base_checksum(self) -> str | None:
+        return await self._done(lambda group: group.base_checksum(), None)
+
     async def _updated(self, group: RankGroup, batch: Batch) -> tuple[UpdateReport, Weights]:
         report, made = await group.update(batch)
         return report, self._own(made, group)

@@ -26,7 +26,7 @@ from stretto.runtime.device import choose_device, choose_dtype
 from stretto.runtime.export import export_policy
 from stretto.runtime.parts import make_trainer, model_path_of, rank_threads, role_threads
 from stretto.runtime.roles import TrainerRole, TrainerSeat
-from stretto.runtime.trainer_recovery import train_again
+from stretto.runtime.trainer_recovery import refuse_another_base, train_again
 from stretto.store.reader import JournalReader
 from stretto.store.recovery import recorded_checksums
 from stretto.store.schema import journal_path
@@ -100,6 +100,7 @@ async def _replay(
     checksums: Mapping[int, str],
     say: Callable[[str], None],
 ) -> Replayed:
+    await refuse_another_base(trainer, journal)
     difference, version = None, 0
     async with aclosing(train_again(trainer, journal, 0, last)) as again:
         async for made in again:

@@ -24,7 +24,7 @@ from stretto.errors import RunError
 from stretto.flights import Flight
 from stretto.observe.metrics import JsonLines, Totals
 from stretto.runtime.roles import TrainerSeat
-from stretto.runtime.trainer_recovery import bring_back, newest_checkpoint
+from stretto.runtime.trainer_recovery import bring_back, newest_checkpoint, refuse_another_base
 from stretto.store.checkpoint import Checkpoint, abandon_checkpoints
 from stretto.store.journal import Journal
 from stretto.store.reader import GroupRecord, JournalReader, TrajectoryRecord
@@ -53,6 +53,8 @@ async def begin(plan: Plan, journal: Journal, trainer: TrainerSeat, versions: Ve
     """A run at its beginning."""
     weights = await trainer.weights(0)
     versions.write(weights)
+    if (base := await trainer.base_checksum()) is not None:
+        journal.based_on(base)
     journal.version_published(0, weights.checksum, at=clock.now())
     return Resumed(Brain(plan), {0: weights})
 
@@ -75,6 +77,7 @@ async def take_up(
     progress = progress_of(journal.path)
     if progress is None:
         return await begin(plan, journal, trainer, versions)
+    await refuse_another_base(trainer, journal.path)
     brain = Brain.restore(plan, snapshot(journal.path, plan))
     needed = {*brain.needed_versions, progress.updates}
     weights = {version: versions.read(version, progress.checksums[version]) for version in needed}

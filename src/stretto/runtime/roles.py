@@ -54,6 +54,10 @@ class TrainerSeat(Protocol):
         """A copy of the weights that the trainer holds, which are those of `version`."""
         ...
 
+    async def base_checksum(self) -> str | None:
+        """Of the frozen weights that the policy's adapters belong to; None: every weight is trained."""
+        ...
+
     async def save(self, folder: Path) -> None:
         """Write everything that decides what later updates do; `load` of any seat of the same policy reads it."""
         ...
@@ -152,6 +156,10 @@ class TrainerRole:
     async def weights(self, version: int) -> Weights:
         """A copy of the weights that the trainer holds."""
         return await self.call(lambda: self._weights(version), f"taking the weights of version {version}")
+
+    async def base_checksum(self) -> str | None:
+        """Of the weights that its adapters belong to."""
+        return await self.call(self.trainer.base_checksum, "taking the checksum of the base")
 
     async def save(self, folder: Path) -> None:
         """Write the trainer's state, as it is when all that was asked for before is done.

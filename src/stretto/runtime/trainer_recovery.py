@@ -23,6 +23,22 @@ from stretto.store.versions import VersionFiles
 from stretto.types import Batch, Weights
 
 
+async def refuse_another_base(trainer: TrainerSeat, journal: Path) -> None:
+    """Raise `RunError` where the adapters of a run were trained over another base than the trainer has.
+
+    Their own checksums say nothing of it: over another base the same adapters are another policy.
+    """
+    with JournalReader(journal) as reader:
+        recorded = reader.base()
+    if recorded is None:
+        return
+    if (own := await trainer.base_checksum()) != recorded:
+        raise RunError(
+            f"the model is not the one that the run began with: the base of its adapters has the checksum {own}, and "
+            f"{recorded} was recorded; give `model.path` as it was, or start a new run"
+        )
+
+
 async def train_again(trainer: TrainerSeat, journal: Path, first: int, last: int) -> AsyncGenerator[Weights, None]:
     """The weights of version `first`, where the trainer is, and of each up to `last` as it is trained again.
 

@@ -39,6 +39,10 @@ def begin(db: sqlite3.Connection, facts: RunFacts, at: float) -> None:
     db.execute("INSERT INTO sessions (started_at) VALUES (?)", (at,))
 
 
+def based_on(db: sqlite3.Connection, checksum: str) -> None:
+    db.execute("INSERT OR REPLACE INTO run VALUES ('base', ?)", (json.dumps(checksum),))
+
+
 def finished(db: sqlite3.Connection, stopped: bool, totals: dict[str, Any] | None, at: float) -> None:
     db.execute(
         "UPDATE sessions SET ended_at = ?, outcome = ?, totals = ? WHERE session = (SELECT MAX(session) FROM sessions)",

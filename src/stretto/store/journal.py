@@ -128,6 +128,10 @@ class Journal:
                 )
         self._writer.record(changes.begin, facts, at)
 
+    def based_on(self, checksum: str) -> None:
+        """What the run trains are adapters, which belong to a base of this checksum."""
+        self._writer.record(changes.based_on, checksum)
+
     def finished(self, stopped: bool, at: float, totals: Mapping[str, Any] | None = None) -> None:
         """End the session: all updates are done, or (`stopped`) the run was asked to stop. `totals` are its sums."""
         self._writer.record(changes.finished, stopped, None if totals is None else dict(totals), at)

@@ -156,6 +156,11 @@ class JournalReader:
             raise JournalError(f"journal `{self.path}` does not say what run it is of: no `{missing[0]}`")
         return RunFacts(**{each.name: stored[each.name] for each in fields(RunFacts) if each.name in stored})
 
+    def base(self) -> str | None:
+        """The checksum of the base that adapters belong to; None: there are none, or it was not recorded."""
+        rows = self._rows("SELECT value FROM run WHERE key = 'base'")
+        return json.loads(rows[0][0]) if rows else None
+
     def sessions(self) -> list[SessionRecord]:
         """Every time that a process took the run up."""
         rows = self._rows("SELECT started_at, ended_at, outcome FROM sessions ORDER BY session")

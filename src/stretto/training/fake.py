@@ -20,6 +20,7 @@ from stretto.errors import TrainerError
 from stretto.types import Batch, UpdateReport, Weights
 
 STATE_FILE = "fake.safetensors"
+BASE_CHECKSUM = 32 * "0"  # it has no base; what it says of one
 SIZE = 8  # numbers that its weights are
 
 
@@ -66,6 +67,9 @@ class FakeTrainer:
             raise TrainerError(f"the weights of version {version} were asked for: the trainer holds {self._version}")
         tensors = {"values": self._values.clone()}
         return Weights(version, "lora", tensors, checksum(tensors))
+
+    def base_checksum(self) -> str | None:
+        return BASE_CHECKSUM
 
     def state(self) -> dict[str, torch.Tensor]:
         return {"values": self._values.clone(), "version": torch.tensor(self._version)}

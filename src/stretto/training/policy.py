@@ -34,16 +34,11 @@ class Policy:
             return [name for name, _ in self.model.named_parameters()]
         return [f"{name}.{leaf}" for name in self.adapted for leaf in ("lora_A", "lora_B")]
 
-    def base_state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint of adapters says of the base that they belong to: its checksum, by the type that it has.
-
-        Weights that are trained in full have none: a checkpoint has all of them.
-        """
+    def base_checksum(self) -> str | None:
+        """Of the frozen weights that adapters belong to; None: weights that are trained in full have no base."""
         if self.lora is None:
-            return {}
-        frozen = {name: p for name, p in self.model.named_parameters() if not p.requires_grad}
-        dtype = str(self.model.get_output_embeddings().weight.dtype).removeprefix("torch.")
-        return {f"base/{dtype}": torch.tensor(list(bytes.fromhex(checksum(frozen))), dtype=torch.uint8)}
+            return None
+        return checksum({name: p for name, p in self.model.named_parameters() if not p.requires_grad})
 
     def weights(self, version: int) -> Weights:
         """A copy. Where the model is cut over the ranks, it is in rank 0's memory of the host; others have none."""

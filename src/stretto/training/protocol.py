@@ -31,6 +31,10 @@ class Trainer(Protocol):
         """A copy of the weights that it holds, with their checksum. On CUDA it is made on the current stream."""
         ...
 
+    def base_checksum(self) -> str | None:
+        """Of the frozen weights that its adapters belong to, which nothing changes; None: it trains every weight."""
+        ...
+
     def state(self) -> dict[str, torch.Tensor]:
         """A copy of everything that decides what later updates do."""
         ...

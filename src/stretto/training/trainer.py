@@ -495,10 +495,21 @@ class LocalTrainer:
         values = {f"value/{name}": tensor for name, tensor in weights.tensors.items()}
         self.restore({**self.state(), **(values if self.sharding is None else self.sharding.scattered(values))})
 
+    def base_checksum(self) -> str | None:
+        return self._base_checksum
+
     @cached_property
+    def _base_checksum(self) -> str | None:
+        """Made once: nothing ever changes the base."""
+        return self.policy.base_checksum()
+
+    @property
     def _base(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint says of the base: nothing ever changes it."""
-        return self.policy.base_state()
+        """What a checkpoint of adapters says of their base: its checksum, by the type that it has."""
+        if (made := self.base_checksum()) is None:
+            return {}
+        dtype = str(self.packed.head.weight.dtype).removeprefix("torch.")
+        return {f"base/{dtype}": torch.tensor(list(bytes.fromhex(made)), dtype=torch.uint8)}
 
     def save(self, folder: Path) -> None:
         write = self.capture()
