@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from stretto.answers import refuse_answer
 from stretto.core import messages as core
 from stretto.environments.protocol import Policy
 from stretto.errors import EngineError, JournalError, RequestError, RewardError, StrettoError, SuspendedError
@@ -255,6 +257,12 @@ WRONG: dict[str, Suspended] = {
     "tokens of versions [2]": suspended(2),
     "weights `other`": replace(suspended(1), checksum="other"),
     "it handed trajectory 5 over, which nobody asked for": replace(suspended(1), request=request(5, 1)),
+    "2 tokens and 1 log-probabilities": replace(suspended(1), logprobs=np.zeros(1, dtype=np.float32)),
+    "2 tokens and 3 of `token_versions`": suspended(1, token_versions=[1, 1, 1]),
+    "`tokens` as list": replace(suspended(1), tokens=[3, 4]),  # type: ignore[arg-type]
+    "`logprobs` as float32[2, 1]": replace(suspended(1), logprobs=np.zeros((2, 1), dtype=np.float32)),
+    "`token_versions` as float64[2]": replace(suspended(1), token_versions=np.ones(2)),
+    "KV of (1, 2, 9, 1, 4)": replace(suspended(1), kv=torch.zeros(1, 2, 9, 1, 4)),
 }
 
 
@@ -281,6 +289,13 @@ def test_what_is_handed_over_and_was_not_asked_for_is_refused_wherever_it_is_tak
     assert flight.suspended is None
     assert list(made.instances.engines) == [1]
     assert ("instance_left", 0) in recorder.told
+    assert wrong in str(made.instances._members[0].error)
+
+
+def test_what_was_suspended_before_its_first_token_may_say_so_of_its_versions_too() -> None:
+    none = np.zeros(0, dtype=np.int32)
+    answer = replace(suspended(1), tokens=none, logprobs=np.zeros(0, dtype=np.float32), token_versions=none)
+    refuse_answer(answer, request(0, 1), checksums={1: "sum"}, vocabulary=None, continued=False)
 
 
 def test_what_an_instance_goes_on_from_and_then_answers_wrongly_begins_again_elsewhere() -> None:

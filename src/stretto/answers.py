@@ -30,11 +30,13 @@ def refuse_answer(
     what = f"was asked for trajectory {request.id} under version {request.version}"
     if asked.id != request.id:
         raise EngineError(f"{what}, and answered for trajectory {asked.id}")
-    versions = answer.token_versions
+    if reason := _shape(answer, request):
+        raise EngineError(f"{what}, and answered with {reason}")
+    versions = answer.token_versions if len(answer.tokens) else None
     used = {asked.version} if versions is None else {int(version) for version in np.unique(versions)}
     if not continued and used != {request.version}:
         raise EngineError(f"{what}, and answered with tokens of versions {sorted(used)}")
-    last = asked.version if versions is None or not len(versions) else int(versions[-1])
+    last = asked.version if versions is None else int(versions[-1])
     expected = checksums.get(last)
     if expected is not None and len(answer.tokens) and answer.checksum != expected:
         raise EngineError(f"{what}, and answered with weights `{answer.checksum}`; version {last} is `{expected}`")
@@ -42,13 +44,33 @@ def refuse_answer(
         raise EngineError(f"{what}, and answered with {reason}")
 
 
+def _shape(answer: Completion | Suspended, request: Request) -> str:
+    """What is wrong with its arrays, whatever is in them."""
+    arrays = {"tokens": ("iu", answer.tokens), "logprobs": ("f", answer.logprobs)}
+    if answer.token_versions is not None:
+        arrays["token_versions"] = ("iu", answer.token_versions)
+    for name, (kinds, values) in arrays.items():
+        if not (isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in kinds):
+            kind = f"{values.dtype}{list(values.shape)}" if isinstance(values, np.ndarray) else type(values).__name__
+            return f"`{name}` as {kind}, which is no row of {'numbers' if kinds == 'f' else 'integers'}"
+    num_tokens = len(answer.tokens)
+    for what, row in (
+        ("log-probabilities", answer.logprobs),
+        ("of `token_versions`", answer.token_versions),
+        ("of `supports`", answer.supports),
+    ):
+        if row is not None and len(row) != num_tokens:
+            return f"{num_tokens} tokens and {len(row)} {what}"
+    # Of KV that is still on another machine the engine that it comes to sees the shape.
+    kv = getattr(answer.kv, "shape", None) if isinstance(answer, Suspended) else None
+    context = len(request.prompt) + num_tokens
+    if kv is not None and (len(kv) != 5 or kv[2] != context - 1):
+        return f"KV of {tuple(kv)}, where {context - 1} tokens of {context} have some"
+    return ""
+
+
 def _garbage(answer: Completion | Suspended, request: Request, vocabulary: int | None) -> str:
     tokens, logprobs = answer.tokens, answer.logprobs
-    for name, values in (("token_versions", answer.token_versions), ("supports", answer.supports)):
-        if values is not None and len(values) != len(tokens):
-            return f"{len(tokens)} tokens and {len(values)} of `{name}`"
-    if len(logprobs) != len(tokens):
-        return f"{len(tokens)} tokens and {len(logprobs)} log-probabilities"
     done = isinstance(answer, Completion)
     if not int(done) <= len(tokens) <= request.sampling.max_tokens - int(not done):
         return f"{len(tokens)} tokens, where at most {request.sampling.max_tokens} were asked for"
