@@ -1,16 +1,15 @@
 """A recipe: strict, typed, and free of torch. What is not known is an error; what has no effect is an error too.
 
-`load_recipe` reads TOML, applies `--set key=value`, validates, and raises `RecipeError` with a line per problem; which
-problems there are is in `refusals.py`. A default lives here and nowhere else. `paradigm_overrides` is for `compare`,
-which runs one recipe under every paradigm and therefore drops the keys that a paradigm does not have instead of
-refusing them.
+`load_recipe` reads TOML, applies `--set key=value` (`overrides.py`), validates, and raises `RecipeError` with a line
+per problem; which problems there are is in `refusals.py`. A default lives here and nowhere else. `paradigm_overrides`
+is for `compare`, which runs one recipe under every paradigm and therefore drops the keys that a paradigm does not have
+instead of refusing them.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from stretto.errors import RecipeError
 from stretto.explanations import explain
 from stretto.objectives import AlgorithmSection
 from stretto.objectives.grpo import GrpoOptions
+from stretto.overrides import apply_override
 from stretto.refusals import idle_keys, refusals, replays_nothing, without_effect
 
 PARADIGM_NAMES = tuple(PARADIGMS)
@@ -437,7 +437,7 @@ def paradigm_overrides(raw: Mapping[str, Any], paradigm: str) -> dict[str, Any]:
 def _overridden(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """The recipe with `key=value` applied. What only they have made idle gives way, unless they ask for it too."""
     result = copy.deepcopy(dict(raw))
-    asked = {tuple(_apply_override(result, override)) for override in overrides}
+    asked = {tuple(apply_override(result, override)) for override in overrides}
     for section, key in idle(result) - idle(raw) - asked:
         del result[section][key]
     return result
@@ -449,51 +449,6 @@ def idle(raw: Mapping[str, Any]) -> set[tuple[str, ...]]:
         return set(idle_keys(Recipe.model_validate(_tuples(raw), context=UNREFUSED)))
     except ValidationError:
         return set()
-
-
-def _apply_override(raw: dict[str, Any], override: str) -> list[str]:
-    """Set one key, or take it out where nothing follows the `=`; returns its path."""
-    key, separator, text = override.partition("=")
-    parts = key.strip().split(".")
-    if not separator or not all(parts):
-        raise RecipeError(f"`--set {override}` is not of the form `key=value`, such as `--set training.steps=20`")
-    if not text.strip():
-        _remove(raw, parts, override)
-        return parts
-    value = _value_of(text.strip(), override)
-    table = raw
-    for part in parts[:-1]:
-        table = table.setdefault(part, {})
-        if not isinstance(table, dict):
-            raise RecipeError(f"`--set {override}`: `{part}` is a value, not a table")
-    table[parts[-1]] = value
-    return parts
-
-
-def _value_of(text: str, override: str) -> Any:
-    """The TOML value that a text is; a bare word is a string."""
-    before = "value = "
-    try:
-        return tomllib.loads(before + text)["value"]
-    except tomllib.TOMLDecodeError as error:
-        if text[0] not in "{[\"'":
-            return text
-        said = re.sub(r"line 1, column (\d+)", lambda place: f"character {int(place[1]) - len(before)}", str(error))
-        raise RecipeError(
-            f"`--set {override}`: `{text}` is no valid TOML: {said}; write it as in a recipe, a string in quotes"
-        ) from error
-
-
-def _remove(raw: dict[str, Any], parts: Sequence[str], override: str) -> None:
-    table: Any = raw
-    for part in parts[:-1]:
-        table = table.get(part) if isinstance(table, dict) else None
-    if not isinstance(table, dict) or parts[-1] not in table:
-        raise RecipeError(
-            f"`--set {override}` takes `{'.'.join(parts)}` out of the recipe, and the recipe has no such key; "
-            'write `""` for an empty string'
-        )
-    del table[parts[-1]]
 
 
 def _tuples(value: Any) -> Any:
