@@ -93,7 +93,7 @@ def adapted_linear_backward(
     rank = down.shape[0] // len(ups_cast)
     parts = grad.split_with_sizes([weight.shape[0] for weight in weights], dim=1)
     narrow_grad = torch.empty_like(narrow)
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = wide_type(x.dtype)
     up_grads = []
     for own, index in enumerate(owners):
         columns = slice(own * rank, (own + 1) * rank)
@@ -121,7 +121,7 @@ def _(
     with_input: bool,
 ) -> list[torch.Tensor]:
     rank = down.shape[0] // len(ups_cast)
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = wide_type(x.dtype)
     downs = [x.new_empty((rank, x.shape[1]), dtype=wide) for _ in ups_cast]
     ups = [x.new_empty(up.shape, dtype=wide) for up in ups_cast]
     return [x.new_empty(x.shape if with_input else (0,)), *downs, *ups]

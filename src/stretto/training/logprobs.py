@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from stretto.training.logit_kernels import LogitScale, deltas_from, deltas_with_entropy, reduce_logits
 from stretto.training.logit_supports import PackedSupports, deltas_of_supports, reduce_supports
-from stretto.training.wide import wide_logits
+from stretto.training.wide import wide_logits, wide_type
 
 # Logits held at once. A processor wants them in its cache; a GPU wants products with enough rows (883 of Qwen3's
 # vocabulary) and, where the head is trained, few sums over its float32 gradient.
@@ -97,7 +97,7 @@ class _DirectedLogprobs(torch.autograd.Function):
         with_gradient: bool,
         supports: PackedSupports | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        dtype = wide_type(hidden.dtype)
         logprobs, entropies = torch.empty(2, len(targets), dtype=dtype, device=hidden.device).unbind()
         directions = hidden.new_empty((len(targets) if with_gradient else 0, hidden.shape[1]))
         plain = not hidden.is_cuda and hidden.dtype == dtype and scale.softcap is None and supports is None
@@ -184,7 +184,7 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk_tokens: int,
         supports: PackedSupports | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        dtype = wide_type(hidden.dtype)
         logprobs = torch.empty(len(targets), dtype=dtype, device=hidden.device)
         normalizers = torch.empty_like(logprobs)
         entropies = torch.zeros_like(logprobs)

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from stretto.errors import ModelError, RecipeError
+from stretto.training.wide import wide_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class LoraLinear(nn.Linear):
         self.weight = base.weight
         self.bias = base.bias
         self.scale = scale
-        dtype = torch.promote_types(base.weight.dtype, torch.float32)
+        dtype = wide_type(base.weight.dtype)
         # The values are drawn on the processor, so that a seed gives the same adapter on every device.
         initial = torch.empty(rank, base.in_features, dtype=dtype)
         nn.init.kaiming_uniform_(initial, a=math.sqrt(5), generator=generator)
