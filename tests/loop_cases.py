@@ -21,7 +21,7 @@ from stretto.environments.data import PromptStream, Row
 from stretto.environments.order import PassRates
 from stretto.environments.protocol import Policy
 from stretto.evaluation import EvaluationResult, Evaluator
-from stretto.flights import Flight
+from stretto.flight import Flight
 from stretto.loop import Loop, Settings
 from stretto.observe.metrics import JsonLines, Tally, Totals
 from stretto.observe.progress import Silent

@@ -16,7 +16,8 @@ from stretto.answers import refuse_answer
 from stretto.core import messages as core
 from stretto.environments.protocol import Policy
 from stretto.errors import EngineError, JournalError, RequestError, RewardError, StrettoError, SuspendedError
-from stretto.flights import Flight, Flights
+from stretto.flight import Flight
+from stretto.flights import Flights
 from stretto.instances import Instances
 from stretto.residents import Residents
 from stretto.runtime.pool import FixedPool

@@ -65,7 +65,8 @@ from stretto.environments.protocol import Environment
 from stretto.environments.single_turn import Decode
 from stretto.errors import EngineError
 from stretto.evaluation import EvaluationResult, Evaluator
-from stretto.flights import Flight, Flights
+from stretto.flight import Flight
+from stretto.flights import Flights
 from stretto.instances import Instances
 from stretto.observe.metrics import Tally
 from stretto.observe.progress import Observer, Status

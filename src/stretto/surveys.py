@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from stretto.core import messages as core
 from stretto.core.migration import MoveRates
+from stretto.flight import Flight
 from stretto.instances import Instances
 from stretto.types import Load
-
-if TYPE_CHECKING:
-    from stretto.flights import Flight
 
 CROWDED_SHARE = 0.9  # of an instance's KV; above, what is queued there waits for memory
 ENDING_SHARE = 0.05  # of `max_tokens`; what has no more left than this is not worth moving

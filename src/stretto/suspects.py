@@ -10,13 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 from stretto.core import messages as core
 from stretto.errors import EngineError
-
-if TYPE_CHECKING:
-    from stretto.flights import Flight
+from stretto.flight import Flight
 
 LOSSES = 4  # of instances under one trajectory, from which on it is suspected to be why
 PAST = 64  # tokens beyond the last that was known of it when an instance was lost: what is known is not of that moment

@@ -11,7 +11,8 @@ from typing import Any
 from stretto import clock
 from stretto.core import messages as core
 from stretto.core.waits import Wait
-from stretto.flights import Flight, Flights
+from stretto.flight import Flight
+from stretto.flights import Flights
 from stretto.observe.metrics import Tally
 from stretto.observe.progress import Observer
 from stretto.observe.tail import Tail

@@ -21,7 +21,7 @@ from stretto.core.plan import Plan
 from stretto.core.replay import Replay
 from stretto.environments.data import PromptStream
 from stretto.errors import RunError
-from stretto.flights import Flight
+from stretto.flight import Flight
 from stretto.observe.metrics import JsonLines, Totals
 from stretto.runtime.roles import TrainerSeat
 from stretto.runtime.trainer_recovery import bring_back, newest_checkpoint, refuse_another_base
