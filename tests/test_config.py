@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stretto.config import PARADIGM_NAMES, Recipe, load_recipe, paradigm_overrides, parse_recipe
+from stretto.config import PARADIGM_NAMES, FileSection, Recipe, load_recipe, paradigm_overrides, parse_recipe
 from stretto.errors import RecipeError
 from stretto.explanations import all_keys
 from stretto.types import MAX_SUPPORT
@@ -224,6 +224,18 @@ def test_what_the_overrides_or_the_recipe_itself_leave_without_effect_is_an_erro
         load_recipe(path, ["training.steps=7"])
 
 
+def test_held_out_rows_of_a_run_without_evaluation_are_an_error_or_give_way(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    task = '[task]\ntype = "file"\npath = "a.jsonl"\nreward = "m:f"\nevaluation_path = "b.jsonl"\n'
+    path.write_text(f'[model]\npath = "tiny"\n{task}')
+    recipe = load_recipe(path, ["evaluation.prompts=0"])
+    assert isinstance(recipe.task, FileSection)
+    assert recipe.task.evaluation_path is None
+    path.write_text(f'[model]\npath = "tiny"\n{task}[evaluation]\nprompts = 0\n')
+    with pytest.raises(RecipeError, match=r"`task.evaluation_path` has no effect with `evaluation.prompts = 0`"):
+        load_recipe(path)
+
+
 @pytest.mark.parametrize("override", ["training.steps", "=3", "training..steps=3"])
 def test_an_override_of_another_form_is_an_error(tmp_path: Path, override: str) -> None:
     path = tmp_path / "r.toml"
@@ -255,6 +267,12 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("[model\n")
     with pytest.raises(RecipeError, match="not valid TOML"):
         load_recipe(tmp_path / "bad.toml")
+
+
+def test_a_recipe_that_an_editor_of_windows_wrote_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_bytes(b'\xef\xbb\xbf[model]\r\npath = "tiny"\r\n[task]\r\ntype = "countdown-chain"\r\n')
+    assert load_recipe(path).model.path == "tiny"
 
 
 @pytest.mark.parametrize("paradigm", PARADIGM_NAMES)

@@ -370,8 +370,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, compare_as: str | 
     Raises `RecipeError`, which blames the overrides where the file alone is a recipe.
     """
     try:
-        with path.open("rb") as file:
-            raw = tomllib.load(file)
+        raw = tomllib.loads(path.read_bytes().decode("utf-8-sig"))  # some editors mark the beginning
     except FileNotFoundError:
         raise RecipeError(f"recipe `{path}` does not exist") from None
     except IsADirectoryError:

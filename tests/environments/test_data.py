@@ -183,6 +183,9 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
         ("[1, 2]", r"rows.jsonl:2: a row is an object with named columns, this is list"),
         ('{"question": "?"}', r"rows.jsonl:2: a row has a column `prompt` or a column `messages`"),
         ('{"prompt": "?", "messages": []}', r"rows.jsonl:2: .* this has both; leave one of them out"),
+        ('{"prompt": null, "answer": 1}', r"rows.jsonl:2: `prompt` is null"),
+        ('{"prompt": "\\ud800 hi"}', r"rows.jsonl:2: `\\ud800` is half of a character"),
+        ("[" * 100_000 + "]" * 100_000, r"rows.jsonl:2: this line is no JSON"),
         ('{"prompt": 3}', r"rows.jsonl:2: `prompt` is a string, this is int"),
         ('{"prompt": "?", "completion": "!"}', r"rows.jsonl:2: the column `completion`"),
         ('{"messages": []}', r"rows.jsonl:2: `messages` is a list"),
@@ -197,12 +200,29 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, pattern):
         load_rows(path)
 
 
+def test_a_file_that_an_editor_of_windows_wrote_is_read(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "caf\xc3\xa9"}\r\n{"prompt": "\\ud83c\\udf89"}\r\n')
+    assert [row.text for row in load_rows(path)] == ["café", "\N{PARTY POPPER}"]
+
+
+def test_a_row_of_a_file_is_called_by_its_line_whatever_was_held_out(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"prompt": "{"x" * (30 if line == 8 else 3)}"}}\n' for line in range(1, 11)))
+    rows = load_rows(path)
+    train = [row for number, row in enumerate(rows, start=1) if number not in (2, 5)]
+    with pytest.raises(RecipeError, match=r"rows.jsonl:8: its prompt has 30 tokens"):
+        stream(train, limit=20)
+
+
 def test_a_file_that_is_none_is_refused(tmp_path):
     with pytest.raises(RecipeError, match="is no file"):
         load_rows(tmp_path / "rows.jsonl")
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(RecipeError, match=r"folder.jsonl` is a folder; `task.path` names"):
         load_rows(tmp_path / "folder.jsonl")
+    with pytest.raises(RecipeError, match=r"is no file; `task.evaluation_path` names"):
+        load_rows(tmp_path / "rows.jsonl", "task.evaluation_path")
     (tmp_path / "rows.csv").touch()
     with pytest.raises(RecipeError, match=r"ends in `\.csv`"):
         load_rows(tmp_path / "rows.csv")

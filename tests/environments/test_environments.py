@@ -102,6 +102,7 @@ number = 3
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_environments.py").write_text(MINE)
     (tmp_path / "unparsed.py").write_text("import json\nclass Mine(:\n")
+    (tmp_path / "program.py").write_text("import sys\nsys.exit(4)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
@@ -126,6 +127,7 @@ def test_a_class_of_the_working_directory_is_made_with_the_tokenizer_and_its_opt
         ),
         ("my_environments:Mine", {"depth": 10}, "could not be made: ValueError: too deep"),
         ("unparsed:Mine", {}, r"importing `unparsed` failed: SyntaxError: invalid syntax \(unparsed\.py:2\)"),
+        ("program:Mine", {}, r"importing `program` failed: SystemExit: 4 \(program\.py:2\)"),
         ("my_environments:Plain", {}, r"has no episodes: define `async def episode\(self, prompt, policy\)`"),
     ],
 )

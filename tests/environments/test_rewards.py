@@ -205,6 +205,7 @@ def test_an_async_reward_that_cannot_be_cancelled_is_killed(guilty):
             "no_such_module:reward",
             "there is no module `no_such_module`, neither installed nor in the working directory",
         ),
+        ("reward_functions.py:length", "write `reward_functions:length`, without `.py`"),
         ("reward_functions", "is no function: write it as `package.module:function`"),
         ("reward functions:length", "is no function"),
     ],

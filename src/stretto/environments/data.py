@@ -145,11 +145,11 @@ class PromptStream:
                 messages = [dict(message) for message in row.messages]
                 text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             except Exception as error:  # templates refuse what they do not know with errors of their own
-                raise RecipeError(f"row {number + 1} of {self._name}: the chat template refused it: {error}") from error
+                raise RecipeError(f"{self._called(number)}: the chat template refused it: {error}") from error
             return text, False
         if row.text is None:
             raise RecipeError(
-                f"row {number + 1} of {self._name} has `messages`, but the tokenizer of `model.path` has no chat "
+                f"{self._called(number)} has `messages`, but the tokenizer of `model.path` has no chat "
                 "template; give a `prompt` instead, or use a model that was tuned to chat"
             )
         return row.text, True
@@ -173,12 +173,16 @@ class PromptStream:
                 for (number, _), tokens in zip(some, encoded, strict=True):
                     self._check_length(number, len(tokens))
 
+    def _called(self, number: int) -> str:
+        """What errors call a row: its line of a file, as some lines were held out and numbers are of the rest."""
+        return self._rows[number].where or f"row {number + 1} of {self._name}"
+
     def _check_length(self, number: int, length: int) -> None:
         if length == 0:
-            raise RecipeError(f"row {number + 1} of {self._name}: its prompt is empty")
+            raise RecipeError(f"{self._called(number)}: its prompt is empty")
         if length > self._max_prompt_tokens:
             raise RecipeError(
-                f"row {number + 1} of {self._name}: its prompt has {length} tokens, more than the "
+                f"{self._called(number)}: its prompt has {length} tokens, more than the "
                 f"{self._max_prompt_tokens} that the context (or `rollout.kv_tokens`) leaves beside `max_tokens`; "
                 "lower that, or shorten or remove the row"
             )
@@ -197,13 +201,16 @@ def split_held_out(rows: Sequence[Row], num: int, seed: int) -> tuple[list[Row],
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def load_rows(path: Path) -> list[Row]:
-    """Rows of a `.jsonl` or `.parquet` file: a column `prompt` or `messages`; the others go to the reward."""
+def load_rows(path: Path, option: str = "task.path") -> list[Row]:
+    """Rows of a `.jsonl` or `.parquet` file: a column `prompt` or `messages`; the others go to the reward.
+
+    `option` is the key that names the file, for errors.
+    """
     try:
-        records = _read(path)
+        records = _read(path, option)
     except OSError as error:
         raise RecipeError(
-            f"`{path}` cannot be read: {error.strerror}; `task.path` names a file that you may read"
+            f"`{path}` cannot be read: {error.strerror}; `{option}` names a file that you may read"
         ) from error
     rows = [to_row(record, where) for where, record in records]
     if not rows:
@@ -211,17 +218,17 @@ def load_rows(path: Path) -> list[Row]:
     return rows
 
 
-def _read(path: Path) -> list[tuple[str, Any]]:
+def _read(path: Path, option: str) -> list[tuple[str, Any]]:
     if not path.is_file():
         kind = "a folder" if path.is_dir() else "no file"
-        raise RecipeError(f"`{path}` is {kind}; `task.path` names a `.jsonl` or `.parquet` file")
+        raise RecipeError(f"`{path}` is {kind}; `{option}` names a `.jsonl` or `.parquet` file")
     match path.suffix:
         case ".jsonl":
             return _read_jsonl(path)
         case ".parquet":
             return _read_parquet(path)
         case suffix:
-            raise RecipeError(f"`{path}` ends in `{suffix}`; `task.path` names a `.jsonl` or `.parquet` file")
+            raise RecipeError(f"`{path}` ends in `{suffix}`; `{option}` names a `.jsonl` or `.parquet` file")
 
 
 def _read_jsonl(path: Path) -> list[tuple[str, Any]]:
@@ -230,12 +237,25 @@ def _read_jsonl(path: Path) -> list[tuple[str, Any]]:
         for number, line in enumerate(file, start=1):
             where = f"{path}:{number}"
             try:
-                text = line.decode("utf-8").strip()
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()  # some editors mark the first
                 if text:
-                    records.append((where, json.loads(text)))
-            except (UnicodeDecodeError, json.JSONDecodeError) as error:
+                    records.append((where, _parsed(text, where)))
+            except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
                 raise RecipeError(f"{where}: this line is no JSON: {error}") from error
     return records
+
+
+def _parsed(text: str, where: str) -> Any:
+    record = json.loads(text)
+    if "\\u" in text:  # JSON can write half of a character, which no tokenizer takes
+        try:
+            json.dumps(record, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RecipeError(
+                f"{where}: `\\u{ord(error.object[error.start]):04x}` is half of a character (a lone surrogate) and no "
+                "text; write the other half behind it, or take it out"
+            ) from error
+    return record
 
 
 def _read_parquet(path: Path) -> list[tuple[str, Any]]:
@@ -262,6 +282,9 @@ def to_row(record: Any, where: str) -> Row:
         raise RecipeError(
             f"{where}: a row has a column `prompt` or a column `messages`, and this has both; leave one of them out"
         )
+    empty = sorted({"prompt", "messages"} & record.keys())
+    if text is None and messages is None and empty:
+        raise RecipeError(f"{where}: `{empty[0]}` is null; give it a value, or remove the row")
     if text is None and messages is None:
         raise RecipeError(f"{where}: a row has a column `prompt` or a column `messages`, this has {sorted(record)}")
     if "completion" in columns:

@@ -59,11 +59,12 @@ def resolve(spec: str) -> Reward:
         value: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name + ".").startswith(error.name + "."):
+            hint = f"; write `{module_name[:-3]}:{path}`, without `.py`" if module_name.endswith(".py") else ""
             raise SpecError(
-                f"there is no module `{error.name}`, neither installed nor in the working directory {os.getcwd()}"
+                f"there is no module `{error.name}`, neither installed nor in the working directory {os.getcwd()}{hint}"
             ) from error
         raise SpecError(f"importing `{module_name}` failed: {last_line(error)}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a module that is a program too may end it
         raise SpecError(f"importing `{module_name}` failed: {last_line(error)}") from error
     for name in path.split("."):
         if not hasattr(value, name):

@@ -299,7 +299,7 @@ class RewardPool:
         except TimeoutError:
             error = f"it could not be imported within {START_S:g} s"
         except asyncio.IncompleteReadError:
-            error = f"its process {_how_it_ended(await process.wait())} while it was imported"
+            error = f"it {_how_it_ended(await process.wait())} while it was imported"
         except BaseException:
             worker.kill()
             await worker.ended()

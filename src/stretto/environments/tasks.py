@@ -225,7 +225,8 @@ def _reasoning_dataset(options: ReasoningGymOptions, datasets: Mapping[str, Any]
 def _file(options: FileOptions, num_evaluation: int) -> Task:
     rows = [_with_system(row, options.system) for row in load_rows(options.path)]
     if options.evaluation_path is not None:
-        held_out = [_with_system(row, options.system) for row in load_rows(options.evaluation_path)][:num_evaluation]
+        rows_there = load_rows(options.evaluation_path, "task.evaluation_path")
+        held_out = [_with_system(row, options.system) for row in rows_there][:num_evaluation]
     else:
         rows, held_out = split_held_out(rows, min(num_evaluation, len(rows) // HELD_OUT_SHARE), options.seed)
     name, scored_by = f"`{options.path}`", options.scored_by
@@ -239,5 +240,7 @@ def _with_system(row: Row, system: str | None) -> Row:
         return row
     messages = row.messages if row.messages is not None else ({"role": "user", "content": row.text or ""},)
     if messages[0]["role"] == "system":
-        raise RecipeError("`task.system` is given, but rows begin with a system message of their own; leave one out")
+        raise RecipeError(
+            f"`task.system` is given, but {row.where or 'a row'} begins with a system message of its own; leave one out"
+        )
     return dataclasses.replace(row, text=None, messages=({"role": "system", "content": system}, *messages))

@@ -58,9 +58,11 @@ class Inputs:
         """What is no error and yet worth knowing before the run."""
         wanted = recipe.evaluation.prompts
         if self.held_out is not None and self.held_out.num_rows < wanted:
+            path = getattr(recipe.task, "evaluation_path", None)
+            why = f"{self.task.name} has no more to spare" if path is None else f"`{path}` has no more"
             yield (
                 f"{self.held_out.num_rows} prompts are held out for evaluation, fewer than `evaluation.prompts = "
-                f"{wanted}`: {self.task.name} has no more to spare"
+                f"{wanted}`: {why}"
             )
         checked, num_rows = self.prompts.num_checked, self.prompts.num_rows
         if checked < num_rows:
