@@ -269,6 +269,12 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
         load_recipe(tmp_path / "bad.toml")
 
 
+def test_a_seed_that_no_generator_takes_is_refused() -> None:
+    assert parse_recipe({**MINIMAL, "seed": 2**63 - 1}).seed == 2**63 - 1
+    with pytest.raises(RecipeError, match=r"`seed = 9223372036854775808`: input should be less than or equal"):
+        parse_recipe({**MINIMAL, "seed": 2**63})
+
+
 def test_a_recipe_that_an_editor_of_windows_wrote_is_read(tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     path.write_bytes(b'\xef\xbb\xbf[model]\r\npath = "tiny"\r\n[task]\r\ntype = "countdown-chain"\r\n')

@@ -29,6 +29,7 @@ from stretto.refusals import idle_keys, refusals, replays_nothing, without_effec
 
 PARADIGM_NAMES = tuple(PARADIGMS)
 UNREFUSED = "unrefused"  # as the context of a validation: types alone are checked
+MAX_SEED = 2**63 - 1  # what a generator of torch takes, and TOML has
 
 
 class Section(BaseModel):
@@ -51,7 +52,7 @@ class WarmStartSection(Section):
     """How the `tiny` model is taught the form of an answer before it is improved. Cached between runs."""
 
     steps: int | None = Field(None, ge=0, description="Supervised steps; 0 leaves it random; default: enough")
-    seed: int = Field(0, ge=0, description="Seed of its initial weights and demonstrations")
+    seed: int = Field(0, ge=0, le=MAX_SEED, description="Seed of its initial weights and demonstrations")
 
 
 class ModelSection(Section):
@@ -300,7 +301,9 @@ class RuntimeSection(Section):
 class Recipe(Section):
     """A whole run."""
 
-    seed: int = Field(0, ge=0, description="Order of the data, seeds of the trajectories, initial adapters")
+    seed: int = Field(
+        0, ge=0, le=MAX_SEED, description="Order of the data, seeds of the trajectories, initial adapters"
+    )
     model: ModelSection
     task: AnyTask
     rollout: RolloutSection = RolloutSection()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.config import load_recipe
+from stretto.config import load_recipe, parse_recipe
 from stretto.errors import RunError
 from stretto.runtime.starting import refuse_another_recipe
 
@@ -59,3 +59,10 @@ def test_only_what_is_another_is_told_and_not_what_follows_from_it(
     assert first == "this is another recipe:"
     assert [line.strip() for line in lines] == told
     assert "go on with the recipe that it was started with" in last
+
+
+@pytest.mark.parametrize("damaged", [b"[[[", b"\xff\xfe"])
+def test_a_run_whose_recipe_is_damaged_is_refused_by_its_name(tmp_path: Path, damaged: bytes) -> None:
+    (tmp_path / "config.toml").write_bytes(damaged)
+    with pytest.raises(RunError, match=r"config.toml`, the recipe that the run was started with, cannot be read"):
+        refuse_another_recipe(parse_recipe({"model": {"path": "tiny"}, "task": {"type": "countdown-chain"}}), tmp_path)

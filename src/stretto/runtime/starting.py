@@ -100,7 +100,13 @@ def refuse_another_recipe(recipe: Recipe, folder: Path, instead: str | None = No
 
     `instead` is what the error says to do, where that is not to resume it by its own recipe.
     """
-    before = _flat(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")))
+    try:
+        before = _flat(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:  # of TOML and of UTF-8 too
+        raise RunError(
+            f"`{folder / 'config.toml'}`, the recipe that the run was started with, cannot be read: {error}; put it "
+            "back as it was, or start a new run"
+        ) from error
     now = _flat(tomllib.loads(recipe.dumps()))
     if now.get("model.dtype") == "auto":  # stays what it came to where the run began
         now["model.dtype"] = before.get("model.dtype")
