@@ -96,3 +96,12 @@ def test_a_run_that_failed_is_told_with_the_command_that_goes_on(
         compare.compare_from_command_line(
             tmp_path / "recipe.toml", [], paradigms=["drop"], folder=tmp_path / "out", target=None
         )
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"nothing can be written to .*choose another `--out`"):
+        compare.compare_from_command_line(
+            tmp_path / "recipe.toml", [], paradigms=["drop"], folder=tmp_path / "file" / "out", target=None
+        )

@@ -116,7 +116,7 @@ def comparison(
     recipes = {name: load_recipe(recipe, overrides, compare_as=name) for name in paradigms}
     for name, resolved in recipes.items():
         _refuse_folder(resolved, folder / name)
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     rows: list[dict[str, Any]] = []
     for name, resolved in recipes.items():
         summary = _run(resolved, folder / name, say)
@@ -133,6 +133,16 @@ def comparison(
         _add_time_to_target(rows, target)
         _write(folder / "compare.json", rows)
         yield rows
+
+
+def _make(folder: Path) -> None:
+    """The folder, and that something can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (scratch := folder / "compare.partial").write_bytes(b"")
+        scratch.unlink()
+    except OSError as error:
+        raise RunError(f"nothing can be written to `{folder}`: {error.strerror}; choose another `--out`") from error
 
 
 def _refuse_folder(recipe: Recipe, folder: Path) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stretto.errors import RunError
 from stretto.runtime import control
 from stretto.runtime.control import ANSWER, FOLDER, REQUEST, Control
 from stretto.store.journal import Journal
+from stretto.store.lock import Lock, is_alive
+from stretto.store.schema import JOURNAL_NAME
 
 
 class Instances:
@@ -79,3 +84,27 @@ def test_what_is_asked_while_a_run_begins_is_done_and_what_was_asked_of_an_earli
         Control(tmp_path).open()  # of a second process, which is about to be refused
         serve(tmp_path)
     assert [path.name for path in (tmp_path / FOLDER).iterdir()] == [f"new{ANSWER}"]
+
+
+def test_a_run_that_may_only_be_read_is_told_apart_from_one_that_ended_and_cannot_be_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Control(tmp_path).open()
+    opened = os.open
+
+    def read_only(path: str, flags: int, *rest: int) -> int:
+        if flags & (os.O_RDWR | os.O_WRONLY):
+            raise PermissionError(13, "Permission denied", path)
+        return opened(path, flags, *rest)
+
+    def refused(path: Path, value: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with contextlib.closing(Lock(tmp_path / JOURNAL_NAME)), monkeypatch.context() as patched:
+        patched.setattr(os, "access", lambda path, mode: False)
+        patched.setattr(os, "open", read_only)
+        assert is_alive(tmp_path)
+        patched.setattr(control, "_write", refused)
+        with pytest.raises(RunError, match=r"cannot be asked: nothing can be written to .*: Permission denied"):
+            control.ask(tmp_path, {"do": "list"})
+    assert not is_alive(tmp_path)

@@ -85,10 +85,14 @@ def test_the_first_version_that_differs_is_named(
 
 
 def test_what_cannot_be_trained_again_is_refused_by_name(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"no `config.toml`"):
+    with pytest.raises(RunError, match=r"no `journal.sqlite`"):
         replay(tmp_path)
     run(recipe(model, tmp_path, "training.steps=1", "evaluation.prompts=0"), tmp_path / "run")
     with pytest.raises(RunError, match="`--until` is 2; the run has versions 0 to 1"):
         replay(tmp_path / "run", until=2)
     with pytest.raises(RunError, match="exists already; choose another `--out`"):
         replay(tmp_path / "run", out=tmp_path)
+    with pytest.raises(RunError, match=r"nothing can be written to .*config.toml`; choose another `--out`"):
+        replay(tmp_path / "run", out=tmp_path / "run" / "config.toml" / "policy")
+    with pytest.raises(RunError, match=r"it holds runs; give one of them: .*/run`"):
+        replay(tmp_path)

@@ -133,7 +133,12 @@ def ask(run_folder: Path, request: Mapping[str, Any], *, longest_s: float = LONG
     if not is_alive(run_folder) or not folder.is_dir():
         _refuse(run_folder)
     name = uuid.uuid4().hex
-    _write(folder / f"{name}{REQUEST}", request)
+    try:
+        _write(folder / f"{name}{REQUEST}", request)
+    except OSError as error:
+        raise RunError(
+            f"the run in `{run_folder}` cannot be asked: nothing can be written to `{folder}`: {error.strerror}"
+        ) from error
     deadline = time.monotonic() + longest_s
     path = folder / f"{name}{ANSWER}"
     while not path.exists():

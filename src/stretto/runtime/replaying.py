@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -57,11 +58,11 @@ def replay(
     `out` is a folder that gets the policy it ended with, as `train` leaves it in `policy/`.
     Raises `RunError` where there is nothing to train again.
     """
+    journal = journal_path(folder)
     if not (folder / "config.toml").is_file():
         raise RunError(f"`{folder}` is no run folder: it has no `config.toml`")
-    if out is not None and out.exists():
-        raise RunError(f"`{out}` exists already; choose another `--out`")
-    journal = journal_path(folder)
+    if out is not None:
+        _refuse_out(out)
     checksums = recorded_checksums(journal)
     if not checksums:
         raise RunError(f"the run in `{folder}` ended before it had a version; there is nothing to train again")
@@ -91,6 +92,15 @@ def replay(
         return done
     finally:
         trainer.close()
+
+
+def _refuse_out(out: Path) -> None:
+    """Before anything is trained, which may take as long as it took."""
+    if out.exists():
+        raise RunError(f"`{out}` exists already; choose another `--out`")
+    above = next(parent for parent in out.absolute().parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise RunError(f"`{out}` cannot be made: nothing can be written to `{above}`; choose another `--out`")
 
 
 async def _replay(

@@ -34,10 +34,14 @@ class Lock:
 
 def is_alive(run_folder: Path) -> bool:
     """Whether a process runs the run in this folder now."""
+    path = _path(run_folder / JOURNAL_NAME)
+    writable = os.access(path, os.W_OK)  # which not every file system needs for a lock, and another's run is not
     try:
-        descriptor = os.open(_path(run_folder / JOURNAL_NAME), os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:
+        raise RunError(f"`{path}` cannot be read, which tells whether the run goes on: {error.strerror}") from error
     try:
         return not _locked(descriptor)
     finally:
