@@ -82,7 +82,10 @@ def train_from_command_line(recipe: Recipe, folder: Path, *, resume: bool, part_
         summary = train(recipe, folder, resume=resume, observer=observer)
     except KeyboardInterrupt:
         if standing(folder) != "finished":
-            raise
+            if standing(folder) == "empty" or part_of_compare:
+                raise
+            _say(console, f"interrupted; continue with {_again(folder)}")
+            return 130
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     ignore_interrupts()
     return _close(console, summary, recipe, folder, part_of_compare)
@@ -91,11 +94,9 @@ def train_from_command_line(recipe: Recipe, folder: Path, *, resume: bool, part_
 def _close(console: Console, summary: Mapping[str, Any], recipe: Recipe, folder: Path, part_of_compare: bool) -> int:
     """Say what became of a run; the exit status."""
 
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
+    say = partial(_say, console)
     if summary["stopped"]:
-        hint = "" if part_of_compare else f"; continue with the same command and `--out {folder} --resume`"
+        hint = "" if part_of_compare else f"; continue with {_again(folder)}"
         say(f"stopped after {summary['steps']} of {recipe.training.steps} updates{hint}")
         return 130
     console.print(summary_table(summary))
@@ -104,6 +105,14 @@ def _close(console: Console, summary: Mapping[str, Any], recipe: Recipe, folder:
         say(f"try next: {command('show', folder, '--update', str(recipe.training.steps - 1))}")
     say(f"the trained policy is in {folder / 'policy'}")
     return 0
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _again(folder: Path) -> str:
+    return f"the same command and `--out {folder} --resume`"
 
 
 def train(recipe: Recipe, folder: Path, *, resume: bool = False, observer: Observer) -> dict[str, Any]:
