@@ -68,6 +68,8 @@ def _readme(folder: Path, recipe: Recipe, *, templated: bool, with_base: bool) -
             f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{folder}")',
         ]
     lines += [f'tokenizer = AutoTokenizer.from_pretrained("{folder}")', "```", ""]
+    if not folder.is_absolute():
+        lines += [f"Paths are as seen from `{Path.cwd()}`, where it was trained.", ""]
     if templated:
         lines += [
             "It was trained on chats: prompts were made by `tokenizer.apply_chat_template(messages, "
