@@ -170,6 +170,7 @@ def test_the_policy_of_the_tiny_model_travels_with_its_base_and_says_how_it_was_
     assert adapted(**tokens).logits.shape[1] == 6
     readme = (policy / "README.md").read_text()
     assert "raw text" in readme
+    assert "as seen from" not in readme, "its paths are whole"
     assert "PeftModel.from_pretrained(AutoModelForCausalLM" in readme
     assert not list(policy.rglob("chat_template.jinja")), "no prompt of the run went through it"
     modes = {path.stat().st_mode & 0o777 for path in policy.rglob("*") if path.is_file()}
@@ -364,3 +365,19 @@ def test_pool_says_what_is_wrong_before_it_asks_anybody(tmp_path: Path, capsys: 
     assert "`--add 0` adds nothing" in capsys.readouterr().err
     assert main(["pool", str(tmp_path), "--list"]) == 2
     assert "no run has begun in" in capsys.readouterr().err
+
+
+def test_a_home_that_the_shell_left_is_expanded_on_the_command_line_and_refused_by_name_in_a_recipe(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine").touch()
+    assert main(["train", "~/recipe.toml", "--out=~/run"]) == 2
+    assert f"`{tmp_path / 'run'}` exists already" in capsys.readouterr().err
+    assert main(["verify", "~nobody-of-that-name/run"]) == 2
+    assert "no run folder" in capsys.readouterr().err
+    task = '{ type = "file", path = "~/rows.jsonl", reward = "examples.reward:names_the_capital" }'
+    recipe.write_text(f'model.path = "tiny"\ntask = {task}\n')
+    assert main(["check", str(recipe)]) == 2
+    assert "`~` is not expanded" in capsys.readouterr().err

@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="train a policy by a recipe")
     _recipe_arguments(train)
-    train.add_argument("--out", type=Path, metavar="RUN", help="run folder (default: runs/<recipe>-<time>)")
+    train.add_argument("--out", type=_path, metavar="RUN", help="run folder (default: runs/<recipe>-<time>)")
     train.add_argument("--resume", action="store_true", help="continue the run in --out after it was stopped or killed")
     train.add_argument("--part-of-compare", action="store_true", help=argparse.SUPPRESS)
     train.set_defaults(command=_train)
@@ -99,29 +99,29 @@ def _parser() -> argparse.ArgumentParser:
     _recipe_arguments(compare)
     compare.add_argument("--paradigms", metavar="A,B,...", help="default: all five")
     compare.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder for the runs and compare.json; what is finished there is kept"
+        "--out", type=_path, metavar="DIR", help="folder for the runs and compare.json; what is finished there is kept"
     )
     compare.add_argument("--target", type=float, metavar="SCORE", help="accuracy for the column of time to accuracy")
     compare.set_defaults(command=_compare)
 
     verify = commands.add_parser("verify", help="prove the three laws from a run's journal alone")
-    verify.add_argument("run", type=Path, metavar="RUN")
+    verify.add_argument("run", type=_path, metavar="RUN")
     verify.set_defaults(command=_verify)
 
     replay = commands.add_parser("replay", help="train a run again from its journal; compare every version")
-    replay.add_argument("run", type=Path, metavar="RUN")
+    replay.add_argument("run", type=_path, metavar="RUN")
     replay.add_argument("--until", type=int, metavar="N", help="up to version N (default: the last)")
-    replay.add_argument("--out", type=Path, metavar="FOLDER", help="write the policy that it ends with there")
+    replay.add_argument("--out", type=_path, metavar="FOLDER", help="write the policy that it ends with there")
     replay.set_defaults(command=_replay)
 
     show = commands.add_parser("show", help="read a run: its updates, or the samples of one")
-    show.add_argument("run", type=Path, metavar="RUN")
+    show.add_argument("run", type=_path, metavar="RUN")
     show.add_argument("--update", type=int, metavar="N", help="show the samples of update N")
     show.add_argument("--samples", type=int, metavar="M", help="how many samples of that update (default: 8)")
     show.set_defaults(command=_show)
 
     pool = commands.add_parser("pool", help="list, add and remove the rollout instances of a run while it goes on")
-    pool.add_argument("run", type=Path, metavar="RUN")
+    pool.add_argument("run", type=_path, metavar="RUN")
     wanted = pool.add_mutually_exclusive_group(required=True)
     wanted.add_argument("--list", action="store_true", help="what every instance is doing")
     wanted.add_argument("--add", type=int, metavar="N", help="make N more instances")
@@ -130,8 +130,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _path(text: str) -> Path:
+    """A path that was typed. Shells leave the `~` of `--out=~/run` as it is."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # no such user
+        return Path(text)
+
+
 def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="a TOML file")
+    parser.add_argument("recipe", type=_path, metavar="RECIPE", help="a TOML file")
     parser.add_argument(
         "--set",
         action="append",

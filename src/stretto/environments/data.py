@@ -221,7 +221,8 @@ def load_rows(path: Path, option: str = "task.path") -> list[Row]:
 def _read(path: Path, option: str) -> list[tuple[str, Any]]:
     if not path.is_file():
         kind = "a folder" if path.is_dir() else "no file"
-        raise RecipeError(f"`{path}` is {kind}; `{option}` names a `.jsonl` or `.parquet` file")
+        hint = " (`~` is not expanded, write the whole path)" if str(path).startswith("~") else ""
+        raise RecipeError(f"`{path}` is {kind}; `{option}` names a `.jsonl` or `.parquet` file{hint}")
     match path.suffix:
         case ".jsonl":
             return _read_jsonl(path)
