@@ -150,3 +150,35 @@ def test_the_deadline_holds_whatever_a_turn_came_to_and_not_while_it_is_made(fau
     with pytest.raises(RequestError if isinstance(fault, RequestError) else RewardError, match=said):
         play(policy, episode)
     assert policy.ended == ([] if fault else ["done"])
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (SystemExit(3), r"the environment called `sys.exit\(3\)`"),
+        (asyncio.CancelledError(), "raised `CancelledError`, and nobody had cancelled it"),
+    ],
+)
+def test_an_environment_that_exits_or_cancels_itself_fails_its_episode_alone(raised: BaseException, said: str) -> None:
+    async def episode(policy: Policy) -> float:
+        await policy.generate((1,))
+        raise raised
+
+    with pytest.raises(RewardError, match=said):
+        play(Asked(), episode)
+
+
+def test_who_cancels_an_episode_finds_it_cancelled() -> None:
+    async def episode(policy: Policy) -> float:
+        await asyncio.sleep(60)
+        return 0.0
+
+    async def run() -> None:
+        policy = Asked()
+        playing = asyncio.create_task(policy.episode.play(Plays(episode), PROMPT, policy))
+        await asyncio.sleep(0)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+
+    asyncio.run(run())

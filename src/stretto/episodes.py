@@ -34,7 +34,7 @@ class Episode:
         try:
             async with asyncio.timeout(self._deadline_s) as self.limit:
                 try:
-                    outcome = await environment.episode(prompt, policy)
+                    outcome = await _outcome(environment, prompt, policy)
                     if self._asking:
                         self.fault = self.fault or _given_up()
                 finally:
@@ -89,6 +89,20 @@ class Episode:
         if self._turn is not None and self._asking:
             self._turn.cancel()
             await asyncio.wait([self._turn])
+
+
+async def _outcome(environment: Environment, prompt: Prompt, policy: Policy) -> float | Outcome:
+    """What it returns. What would end the process, or pass for the run's own cancelling, fails the episode alone."""
+    try:
+        return await environment.episode(prompt, policy)
+    except SystemExit as error:
+        raise RewardError(f"the environment called `sys.exit({error.code!r})`: raise an error instead") from error
+    except asyncio.CancelledError as error:
+        if (task := asyncio.current_task()) is None or task.cancelling():
+            raise
+        raise RewardError(
+            "the environment raised `CancelledError`, and nobody had cancelled it: something that it awaited was"
+        ) from error
 
 
 def _given_up() -> RewardError:
