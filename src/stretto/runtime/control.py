@@ -176,7 +176,8 @@ def _refuse(run_folder: Path) -> NoReturn:
 def describe(answer: Mapping[str, Any]) -> str:
     """An answer as lines of text."""
     lines = [answer["done"]] if answer["done"] else []
-    lines.append(f"{'instance':>8}  {'running':>7}  {'queued':>6}  {'KV':>5}  {'tokens':>12}  {'minutes':>7}  versions")
+    head = f"{'instance':>8}  {'running':>7}  {'queued':>6}  {'KV':>5}  {'tokens':>12}  {'minutes':>7}"
+    lines.append(f"{head}  versions (and trajectories of each)")
     for each in answer["instances"]:
         versions = ", ".join(f"{version} ({count})" for version, count in each["versions"].items()) or "none"
         lines.append(
