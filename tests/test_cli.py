@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import stretto.compare
 from stretto.cli import main
 from stretto.config import load_recipe
+from stretto.runtime import export
 from stretto.store.lock import Lock
 
 RECIPE = '[model]\npath = "tiny"\nlora = { rank = 4 }\nwarm_start = { steps = 2 }\n[task]\ntype = "countdown-chain"\n'
@@ -175,6 +176,11 @@ def test_the_policy_of_the_tiny_model_travels_with_its_base_and_says_how_it_was_
     assert not list(policy.rglob("chat_template.jinja")), "no prompt of the run went through it"
     modes = {path.stat().st_mode & 0o777 for path in policy.rglob("*") if path.is_file()}
     assert modes == {ordinary_mode(tmp_path)}
+
+
+def test_the_readme_of_a_policy_says_where_its_paths_are_seen_from(recipe: Path) -> None:
+    said = export._readme(Path("runs/mine/policy"), load_recipe(recipe, []), templated=False, with_base=True)
+    assert f"as seen from `{Path.cwd()}`" in said
 
 
 def ordinary_mode(folder: Path) -> int:
