@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
+# Packages are compiled when they are first imported, and not again by each of the hundreds of processes of the tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install quickstart smollm2 test chaos lint types clean
 
