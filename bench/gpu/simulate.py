@@ -59,7 +59,7 @@ def costs_of(records: Sequence[Record], size: str) -> Costs:
     if step is None:
         raise ValueError(f"no three `step` cells of {size}: run `python -m bench.gpu.costs --parts step`")
     alone = [
-        record["results"]["trained_per_s"]
+        (record["parameters"].get("group", 0), record["results"]["trained_per_s"])
         for record in records
         if (record["bench"], record["parameters"].get("mode"), record["parameters"].get("size"))
         == ("sharing", "training", size)
@@ -68,7 +68,7 @@ def costs_of(records: Sequence[Record], size: str) -> Costs:
     if not alone or not both:
         raise ValueError(f"no `sharing` cells of {size}, alone and both: run `python -m bench.gpu.sharing`")
     shared = max(both, key=lambda each: each.get("group", 0))
-    return Costs(step, 1 / alone[0], shared["decode_share"], shared["training_share"])
+    return Costs(step, 1 / max(alone)[1], shared["decode_share"], shared["training_share"])
 
 
 class Run:

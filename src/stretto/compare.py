@@ -23,7 +23,7 @@ from stretto.core.paradigms import PARADIGMS
 from stretto.errors import RecipeError, RunError
 from stretto.invocation import command
 from stretto.runtime.interrupts import handled
-from stretto.runtime.starting import refuse_another_recipe, standing
+from stretto.runtime.starting import refuse_another_recipe, refuse_unwritable, standing
 
 STOPPED = 130  # exit status of a run that was stopped and can be resumed
 
@@ -116,7 +116,8 @@ def comparison(
     recipes = {name: load_recipe(recipe, overrides, compare_as=name) for name in paradigms}
     for name, resolved in recipes.items():
         _refuse_folder(resolved, folder / name)
-    _make(folder)
+    refuse_unwritable(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for name, resolved in recipes.items():
         summary = _run(resolved, folder / name, say)
@@ -133,16 +134,6 @@ def comparison(
         _add_time_to_target(rows, target)
         _write(folder / "compare.json", rows)
         yield rows
-
-
-def _make(folder: Path) -> None:
-    """The folder, and that something can be written there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (scratch := folder / "compare.partial").write_bytes(b"")
-        scratch.unlink()
-    except OSError as error:
-        raise RunError(f"nothing can be written to `{folder}`: {error.strerror}; choose another `--out`") from error
 
 
 def _refuse_folder(recipe: Recipe, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is said of a recipe that is not the one that a run began with."""
+"""What is said of a recipe that is not the one that a run began with, and of a place that no run can begin in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from stretto.config import load_recipe, parse_recipe
 from stretto.errors import RunError
-from stretto.runtime.starting import refuse_another_recipe
+from stretto.runtime.starting import refuse_another_recipe, refuse_occupied
 
 RECIPE = """
 [model]
@@ -66,3 +66,15 @@ def test_a_run_whose_recipe_is_damaged_is_refused_by_its_name(tmp_path: Path, da
     (tmp_path / "config.toml").write_bytes(damaged)
     with pytest.raises(RunError, match=r"config.toml`, the recipe that the run was started with, cannot be read"):
         refuse_another_recipe(parse_recipe({"model": {"path": "tiny"}, "task": {"type": "countdown-chain"}}), tmp_path)
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_before_a_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_occupied(tmp_path / "new" / "run")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"nothing can be written to `.*/file`; choose another `--out`"):
+        refuse_occupied(tmp_path / "file" / "run")
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(RunError, match="nothing can be written to"):
+        refuse_occupied(tmp_path / "new" / "run")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from stretto.runtime.device import choose_device, choose_dtype
 from stretto.runtime.export import export_policy
 from stretto.runtime.parts import make_trainer, model_path_of, rank_threads, role_threads
 from stretto.runtime.roles import TrainerRole, TrainerSeat
+from stretto.runtime.starting import refuse_unwritable
 from stretto.runtime.trainer_recovery import refuse_another_base, train_again
 from stretto.store.reader import JournalReader
 from stretto.store.recovery import recorded_checksums
@@ -62,7 +62,9 @@ def replay(
     if not (folder / "config.toml").is_file():
         raise RunError(f"`{folder}` is no run folder: it has no `config.toml`")
     if out is not None:
-        _refuse_out(out)
+        if out.exists():
+            raise RunError(f"`{out}` exists already; choose another `--out`")
+        refuse_unwritable(out)
     checksums = recorded_checksums(journal)
     if not checksums:
         raise RunError(f"the run in `{folder}` ended before it had a version; there is nothing to train again")
@@ -92,15 +94,6 @@ def replay(
         return done
     finally:
         trainer.close()
-
-
-def _refuse_out(out: Path) -> None:
-    """Before anything is trained, which may take as long as it took."""
-    if out.exists():
-        raise RunError(f"`{out}` exists already; choose another `--out`")
-    above = next(parent for parent in out.absolute().parents if parent.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise RunError(f"`{out}` cannot be made: nothing can be written to `{above}`; choose another `--out`")
 
 
 async def _replay(

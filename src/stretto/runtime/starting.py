@@ -13,6 +13,7 @@ anything else               no           no
 from __future__ import annotations
 
 import copy
+import os
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -59,9 +60,10 @@ def _finished(folder: Path) -> bool:
 
 
 def refuse_occupied(folder: Path) -> None:
-    """A run begins in a folder of its own."""
+    """A run begins in a folder of its own, which it can write to."""
     match standing(folder):
         case "empty":
+            refuse_unwritable(folder)
             return
         case "stopped" if is_alive(folder):
             hint = ", and a process runs the run in it; choose another `--out`"
@@ -70,6 +72,13 @@ def refuse_occupied(folder: Path) -> None:
         case _:
             hint = "; choose another `--out`"
     raise RunError(f"`{folder}` exists already{hint}")
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Before anything takes long: what is to be written there, or to a folder that is still to be made, can be."""
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise RunError(f"nothing can be written to `{there}`; choose another `--out`")
 
 
 def refuse_nothing_to_resume(folder: Path) -> None:
