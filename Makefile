@@ -38,6 +38,7 @@ chaos: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 types: install
 	$(BIN)/mypy

@@ -1,8 +1,8 @@
-"""How fast the native engine is on a tiny model: against transformers, with several versions live, and a step's cost.
+"""Speed of the native engine on a tiny model: against transformers, with several live versions, and the cost of a step.
 
     python bench/engine.py --out engine.json
 
-Everything that is compared runs in the same process, alternating, and is reported with its spread over the repeats.
+Both sides of a comparison run in the same process, alternating. Figures have their spread over the repeats.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from transformers import Qwen3ForCausalLM
 
-from stretto.checksums import checksum
 from stretto.engines.native.engine import NativeEngine
-from stretto.tiny import tiny_config
+from stretto.models.checksums import checksum
+from stretto.models.tiny import tiny_config
 from stretto.types import Request, Sampling, Weights
 
 PROMPT, VOCABULARY, RANK, SLOTS = 24, 20, 8, 4
@@ -60,7 +60,7 @@ def make_engine(model: Any, rows: int, max_context: int) -> NativeEngine:
 
 
 def native_seconds(engine: NativeEngine, prompts: torch.Tensor, lengths: list[int], versions: int) -> float:
-    """Everything at once into the engine, versions dealt round; seconds until the last has finished."""
+    """Adds all requests at once, over `versions` in turn; returns the seconds until the last has finished."""
     began = time.perf_counter()
     for i, (prompt, length) in enumerate(zip(prompts.tolist(), lengths, strict=True)):
         engine.add(Request(i, i % versions, tuple(prompt), i, Sampling(length)))
@@ -72,7 +72,7 @@ def native_seconds(engine: NativeEngine, prompts: torch.Tensor, lengths: list[in
 
 
 def transformers_seconds(model: Any, prompts: torch.Tensor, lengths: list[int], rows: int) -> float:
-    """Static batches in the order given, each run to its longest member."""
+    """Runs static batches in the order given, each to the length of its longest member; returns the seconds."""
     began = time.perf_counter()
     with torch.inference_mode():
         for at in range(0, len(lengths), rows):
@@ -155,7 +155,7 @@ def versions_live(options: argparse.Namespace, model: Any) -> dict[str, Any]:
 
 
 def step_cost(options: argparse.Namespace, model: Any) -> dict[str, Any]:
-    """Median milliseconds of a decode step at several numbers of rows, and the line through them."""
+    """Returns the median milliseconds of a decode step at several numbers of rows, and the line through them."""
     torch.set_num_threads(1)
     rows = [1, 8, 16, 32, 64, 128]
     engine = make_engine(model, max(rows), PROMPT + 128)

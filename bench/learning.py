@@ -38,9 +38,9 @@ from typing import Any
 
 import tomli_w
 
-from stretto.config import load_recipe
 from stretto.environments.countdown import REWARD, Problem
 from stretto.objectives import OBJECTIVES
+from stretto.recipe.schema import load_recipe
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
 MARGIN = 0.03  # of accuracy
@@ -132,7 +132,7 @@ def run_cell(cell: Cell, options: argparse.Namespace, cores: queue.Queue[list[in
     shutil.rmtree(work, ignore_errors=True)
     recipe = write_recipe(cell, work, options.evaluation_prompts)
     own = cores.get()
-    command = [sys.executable, "-m", "stretto.cli", "train", str(recipe), "--out", str(work)]
+    command = [sys.executable, "-m", "stretto", "train", str(recipe), "--out", str(work)]
     pinned = ["taskset", "-c", ",".join(map(str, own)), *command] if own else command
     log, started = work.with_suffix(".log"), time.perf_counter()
     try:
@@ -169,7 +169,7 @@ def run_all(cells: Sequence[Cell], options: argparse.Namespace) -> list[str]:
     if not missing:
         return []
     # Made and warm-started once, before several runs want it.
-    subprocess.run([sys.executable, "-c", "from stretto.tiny import tiny_model; tiny_model()"], check=True)
+    subprocess.run([sys.executable, "-c", "from stretto.models.tiny import tiny_model; tiny_model()"], check=True)
     cores: queue.Queue[list[int]] = queue.Queue()
     for own in core_sets(options.jobs, options.cores):
         cores.put(own)

@@ -28,8 +28,8 @@ import torch
 
 from stretto.engines.native.engine import NativeEngine
 from stretto.engines.threaded import Failed
-from stretto.models import load_model
-from stretto.tiny import WarmStart, tiny_model
+from stretto.models.loading import load_model
+from stretto.models.tiny import WarmStart, tiny_model
 from stretto.training.trainer import LocalTrainer
 from stretto.types import Request, Sampling, Weights
 

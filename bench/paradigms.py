@@ -26,14 +26,13 @@ from typing import Any
 import torch
 import transformers
 
-from stretto.config import Recipe, load_recipe
 from stretto.engines.native.engine import NativeEngine
-from stretto.models import load_model
-from stretto.runtime.memory import kv_tokens
-from stretto.runtime.parts import available_cores, trainer_options
+from stretto.models.loading import load_model
+from stretto.models.tiny import tiny_model
+from stretto.recipe.schema import Recipe, load_recipe
+from stretto.setup.memory import kv_tokens
+from stretto.setup.threads import available_cores
 from stretto.store.reader import JournalReader
-from stretto.tiny import tiny_model
-from stretto.training.lora import LoraOptions
 from stretto.training.trainer import LocalTrainer
 from stretto.types import Batch, Request, Sample, Sampling
 
@@ -50,7 +49,7 @@ def run(
     recipe = load_recipe(RECIPE, settings, compare_as=paradigm)
     path = folder.with_suffix(".toml")
     path.write_text(recipe.source_toml())
-    command = [sys.executable, "-m", "stretto.cli", "train", str(path), "--out", str(folder)]
+    command = [sys.executable, "-m", "stretto", "train", str(path), "--out", str(folder)]
     if threads is not None:
         command += ["--set", f"runtime.engine_threads={threads[0]}", "--set", f"runtime.trainer_threads={threads[1]}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -79,7 +78,14 @@ def parts(recipe: Recipe) -> tuple[NativeEngine, LocalTrainer]:
         lora_rank=lora.rank,
         prefill_tokens=recipe.rollout.prefill_tokens,
     )
-    trainer = LocalTrainer(model, lora=LoraOptions(lora.rank, lora.alpha), options=trainer_options(recipe))
+    trainer = LocalTrainer(
+        model,
+        lora=lora,
+        options=recipe.training,
+        temperature=recipe.rollout.temperature,
+        max_tokens=recipe.rollout.max_tokens,
+        seed=recipe.seed,
+    )
     return engine, trainer
 
 

@@ -1,4 +1,4 @@
-"""How long one cycle of placement takes: `python bench/placement.py [--out FILE]`.
+"""Measures how long one rebalancing takes: `python bench/placement.py [--out FILE]`.
 
 A pool of instances, several versions behind one another, trajectories with log-normal contexts. `publish`: one slot
 each, and a new version wants its share. `contended`: two slots each, so that most versions have to give something up.
@@ -23,11 +23,11 @@ from pathlib import Path
 import numpy as np
 
 from stretto.core import messages as m
-from stretto.core.brain import Brain
+from stretto.core.controller import Controller
+from stretto.core.instances import InstanceState
 from stretto.core.ledger import Group
-from stretto.core.orchestration import Change, Scene, Site, repartition
-from stretto.core.placement import Instance
 from stretto.core.plan import resolve_plan
+from stretto.core.rebalancing import Change, InstanceView, PoolView, rebalance
 
 FLOOR_S = 0.25
 
@@ -36,23 +36,23 @@ def contexts(rng: random.Random, count: int) -> int:
     return sum(int(rng.lognormvariate(7, 1)) for _ in range(count))
 
 
-def scene(instances: int, versions: int, slots: int, running: int, rng: random.Random) -> Scene:
+def view(instances: int, versions: int, slots: int, running: int, rng: random.Random) -> PoolView:
     """A pool just after version `versions - 1` was published: younger versions run more."""
     older = range(versions - 1)
-    sites = []
+    views = []
     for number in range(instances):
         held = set(rng.choices(older, [2.0**version for version in older], k=slots)) if running else {0}
         counts = {version: rng.randint(1, 2 * running - 1) for version in held} if running else {}
         tokens = {version: contexts(rng, count) for version, count in counts.items()}
-        sites.append(Site(number, slots, frozenset(held), counts=counts, tokens=tokens))
+        views.append(InstanceView(number, slots, frozenset(held), counts=counts, tokens=tokens))
     deadlines = {version: version + versions for version in range(versions)}
-    total = sum(sum(site.counts.values()) for site in sites)
+    total = sum(sum(each.counts.values()) for each in views)
     waiting = {} if running else dict.fromkeys(older, instances)
-    return Scene(sites, versions - 1, waiting, deadlines, top_up=max(instances, total // 4))
+    return PoolView(views, versions - 1, waiting, deadlines, top_up=max(instances, total // 4))
 
 
-def describe(pool: Scene, changes: list[Change]) -> dict[str, int]:
-    tokens = {site.id: site.tokens for site in pool.sites}
+def describe(pool: PoolView, changes: list[Change]) -> dict[str, int]:
+    tokens = {each.id: each.tokens for each in pool.instances}
     return {
         "instances_that_change": len(changes),
         "tokens_of_kv": sum(sum(each.values()) for each in tokens.values()),
@@ -60,7 +60,7 @@ def describe(pool: Scene, changes: list[Change]) -> dict[str, int]:
     }
 
 
-def publish_event(instances: int, versions: int, running: int, rng: random.Random) -> tuple[Brain, m.Event]:
+def publish_event(instances: int, versions: int, running: int, rng: random.Random) -> tuple[Controller, m.Event]:
     """A run in which every instance serves one version, and the event with which the next is published."""
     newest = versions - 2
     plan = resolve_plan(
@@ -72,18 +72,20 @@ def publish_event(instances: int, versions: int, running: int, rng: random.Rando
         retries=2,
         rows=2 * instances * running,
     )
-    brain = Brain(plan, first_version=newest)
-    brain.window.live.update(range(newest))
-    brain.training, brain.next_update = newest, newest + 1
+    controller = Controller(plan, first_version=newest)
+    controller.window.live.update(range(newest))
+    controller.training, controller.next_update = newest, newest + 1
     for number in range(instances):
         (version,) = rng.choices(range(newest + 1), [2.0**version for version in range(newest + 1)])
-        instance = brain.instances[number] = Instance(number, 1, {version})
+        instance = InstanceState(number, 1, {version})
+        controller.instances.add(instance)
         for _ in range(rng.randint(1, 2 * running - 1)):
-            group = Group(brain.next_group, version, version + plan.staleness)
-            brain.ledger.admit(group, [group.id], instance)
-            brain.next_group += 1
-            brain.ledger.trajectories[group.id].tokens = contexts(rng, 1)
-    return brain, m.Updated(newest)
+            group = Group(controller.next_group, version, version + plan.staleness)
+            controller.ledger.admit(group, [group.id], instance)
+            controller.next_group += 1
+            controller.ledger.trajectories[group.id].tokens = contexts(rng, 1)
+    assert controller.instances.num_staying == instances  # which enters them: in a run that is no part of the event
+    return controller, m.Updated(newest)
 
 
 def timed(work: Callable[[], object]) -> dict[str, float]:
@@ -103,21 +105,21 @@ def main() -> None:
     options = parser.parse_args()
     rng = random.Random(options.seed)
     pools = {
-        "publish": scene(options.instances, options.versions, 1, options.running, rng),
-        "contended": scene(options.instances, options.versions, 2, options.running, rng),
-        "alike": scene(options.instances, options.versions, 1, 0, rng),
+        "publish": view(options.instances, options.versions, 1, options.running, rng),
+        "contended": view(options.instances, options.versions, 2, options.running, rng),
+        "alike": view(options.instances, options.versions, 1, 0, rng),
     }
     results: dict[str, dict[str, object]] = {}
     for name, pool in pools.items():
-        times = [timed(lambda pool=pool: repartition(pool)) for _ in range(options.repeats)]  # type: ignore[misc]
-        results[name] = {"times": times, **describe(pool, repartition(pool))}
+        times = [timed(lambda pool=pool: rebalance(pool)) for _ in range(options.repeats)]  # type: ignore[misc]
+        results[name] = {"times": times, **describe(pool, rebalance(pool))}
     events = [publish_event(options.instances, options.versions, options.running, rng) for _ in range(3)]
     counts: list[dict[str, int]] = []
     times = []
-    for brain, event in events:
-        moved = brain.counters.moved
-        times.append(timed(lambda brain=brain, event=event: brain.handle(event)))  # type: ignore[misc]
-        counts.append({"versions": len(brain.versions), "moved": brain.counters.moved - moved})
+    for controller, event in events:
+        moved = controller.counters.moved
+        times.append(timed(lambda controller=controller, event=event: controller.handle(event)))  # type: ignore[misc]
+        counts.append({"versions": len(controller.versions), "moved": controller.counters.moved - moved})
     results["event"] = {"times": times, "of": counts}
     holds = True
     for name, result in results.items():

@@ -2,11 +2,12 @@
 
     python bench/pool.py --out bench/results/pool.json
 
-Whole runs by `stretto.runtime.run.train` over the tiny model with full weights: instances, versions, moves, trainer and
-journal are what they always are. Two things are modelled, because idle time is a matter of scheduling and this is to
-run on two cores, where four engines would step in turn: a decode step takes `--step-ms` whatever its rows, as it does
-on a device of its own (what it really takes is less, and the rest is slept), and lengths are log-normal, drawn from the
-seed of each trajectory, so that both runs are given the same tail. What a step took on average is in the result.
+Whole runs by `stretto.assembly.train.train` over the tiny model with full weights: instances, versions, moves,
+trainer and journal are what they always are. Two things are modelled, because idle time is a matter of scheduling and
+this is to run on two cores, where four engines would step in turn: a decode step takes `--step-ms` whatever its rows,
+as it does on a device of its own (what it really takes is less, and the rest is slept), and lengths are log-normal,
+drawn from the seed of each trajectory, so that both runs are given the same tail. What a step took on average is in
+the result.
 
 Floors: idle share of the pool at most a third of that of `synchronous`, time per update at most half.
 """
@@ -29,12 +30,12 @@ from typing import Any, ClassVar
 
 import torch
 
-import stretto.runtime.parts as parts
-from stretto.config import parse_recipe
+import stretto.local.components as parts
+from stretto.assembly.train import train
 from stretto.engines.native.engine import NativeEngine
 from stretto.engines.threaded import Failed
 from stretto.observe.progress import Silent
-from stretto.runtime.run import train
+from stretto.recipe.schema import parse_recipe
 from stretto.store.verify import exit_code, verify
 from stretto.types import Completion, Request, Suspended
 
@@ -81,7 +82,7 @@ def paced(*arguments: Any) -> NativeEngine:
     return engine
 
 
-parts_make_core = parts.make_core
+parts_make_core = parts.make_native_engine
 
 
 def recipe(paradigm: str, steps: int) -> Any:
@@ -136,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     PacedEngine.step_s = options.step_ms / 1e3
-    parts.make_core = paced
+    parts.make_native_engine = paced
     with tempfile.TemporaryDirectory() as scratch:
         cells = {
             paradigm: measure(paradigm, options.updates, Path(scratch) / paradigm)

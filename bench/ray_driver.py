@@ -23,9 +23,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stretto.config import load_recipe
+from stretto.assembly.train import train
 from stretto.observe.progress import Silent
-from stretto.runtime.run import train
+from stretto.recipe.schema import load_recipe
 from stretto.store.verify import exit_code, verify
 
 FLOOR_MS = 3.0

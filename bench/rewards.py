@@ -15,7 +15,7 @@ import statistics
 import time
 
 from stretto.environments.countdown import REWARD, chain, problem_at
-from stretto.environments.rewards import RewardPool
+from stretto.environments.reward_pool import RewardPool
 
 
 async def measure(num_rewards: int, num_rounds: int, workers: int) -> None:

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from transformers import Qwen3ForCausalLM
 
-from stretto.models import second_tree
-from stretto.tiny import tiny_config
-from stretto.training.lora import inject_lora
-from stretto.training.trainer import LocalTrainer, LoraOptions, TrainerOptions
+from stretto.models.loading import second_tree
+from stretto.models.lora import inject_lora
+from stretto.models.tiny import tiny_config
+from stretto.training.trainer import LocalTrainer, LoraOptions, TrainingOptions
 from stretto.types import Batch, Completion, Sample
 
 NUM_GROUPS, GROUP, PROMPT, MEAN_COMPLETION, MAX_COMPLETION = 16, 8, 8, 25, 157
@@ -69,7 +69,7 @@ def measure_update(
     lora: LoraOptions | None, threads: int, repeats: int, vocabulary: int, micro: int
 ) -> dict[str, float]:
     torch.set_num_threads(threads)
-    trainer = LocalTrainer(tiny_model(vocabulary), lora=lora, options=TrainerOptions(micro_tokens=micro))
+    trainer = LocalTrainer(tiny_model(vocabulary), lora=lora, options=TrainingOptions(micro_tokens=micro))
     batch = quickstart_batch(0, vocabulary)
     return milliseconds(lambda: trainer.update(Batch(trainer.version, batch.samples)), repeats)
 

@@ -1,4 +1,4 @@
-"""An environment of your own, of up to three turns, for `examples/capitals.jsonl`. From the repository's folder:
+"""Example of an environment with up to three turns, for `examples/capitals.jsonl`. Run from the repository's root:
 
     [task]
     type = "environment"
@@ -7,8 +7,8 @@
     turns = 3
     config = { hint = "No. Try again: " }
 
-It is made once, with the tokenizer and `task.config`, and plays many episodes at once in the run's own thread: await
-whatever takes long, and put what blocks into `asyncio.to_thread`.
+It is created once, with the tokenizer and `task.config`, and plays many episodes at once in the driver's own thread.
+Await whatever takes long, and put blocking calls into `asyncio.to_thread`.
 """
 
 from typing import Any
@@ -30,11 +30,11 @@ class SecondChance:
         while len(rewards) < 3:
             try:
                 turn = await policy.generate(context)
-            except RoomError:  # the hint left no room for a token: this was all
+            except RoomError:  # the hint left no room for another token
                 break
             said = self.tokenizer.decode(turn.tokens.tolist(), skip_special_tokens=True)
             rewards.append(float(str(prompt.row["answer"]).lower() in said.lower()))
             if rewards[-1]:
                 break
-            context += [*turn.tokens.tolist(), *self.hint]  # what was said, and what the policy observes behind it
+            context += [*turn.tokens.tolist(), *self.hint]  # the answer, then the hint that the policy observes
         return Outcome(tuple(rewards))

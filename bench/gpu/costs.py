@@ -31,8 +31,8 @@ from bench.gpu.runs import synthetic_batch
 from bench.gpu.shapes import RANK, make_model
 from bench.gpu.sides import SLOTS
 
-from stretto.training.lora import LoraOptions
-from stretto.training.optimizer import TrainerOptions
+from stretto.models.lora_options import LoraOptions
+from stretto.training.options import TrainingOptions
 from stretto.training.trainer import LocalTrainer
 
 
@@ -141,7 +141,9 @@ def measure_training(options: argparse.Namespace) -> None:
     if not pending:
         return
     model = make_model(options.size, options.device)
-    trainer = LocalTrainer(model, lora=LoraOptions(RANK), options=TrainerOptions(micro_tokens=options.micro_tokens))
+    trainer = LocalTrainer(
+        model, lora=LoraOptions(rank=RANK), options=TrainingOptions(micro_tokens=options.micro_tokens)
+    )
 
     def update(lengths: Sequence[int]) -> float:
         batch = synthetic_batch(trainer.version, lengths, options.prompt, options.size)

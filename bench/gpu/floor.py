@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from bench.gpu.shapes import RANK, config_of, dtype_of, skeleton
 
-from stretto.training.lora import adapted_modules
+from stretto.models.lora import adapted_modules
 
 COPY_BYTES = 4 << 30
 MATMUL_SIZES = ((8_192, 8_192, 8_192), (16_384, 8_192, 8_192), (4_096, 12_288, 4_096))

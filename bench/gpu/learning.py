@@ -24,11 +24,10 @@ from typing import Any
 
 from bench.gpu.cells import Cell, add_options, from_options, integers
 
-from stretto.config import Recipe, load_recipe, parse_recipe
 from stretto.environments.data import Row
 from stretto.environments.reasoning_problems import EXACT_REWARD
 from stretto.environments.tasks import load_task
-from stretto.runtime.inputs import task_options
+from stretto.recipe.schema import Recipe, load_recipe, parse_recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "smollm2.toml"
 
@@ -62,7 +61,7 @@ def overrides(cell: Cell, options: argparse.Namespace) -> list[str]:
 
 def write_problems(recipe: Recipe, folder: Path, held_out: int) -> None:
     """The problems of a recipe's reasoning-gym task as files of prompts and answers."""
-    task = load_task(task_options(recipe), num_evaluation=held_out)
+    task = load_task(recipe.task, seed=recipe.seed, num_evaluation=held_out)
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("train", task.train), ("held_out", task.evaluation)):
         lines = [json.dumps(_line(row)) for row in rows]
@@ -89,7 +88,7 @@ def measure(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         path, folder = Path(scratch) / "recipe.toml", Path(scratch) / "run"
         path.write_text(recipe.source_toml())
-        command = [sys.executable, "-m", "stretto.cli", "train", str(path), "--out", str(folder)]
+        command = [sys.executable, "-m", "stretto", "train", str(path), "--out", str(folder)]
         subprocess.run(command, check=True)
         summary = json.loads((folder / "summary.json").read_text())
     evaluations = summary["evaluations"]

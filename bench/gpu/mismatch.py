@@ -33,9 +33,9 @@ from bench.gpu.sides import Ask, prompts
 from numpy.typing import NDArray
 
 from stretto.engines.native.engine import NativeEngine
-from stretto.models import load_model, load_tokenizer
-from stretto.training.lora import LoraOptions
-from stretto.training.optimizer import TrainerOptions
+from stretto.models.loading import load_model, load_tokenizer
+from stretto.models.lora_options import LoraOptions
+from stretto.training.options import TrainingOptions
 from stretto.training.trainer import LocalTrainer
 from stretto.types import Batch, Completion, Request, Sample, Sampling
 
@@ -157,8 +157,8 @@ def write_drawn(options: argparse.Namespace) -> None:
 
 
 def trainer_of(model: Any, kind: str, options: argparse.Namespace) -> LocalTrainer:
-    settings = TrainerOptions(micro_tokens=options.micro_tokens)
-    return LocalTrainer(model, lora=LoraOptions(RANK) if kind == "lora" else None, options=settings)
+    settings = TrainingOptions(micro_tokens=options.micro_tokens)
+    return LocalTrainer(model, lora=LoraOptions(rank=RANK) if kind == "lora" else None, options=settings)
 
 
 def score(trainer: LocalTrainer, drawn: Sequence[Completion], options: argparse.Namespace) -> NDArray[np.float64]:

@@ -33,8 +33,8 @@ from bench.gpu.shapes import RANK, make_model
 from bench.gpu.sides import prompts
 
 from stretto.engines.native.engine import NativeEngine
-from stretto.training.lora import LoraOptions
-from stretto.training.optimizer import TrainerOptions
+from stretto.models.lora_options import LoraOptions
+from stretto.training.options import TrainingOptions
 from stretto.training.trainer import LocalTrainer
 from stretto.types import Request, Sampling, Weights
 
@@ -92,9 +92,9 @@ class Publisher:
             lora_rank=RANK if kind == "lora" else None,
             prefill_tokens=options.prefill_tokens,
         )
-        lora = LoraOptions(RANK) if kind == "lora" else None
+        lora = LoraOptions(rank=RANK) if kind == "lora" else None
         # Nothing is trained here, so nothing has to be compiled.
-        self.trainer = LocalTrainer(model, lora=lora, options=TrainerOptions(compile=False))
+        self.trainer = LocalTrainer(model, lora=lora, options=TrainingOptions(compile=False))
         self._weights, self.weights_s = self._take_weights()
         self.engine.load(self._weights)
         self._next_id = 0

@@ -22,22 +22,33 @@ from bench.gpu.native_side import num_captured
 from bench.gpu.shapes import RANK, SHAPES, make_model
 from bench.gpu.timeline import Timeline, Watched
 
-from stretto.core.brain import Brain
+from stretto.assembly.train import SWITCH_S
+from stretto.core.controller import Controller
 from stretto.core.plan import Plan
 from stretto.engines.native.engine import NativeEngine
 from stretto.engines.threaded import ThreadedEngine
 from stretto.environments.protocol import Policy
-from stretto.loop import Loop, Settings
+from stretto.local.trainer import ThreadedTrainer
+from stretto.models.lora_options import LoraOptions
 from stretto.observe.metrics import JsonLines, Tally
 from stretto.observe.progress import Silent
-from stretto.runtime.roles import TrainerRole
-from stretto.runtime.run import SWITCH_S
+from stretto.run.loop import Loop, Settings
 from stretto.store.journal import Journal
 from stretto.store.schema import RunFacts
-from stretto.training.lora import LoraOptions
-from stretto.training.optimizer import TrainerOptions
+from stretto.training.options import TrainingOptions
 from stretto.training.trainer import LocalTrainer
-from stretto.types import Batch, Capacity, Completion, Load, Prompt, Request, Sample, Sampling, Suspended, Weights
+from stretto.types import (
+    Batch,
+    Capacity,
+    Completion,
+    EngineStats,
+    Prompt,
+    Request,
+    Sample,
+    Sampling,
+    Suspended,
+    Weights,
+)
 
 EPOCH = 1 << 20  # prompts before one comes again
 
@@ -102,7 +113,7 @@ class ForcedLengths:
     def capacity(self) -> Capacity:
         return self._engine.capacity
 
-    def report(self) -> Load:
+    def report(self) -> EngineStats:
         return self._engine.report()
 
     def _forced(self, request: Request) -> Request:
@@ -197,8 +208,8 @@ def build(work: Work, device: str) -> tuple[NativeEngine, LocalTrainer]:
         lora_rank=RANK,
         prefill_tokens=work.prefill_tokens,
     )
-    options = TrainerOptions(learning_rate=1e-5, total_steps=work.plan.updates, micro_tokens=work.micro_tokens)
-    return engine, LocalTrainer(model, lora=LoraOptions(RANK), options=options)
+    options = TrainingOptions(learning_rate=1e-5, steps=work.plan.updates, micro_tokens=work.micro_tokens)
+    return engine, LocalTrainer(model, lora=LoraOptions(rank=RANK), options=options)
 
 
 def synthetic_batch(update: int, lengths: Sequence[int], prompt: int, size: str, group: int = 8) -> Batch:
@@ -235,7 +246,7 @@ async def run(work: Work, engine: NativeEngine, trainer: LocalTrainer, folder: P
     plan, timeline = work.plan, Timeline()
     threaded = ThreadedEngine(lambda: Watched(engine, timeline), name="engine")
     seam = ForcedLengths(threaded, work.drawn())
-    role = TrainerRole(trainer, torch.get_num_threads(), deadline_s=600.0)
+    role = ThreadedTrainer(trainer, torch.get_num_threads(), deadline_s=600.0)
     marks = Marks(threaded)
     at_start = threaded.report()
     try:
@@ -246,7 +257,7 @@ async def run(work: Work, engine: NativeEngine, trainer: LocalTrainer, folder: P
             tally = Tally(rows=plan.rows, sink=JsonLines(folder / "metrics.jsonl"))
             sampling = Sampling(work.max_tokens, stop_tokens=work.stop_tokens)
             loop = Loop(
-                Brain(plan),
+                Controller(plan),
                 engines={0: seam},  # type: ignore[dict-item]
                 trainer=role,
                 environment=Coin(),
@@ -258,7 +269,7 @@ async def run(work: Work, engine: NativeEngine, trainer: LocalTrainer, folder: P
                 observer=marks,
                 settings=Settings(seed=work.seed, sampling=sampling, stall_s=600.0),
                 weights=weights,
-                flights={},
+                rollouts={},
             )
             started = time.time()
             if not await loop.run():
@@ -297,6 +308,7 @@ def _facts(plan: Plan, seed: int) -> RunFacts:
         seed=seed,
         data_rows=EPOCH,
         retries=plan.retries,
+        laws_broken=plan.paradigm.breaks,
     )
 
 

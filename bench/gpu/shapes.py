@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from stretto.checksums import checksum
-from stretto.training.lora import LoraOptions, adapted_modules, write_adapter
+from stretto.models.checksums import checksum
+from stretto.models.lora import adapted_modules, write_adapter
+from stretto.models.lora_options import LoraOptions
 from stretto.types import Weights
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -113,7 +114,7 @@ def write_adapter_folder(folder: Path, size: str, version: int, rank: int = RANK
     model = skeleton(size)
     generator = torch.Generator().manual_seed(1_000 + version)
     tensors = _adapter_tensors(model, rank, generator, torch.bfloat16)
-    options = LoraOptions(rank, SCALE * rank)
+    options = LoraOptions(rank=rank, alpha=SCALE * rank)
     write_adapter(folder, tensors, options=options, base=size, names=tuple(adapted_modules(model)))
     return folder
 

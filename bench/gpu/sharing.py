@@ -32,9 +32,9 @@ from bench.gpu.shapes import RANK
 from bench.gpu.sides import SLOTS, Ask, prompts
 from bench.gpu.timeline import Timeline
 
-from stretto.runtime.run import SWITCH_S
-from stretto.training.lora import LoraOptions
-from stretto.training.optimizer import TrainerOptions
+from stretto.assembly.train import SWITCH_S
+from stretto.models.lora_options import LoraOptions
+from stretto.training.options import TrainingOptions
 from stretto.training.trainer import LocalTrainer
 from stretto.types import Batch, Sample
 
@@ -127,8 +127,8 @@ class Training:
         self._samples: Sequence[Sample] = synthetic_batch(0, drawn, options.prompt, options.size).samples
         self.tokens = sum(drawn)  # of completions, an update
         self._side = side
-        settings = TrainerOptions(micro_tokens=options.micro_tokens)
-        self._trainer = LocalTrainer(side.model, lora=LoraOptions(RANK), options=settings)
+        settings = TrainingOptions(micro_tokens=options.micro_tokens)
+        self._trainer = LocalTrainer(side.model, lora=LoraOptions(rank=RANK), options=settings)
 
     def run(self, updates: int, turns: Turns | None = None) -> tuple[float, float, float]:
         """When the first update began and the last ended, and the micro-batches of an update."""

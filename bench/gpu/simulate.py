@@ -32,7 +32,7 @@ from bench.gpu.timeline import Timeline
 from bench.gpu.update import GROUP, while_admitting
 
 from stretto.core import messages as m
-from stretto.core.brain import Brain
+from stretto.core.controller import Controller
 from stretto.core.paradigms import PARADIGMS
 from stretto.core.plan import Plan, resolve_plan
 
@@ -76,7 +76,7 @@ class Run:
 
     def __init__(self, plan: Plan, lengths: Sequence[int], prompt: int, costs: Costs) -> None:
         self._plan, self._lengths, self._prompt, self._costs = plan, lengths, prompt, costs
-        self._brain = Brain(plan)
+        self._controller = Controller(plan)
         self._now = 0.0
         self._made: dict[int, int] = {}  # tokens of what runs, in the order of its start
         self._versions: dict[int, int] = {}  # of groups
@@ -95,7 +95,7 @@ class Run:
         """To the last update; the names are those of `bench.gpu.update`."""
         while not self._done:
             while self._events and not self._done:
-                for command in self._brain.handle(self._events.pop(0)):
+                for command in self._controller.handle(self._events.pop(0)):
                     self._carry_out(command)
             if not self._done:
                 self._pass_time()
@@ -126,9 +126,9 @@ class Run:
                 self._started += len(command.trajectories)
                 self._admitted = self._now
                 self._owed += self._prompt * self._costs.prefill
-            case m.Load():
+            case m.LoadVersion():
                 self._events.append(m.Loaded(command.instance, command.version))
-            case m.Swap():
+            case m.SwapVersion():
                 contexts = sum(self._prompt + made for made in self._made.values())
                 self._owed += contexts * self._costs.prefill
                 self._events.append(m.Loaded(command.instance, command.version))
@@ -143,7 +143,7 @@ class Run:
                 self._dropped += len(command.trajectories)
             case m.Finish():
                 self._done = True
-            case m.Unload() | m.Publish() | m.Retire():
+            case m.UnloadVersion() | m.Publish() | m.Retire():
                 pass
             case _:
                 raise ValueError(f"a run on one device without failures has no {command}")
@@ -152,7 +152,7 @@ class Run:
         """Some steps, up to the end of what ends first; or training alone, where nothing runs."""
         running = list(self._made)[: self._plan.rows]
         if not running and self._training is None:
-            raise RuntimeError(f"nothing runs: {self._brain.waits()}")
+            raise RuntimeError(f"nothing runs: {self._controller.waits()}")
         if not running:
             assert self._training is not None
             self._advance(self._training[1], [], 0)

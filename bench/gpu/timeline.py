@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from stretto.types import Load
+from stretto.types import EngineStats
 
 
 class Timeline:
@@ -47,7 +47,7 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._core, name)
 
-    def report(self) -> Load:
-        load: Load = self._core.report()
+    def report(self) -> EngineStats:
+        load: EngineStats = self._core.report()
         self._timeline.note(time.time(), load.running, load.tokens)
         return load

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from stretto.training.trainer import LocalTrainer, LoraOptions, TrainerOptions
+from stretto.training.trainer import LocalTrainer, LoraOptions, TrainingOptions
 from stretto.types import Batch, Completion, Sample
 
 SHAPE = {
@@ -85,7 +85,7 @@ def measure(setting: dict[str, Any], arguments: argparse.Namespace, batch: Batch
     trainer = LocalTrainer(
         model_of(arguments.shape, arguments.device, getattr(torch, arguments.dtype)),
         lora=LoraOptions(rank=arguments.rank) if setting["kind"] == "lora" else None,
-        options=TrainerOptions(
+        options=TrainingOptions(
             micro_tokens=setting["micro_tokens"], compile=setting["compile"], checkpointing=setting["checkpointing"]
         ),
     )

@@ -84,3 +84,16 @@ class StalledError(StrettoError):
 
 class TransitionError(StrettoError):
     """Something was reported about a trajectory that cannot happen in the state it is in: a fault of the caller's."""
+
+
+# -- errors as text ----------------------------------------------------------------------------------------------------
+
+
+def describe(error: BaseException) -> str:
+    """Returns the message of one of these errors, and type and message of any other."""
+    return str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message: those of torch and Ray are pages long."""
+    return str(error).strip().partition("\n")[0]

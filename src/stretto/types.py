@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,6 +129,13 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class KVRef:
+    """The KV of a suspended trajectory that lies on another machine. A backend adds where it is."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Suspended:
     """A trajectory between two engines. Portable: pickles, and needs nothing of the engine that made it.
 
@@ -140,7 +148,8 @@ class Suspended:
     logprobs: NDArray[np.float32]  # [n]
     checksum: str
     token_versions: NDArray[np.int32] | None = None
-    kv: torch.Tensor | None = None  # [layers, 2, tokens, kv heads, head size], of every token but the last
+    # [layers, 2, tokens, kv heads, head size], of every token but the last; an engine is given the tensor itself
+    kv: torch.Tensor | KVRef | None = None
     started_at: float = 0.0
     prefilled: int = 0
     supports: Supports | None = None  # [n], where its sampling records them
@@ -157,6 +166,29 @@ class Weights:
     scale: float = 1.0  # lora: alpha / rank
 
 
+class WeightsRef(Protocol):
+    """Weights of one version that lie elsewhere and are fetched on demand. The run loop passes it on like `Weights`."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def checksum(self) -> str: ...
+    def fetch(self) -> Weights:
+        """Returns the weights themselves. Raises `LostObjectError` if they are lost. Blocks."""
+        ...
+
+    def store(self, folder: Path) -> bool:
+        """Has the process that holds them write the version file into `folder`. Returns False if it cannot. Blocks.
+
+        Raises `OSError` or `SafetensorError` if the file cannot be written.
+        """
+        ...
+
+    async def recreate(self) -> None:
+        """Makes `fetch` work again after the weights were lost. Raises `LostObjectError` if nothing has them."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """What an engine can hold."""
@@ -169,7 +201,7 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineStats:
     """What an engine is doing, and what it has done since it started."""
 
     running: int
@@ -224,4 +256,21 @@ class UpdateReport:
     metrics: Mapping[str, float]
     mismatch_kl_sum: float  # engine against trainer at the same version, summed over `mismatch_tokens`
     mismatch_tokens: int
+    seconds: float
+
+
+Moment = Literal["before", "during", "after"]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """What one evaluation measured, and of which version."""
+
+    version: int
+    moment: Moment
+    score: float | None  # mean reward, accuracy where rewards are 0 or 1; None where nothing could be scored
+    num_scored: int
+    num_failed: int
+    mean_tokens: float  # of the completions that there are, scored or not
+    at: float  # when it ended
     seconds: float

@@ -20,8 +20,8 @@ from bench.gpu.cells import Cell, Cells, read_cells
 from bench.gpu.costs import StepCost, batch_lengths, ideal_gain
 from bench.gpu.timeline import Timeline, Watched
 
-from stretto.training.scaling import LossScale
-from stretto.types import Completion, Load
+from stretto.training.loss_scaling import LossScale
+from stretto.types import Completion, EngineStats
 
 torch.set_num_threads(1)
 
@@ -53,7 +53,7 @@ def test_tokens_of_a_window_are_in_proportion_to_time_between_notes() -> None:
 
 
 def test_a_watched_core_notes_its_load_and_is_otherwise_the_core() -> None:
-    core = types.SimpleNamespace(report=lambda: Load(5, 0, 0, {}, tokens=7), capacity="the core's own")
+    core = types.SimpleNamespace(report=lambda: EngineStats(5, 0, 0, {}, tokens=7), capacity="the core's own")
     timeline = Timeline()
     watched = Watched(core, timeline)
     assert watched.capacity == "the core's own"
@@ -255,7 +255,7 @@ def test_the_native_engine_and_the_trainer_agree_on_the_tiny_model(tmp_path: Pat
 
 
 def test_a_step_in_float16_that_is_made_again_is_scored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stretto.training.trainer.scale_for", lambda dtype: LossScale(2.0**40))  # it has to fall
+    monkeypatch.setattr("stretto.training.trainer.initial_loss_scale", lambda dtype: LossScale(2.0**40))
     given = ["--tiny", "--device", "cpu", "--dtype", "float16", "--sides", "native-full", "--out", str(tmp_path)]
     assert mismatch.main(given) == 0
     (record,) = read_cells([tmp_path])

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from stretto.config import load_recipe
 from stretto.objectives import OBJECTIVES
+from stretto.recipe.schema import load_recipe
 
 PROGRAM = Path(__file__).parent.parent.parent / "bench" / "learning.py"
 

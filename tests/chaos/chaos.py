@@ -30,15 +30,15 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(TESTS))
+sys.path.insert(0, str(TESTS / "cases"))
 
 from machines import INSTANCE, RANK, Machines, machines  # noqa: E402 - the tests are no package
-
 from run_cases import recipe, write_task  # noqa: E402
-from stretto.runtime.replaying import replay  # noqa: E402
-from stretto.runtime.starting import standing  # noqa: E402
+
+from stretto.assembly.retrain import retrain  # noqa: E402
+from stretto.run.folder import standing  # noqa: E402
 from stretto.store.reader import JournalReader  # noqa: E402
-from stretto.store.schema import JOURNAL_NAME, is_empty  # noqa: E402
+from stretto.store.traces import recorded_in  # noqa: E402
 from stretto.store.verify import exit_code, format_findings, verify  # noqa: E402
 
 STEPS, PROMPTS, GROUP = 6, 3, 4
@@ -172,16 +172,13 @@ def _goes_on(life: Life, run: Path, last: int) -> bool:
 
 def finished(run: Path) -> int:
     """Updates that are finished."""
-    if not (run / JOURNAL_NAME).exists() or is_empty(run / JOURNAL_NAME):
-        return 0
-    with JournalReader(run) as reader:
-        return reader.num_updates()
+    return max(0, recorded_in(run).finished)
 
 
 def _start(folder: Path, options: list[str]) -> ForkServerProcess:
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["stretto.runtime.run"])
+    context.set_forkserver_preload(["stretto.assembly.train"])
     words = ["train", "recipe.toml", "--out", "run", *(word for each in options for word in ("--set", each))]
     if (folder / "run" / "config.toml").exists():
         words.append("--resume")
@@ -243,7 +240,7 @@ def prove(run: Path, what: str, ranks: int = 1) -> None:
     )
     if ranks > 1:
         return
-    again = replay(run)
+    again = retrain(run)
     assert again.difference is None, (what, again.difference)
     assert again.updates == STEPS, what
 
@@ -255,7 +252,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
-    from stretto.tiny import WarmStart, tiny_model
+    from stretto.models.tiny import WarmStart, tiny_model
 
     root = Path(tempfile.mkdtemp(prefix="stretto-chaos-"))
     model = tiny_model(root / "model", warm_start=WarmStart(steps=2))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.tiny import WarmStart, tiny_model
+from stretto.models.tiny import WarmStart, tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -24,13 +24,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(TESTS))
+sys.path.insert(0, str(TESTS / "cases"))
 
 from run_cases import recipe, rows, run, write_task  # noqa: E402 - the tests are no package
+
 from stretto.engines.native.engine import NativeEngine  # noqa: E402
 from stretto.errors import RunError  # noqa: E402
 from stretto.observe.progress import Silent  # noqa: E402
-from stretto.runtime import control  # noqa: E402
+from stretto.run import control  # noqa: E402
 from stretto.store.verify import exit_code, format_findings, verify  # noqa: E402
 
 PROMPTS, GROUP = 3, 4
@@ -187,7 +188,7 @@ def main() -> int:
     if options.updates < 1:
         parser.error(f"`--updates {options.updates}` trains nothing; use at least 1")
 
-    from stretto.tiny import WarmStart, tiny_model
+    from stretto.models.tiny import WarmStart, tiny_model
 
     root = Path(tempfile.mkdtemp(prefix="stretto-soak-"))
     model = tiny_model(root / "model", warm_start=WarmStart(steps=2))

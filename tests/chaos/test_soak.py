@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import soak
 
-from stretto.runtime import control
+from stretto.run import control
 
 
 def test_a_run_whose_instances_join_leave_and_die_is_whole(

@@ -1,7 +1,8 @@
-"""One torch thread, which is what the exactness claims are made for, and the model that most tests share."""
+"""One torch thread, for which exactness is claimed; the model that most tests share; Triton's interpreter."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,29 @@ from engine_cases import build
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets interpreted kernels loop up to a loaded number, which numpy 2.4 does not convert as the interpreter does."""
+    pytest.importorskip("triton")
+    from triton.runtime import interpreter
+
+    from stretto.engines.native.kernels.plan import _plan_kernel
+
+    if not isinstance(_plan_kernel, interpreter.InterpretedFunction):
+        if not torch.cuda.is_available():
+            pytest.skip("kernels run on the CPU with TRITON_INTERPRET=1 alone")
+        yield
+        return
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    yield
 
 
 @pytest.fixture(scope="session")

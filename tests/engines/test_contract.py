@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 import torch
 from engine_cases import RANK, prompt_of, sets_of, weights_of
 
-from stretto.engines.fake import FakeCore, FakeEngine
+from stretto.engines.fake import FakeEngine, FakeSteppedEngine
 from stretto.engines.native.engine import NativeEngine
 from stretto.engines.threaded import ThreadedEngine
 from stretto.errors import (
@@ -204,6 +205,38 @@ def test_damaged_weights_are_refused_and_nothing_is_held(bench: Bench) -> None:
     asyncio.run(main())
 
 
+class Elsewhere:
+    """Weights that have to be fetched."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.version, self.checksum, self._weights = weights.version, weights.checksum, weights
+        self.fetched = 0
+
+    def fetch(self) -> Weights:
+        self.fetched += 1
+        return self._weights
+
+    def store(self, folder: Path) -> bool:
+        return False
+
+    async def recreate(self) -> None:
+        raise AssertionError("they are not lost")
+
+
+def test_weights_that_lie_elsewhere_are_fetched(bench: Bench) -> None:
+    async def main() -> None:
+        engine = bench.engine()
+        first, second = Elsewhere(bench.weights(0)), Elsewhere(bench.weights(1))
+        await engine.load(first)
+        assert (await engine.generate(request_of(0))).checksum == first.checksum
+        await engine.swap(0, second)
+        assert (await engine.generate(request_of(1, 1))).checksum == second.checksum
+        assert (first.fetched, second.fetched) == (1, 1)
+        await engine.close()
+
+    asyncio.run(main())
+
+
 def test_slots_are_finite_and_a_version_in_use_stays(bench: Bench) -> None:
     async def main() -> None:
         engine = bench.engine()
@@ -296,12 +329,12 @@ def test_an_engine_that_shrinks_goes_on_with_every_trajectory_to_the_same_end(be
 
 def test_an_engine_that_knows_its_longest_trajectory_keeps_room_for_that_alone() -> None:
     async def main() -> None:
-        core = FakeCore(slots=2, rows=8, kv_tokens=2048, max_context=4096, median_tokens=4.0)
+        core = FakeSteppedEngine(slots=2, rows=8, kv_tokens=2048, max_context=4096, median_tokens=4.0)
         engine = ThreadedEngine(lambda: core, longest=200)
         await engine.load(Weights(0, "full", {}, ""))
         assert await engine.shrink(0.01) == engine.capacity.kv_tokens == 200
         await engine.close()
-        core = FakeCore(slots=2, rows=8, kv_tokens=2048, max_context=4096, median_tokens=4.0)
+        core = FakeSteppedEngine(slots=2, rows=8, kv_tokens=2048, max_context=4096, median_tokens=4.0)
         engine = ThreadedEngine(lambda: core, longest=200)
         await engine.load(Weights(0, "full", {}, ""))
         await engine.generate(Request(0, 0, (1,) * 11, 0, Sampling(289)))
@@ -405,7 +438,7 @@ def test_a_call_that_is_refused_and_cancelled_ends_nobody_elses_trajectory(bench
 def test_an_engine_that_dies_leaves_no_error_of_which_nobody_hears() -> None:
     began, ended = threading.Event(), threading.Event()
 
-    class Dying(FakeCore):
+    class Dying(FakeSteppedEngine):
         def step(self) -> Any:
             began.set()
             ended.wait(10.0)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from stretto.environments import data
 from stretto.environments.data import PromptStream, Row, load_rows, split_held_out
 from stretto.errors import RecipeError
-from stretto.tiny import tiny_tokenizer
+from stretto.models.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 
@@ -179,15 +179,15 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "pattern"),
     [
-        ("{not json", r"rows.jsonl:2: this line is no JSON"),
+        ("{not json", r"rows.jsonl:2: this line is not JSON"),
         ("[1, 2]", r"rows.jsonl:2: a row is an object with named columns, this is list"),
         ('{"question": "?"}', r"rows.jsonl:2: a row has a column `prompt` or a column `messages`"),
-        ('{"prompt": "?", "messages": []}', r"rows.jsonl:2: .* this has both; leave one of them out"),
+        ('{"prompt": "?", "messages": []}', r"rows.jsonl:2: .* this has both; remove one of them"),
         ('{"prompt": null, "answer": 1}', r"rows.jsonl:2: `prompt` is null"),
         ('{"prompt": "\\ud800 hi"}', r"rows.jsonl:2: `\\ud800` is half of a character"),
-        ("[" * 100_000 + "]" * 100_000, r"rows.jsonl:2: this line is no JSON"),
+        ("[" * 100_000 + "]" * 100_000, r"rows.jsonl:2: this line is not JSON"),
         ('{"prompt": 3}', r"rows.jsonl:2: `prompt` is a string, this is int"),
-        ('{"prompt": "?", "completion": "!"}', r"rows.jsonl:2: the column `completion`"),
+        ('{"prompt": "?", "completion": "!"}', r"rows.jsonl:2: the name `completion`"),
         ('{"messages": []}', r"rows.jsonl:2: `messages` is a list"),
         ('{"messages": [{"role": "user"}]}', r"rows.jsonl:2: a message has a `role` and a `content`"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', r"rows.jsonl:2: the last of `messages`"),
@@ -216,12 +216,12 @@ def test_a_row_of_a_file_is_called_by_its_line_whatever_was_held_out(tmp_path):
 
 
 def test_a_file_that_is_none_is_refused(tmp_path):
-    with pytest.raises(RecipeError, match="is no file"):
+    with pytest.raises(RecipeError, match="is not a file"):
         load_rows(tmp_path / "rows.jsonl")
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(RecipeError, match=r"folder.jsonl` is a folder; `task.path` names"):
         load_rows(tmp_path / "folder.jsonl")
-    with pytest.raises(RecipeError, match=r"is no file; `task.evaluation_path` names"):
+    with pytest.raises(RecipeError, match=r"is not a file; `task.evaluation_path` names"):
         load_rows(tmp_path / "rows.jsonl", "task.evaluation_path")
     (tmp_path / "rows.csv").touch()
     with pytest.raises(RecipeError, match=r"ends in `\.csv`"):

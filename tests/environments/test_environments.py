@@ -13,9 +13,10 @@ import pytest
 from stretto.environments.custom import EnvironmentSpec, load_environment
 from stretto.environments.guess import ENVIRONMENT, PROMPT, WASTED, Guess
 from stretto.environments.protocol import Outcome
-from stretto.environments.tasks import FileOptions, GuessOptions, load_task
+from stretto.environments.task_options import EnvironmentOptions, GuessOptions
+from stretto.environments.tasks import load_task
 from stretto.errors import RecipeError, RoomError
-from stretto.tiny import tiny_tokenizer
+from stretto.models.tiny import tiny_tokenizer
 from stretto.types import Completion, Prompt
 
 TOKENIZER = tiny_tokenizer()
@@ -66,7 +67,7 @@ def test_the_game_ends_when_there_is_no_room_or_no_turn_left() -> None:
 
 
 def test_the_task_of_the_game_draws_every_number_and_says_none_in_its_prompt() -> None:
-    task = load_task(GuessOptions(num_rows=200, turns=4), num_evaluation=100)
+    task = load_task(GuessOptions(size=200, turns=4), num_evaluation=100)
     for rows in (task.train, task.evaluation):
         assert {number for row in rows for number in row.columns["numbers"]} == set(range(1, 8))
         assert {len(row.columns["numbers"]) for row in rows} == {4}
@@ -116,7 +117,7 @@ def test_a_class_of_the_working_directory_is_made_with_the_tokenizer_and_its_opt
 @pytest.mark.parametrize(
     ("name", "config", "said"),
     [
-        ("my_environments", {}, r"is no class: write it as `package\.module:Class`"),
+        ("my_environments", {}, r"is not a class: write it as `package\.module:Class`"),
         ("no_such_module:Mine", {}, "there is no module `no_such_module`"),
         ("my_environments:Min", {}, "has no `Min`; did you mean `Mine`"),
         ("my_environments:number", {}, "is 3, which cannot be called"),
@@ -125,7 +126,7 @@ def test_a_class_of_the_working_directory_is_made_with_the_tokenizer_and_its_opt
             {"width": 2},
             r"`task\.config = \{'width': 2\}`.*defined as `Mine\(tokenizer, \*, depth",
         ),
-        ("my_environments:Mine", {"depth": 10}, "could not be made: ValueError: too deep"),
+        ("my_environments:Mine", {"depth": 10}, "could not be created: ValueError: too deep"),
         ("unparsed:Mine", {}, r"importing `unparsed` failed: SyntaxError: invalid syntax \(unparsed\.py:2\)"),
         ("program:Mine", {}, r"importing `program` failed: SystemExit: 4 \(program\.py:2\)"),
         ("my_environments:Plain", {}, r"has no episodes: define `async def episode\(self, prompt, policy\)`"),
@@ -138,7 +139,7 @@ def test_what_is_no_environment_is_refused_by_name(here: Path, name: str, config
 
 def test_the_rows_of_an_environment_of_your_own_are_those_of_its_file(here: Path) -> None:
     (here / "rows.jsonl").write_text('{"prompt": "a", "n": 1}\n' * 10)
-    options = FileOptions(here / "rows.jsonl", EnvironmentSpec("my_environments:Mine", 2))
+    options = EnvironmentOptions(path=str(here / "rows.jsonl"), environment="my_environments:Mine", turns=2)
     task = load_task(options, num_evaluation=2)
     assert (len(task.train), len(task.evaluation), task.max_turns, task.reward) == (8, 2, 2, None)
     assert ENVIRONMENT != "my_environments:Mine"

@@ -11,9 +11,10 @@ import pytest
 from stretto.environments import countdown
 from stretto.environments.countdown import Problem
 from stretto.environments.reasoning_problems import exact, extract_answer
-from stretto.environments.rewards import RewardPool
+from stretto.environments.reward_pool import RewardPool
 from stretto.environments.single_turn import SingleTurn
-from stretto.environments.tasks import CountdownChainOptions, FileOptions, ReasoningGymOptions, load_task
+from stretto.environments.task_options import CountdownChainOptions, FileOptions, ReasoningGymOptions
+from stretto.environments.tasks import load_task
 from stretto.errors import RecipeError, RewardError
 from stretto.types import Completion, Prompt
 
@@ -51,13 +52,13 @@ def test_countdown_lengths_have_a_long_tail():
 
 
 def test_no_countdown_problem_is_both_trained_on_and_evaluated():
-    task = load_task(CountdownChainOptions(num_rows=1500), num_evaluation=300)
+    task = load_task(CountdownChainOptions(size=1500), num_evaluation=300)
     train, evaluation = ({row.text for row in rows} for rows in (task.train, task.evaluation))
     assert len(task.train) == 1500
     assert len(task.evaluation) == 300
     assert not train & evaluation
-    assert task.train[7] == load_task(CountdownChainOptions(num_rows=1500)).train[7]
-    assert task.train[0:20] != load_task(CountdownChainOptions(num_rows=1500, seed=1)).train[0:20]
+    assert task.train[7] == load_task(CountdownChainOptions(size=1500)).train[7]
+    assert task.train[0:20] != load_task(CountdownChainOptions(size=1500), seed=1).train[0:20]
     with pytest.raises(IndexError):
         task.train[1500]
 
@@ -89,37 +90,38 @@ def test_exact_scoring_takes_the_answer_and_nothing_near_it():
 
 
 def test_any_reasoning_gym_task_can_be_loaded_by_name():
-    options = ReasoningGymOptions("chain_sum", size=50, seed=5, config={"min_terms": 2, "max_terms": 2})
-    task = load_task(options, num_evaluation=50)
+    options = ReasoningGymOptions(name="chain_sum", size=50, config={"min_terms": 2, "max_terms": 2})
+    task = load_task(options, seed=5, num_evaluation=50)
     row = task.train[0]
     assert [message["role"] for message in row.messages] == ["system", "user"]
     assert "Answer: " in row.messages[0]["content"]
     assert row.text.endswith(row.messages[1]["content"] + "\n")
     assert exact("p", f"Answer: {row.columns['answer']}", **row.columns) == 1.0
-    assert load_task(options).train[0] == row
+    assert load_task(options, seed=5).train[0] == row
 
 
 def test_reasoning_gym_evaluates_on_seeds_that_are_not_trained_on():
-    options = ReasoningGymOptions("chain_sum", size=50, config={"min_digits": 4, "max_digits": 4, "min_terms": 4})
+    options = ReasoningGymOptions(name="chain_sum", size=50, config={"min_digits": 4, "max_digits": 4, "min_terms": 4})
     task = load_task(options, num_evaluation=50)
     assert not {row.text for row in task.train} & {row.text for row in task.evaluation}
     assert len(load_task(options, num_evaluation=0).evaluation) == 0
 
 
 def test_without_an_instruction_only_the_problem_is_asked():
-    row = load_task(ReasoningGymOptions("chain_sum", size=2, instruction="")).train[0]
+    row = load_task(ReasoningGymOptions(name="chain_sum", size=2, instruction="")).train[0]
     assert [message["role"] for message in row.messages] == ["user"]
 
 
 @pytest.mark.parametrize(
     ("options", "pattern"),
     [
-        (ReasoningGymOptions("chain_sums"), "`task.name = 'chain_sums'` is no data set.*nearest is `chain_sum`"),
-        (ReasoningGymOptions("chain_sum", config={"terms": 2}), r"`task.config` has \['terms'\].*max_terms"),
-        (ReasoningGymOptions("chain_sum", config={"seed": 2}), "`seed` and `size` are options of the task"),
-        (ReasoningGymOptions("chain_sum", config={"min_terms": 9}), "is refused by `chain_sum`: max_terms"),
-        (ReasoningGymOptions("chain_sum", size=0), "`task.size = 0` must be at least 1"),
-        (CountdownChainOptions(num_rows=0), "`task.num_rows = 0` must be at least 1"),
+        (
+            ReasoningGymOptions(name="chain_sums"),
+            "`task.name = 'chain_sums'` is not a data set.*did you mean `chain_sum`",
+        ),
+        (ReasoningGymOptions(name="chain_sum", config={"terms": 2}), r"`task.config` has \['terms'\].*max_terms"),
+        (ReasoningGymOptions(name="chain_sum", config={"seed": 2}), "`seed` and `size` are options of the task"),
+        (ReasoningGymOptions(name="chain_sum", config={"min_terms": 9}), "is refused by `chain_sum`: max_terms"),
     ],
 )
 def test_bad_options_are_refused_by_name(options, pattern):
@@ -130,11 +132,11 @@ def test_bad_options_are_refused_by_name(options, pattern):
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
     with pytest.raises(RecipeError, match=r"pip install 'stretto\[reasoning-gym\]'"):
-        load_task(ReasoningGymOptions("chain_sum"))
+        load_task(ReasoningGymOptions(name="chain_sum"))
 
 
 def test_the_data_sets_own_scorer_runs_in_a_worker_and_its_failure_is_a_reward_error():
-    task = load_task(ReasoningGymOptions("chain_sum", size=3, scoring="scorer"))
+    task = load_task(ReasoningGymOptions(name="chain_sum", size=3, scoring="scorer"))
     row = task.train[0]
 
     async def run():
@@ -162,7 +164,7 @@ def write_rows(path, num, start=0):
 
 def test_a_file_holds_rows_out_when_it_has_no_evaluation_file(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", 20)
-    task = load_task(FileOptions(path, "reward:reward"))
+    task = load_task(FileOptions(path=str(path), reward="reward:reward"))
     assert len(task.train) == 16
     assert len(task.evaluation) == 4
     assert not {row.text for row in task.train} & {row.text for row in task.evaluation}
@@ -170,14 +172,14 @@ def test_a_file_holds_rows_out_when_it_has_no_evaluation_file(tmp_path):
 
 def test_a_file_of_its_own_to_evaluate_on_leaves_all_rows_to_train_on(tmp_path):
     path, held = write_rows(tmp_path / "rows.jsonl", 20), write_rows(tmp_path / "held.jsonl", 5, start=100)
-    task = load_task(FileOptions(path, "reward:reward", evaluation_path=held), num_evaluation=3)
+    task = load_task(FileOptions(path=str(path), reward="reward:reward", evaluation_path=str(held)), num_evaluation=3)
     assert len(task.train) == 20
     assert [row.text for row in task.evaluation] == ["100?", "101?", "102?"]
 
 
 def test_a_system_message_makes_prompts_a_conversation(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", 2)
-    row = load_task(FileOptions(path, "reward:reward", system="be brief")).train[0]
+    row = load_task(FileOptions(path=str(path), reward="reward:reward", system="be brief")).train[0]
     assert row.messages == ({"role": "system", "content": "be brief"}, {"role": "user", "content": "0?"})
     assert (row.columns, row.where) == ({"answer": "0"}, f"{path}:1")
 

@@ -1,4 +1,4 @@
-"""What the objectives report of each token: which bounds act where."""
+"""The diagnostics of each token: which bounds act where."""
 
 from math import exp
 

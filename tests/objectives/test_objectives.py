@@ -11,7 +11,7 @@ from objective_reference import reference
 from stretto.objectives import OBJECTIVES
 from stretto.objectives.base import MAX_LOG_RATIO, Anchor, ObjectiveOptions, sequence_mean, sequence_sum
 from stretto.training.advantages import outcome_advantages
-from stretto.training.losses import token_weights
+from stretto.training.loss_averaging import token_weights
 
 every_case = pytest.mark.parametrize(
     ("name", "options"), CASES, ids=[f"{name}-{i}" for i, (name, _) in enumerate(CASES)]
@@ -182,7 +182,7 @@ def test_no_gradient_reaches_anything_but_the_current_log_probabilities(name):
 def test_the_ratio_is_taken_against_the_policy_that_the_anchor_names():
     tokens = random_data(9).tokens()
     for anchor in ("behaviour", "proximal"):
-        assert tokens.anchored(anchor) is getattr(tokens, anchor)
+        assert tokens.anchor_logprobs(anchor) is getattr(tokens, anchor)
         options = options_of("grpo", {"anchor": anchor})
         expected = (tokens.logprobs - getattr(tokens, anchor)).exp()
         torch.testing.assert_close(options.ratio(tokens), expected)

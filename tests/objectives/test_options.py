@@ -11,17 +11,17 @@ from pydantic import TypeAdapter, ValidationError
 
 import stretto.objectives
 from stretto.errors import TrainerError
-from stretto.objectives import DEFAULT_TYPE, OBJECTIVES, AlgorithmSection
+from stretto.objectives import DEFAULT_TYPE, OBJECTIVES, AlgorithmOptions
 from stretto.objectives.base import Anchor, ObjectiveOptions, RatioOptions
-from stretto.objectives.describe import describe_objectives, own_options
-from stretto.recipe_keys import write_between_marks
+from stretto.recipe.key_reference import write_between_marks
+from stretto.recipe.objective_reference import describe_objectives, own_options
 
-SECTION = TypeAdapter(AlgorithmSection)
+SECTION = TypeAdapter(AlgorithmOptions)
 DOCUMENT = Path(__file__).parents[2] / "docs" / "algorithms.md"
 
 
 def needed(name):
-    """What a recipe must say beside the type."""
+    """The options that a recipe must set besides the type."""
     constant = OBJECTIVES[name].model_fields["average"].default == "constant"
     needs = {"average_tokens": 64} if constant else {}
     return needs | ({"function": "objective_cases:square"} if name == "custom" else {})
@@ -142,7 +142,7 @@ def test_a_capped_correction_is_refused_where_the_formula_holds_the_weight_alrea
     for anchor in anchors:
         raw = {"type": name, **needed(name)} | ({} if anchor is None else {"anchor": anchor})
         twice = name in ("decoupled-ppo", "dora") or (anchor == "behaviour" and name != "kimi")
-        assert SECTION.validate_python(raw).corrects is twice
+        assert SECTION.validate_python(raw).corrects_off_policy is twice
         SECTION.validate_python({**raw, "correction": {"mode": "filter"}})
         if twice:
             message = refusal({**raw, "correction": {}})["msg"]
@@ -164,7 +164,7 @@ def test_only_objectives_with_a_ratio_have_options_that_act_through_it():
 
 
 def test_importing_the_objectives_does_not_import_torch():
-    check = "import sys, stretto.objectives, stretto.objectives.describe; sys.exit('torch' in sys.modules)"
+    check = "import sys, stretto.objectives, stretto.recipe.objective_reference; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
@@ -174,8 +174,8 @@ def test_importing_the_objectives_does_not_import_torch():
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("objective_cases.square", "write it as `package.module:function`"),
-        ("objective_cases:", "write it as `package.module:function`"),
+        ("objective_cases.square", "write `package.module:function`"),
+        ("objective_cases:", "write `package.module:function`"),
         ("no_such_module:square", "there is no module `no_such_module`"),
         ("objective_cases:sqare", "did you mean `square`?"),
         ("objective_cases:NUMBER", "cannot be called"),
@@ -191,7 +191,7 @@ def test_a_function_that_cannot_be_an_objective_is_refused_when_the_recipe_is_re
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("one_number", r"returned the loss with shape \[\]; return one number a token, \[\d+\]"),
+        ("one_number", r"returned the loss with shape \[\]; return one number for each token, \[\d+\]"),
         ("loss_alone", r"returned Tensor; return \(loss, diagnostics\)"),
         ("two_tensors", r"returned tuple; return \(loss, diagnostics\), a tensor and a dict"),
         ("long_diagnostic", "returned scale with no shape"),
@@ -222,9 +222,9 @@ def test_the_documentation_says_what_the_types_say(tmp_path):
     copy = tmp_path / "algorithms.md"
     copy.write_text(text, encoding="utf-8")
     write_between_marks(copy, describe_objectives)
-    brought_up = "`python -m stretto.objectives.describe docs/algorithms.md` brings it up to date"
+    brought_up = "`python -m stretto.recipe.objective_reference docs/algorithms.md` brings it up to date"
     assert copy.read_text(encoding="utf-8") == text, brought_up
     for name, kind in OBJECTIVES.items():
         assert f"## `{name}`" in text
         assert kind.when in text
-    assert "| `algorithm.dual_clip` | number | left out |" in text
+    assert "| `algorithm.dual_clip` | number | none |" in text

@@ -1,21 +1,17 @@
 """An update's gradient, from the weights of a model to the norm that is reported, for every objective."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from objective_cases import VARIANTS, Data, options_of
 from objective_reference import reference
 
-from stretto.training.advantages import outcome_advantages
-from stretto.training.losses import token_weights
-from stretto.training.trainer import LocalTrainer, TrainerOptions
-
 # Its tests have a folder of their own, and their cases are those that a trainer needs.
-sys.path.append(str(Path(__file__).parents[1] / "training"))
 from training_cases import random_batch, reference_logprobs, tiny
+
+from stretto.training.advantages import outcome_advantages
+from stretto.training.loss_averaging import token_weights
+from stretto.training.trainer import LocalTrainer, TrainingOptions
 
 
 def expected_gradient(options, batch):
@@ -49,7 +45,7 @@ def test_an_update_has_the_gradient_of_the_formula_however_it_is_cut_into_micro_
     loss, norm = expected_gradient(options, batch)
     for micro_tokens in (20, 10_000):
         trainer = LocalTrainer(
-            tiny(dtype=torch.float64), options=TrainerOptions(micro_tokens=micro_tokens), algorithm=options
+            tiny(dtype=torch.float64), options=TrainingOptions(micro_tokens=micro_tokens), algorithm=options
         )
         metrics = trainer.update(batch).metrics
         assert (metrics["micro_batches"] > 3) == (micro_tokens == 20)

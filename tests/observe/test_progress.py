@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on."""
+"""Progress as a person sees it during a run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from stretto.evaluation import EvaluationResult
 from stretto.observe.progress import LEGEND, Plain, Status, Terminal, make_observer
-from stretto.types import Load
+from stretto.types import EngineStats, EvaluationResult
 
 LINE: dict[str, Any] = {
     "update": 1,
@@ -31,7 +30,7 @@ STATUS = Status(
     newest=2,
     staleness=2,
     versions={1: 3, 2: 5},
-    loads=[Load(running=8, queued=0, kv_tokens=100, versions={1: 3, 2: 5})],
+    loads=[EngineStats(running=8, queued=0, kv_tokens=100, versions={1: 3, 2: 5})],
     waits=["trainer: update 2: 1 of 3 groups [/are] finished"],
 )
 EVALUATION = EvaluationResult(2, "during", 0.5, 4, 0, 3.0, at=1.0, seconds=1.0)

@@ -70,8 +70,8 @@ def test_the_overview_has_a_line_an_update_and_every_count(run_folder):
     assert ["1", "0.3750", "2", "7.5", "1.00", "1", "training"] in lines
     assert ["before", "0", "0.1250", "16", "1.5"] in lines
     assert ["skipped", "1", "-", "0", "0.0"] in lines
-    assert "multi-version, staleness 1, 1 prompts x 2; 1 of 3 updates, going on or interrupted" in text
-    assert "6 started; 2 trained, 0 failed, 0 filtered, 0 dropped; under way: 2 running, 2 training" in text
+    assert "multi-version, staleness 1, 1 prompts x 2; 1 of 3 updates, running or interrupted" in text
+    assert "6 started; 2 trained, 0 failed, 0 filtered, 0 dropped; in progress: 2 running, 2 training" in text
     assert "trainer idle 38 s: group [8123], version 17" in text
 
 
@@ -135,7 +135,7 @@ def test_what_is_not_there_is_said_by_name(run_folder, tmp_path):
 
 def test_a_run_without_updates_has_an_overview(tmp_path):
     with Journal.open(tmp_path / JOURNAL_NAME) as journal:
-        journal.begin(RunFacts("drop", 4, True, 1, 1, 3, 0, 9, 0), at=1.0)
+        journal.begin(RunFacts("drop", 4, True, 1, 1, 3, 0, 9, 0, laws_broken=(2,)), at=1.0)
     text = render(show(tmp_path))
     assert "drop, gives up law 2, staleness auto, at most 4" in text
     assert "0 started" in text
@@ -161,8 +161,8 @@ def test_the_overview_counts_what_was_used_again_and_what_was_filtered(run_folde
         db.execute("UPDATE updates SET metrics = ? WHERE update_id = 0", (json.dumps({"filtered_groups": 4}),))
         db.execute("INSERT INTO members VALUES (1, 2, 0, 1), (1, 3, 1, 1)")
     text = render(show(run_folder))
-    (header,) = [line for line in text.splitlines() if "used again" in line]
-    assert header.split()[:8] == ["update", "reward", "samples", "used", "again", "filtered", "groups", "tokens"]
+    (header,) = [line for line in text.splitlines() if "reused" in line]
+    assert header.split()[:8] == ["update", "reward", "samples", "reused", "filtered", "groups", "tokens", "age"]
     lines = [line.split() for line in text.splitlines()]
     assert ["0", "0.5000", "2", "0", "4", "5.5", "0.00", "0", "2.5"] in lines
     assert any(line[:5] == ["1", "0.4375", "4", "2", "-"] for line in lines)

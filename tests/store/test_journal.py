@@ -18,6 +18,7 @@ import pytest
 
 from stretto.errors import JournalError, RunError
 from stretto.store.journal import JOURNAL_NAME, Journal, JournalReader, RunFacts
+from stretto.store.verify import verify
 from stretto.types import Completion, Prompt
 
 FACTS = RunFacts(
@@ -153,9 +154,9 @@ def test_durable_gives_up_at_its_deadline_by_name(tmp_path):
         journal = Journal.open(tmp_path / JOURNAL_NAME)
         released = threading.Event()
         journal._writer.record(lambda db: released.wait(10) and None)
-        with pytest.raises(JournalError, match=r"journal\.sqlite.*waited 0\.05 s to be on the disk"):
+        with pytest.raises(JournalError, match=r"journal\.sqlite.*waited 0\.05 s to be on disk"):
             await journal.durable(timeout_s=0.05)
-        with pytest.raises(JournalError, match="to be on the disk"):
+        with pytest.raises(JournalError, match="to be on disk"):
             journal.flush(timeout_s=0.05)
         released.set()
         await journal.durable()
@@ -177,7 +178,7 @@ def test_a_full_queue_is_a_wait_with_a_deadline(tmp_path):
             await journal.room(timeout_s=0.05)
         while journal.backlog < 20:
             journal.note("wait", "more", at=1.0)
-        with pytest.raises(JournalError, match="does not keep up"):
+        with pytest.raises(JournalError, match="the disk is too slow"):
             journal.note("wait", "too many", at=1.0)
         waiting = asyncio.ensure_future(journal.room(timeout_s=10))
         await asyncio.sleep(0.01)
@@ -297,7 +298,7 @@ def test_an_end_is_final_and_so_is_a_completion(recorder):
     ("record", "message"),
     [
         (lambda j: j.moved(99, "running", at=1.0), "trajectory 99 was never admitted"),
-        (lambda j: j.update_done(5, {}, at=1.0), "update 5 is done and its batch was never recorded"),
+        (lambda j: j.update_done(5, {}, at=1.0), "update 5 is done, but its batch was never recorded"),
         (lambda j: j.version_published(0, "other", at=1.0), "version 0 was published with checksum other.*sum0"),
         (lambda j: j.version_loaded(3, "sum3", at=1.0), "version 3 was loaded .* never published"),
     ],
@@ -365,11 +366,18 @@ def test_a_resumed_run_keeps_what_it_is(recorder, tmp_path):
 def test_a_journal_of_another_schema_is_refused(recorder, tmp_path):
     recorder().journal.close()
     with sqlite3.connect(tmp_path / JOURNAL_NAME) as db:
-        db.execute("PRAGMA user_version = 99")
-    with pytest.raises(JournalError, match="has schema 99"):
-        JournalReader(tmp_path)
-    with pytest.raises(JournalError, match="has schema 99"):
-        Journal.open(tmp_path / JOURNAL_NAME, resume=True)
+        db.execute("PRAGMA user_version = 6")
+    named = "was written with schema version 6, and .* reads schema version 7: use the version of stretto that wrote it"
+    for read in (JournalReader, verify, lambda folder: Journal.open(folder / JOURNAL_NAME, resume=True)):
+        with pytest.raises(JournalError, match=named):
+            read(tmp_path)
+
+
+def test_the_laws_that_a_paradigm_gives_up_are_a_fact_of_the_run(recorder, tmp_path):
+    run = recorder(replace(FACTS, paradigm="drop", laws_broken=(2,)))
+    run.journal.close()
+    with JournalReader(tmp_path) as reader:
+        assert reader.facts() == run.facts
 
 
 def test_a_reader_sees_one_moment_while_the_run_goes_on(recorder, tmp_path):
@@ -464,7 +472,7 @@ def test_instances_and_moves_are_recorded_with_their_session(recorder, tmp_path)
     run.journal.instance_joined(0, 2, at=1.0)
     run.journal.instance_joined(1, 1, at=2.0)
     run.journal.instance_left(0, "lost", "it hangs", at=3.0)
-    run.journal.carried(
+    run.journal.trajectory_moved(
         1, version=0, source=0, target=1, context=40, num_bytes=0, prefilled=40, reason="0 is lost", at=4.0
     )
     run.journal.flush()

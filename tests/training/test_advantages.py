@@ -85,7 +85,7 @@ def test_whitening_is_over_the_whole_batch():
 
 
 def test_gae_is_refused_where_there_are_only_rewards():
-    with pytest.raises(ValueError, match="`advantage = 'gae'` is not made of rewards alone"):
+    with pytest.raises(ValueError, match="`advantage = 'gae'` needs more than rewards"):
         outcome_advantages("gae", [1.0], [0])
 
 

@@ -98,9 +98,9 @@ def test_a_weight_beyond_all_numbers_is_capped_and_finite() -> None:
         ({"low": 1.5}, "low"),
         ({"high": 0.5}, "high"),
         ({"low": -0.1}, "low"),
-        ({"mode": "filter", "low": 1.0, "high": 1.0}, "let nothing pass"),
-        ({"mode": "filter", "high": 4.9e8}, "let everything pass"),
-        ({"mode": "filter", "low": 1e-9, "high": 1e12}, "let everything pass"),
+        ({"mode": "filter", "low": 1.0, "high": 1.0}, "filter every token"),
+        ({"mode": "filter", "high": 4.9e8}, "filter nothing"),
+        ({"mode": "filter", "low": 1e-9, "high": 1e12}, "filter nothing"),
     ],
 )
 def test_a_correction_that_cannot_be_meant_is_refused(wrong: dict[str, Any], words: str) -> None:

@@ -7,13 +7,13 @@ from pydantic import ValidationError
 from safetensors import safe_open
 from training_cases import tiny
 
-from stretto.config import parse_recipe
 from stretto.errors import RecipeError, TrainerError
 from stretto.objectives import OBJECTIVES
 from stretto.objectives.critic_options import CriticOptions
 from stretto.objectives.ppo import PpoOptions
+from stretto.recipe.schema import parse_recipe
 from stretto.training.critic import EXPORT_FILE, PREFIX, Critic
-from stretto.training.optimizer import TrainerOptions
+from stretto.training.options import TrainingOptions
 from stretto.training.trainer import LocalTrainer
 
 WIDTH = 6
@@ -25,7 +25,7 @@ def critic(**options) -> Critic:
 
 @pytest.mark.parametrize("limit", [0.01, 0.2])
 def test_its_gradient_is_clipped_to_the_norm_of_the_recipe(limit):
-    made = LocalTrainer(tiny(), algorithm=PpoOptions(), options=TrainerOptions(max_grad_norm=limit))
+    made = LocalTrainer(tiny(), algorithm=PpoOptions(), options=TrainingOptions(max_grad_norm=limit))
     subject = made.critic
     assert subject is not None
     for stepped in subject.stepped:
@@ -176,7 +176,7 @@ def test_an_exported_critic_can_be_read_by_others_and_taken_over(tmp_path):
     other.load(tmp_path)
     assert torch.equal(other.weight, subject.weight)
     assert torch.equal(other.bias, subject.bias)
-    with pytest.raises(TrainerError, match="of another model"):
+    with pytest.raises(TrainerError, match="belongs to another model"):
         Critic(WIDTH + 1, CriticOptions()).load(tmp_path)
     with pytest.raises(TrainerError, match="holds no critic"):
         other.load(tmp_path / "nowhere")

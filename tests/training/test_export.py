@@ -6,14 +6,14 @@ import torch
 from training_cases import random_batch, tiny
 from transformers import AutoModelForCausalLM
 
-from stretto.models import load_model, second_tree
-from stretto.training.trainer import LocalTrainer, LoraOptions, TrainerOptions
+from stretto.models.loading import load_model, second_tree
+from stretto.training.trainer import LocalTrainer, LoraOptions, TrainingOptions
 
 TOKENS = torch.arange(30)[None] % 23
 
 
 def trained(model, lora, base):
-    trainer = LocalTrainer(model, lora=lora, options=TrainerOptions(learning_rate=3e-2), base=base)
+    trainer = LocalTrainer(model, lora=lora, options=TrainingOptions(learning_rate=3e-2), base=base)
     for update in range(3):
         trainer.update(random_batch(update, seed=update))
     return trainer

@@ -7,7 +7,7 @@ from training_cases import random_batch, tiny
 from stretto.objectives.grpo import GrpoOptions
 from stretto.objectives.ppo import PpoOptions
 from stretto.training.flops import Costs, peak_flops, utilization
-from stretto.training.trainer import LocalTrainer, LoraOptions, TrainerOptions
+from stretto.training.trainer import LocalTrainer, LoraOptions, TrainingOptions
 
 
 @pytest.mark.parametrize(("trains_weights", "passes"), [(True, 3), (False, 2)])
@@ -53,7 +53,7 @@ def forward(batch, *, head):
 def test_passes_before_the_first_step_are_counted_with_the_head_where_it_is_used(algorithm, steps, passes):
     batch = random_batch()
     trainer = LocalTrainer(
-        tiny(), lora=LoraOptions(rank=4), algorithm=algorithm, options=TrainerOptions(optimizer_steps=steps)
+        tiny(), lora=LoraOptions(rank=4), algorithm=algorithm, options=TrainingOptions(optimizer_steps=steps)
     )
     plain = Costs(tiny(), trains_weights=False).update(batch)
     assert trainer.update(batch).metrics["flops"] == plain + sum(forward(batch, head=head) for head in passes)

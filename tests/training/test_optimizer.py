@@ -2,15 +2,17 @@ import math
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
-from stretto.errors import RecipeError, TrainerError
-from stretto.training.optimizer import Optimizer, TrainerOptions, learning_rate
+from stretto.errors import TrainerError
+from stretto.training.optimizer import Optimizer, learning_rate
+from stretto.training.options import TrainingOptions
 
 
-def rates(steps, **options):
-    made = TrainerOptions(learning_rate=1.0, **options)
-    return [round(learning_rate(step, made), 6) for step in range(steps)]
+def rates(count, /, **options):
+    made = TrainingOptions(learning_rate=1.0, **options)
+    return [round(learning_rate(step, made), 6) for step in range(count)]
 
 
 def test_the_rate_warms_up_linearly_and_then_stays():
@@ -18,11 +20,11 @@ def test_the_rate_warms_up_linearly_and_then_stays():
 
 
 def test_a_linear_schedule_falls_to_its_floor_and_stays_there():
-    assert rates(7, schedule="linear", total_steps=4, final_fraction=0.2) == [1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2]
+    assert rates(7, schedule="linear", steps=4, final_fraction=0.2) == [1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2]
 
 
 def test_a_cosine_schedule_starts_after_the_warm_up():
-    got = rates(7, schedule="cosine", warmup_steps=2, total_steps=6)
+    got = rates(7, schedule="cosine", warmup_steps=2, steps=6)
     assert got[2] == 1.0
     assert got[4] == 0.5
     assert got[6] == 0.0
@@ -34,15 +36,15 @@ def test_a_cosine_schedule_starts_after_the_warm_up():
         {"learning_rate": -1.0},
         {"learning_rate": math.nan},
         {"schedule": "step"},
-        {"schedule": "cosine"},
-        {"temperature": 0.0},
+        {"warmup_steps": 100},
+        {"betas": (0.9, 1.0)},
         {"micro_tokens": 0},
         {"final_fraction": 2.0},
     ],
 )
 def test_an_option_out_of_range_is_named(wrong):
-    with pytest.raises(RecipeError, match=f"`{next(iter(wrong))} = "):
-        TrainerOptions(**wrong)
+    with pytest.raises(ValidationError, match=next(iter(wrong))):
+        TrainingOptions(**wrong)
 
 
 def parameters(dtype=torch.float32):
@@ -58,7 +60,7 @@ def give_gradients(named, seed, size=1.0):
 
 def test_a_step_is_adamws_with_clipping_and_decay_of_matrices_alone():
     ours, reference = parameters(), parameters()
-    optimizer = Optimizer(ours, TrainerOptions(learning_rate=0.1, weight_decay=0.5, max_grad_norm=0.3))
+    optimizer = Optimizer(ours, TrainingOptions(learning_rate=0.1, weight_decay=0.5, max_grad_norm=0.3))
     adam = torch.optim.AdamW(
         [
             {"params": [reference["matrix"]], "weight_decay": 0.5},
@@ -83,7 +85,7 @@ def test_a_step_is_adamws_with_clipping_and_decay_of_matrices_alone():
 def test_a_gradient_that_is_not_finite_raises_before_anything_changes():
     named = parameters()
     before = {name: p.detach().clone() for name, p in named.items()}
-    optimizer = Optimizer(named, TrainerOptions(learning_rate=0.1))
+    optimizer = Optimizer(named, TrainingOptions(learning_rate=0.1))
     give_gradients(named, 0)
     named["vector"].grad[1] = torch.nan
     with pytest.raises(TrainerError, match="norm is nan"):
@@ -94,7 +96,7 @@ def test_a_gradient_that_is_not_finite_raises_before_anything_changes():
 
 def test_steps_too_small_for_half_precision_add_up_in_the_master():
     named = {"matrix": nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))}
-    optimizer = Optimizer(named, TrainerOptions(learning_rate=1e-4, max_grad_norm=0.0))
+    optimizer = Optimizer(named, TrainingOptions(learning_rate=1e-4, max_grad_norm=0.0))
     for _ in range(100):
         named["matrix"].grad = torch.ones(2, 2, dtype=torch.bfloat16)
         optimizer.collect()
@@ -105,7 +107,7 @@ def test_steps_too_small_for_half_precision_add_up_in_the_master():
 
 def test_gradients_of_several_backward_passes_are_summed_in_float32():
     named = {"matrix": nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))}
-    optimizer = Optimizer(named, TrainerOptions())
+    optimizer = Optimizer(named, TrainingOptions())
     for size in (1.0, *[1e-3] * 100):
         named["matrix"].grad = torch.full((2, 2), size, dtype=torch.bfloat16)
         optimizer.collect()
@@ -120,7 +122,7 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(dtype):
             optimizer.collect()
             optimizer.step()
 
-    options = TrainerOptions(learning_rate=0.1, warmup_steps=2, schedule="cosine", total_steps=9, weight_decay=0.1)
+    options = TrainingOptions(learning_rate=0.1, warmup_steps=2, schedule="cosine", steps=9, weight_decay=0.1)
     whole = parameters(dtype)
     run(whole, Optimizer(whole, options), range(6))
     first = parameters(dtype)
@@ -135,15 +137,15 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(dtype):
 
 
 def test_a_state_of_other_parameters_is_refused():
-    optimizer = Optimizer(parameters(), TrainerOptions())
-    state = Optimizer({"other": nn.Parameter(torch.ones(2))}, TrainerOptions()).state()
+    optimizer = Optimizer(parameters(), TrainingOptions())
+    state = Optimizer({"other": nn.Parameter(torch.ones(2))}, TrainingOptions()).state()
     with pytest.raises(TrainerError, match="another model"):
         optimizer.restore(state)
 
 
 def test_memory_that_runs_out_for_the_averages_leaves_nothing_stepped(monkeypatch):
     parameters = {"matrix": nn.Parameter(torch.ones(2, 2)), "vector": nn.Parameter(torch.ones(2))}
-    optimizer = Optimizer(parameters, TrainerOptions(learning_rate=0.1))
+    optimizer = Optimizer(parameters, TrainingOptions(learning_rate=0.1))
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
     made = torch.zeros_like

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from training_cases import random_batch
 
 from stretto.errors import TrainerError
-from stretto.training.attention import bucket_lengths, layout_of
+from stretto.models.packed_attention import bucket_lengths, layout_of
 from stretto.training.packing import first_fit_decreasing, input_lengths, micro_batch, ragged_arange
 from stretto.types import Supports
 

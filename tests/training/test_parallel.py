@@ -16,8 +16,8 @@ from rank_cases import Processes
 from training_cases import random_batch, tiny
 from transformers import AutoModelForCausalLM
 
-from stretto.checksums import checksum
 from stretto.errors import RecipeError, TrainerError
+from stretto.models.checksums import checksum
 from stretto.objectives.base import ObjectiveOptions
 from stretto.objectives.grpo import GrpoOptions
 from stretto.objectives.gspo import GspoOptions
@@ -25,7 +25,7 @@ from stretto.objectives.ppo import PpoOptions
 from stretto.objectives.reinforce import ReinforceOptions
 from stretto.objectives.reinforce_plus_plus import ReinforcePlusPlusOptions
 from stretto.training.parallel import Ranks, shares
-from stretto.training.trainer import LocalTrainer, LoraOptions, TrainerOptions
+from stretto.training.trainer import LocalTrainer, LoraOptions, TrainingOptions
 from stretto.types import Batch, Weights
 
 TIMES = ("seconds", "flops")  # measured or counted, and nobody's gradient
@@ -50,7 +50,7 @@ def make(
     return LocalTrainer(
         tiny(dtype=dtype),
         lora=LoraOptions(rank=2) if lora else None,
-        options=TrainerOptions(learning_rate=1e-2, **{"micro_tokens": 40, **options}),
+        options=TrainingOptions(learning_rate=1e-2, **{"micro_tokens": 40, **options}),
         algorithm=algorithm,
         ranks=ranks,
         sharded=sharded and ranks.count > 1,
@@ -61,7 +61,7 @@ Trained = tuple[list[dict[str, float]], dict[str, torch.Tensor], list[str]]
 
 
 def trained(ranks: Ranks, batches: list[Batch], algorithm: ObjectiveOptions, options: dict[str, Any]) -> Trained:
-    """What is told of each update, the state at the end, and the checksums of the versions."""
+    """The metrics of each update, the state at the end, and the checksums of the versions."""
     trainer = make(ranks, algorithm, **options)
     reports, checksums = [], []
     for batch in batches:
@@ -258,7 +258,7 @@ def other_models(ranks: Ranks) -> str:
 
 
 def test_ranks_that_loaded_other_models_do_not_begin(two: Processes) -> None:
-    assert all("the ranks have loaded models that differ" in said for said in two.run(other_models))
+    assert all("the ranks have loaded different models" in said for said in two.run(other_models))
 
 
 def other_references(ranks: Ranks) -> str:
@@ -278,7 +278,7 @@ def test_ranks_that_loaded_other_references_do_not_begin(two: Processes) -> None
 
 
 def test_only_full_weights_of_several_ranks_are_cut() -> None:
-    with pytest.raises(RecipeError, match="nothing else can"):
+    with pytest.raises(RecipeError, match="only full weights can be sharded"):
         LocalTrainer(tiny(), sharded=True)
 
 

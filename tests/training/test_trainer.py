@@ -1,16 +1,25 @@
 import dataclasses
+import re
 
 import numpy as np
 import pytest
 import torch
-from training_cases import VOCABULARY, random_batch, reference_logprobs, tiny
+from training_cases import UNSTEPPED, VOCABULARY, random_batch, reference_logprobs, tiny
 
-from stretto.checksums import checksum
-from stretto.errors import ModelError, TrainerError
-from stretto.models import second_tree
+from stretto.environments.reward_bound import MAX_REWARD
+from stretto.errors import ModelError, RecipeError, TrainerError
+from stretto.models.checksums import checksum
+from stretto.models.loading import second_tree
+from stretto.objectives.critic_options import CriticOptions
+from stretto.objectives.dr_grpo import DrGrpoOptions
 from stretto.objectives.grpo import GrpoOptions
+from stretto.objectives.kimi import KimiOptions
+from stretto.objectives.ppo import PpoOptions
+from stretto.objectives.reinforce_plus_plus import ReinforcePlusPlusOptions
+from stretto.objectives.rloo import RlooOptions
+from stretto.objectives.topr import ToprOptions
 from stretto.training.advantages import outcome_advantages
-from stretto.training.trainer import LocalTrainer, LoraOptions, TrainerOptions
+from stretto.training.trainer import LocalTrainer, LoraOptions, TrainingOptions
 from stretto.types import Batch, Completion, Sample
 
 BOTH = pytest.mark.parametrize("lora", [None, LoraOptions(rank=4)], ids=["full", "lora"])
@@ -71,8 +80,9 @@ def test_gradients_are_those_of_the_definition_whatever_the_micro_batches(kind, 
     batch = random_batch()
     _, expected = naive_gradients(tiny(kind, torch.float64), batch, algorithm, temperature)
     for micro_tokens in (1, 40, 10_000):
-        options = TrainerOptions(micro_tokens=micro_tokens, temperature=temperature)
-        trainer = LocalTrainer(tiny(kind, torch.float64), options=options, algorithm=algorithm)
+        options = TrainingOptions(micro_tokens=micro_tokens)
+        model = tiny(kind, torch.float64)
+        trainer = LocalTrainer(model, options=options, algorithm=algorithm, temperature=temperature)
         assert relative_error(gradients(trainer, batch), expected) < 1e-6
 
 
@@ -81,7 +91,7 @@ def test_lora_gradients_do_not_depend_on_the_order_of_samples_or_the_micro_batch
     shuffled = Batch(0, [batch.samples[i] for i in np.random.default_rng(0).permutation(len(batch.samples))])
 
     def make(micro_tokens):
-        options = TrainerOptions(micro_tokens=micro_tokens)
+        options = TrainingOptions(micro_tokens=micro_tokens)
         return LocalTrainer(tiny(dtype=torch.float64), lora=LoraOptions(rank=4), options=options)
 
     expected = gradients(make(10_000), batch)
@@ -94,7 +104,7 @@ def test_lora_gradients_do_not_depend_on_the_order_of_samples_or_the_micro_batch
 def test_the_reported_loss_is_that_of_the_definition():
     batch = random_batch()
     loss, _ = naive_gradients(tiny(dtype=torch.float64), batch, GrpoOptions(), 1.0)
-    report = LocalTrainer(tiny(dtype=torch.float64), options=TrainerOptions(micro_tokens=50)).update(batch)
+    report = LocalTrainer(tiny(dtype=torch.float64), options=TrainingOptions(micro_tokens=50)).update(batch)
     assert report.metrics["loss"] == pytest.approx(loss, rel=1e-6)
     assert report.metrics["micro_batches"] > 1
 
@@ -117,7 +127,7 @@ def bandit(trainer_model, update, seed, temperature=1.0):
 @BOTH
 def test_the_policy_moves_toward_what_is_rewarded(lora):
     model = tiny()  # its frozen head is wide enough for LoRA to make one token certain
-    trainer = LocalTrainer(model, lora=lora, options=TrainerOptions(learning_rate=1e-2))
+    trainer = LocalTrainer(model, lora=lora, options=TrainingOptions(learning_rate=1e-2))
 
     def own(input_ids):
         tree = second_tree(model, share=True)
@@ -138,7 +148,7 @@ def test_lora_leaves_the_shared_base_as_it_was():
     base = tiny()
     before = {name: (p.data_ptr(), p.detach().clone()) for name, p in base.named_parameters()}
     trainer = LocalTrainer(
-        second_tree(base, share=True), lora=LoraOptions(rank=4), options=TrainerOptions(learning_rate=0.1)
+        second_tree(base, share=True), lora=LoraOptions(rank=4), options=TrainingOptions(learning_rate=0.1)
     )
     trainer.update(random_batch())
     for name, parameter in trainer.model.named_parameters():
@@ -152,7 +162,7 @@ def test_lora_leaves_the_shared_base_as_it_was():
 @BOTH
 def test_the_same_batch_and_state_give_the_same_weights_bit_for_bit(lora):
     def run():
-        options = TrainerOptions(learning_rate=1e-2, micro_tokens=60)
+        options = TrainingOptions(learning_rate=1e-2, micro_tokens=60)
         trainer = LocalTrainer(tiny(), lora=lora, options=options)
         reports = [trainer.update(random_batch(n, seed=n)) for n in range(3)]
         return trainer.weights(3), [{**r.metrics, "seconds": 0} for r in reports]
@@ -165,14 +175,14 @@ def test_the_same_batch_and_state_give_the_same_weights_bit_for_bit(lora):
 
 @BOTH
 def test_a_restored_trainer_goes_on_bit_for_bit(lora, tmp_path):
-    options = TrainerOptions(learning_rate=1e-2, warmup_steps=2, schedule="linear", total_steps=8)
+    options = TrainingOptions(learning_rate=1e-2, warmup_steps=2, schedule="linear", steps=8)
     whole = LocalTrainer(tiny(), lora=lora, options=options)
     for update in range(4):
         if update == 2:
             whole.save(tmp_path)
         whole.update(random_batch(update, seed=update))
     # Another seed: what is restored must not lean on the values that a fresh trainer starts with.
-    resumed = LocalTrainer(tiny(), lora=lora, options=dataclasses.replace(options, seed=9))
+    resumed = LocalTrainer(tiny(), lora=lora, options=options, seed=9)
     resumed.load(tmp_path)
     assert resumed.version == 2
     for update in (2, 3):
@@ -204,7 +214,7 @@ def test_loading_a_folder_that_is_no_checkpoint_is_an_error(tmp_path):
 
 @BOTH
 def test_weights_are_a_copy_with_their_checksum(lora):
-    trainer = LocalTrainer(tiny(), lora=lora, options=TrainerOptions(learning_rate=1e-2))
+    trainer = LocalTrainer(tiny(), lora=lora, options=TrainingOptions(learning_rate=1e-2))
     first = trainer.weights(0)
     kept = {name: tensor.clone() for name, tensor in first.tensors.items()}
     trainer.update(random_batch())
@@ -232,7 +242,7 @@ def test_a_version_that_the_trainer_does_not_hold_is_refused():
 def test_a_batch_without_signal_steps_with_a_gradient_of_zero(lora):
     batch = random_batch()
     silent = Batch(0, [dataclasses.replace(sample, reward=1.0) for sample in batch.samples])
-    trainer = LocalTrainer(tiny(), lora=lora, options=TrainerOptions(learning_rate=0.1))
+    trainer = LocalTrainer(tiny(), lora=lora, options=TrainingOptions(learning_rate=0.1))
     before = trainer.weights(0)
     report = trainer.update(silent)
     after = trainer.weights(1)
@@ -244,7 +254,7 @@ def test_a_batch_without_signal_steps_with_a_gradient_of_zero(lora):
 
 
 def test_a_sample_that_cannot_be_trained_on_ends_the_update_with_nothing_changed():
-    trainer = LocalTrainer(tiny(), options=TrainerOptions(micro_tokens=30))
+    trainer = LocalTrainer(tiny(), options=TrainingOptions(micro_tokens=30))
     before = trainer.weights(0).checksum
     batch = random_batch()
     broken = dataclasses.replace(
@@ -252,15 +262,59 @@ def test_a_sample_that_cannot_be_trained_on_ends_the_update_with_nothing_changed
     )
     samples = list(batch.samples)
     samples[3] = dataclasses.replace(samples[3], completion=broken)
-    with pytest.raises(TrainerError, match="loss of update 0 is nan"):
+    without = "`--resume --give-up 3` goes on without it"
+    with pytest.raises(TrainerError, match=f"loss of update 0 is nan: .* trajectory 3 .* is not finite; {without}"):
         trainer.update(Batch(0, samples))
     samples[3] = dataclasses.replace(batch.samples[3], reward=float("inf"))
-    with pytest.raises(TrainerError, match="not finite at sample 3"):
+    with pytest.raises(TrainerError, match="update 0 cannot be trained on trajectory 3 with the reward inf"):
         trainer.update(Batch(0, samples))
     with pytest.raises(TrainerError, match="empty batch"):
         trainer.update(Batch(0, []))
     assert trainer.weights(0).checksum == before
     assert trainer.update(batch).metrics["grad_norm"] > 0  # nothing is left of the failed ones
+
+
+@pytest.mark.parametrize(
+    ("reward", "algorithm"),
+    [
+        (1e101, GrpoOptions()),
+        (1e39, DrGrpoOptions(average_tokens=20)),
+        (-1e30, DrGrpoOptions(average_tokens=20)),
+    ],
+)
+def test_a_reward_that_cannot_be_trained_on_is_named_with_its_trajectory_and_update(reward, algorithm):
+    trainer = LocalTrainer(tiny(), options=TrainingOptions(micro_tokens=30), algorithm=algorithm)
+    before = trainer.weights(0).checksum
+    samples = list(random_batch().samples)
+    samples[5] = dataclasses.replace(samples[5], reward=reward)
+    named = rf"update 0 cannot be trained on trajectory 5 with the reward {re.escape(f'{reward:g}')}: "
+    with pytest.raises(TrainerError, match=named + r".*; with `--resume`, rewards beyond 1e\+09 are scored again"):
+        trainer.update(Batch(0, samples))
+    assert trainer.weights(0).checksum == before
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        GrpoOptions(),
+        DrGrpoOptions(average_tokens=20),
+        RlooOptions(),
+        ReinforcePlusPlusOptions(),
+        KimiOptions(),
+        ToprOptions(),
+        PpoOptions(critic=CriticOptions(shared=True, whiten=False)),
+    ],
+    ids=lambda each: each.type,
+)
+def test_the_largest_rewards_there_may_be_are_trained_on(algorithm):
+    trainer = LocalTrainer(tiny(), options=TrainingOptions(micro_tokens=30), algorithm=algorithm)
+    samples = [
+        dataclasses.replace(sample, reward=MAX_REWARD * (-1) ** number)
+        for number, sample in enumerate(random_batch().samples)
+    ]
+    report = trainer.update(Batch(0, samples))
+    assert all(np.isfinite(value) for value in report.metrics.values())
+    assert report.metrics["grad_norm"] > 0
 
 
 def exact_batch(model, update, versions, shift=0.0):
@@ -275,7 +329,7 @@ def exact_batch(model, update, versions, shift=0.0):
 
 def test_mismatch_counts_only_tokens_of_the_trainers_own_version():
     model = tiny()
-    trainer = LocalTrainer(second_tree(model, share=False), options=TrainerOptions(learning_rate=0.0))
+    trainer = LocalTrainer(second_tree(model, share=False), options=TrainingOptions(learning_rate=UNSTEPPED))
     trainer.update(random_batch(0))
     trainer.update(random_batch(1))
     versions = [2] * 5 + [1] * 4 + [0] * 3
@@ -291,7 +345,7 @@ def test_mismatch_counts_only_tokens_of_the_trainers_own_version():
 
 def test_mismatch_follows_the_versions_of_tokens_where_a_trajectory_has_several():
     model = tiny()
-    trainer = LocalTrainer(second_tree(model, share=False), options=TrainerOptions(learning_rate=0.0))
+    trainer = LocalTrainer(second_tree(model, share=False), options=TrainingOptions(learning_rate=UNSTEPPED))
     trainer.update(random_batch(0))
     batch = exact_batch(model, 1, [0] * 12)
     count = 0
@@ -327,7 +381,7 @@ def test_metrics_of_an_exact_batch_say_that_it_is_on_policy():
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_half_precision_trains_in_full_and_by_lora(half):
     for lora in (None, LoraOptions(rank=4)):
-        trainer = LocalTrainer(tiny(dtype=half), lora=lora, options=TrainerOptions(learning_rate=1e-2))
+        trainer = LocalTrainer(tiny(dtype=half), lora=lora, options=TrainingOptions(learning_rate=1e-2))
         before = trainer.weights(0)
         trainer.update(random_batch())
         after = trainer.weights(1)
@@ -340,3 +394,8 @@ def test_a_model_made_under_inference_mode_is_refused():
         model = tiny()
     with pytest.raises(ModelError, match="inference_mode"):
         LocalTrainer(model)
+
+
+def test_a_temperature_of_nothing_is_refused():
+    with pytest.raises(RecipeError, match=r"`temperature = 0\.0` leaves nothing to learn from"):
+        LocalTrainer(tiny(), temperature=0.0)

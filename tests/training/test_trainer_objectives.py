@@ -5,16 +5,16 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from training_cases import VOCABULARY, random_batch, reference_logprobs, tiny
+from training_cases import UNSTEPPED, VOCABULARY, random_batch, reference_logprobs, tiny
 
 from stretto.errors import ModelError, TrainerError
-from stretto.models import second_tree
+from stretto.models.loading import second_tree
 from stretto.objectives import OBJECTIVES
 from stretto.objectives.custom import CustomOptions
 from stretto.objectives.grpo import GrpoOptions
 from stretto.objectives.naive import NaiveOptions
 from stretto.training.advantages import outcome_advantages
-from stretto.training.trainer import LocalTrainer, LoraOptions, TrainerOptions
+from stretto.training.trainer import LocalTrainer, LoraOptions, TrainingOptions
 from stretto.types import Batch
 
 TERMS = {
@@ -53,7 +53,11 @@ def objectives(**beside):
                 plain = kind(**needed, **anchor)
             except ValueError:
                 continue  # an objective whose anchor is fixed
-            correction = {"mode": "filter" if plain.corrects else "cap", "level": "segment", "segment_tokens": 3}
+            correction = {
+                "mode": "filter" if plain.corrects_off_policy else "cap",
+                "level": "segment",
+                "segment_tokens": 3,
+            }
             made = kind(**needed, **anchor, correction={**correction, "high": 3.0}, **beside)
             yield pytest.param(made, id=name + ("-proximal" if anchor else ""))
 
@@ -85,8 +89,10 @@ def made(algorithm, *, micro_tokens=10_000, lora=True, reference=None, **options
     trainer = LocalTrainer(
         model,
         lora=LoraOptions(rank=4) if lora else None,
-        options=TrainerOptions(micro_tokens=micro_tokens, temperature=0.8, max_tokens=20, **options),
+        options=TrainingOptions(micro_tokens=micro_tokens, **options),
         algorithm=algorithm,
+        temperature=0.8,
+        max_tokens=20,
         reference=reference,
     )
     if lora:  # adapters that do something: B starts at zero
@@ -110,7 +116,7 @@ def test_gradients_depend_neither_on_micro_batches_nor_on_the_order_of_samples(a
 
 @pytest.mark.parametrize("algorithm", objectives())
 def test_every_objective_makes_an_update_whose_measures_are_finite(algorithm):
-    trainer = LocalTrainer(tiny(), options=TrainerOptions(optimizer_steps=3, learning_rate=1e-2), algorithm=algorithm)
+    trainer = LocalTrainer(tiny(), options=TrainingOptions(optimizer_steps=3, learning_rate=1e-2), algorithm=algorithm)
     before = trainer.weights(0).checksum
     report = trainer.update(random_batch())
     assert trainer.version == 1
@@ -184,7 +190,7 @@ def test_the_gradient_of_a_term_is_that_of_its_definition_with_a_model_of_its_ow
 
 def test_the_reference_without_adapters_is_the_base_and_the_adapters_come_back_bit_for_bit():
     algorithm = GrpoOptions(kl={"coefficient": 0.1})
-    trainer = made(algorithm, learning_rate=0.0)
+    trainer = made(algorithm, learning_rate=UNSTEPPED)
     before = trainer.weights(0)
     with torch.no_grad():
         base = [reference_logprobs(tiny(dtype=torch.float64), s, 0.8) for s in random_batch().samples]
@@ -234,8 +240,8 @@ def test_a_batch_without_a_good_answer_imitates_nothing():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"micro_tokens": 40}, "for one before it in the same update"),
-        ({"optimizer_steps": 2}, "for one before it in the same update"),
+        ({"micro_tokens": 40}, "for an earlier one of the same update"),
+        ({"optimizer_steps": 2}, "for an earlier one of the same update"),
         ({"name": "loss"}, "returns a diagnostic `loss`"),
         ({"name": "entropy"}, "returns a diagnostic `entropy`"),
         ({"name": "imitated_fraction"}, "returns a diagnostic `imitated_fraction`"),
@@ -262,7 +268,7 @@ def test_what_is_told_of_an_update_cannot_fail_when_it_is_done(monkeypatch):
     def failing(*_):
         raise ArithmeticError("no measure")
 
-    monkeypatch.setattr("stretto.training.trainer.staleness_measures", failing)
+    monkeypatch.setattr("stretto.training.trainer.staleness_metrics", failing)
     with pytest.raises(ArithmeticError, match="no measure"):
         trainer.update(random_batch())
     assert trainer.version == 0

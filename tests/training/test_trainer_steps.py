@@ -9,14 +9,14 @@ from training_cases import random_batch, tiny
 
 from stretto.errors import TrainerError
 from stretto.objectives.grpo import GrpoOptions
+from stretto.training.mini_batches import split_groups
 from stretto.training.optimizer import Optimizer
-from stretto.training.parts import cut_groups
-from stretto.training.trainer import LocalTrainer, LoraOptions, TrainerOptions
+from stretto.training.trainer import LocalTrainer, LoraOptions, TrainingOptions
 from stretto.types import Batch
 
 
-def trainer(steps=1, algorithm=None, **options):
-    made = TrainerOptions(**{"learning_rate": 1e-2, "optimizer_steps": steps, **options})
+def trainer(optimizer_steps=1, algorithm=None, **options):
+    made = TrainingOptions(**{"learning_rate": 1e-2, "optimizer_steps": optimizer_steps, **options})
     return LocalTrainer(tiny(dtype=torch.float64), lora=LoraOptions(rank=4), options=made, algorithm=algorithm)
 
 
@@ -30,7 +30,7 @@ def trainer(steps=1, algorithm=None, **options):
     ],
 )
 def test_parts_are_whole_groups_in_the_order_of_the_batch(groups, parts, expected):
-    assert cut_groups(groups, parts) == expected
+    assert split_groups(groups, parts) == expected
 
 
 def test_steps_over_parts_are_updates_on_the_parts_one_after_the_other():
@@ -48,7 +48,7 @@ def test_steps_over_parts_are_updates_on_the_parts_one_after_the_other():
 
 
 def test_the_rate_follows_updates_and_not_steps():
-    made = trainer(3, schedule="linear", total_steps=4)
+    made = trainer(3, schedule="linear", steps=4)
     rates = [made.update(random_batch(update)).metrics["learning_rate"] for update in range(4)]
     assert rates == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
 

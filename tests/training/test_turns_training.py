@@ -5,16 +5,16 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from test_trainer_objectives import gradients, made, objectives, relative_error
+from tests.training.test_trainer_objectives import gradients, made, objectives, relative_error
 from training_cases import VOCABULARY, random_batch, reference_logprobs, tiny
 
 from stretto.objectives.naive import NaiveOptions
 from stretto.objectives.ppo import PpoOptions
 from stretto.training.advantages import outcome_advantages, token_rewards, turn_advantages
-from stretto.training.credit import turn_credit
 from stretto.training.flops import Costs
-from stretto.training.measures import batch_measures
 from stretto.training.packing import micro_batch, sampled_lengths
+from stretto.training.turn_credit import batch_turn_advantages
+from stretto.training.update_metrics import batch_metrics
 from stretto.types import Batch, Supports
 
 TEMPERATURE = 0.8  # of the trainers that `made` makes
@@ -162,11 +162,11 @@ def test_supports_of_observed_tokens_are_left_out():
 def test_lengths_and_arithmetic_count_what_was_sampled():
     batch = with_turns(random_batch(groups=2, members=4))
     sampled = int(sampled_lengths(batch.samples).sum())
-    measured = batch_measures(batch, outcome_advantages("group", [0.0] * 8, [s.group for s in batch.samples]))
+    measured = batch_metrics(batch, outcome_advantages("group", [0.0] * 8, [s.group for s in batch.samples]))
     assert measured["tokens"] == sampled
     assert measured["observed_tokens"] == sum(len(s.completion.tokens) for s in batch.samples) - sampled
     assert measured["turns_mean"] == np.mean([len(s.turn_rewards) for s in batch.samples])
-    assert "turns_mean" not in batch_measures(random_batch(), outcome_advantages("group", [0.0] * 12, [0] * 12))
+    assert "turns_mean" not in batch_metrics(random_batch(), outcome_advantages("group", [0.0] * 12, [0] * 12))
     costs = Costs(tiny(), trains_weights=True)
     whole = Batch(
         0, [dataclasses.replace(s, completion=dataclasses.replace(s.completion, turns=None)) for s in batch.samples]
@@ -182,12 +182,12 @@ def test_what_is_added_to_a_whole_reward_is_earned_at_the_last_turn():
     batch = with_turns(random_batch(groups=2, members=4))
     groups = [s.group for s in batch.samples]
     shaped = np.array([s.reward for s in batch.samples]) - 0.5 * np.arange(8)
-    found = turn_credit("group-mean", batch, shaped, np.zeros(8), gamma=1.0)
+    found = batch_turn_advantages("group-mean", batch, shaped, np.zeros(8), gamma=1.0)
     rewards = [[*s.turn_rewards[:-1], s.turn_rewards[-1] - 0.5 * i] for i, s in enumerate(batch.samples)]
     turns = [s.completion.turn_lengths for s in batch.samples]
     assert found.tokens == pytest.approx(turn_advantages("group-mean", rewards, turns, groups).tokens)
     penalties = np.arange(8.0)
-    apart = turn_credit("group-mean", batch, shaped, penalties, gamma=1.0)
+    apart = batch_turn_advantages("group-mean", batch, shaped, penalties, gamma=1.0)
     means = np.array([penalties[np.array(groups) == g].mean() for g in groups])
     lengths = sampled_lengths(batch.samples)
     assert apart.tokens == pytest.approx(found.tokens - np.repeat(penalties - means, lengths))

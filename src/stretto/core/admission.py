@@ -1,13 +1,14 @@
-"""When a group may start, and which groups make a batch: earliest deadline first. Pure functions.
+"""Decides when a group may start and which groups make a batch: earliest deadline first. Pure functions.
 
-`outstanding` and `finished` map a deadline to how many groups have it; outstanding groups are those admitted and not
-yet taken into a batch, finished ones among them. `next_update` is the next update whose batch is not yet taken.
+`outstanding` and `finished` map a deadline to the number of groups that have it. Outstanding groups are admitted and
+not yet taken into a batch; finished groups are among them. `next_update` is the next update whose batch is not yet
+taken.
 
 The invariant: no deadline lies before `next_update`, and for every `d` from there on
-`outstanding(deadline <= d) <= batch * (d - next_update + 1)`. Admission keeps it, taking a batch that `batch_ready`
-allows keeps it, and where it holds, `batch` finished groups out of nothing unfinished are always a ready batch. Hence
-nothing is trained late and nothing waits for ever. Between two deadlines that occur, the left side stands still while
-the right one grows, so it is enough to look at the deadlines that occur.
+`outstanding(deadline <= d) <= batch * (d - next_update + 1)`. Admission keeps it, and so does taking a batch that
+`batch_ready` allows. While it holds, `batch` finished groups are always a ready batch if no group is unfinished. So no
+group is trained late and nothing waits for ever. Only deadlines that occur have to be checked: between two of them the
+left side does not change, and the right side grows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 
 
 def invariant_holds(outstanding: Mapping[int, int], next_update: int, batch: int) -> bool:
-    """Whether everything outstanding can still be trained in time."""
+    """Returns True if all outstanding groups can still be trained in time."""
     total = 0
     for deadline in sorted(outstanding):
         total += outstanding[deadline]
@@ -27,7 +28,7 @@ def invariant_holds(outstanding: Mapping[int, int], next_update: int, batch: int
 
 
 def room(outstanding: Mapping[int, int], deadline: int, next_update: int, batch: int) -> int:
-    """How many more groups of this deadline the invariant allows."""
+    """Returns the number of groups of this deadline that the invariant still allows."""
     if deadline < next_update:
         return 0
     total = sum(count for due, count in outstanding.items() if due <= deadline)
@@ -39,9 +40,9 @@ def room(outstanding: Mapping[int, int], deadline: int, next_update: int, batch:
 
 
 def admits(outstanding: Mapping[int, int], deadline: int, next_update: int, batch: int) -> bool:
-    """Whether the invariant still holds with one more group of this deadline.
+    """Returns True if the invariant still holds with one more group of this deadline.
 
-    A later deadline faces fewer conditions: what is refused at one version is refused at every older one.
+    A later deadline faces fewer conditions: if a version is refused, so is every older one.
     """
     return room(outstanding, deadline, next_update, batch) > 0
 
@@ -49,7 +50,7 @@ def admits(outstanding: Mapping[int, int], deadline: int, next_update: int, batc
 def waited_deadline(
     outstanding: Mapping[int, int], finished: Mapping[int, int], next_update: int, batch: int
 ) -> int | None:
-    """The latest deadline up to which unfinished groups must still finish before a batch may be taken; None: none.
+    """Returns the latest deadline of unfinished groups that must finish before a batch may be taken; None if none must.
 
     A batch of the `batch` earliest finished groups must leave at most `batch * (d - next_update)` groups due by `d`.
     """
@@ -64,12 +65,12 @@ def waited_deadline(
 
 
 def batch_ready(outstanding: Mapping[int, int], finished: Mapping[int, int], next_update: int, batch: int) -> bool:
-    """Whether the `batch` finished groups of the earliest deadlines may be taken now."""
+    """Returns True if the `batch` finished groups of the earliest deadlines may be taken now."""
     return sum(finished.values()) >= batch and waited_deadline(outstanding, finished, next_update, batch) is None
 
 
 def wanted_staleness(tail_s: float, update_s: float, cap: int) -> int:
-    """The K with which the trainer never waits for a tail of `tail_s` seconds, under a cap."""
+    """Returns the K with which the trainer never waits for a tail of `tail_s` seconds, at most `cap`."""
     if not (tail_s >= 0 and update_s >= 0):
         raise ValueError(f"`tail_s` is {tail_s} and `update_s` is {update_s}; both must be at least 0")
     if tail_s == 0:
@@ -82,9 +83,9 @@ def wanted_staleness(tail_s: float, update_s: float, cap: int) -> int:
 def lowest_staleness(
     outstanding_of_version: Mapping[int, int], wanted: int, current: int, next_update: int, batch: int
 ) -> int:
-    """The smallest K from `wanted` to `current` for which the invariant holds as if all had been admitted with it.
+    """Returns the smallest K from `wanted` to `current` with which all outstanding groups could have been admitted.
 
-    Where `in_flight` lets the outstanding work fill every batch that `current` allows, K therefore stays.
+    So K stays if `in_flight` lets the outstanding groups fill every batch that `current` allows.
     """
     for staleness in range(wanted, current):
         deadlines = {version + staleness: count for version, count in outstanding_of_version.items()}

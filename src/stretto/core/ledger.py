@@ -1,69 +1,77 @@
-"""The life of every trajectory, and the counts that decisions are made from, kept as it goes.
+"""The state of every trajectory, and the counts that decisions are made from.
 
-A trajectory is always in exactly one state. An outstanding group is admitted and not yet taken into a batch; it is
-finished when none of its trajectories is still to be generated or scored and at least one has its reward. What has
-ended is forgotten, except for its count, so the ledger's size is that of the work in flight.
+A trajectory is always in exactly one state. A group is *outstanding* from its admission until it is taken into a batch.
+It is *finished* when none of its trajectories is still to be generated or scored and at least one has its reward. The
+ledger forgets whatever has ended, except for the counts, so its size is that of the work in progress.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from stretto.core.placement import Instance
+from stretto.core.instances import InstanceState, add_to
 from stretto.errors import TransitionError
 
 
-class State(IntEnum):
-    """Where a trajectory is in its life."""
+class TrajectoryState(IntEnum):
+    """The states of a trajectory, the same words as in the journal (`store/schema.py`)."""
 
-    PENDING = 0  # admitted, waits for an instance
+    WAITING = 0  # admitted, on no instance
     RUNNING = 1
-    SCORING = 2  # generated, waits for its reward
+    SCORING = 2  # has its last token, waits for its reward
     SCORED = 3
-    TAKEN = 4  # in the batch that is being trained on
+    TRAINING = 4  # in the batch of the update that runs
     TRAINED = 5
     FAILED = 6
-    DROPPED = 7
-    FILTERED = 8
+    FILTERED = 7
+    DROPPED = 8
 
 
-TRANSITIONS: Mapping[State, frozenset[State]] = {
-    State.PENDING: frozenset({State.RUNNING, State.SCORING, State.DROPPED}),
-    State.RUNNING: frozenset({State.PENDING, State.SCORING, State.FAILED, State.DROPPED}),
-    State.SCORING: frozenset({State.SCORED, State.FAILED, State.DROPPED}),
-    State.SCORED: frozenset({State.TAKEN, State.DROPPED, State.FILTERED}),
-    State.TAKEN: frozenset({State.TRAINED}),
-    State.TRAINED: frozenset(),
-    State.FAILED: frozenset(),
-    State.DROPPED: frozenset(),
-    State.FILTERED: frozenset(),
+_S = TrajectoryState
+TRANSITIONS: Mapping[TrajectoryState, frozenset[TrajectoryState]] = {
+    _S.WAITING: frozenset({_S.RUNNING, _S.SCORING, _S.DROPPED}),
+    _S.RUNNING: frozenset({_S.WAITING, _S.SCORING, _S.FAILED, _S.DROPPED}),
+    _S.SCORING: frozenset({_S.SCORED, _S.FAILED, _S.DROPPED}),
+    _S.SCORED: frozenset({_S.TRAINING, _S.FILTERED, _S.DROPPED}),
+    _S.TRAINING: frozenset({_S.TRAINED}),
+    _S.TRAINED: frozenset(),
+    _S.FAILED: frozenset(),
+    _S.FILTERED: frozenset(),
+    _S.DROPPED: frozenset(),
 }
 
 
 @dataclass(slots=True, eq=False)
 class Trajectory:
-    """One trajectory. `version` is what it runs under, or ran under last."""
+    """One trajectory. `version` is the one that it runs under; while it waits, the newest that it may have tokens of.
+
+    `version` never decreases. Which tokens survive the loss of an instance is not known here (those of turns that are
+    done, and those that it had when it was last suspended). It is treated as if all survived; if none did, it may wait
+    for a newer version than it needs.
+    """
 
     id: int
     group: Group
     version: int
-    state: State
-    instance: Instance | None = None  # while it runs
+    state: TrajectoryState
+    instance: InstanceState | None = None  # set while it runs
     generation_failures: int = 0
     scoring_failures: int = 0
-    reward: float | None = None  # once it is scored
-    tokens: int = 0  # of context, at the last survey
-    ending: bool = False  # it has nearly all tokens that it may have
-    rests_until: int = 0  # the survey before which it is not moved again to even out the work
-    why: str = ""  # why it was suspended, until it is resumed
+    reward: float | None = None  # set once it is scored
+    tokens: int = 0  # of context, at the last load sample
+    ending: bool = False  # has nearly all tokens that it may have, at the last load sample
+    movable_from: int = 0  # the load sample from which it may be moved again to even out the work
+    movable: bool = True  # neither about to end nor moved lately; valid while it runs
+    suspend_reason: str = ""  # set until it is resumed
 
     def runs_on(self, instance: int) -> bool:
+        """Returns True if it runs on that instance."""
         return self.instance is not None and self.instance.id == instance
 
-    def become(self, state: State) -> None:
-        """Change state, or raise if that cannot follow."""
+    def become(self, state: TrajectoryState) -> None:
+        """Changes the state. Raises `TransitionError` if the new state cannot follow."""
         if state not in TRANSITIONS[self.state]:
             raise TransitionError(
                 f"trajectory {self.id} (group {self.group.id}, version {self.version}) is {self.state.name.lower()} "
@@ -74,62 +82,63 @@ class Trajectory:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The trajectories of one prompt. `version` and `deadline` are those of its admission, for good."""
+    """The trajectories of one prompt. `version` and `deadline` are those of its admission and never change."""
 
     id: int
     version: int
     deadline: int  # the update whose batch it must be in at the latest
     trajectories: list[Trajectory] = field(default_factory=list)
-    unfinished: int = 0  # still to be generated or scored
-    scored: int = 0
+    unfinished: int = 0  # trajectories still to be generated or scored
+    scored: int = 0  # trajectories with a reward
 
     @property
     def has_signal(self) -> bool:
-        """Whether the rewards so far differ: a group relative to itself learns from nothing else."""
+        """True if the rewards so far differ: a group-relative advantage learns from nothing else."""
         rewards = {each.reward for each in self.trajectories if each.reward is not None}
         return len(rewards) > 1
 
 
 @dataclass(slots=True)
 class Counters:
-    """What has come of everything so far."""
+    """The numbers of groups and trajectories so far, by how they ended."""
 
     admitted_groups: int = 0
     trained_groups: int = 0
-    replaced_groups: int = 0  # every trajectory failed; the next prompt took the place
+    replaced_groups: int = 0  # every trajectory failed; the next prompt took their place
     dropped_groups: int = 0
-    filtered_groups: int = 0  # without signal; the next prompt took the place
-    spared_groups: int = 0  # without signal and trained, because the limit of filtered ones was reached
-    replayed_groups: int = 0  # uses after the first
-    admitted: int = 0  # trajectories, here and below
+    filtered_groups: int = 0  # without signal; the next prompt took their place
+    spared_groups: int = 0  # without signal, and trained because the limit of filtered groups was reached
+    replayed_groups: int = 0  # uses of a group after the first
+    admitted: int = 0  # from here on: trajectories
     trained: int = 0
     failed: int = 0
     dropped: int = 0
     filtered: int = 0
     generation_retries: int = 0
     scoring_retries: int = 0
-    interrupted: int = 0  # by the loss of an instance
-    moved: int = 0  # from one instance to another, each time
+    interrupted: int = 0  # they ran on an instance that was lost
+    moved: int = 0  # times that one was moved to another instance
     evaluations: int = 0
     evaluations_skipped: int = 0
 
 
 class Ledger:
-    """Groups, trajectories and their counts. Each method is one thing that can happen to them."""
+    """Groups, trajectories and their counts. Each method records one thing that happened to them."""
 
     __slots__ = (
         "batch",
         "counters",
         "finished",
         "finished_at",
-        "freed",
         "groups",
         "num_active",
+        "num_samples",
         "outstanding_at",
         "outstanding_of",
-        "pending",
         "running",
+        "slot_freed",
         "trajectories",
+        "waiting",
     )
 
     def __init__(self) -> None:
@@ -137,73 +146,74 @@ class Ledger:
         self.trajectories: dict[int, Trajectory] = {}  # of outstanding groups and of the batch in training
         self.groups: dict[int, Group] = {}  # outstanding
         self.finished: dict[int, Group] = {}  # outstanding and finished, in the order of finishing
-        self.batch: list[Group] = []  # being trained on, by (version, id)
+        self.batch: list[Group] = []  # in training, by (version, id)
         self.outstanding_at: dict[int, int] = {}  # deadline -> groups
         self.finished_at: dict[int, int] = {}  # deadline -> groups
         self.outstanding_of: dict[int, int] = {}  # version -> groups
         self.running: dict[int, int] = {}  # version -> trajectories
-        self.pending: dict[int, dict[int, Trajectory]] = {}  # version -> trajectories by id
-        self.num_active = 0  # running or pending
-        self.freed = False  # a version has lost its last trajectory on some instance; cleared by who looks
+        self.waiting: dict[int, dict[int, Trajectory]] = {}  # version -> trajectories by id
+        self.num_active = 0  # running or waiting
+        self.num_samples = 0  # load samples so far
+        self.slot_freed = False  # a version lost its last trajectory on some instance; cleared by the scheduler
 
-    # -- what happens to a group ---------------------------------------------------------------------------------------
+    # -- groups --------------------------------------------------------------------------------------------------------
 
-    def admit(self, group: Group, ids: Sequence[int], instance: Instance) -> None:
-        """Enter a group and start all of it on `instance`."""
+    def admit(self, group: Group, ids: Sequence[int], instance: InstanceState) -> None:
+        """Adds a group and starts all of its trajectories on `instance`."""
         version = group.version
         for each in ids:
-            trajectory = Trajectory(each, group, version, State.RUNNING, instance)
+            trajectory = Trajectory(each, group, version, TrajectoryState.RUNNING, instance)
             group.trajectories.append(trajectory)
-            self.trajectories[each] = instance.trajectories[each] = trajectory
+            self.trajectories[each] = trajectory
         group.unfinished = count = len(ids)
         self._enter(group)
-        _add(instance.running, version, count)
-        _add(self.running, version, count)
+        instance.start(group.trajectories, version)
+        add_to(self.running, version, count)
         self.num_active += count
         self.counters.admitted_groups += 1
         self.counters.admitted += count
 
     def take(self, groups: Iterable[Group]) -> None:
-        """Move finished groups into the batch that is to be trained on."""
+        """Moves finished groups into the batch of the next update."""
         for group in groups:
             for trajectory in group.trajectories:
-                if trajectory.state is not State.FAILED:
-                    trajectory.become(State.TAKEN)
+                if trajectory.state is not TrajectoryState.FAILED:
+                    trajectory.become(TrajectoryState.TRAINING)
             self._leave(group)
             self.batch.append(group)
         self.batch.sort(key=lambda each: (each.version, each.id))
 
     def batch_members(self) -> tuple[int, ...]:
-        """The trajectories of the batch, ordered by (version, group, member); those that failed are left out."""
+        """Returns the trajectories of the batch, by (version, group, member), without those that failed."""
         return tuple(
             trajectory.id
             for group in self.batch
             for trajectory in group.trajectories
-            if trajectory.state is State.TAKEN
+            if trajectory.state is TrajectoryState.TRAINING
         )
 
     def train(self) -> None:
-        """The batch has been trained on."""
+        """Records that the batch has been trained."""
         for group in self.batch:
             for trajectory in group.trajectories:
-                if trajectory.state is State.TAKEN:
-                    trajectory.become(State.TRAINED)
+                if trajectory.state is TrajectoryState.TRAINING:
+                    trajectory.become(TrajectoryState.TRAINED)
                     self.counters.trained += 1
             self._forget(group)
         self.counters.trained_groups += len(self.batch)
         self.batch = []
 
     def drop(self, group: Group) -> tuple[int, ...]:
-        """Throw a group away; the trajectories that this ends."""
-        ended = [trajectory for trajectory in group.trajectories if trajectory.state is not State.FAILED]
+        """Drops a group. Returns the trajectories that end as dropped."""
+        ended = [trajectory for trajectory in group.trajectories if trajectory.state is not TrajectoryState.FAILED]
         for trajectory in ended:
-            if trajectory.state is State.RUNNING:
+            if trajectory.state is TrajectoryState.RUNNING:
                 self._stop_running(trajectory)
                 self.num_active -= 1
-            elif trajectory.state is State.PENDING:
-                self._stop_pending(trajectory)
+            elif trajectory.state is TrajectoryState.WAITING:
+                self._stop_waiting(trajectory)
                 self.num_active -= 1
-            trajectory.become(State.DROPPED)
+            trajectory.become(TrajectoryState.DROPPED)
         self._leave(group)
         self._forget(group)
         self.counters.dropped_groups += 1
@@ -211,102 +221,116 @@ class Ledger:
         return tuple(trajectory.id for trajectory in ended)
 
     def filter(self, group: Group) -> tuple[int, ...]:
-        """A finished group is not trained on; the trajectories that this ends."""
-        ended = [trajectory for trajectory in group.trajectories if trajectory.state is not State.FAILED]
+        """Filters a finished group, which is not trained. Returns the trajectories that end as filtered."""
+        ended = [trajectory for trajectory in group.trajectories if trajectory.state is not TrajectoryState.FAILED]
         for trajectory in ended:
-            trajectory.become(State.FILTERED)
+            trajectory.become(TrajectoryState.FILTERED)
         self._leave(group)
         self._forget(group)
         self.counters.filtered_groups += 1
         self.counters.filtered += len(ended)
         return tuple(trajectory.id for trajectory in ended)
 
-    # -- what happens to a trajectory ----------------------------------------------------------------------------------
+    # -- trajectories --------------------------------------------------------------------------------------------------
 
-    def run(self, trajectory: Trajectory, instance: Instance, version: int) -> None:
-        """A pending trajectory goes on, on `instance` under `version`."""
-        trajectory.become(State.RUNNING)
-        self._stop_pending(trajectory)
+    def run(self, trajectory: Trajectory, instance: InstanceState, version: int) -> None:
+        """Runs a waiting trajectory on `instance` under `version`."""
+        trajectory.become(TrajectoryState.RUNNING)
+        self._stop_waiting(trajectory)
         trajectory.instance, trajectory.version = instance, version
-        instance.trajectories[trajectory.id] = trajectory
-        _add(instance.running, version, 1)
-        _add(self.running, version, 1)
+        trajectory.movable = self._is_movable(trajectory)
+        instance.start((trajectory,), version)
+        add_to(self.running, version, 1)
 
     def interrupt(self, trajectory: Trajectory) -> None:
-        """A running trajectory is to go on elsewhere or again."""
-        trajectory.become(State.PENDING)
-        self._stop_running(trajectory)
-        self._wait_for_instance(trajectory)
+        """Takes a running trajectory off its instance; it waits for another, or for the same one."""
+        trajectory.become(TrajectoryState.WAITING)
+        instance = self._stop_running(trajectory)
+        trajectory.version = instance.newest_under(trajectory.version)
+        self._start_waiting(trajectory)
 
     def generate(self, trajectory: Trajectory) -> None:
-        """A trajectory has its last token; a pending one, because it had ended before it was suspended."""
-        was_running = trajectory.state is State.RUNNING
-        trajectory.become(State.SCORING)
+        """Records that a trajectory has its last token. A waiting one had ended before it was suspended."""
+        was_running = trajectory.state is TrajectoryState.RUNNING
+        trajectory.become(TrajectoryState.SCORING)
         if was_running:
             self._stop_running(trajectory)
         else:
-            self._stop_pending(trajectory)
+            self._stop_waiting(trajectory)
         self.num_active -= 1
 
     def score(self, trajectory: Trajectory, reward: float) -> bool:
-        """A trajectory has its reward; whether its group is finished with that."""
-        trajectory.become(State.SCORED)
+        """Records the reward of a trajectory. Returns True if its group is finished now."""
+        trajectory.become(TrajectoryState.SCORED)
         trajectory.reward = reward
         trajectory.group.scored += 1
         return self._finish_one(trajectory.group)
 
     def fail(self, trajectory: Trajectory) -> bool:
-        """A trajectory has failed for good; whether its group is finished or replaced with that."""
-        if trajectory.state is State.RUNNING:
+        """Records that a trajectory has failed for good. Returns True if its group is finished or replaced now."""
+        if trajectory.state is TrajectoryState.RUNNING:
             self._stop_running(trajectory)
             self.num_active -= 1
-        trajectory.become(State.FAILED)
+        trajectory.become(TrajectoryState.FAILED)
         self.counters.failed += 1
         return self._finish_one(trajectory.group)
 
-    def continue_under(self, instance: Instance, version: int) -> None:
-        """Everything that runs on `instance` goes on under `version` from here."""
+    def continue_under(self, instance: InstanceState, version: int) -> None:
+        """Records that all trajectories on `instance` continue under `version`."""
         for trajectory in instance.trajectories.values():
-            _add(self.running, trajectory.version, -1)
+            add_to(self.running, trajectory.version, -1)
             trajectory.version = version
         if count := len(instance.trajectories):
-            _add(self.running, version, count)
-            instance.running = {version: count}
+            add_to(self.running, version, count)
+        instance.swap(version)
 
-    # -- a ledger from a record ----------------------------------------------------------------------------------------
+    def sample(self, tokens: Mapping[int, int], ending: Container[int]) -> None:
+        """Records a load sample: the context of running trajectories, and which of them are about to end."""
+        self.num_samples += 1
+        for id, trajectory in self.trajectories.items():
+            if trajectory.state is TrajectoryState.RUNNING:
+                assert trajectory.instance is not None
+                trajectory.tokens = tokens.get(id, 0)
+                trajectory.ending = id in ending
+                trajectory.instance.make_movable(trajectory, self._is_movable(trajectory))
 
-    def enter_again(self, group: Group, *, taken: bool) -> None:
-        """Put back a group with trajectories in the states of a record. Nothing runs yet."""
+    def _is_movable(self, trajectory: Trajectory) -> bool:
+        return not trajectory.ending and trajectory.movable_from <= self.num_samples
+
+    # -- restoring a ledger --------------------------------------------------------------------------------------------
+
+    def restore_group(self, group: Group, *, training: bool) -> None:
+        """Adds a group whose trajectories have the states of a snapshot. None of them runs."""
         for trajectory in group.trajectories:
             self.trajectories[trajectory.id] = trajectory
-            if trajectory.state is State.PENDING:
-                self._wait_for_instance(trajectory)
+            if trajectory.state is TrajectoryState.WAITING:
+                self._start_waiting(trajectory)
                 self.num_active += 1
-        group.scored = sum(trajectory.state is State.SCORED for trajectory in group.trajectories)
-        group.unfinished = sum(trajectory.state < State.SCORED for trajectory in group.trajectories)
-        if taken:
+        group.scored = sum(trajectory.state is TrajectoryState.SCORED for trajectory in group.trajectories)
+        group.unfinished = sum(trajectory.state < TrajectoryState.SCORED for trajectory in group.trajectories)
+        if training:
             self.batch.append(group)
         else:
             self._enter(group)
 
-    def finish_again(self, group: Group) -> None:
-        """Put back that a group is finished; called in the order of finishing."""
+    def restore_finished(self, group: Group) -> None:
+        """Records that a restored group is finished. Called in the order of finishing."""
         self.finished[group.id] = group
-        _add(self.finished_at, group.deadline, 1)
+        add_to(self.finished_at, group.deadline, 1)
 
     # -- the counts ----------------------------------------------------------------------------------------------------
 
     def _enter(self, group: Group) -> None:
         self.groups[group.id] = group
-        _add(self.outstanding_at, group.deadline, 1)
-        _add(self.outstanding_of, group.version, 1)
+        add_to(self.outstanding_at, group.deadline, 1)
+        add_to(self.outstanding_of, group.version, 1)
 
     def _leave(self, group: Group) -> None:
         del self.groups[group.id]
-        _add(self.outstanding_at, group.deadline, -1)
-        _add(self.outstanding_of, group.version, -1)
+        add_to(self.outstanding_at, group.deadline, -1)
+        add_to(self.outstanding_of, group.version, -1)
         if self.finished.pop(group.id, None) is not None:
-            _add(self.finished_at, group.deadline, -1)
+            add_to(self.finished_at, group.deadline, -1)
 
     def _forget(self, group: Group) -> None:
         for trajectory in group.trajectories:
@@ -318,41 +342,29 @@ class Ledger:
             return False
         if group.scored:
             self.finished[group.id] = group
-            _add(self.finished_at, group.deadline, 1)
+            add_to(self.finished_at, group.deadline, 1)
         else:
             self._leave(group)
             self._forget(group)
             self.counters.replaced_groups += 1
         return True
 
-    def _wait_for_instance(self, trajectory: Trajectory) -> None:
-        self.pending.setdefault(trajectory.version, {})[trajectory.id] = trajectory
+    def _start_waiting(self, trajectory: Trajectory) -> None:
+        self.waiting.setdefault(trajectory.version, {})[trajectory.id] = trajectory
 
-    def _stop_pending(self, trajectory: Trajectory) -> None:
-        waiting = self.pending[trajectory.version]
-        del waiting[trajectory.id]
-        if not waiting:
-            del self.pending[trajectory.version]
-            self.freed = True
+    def _stop_waiting(self, trajectory: Trajectory) -> None:
+        others = self.waiting[trajectory.version]
+        del others[trajectory.id]
+        if not others:
+            del self.waiting[trajectory.version]
+            self.slot_freed = True
 
-    def _stop_running(self, trajectory: Trajectory) -> None:
-        instance, version = trajectory.instance, trajectory.version
+    def _stop_running(self, trajectory: Trajectory) -> InstanceState:
+        """Takes a trajectory off its instance. Returns the instance."""
+        instance = trajectory.instance
         assert instance is not None
         trajectory.instance = None
-        del instance.trajectories[trajectory.id]
-        left = instance.running[version] - 1
-        if left:
-            instance.running[version] = left
-        else:
-            del instance.running[version]
-            self.freed = True
-        _add(self.running, version, -1)
-
-
-def _add(counts: dict[int, int], key: int, count: int) -> None:
-    """Add to a count that is absent when it is 0."""
-    total = counts.get(key, 0) + count
-    if total:
-        counts[key] = total
-    else:
-        del counts[key]
+        if instance.stop(trajectory):
+            self.slot_freed = True
+        add_to(self.running, trajectory.version, -1)
+        return instance

@@ -1,47 +1,47 @@
-"""What goes into the core and what comes out. Everything that happens to a run is one of these."""
+"""The events that the core handles and the commands that it gives."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# -- events: what happened ---------------------------------------------------------------------------------------------
+# -- events ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """An instance is there, empty."""
+    """An instance has joined. It holds no version."""
 
     instance: int
-    slots: int  # versions that it can hold at once
+    slots: int  # the versions that it can hold at once
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """An instance is gone with everything on it. Its trajectories go on elsewhere under their own version."""
+    """An instance is gone with everything on it. `Resume` commands say where its trajectories continue."""
 
     instance: int
 
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """An instance is asked to go: nothing new starts there, its trajectories go on elsewhere, then `Release`."""
+    """An instance was asked to leave. Its trajectories move to others, and then it gets `ReleaseInstance`."""
 
     instance: int
 
 
 @dataclass(frozen=True, slots=True)
-class Surveyed:
-    """How far the running trajectories are, and which instances are short of KV memory. Comes on a timer."""
+class LoadSampled:
+    """A periodic report of how far the running trajectories are and which instances are short of KV memory."""
 
-    tokens: Mapping[int, int]  # trajectory -> context, prompt included; those that are not named count as 0
-    crowded: frozenset[int] = frozenset()  # instances that cannot hold the KV of all that they run
-    ending: frozenset[int] = frozenset()  # trajectories that have nearly all tokens that they may have
+    tokens: Mapping[int, int]  # trajectory -> context, prompt included; 0 for those that are not named
+    short_of_memory: frozenset[int] = frozenset()  # the instances that cannot hold the KV of all that they run
+    ending: frozenset[int] = frozenset()  # the trajectories that have nearly all tokens that they may have
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An instance confirmed the checksum of a version that it was told to load."""
+    """An instance has loaded a version and confirmed its checksum."""
 
     instance: int
     version: int
@@ -65,19 +65,19 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class GenerationFailed:
-    """A request failed on an instance that lives on. Retried on the same version with the same seed, bounded.
+    """A trajectory failed on an instance that still works. It is retried with the same version and seed, a few times.
 
-    One that failed on an instance that it has been told to leave since goes on as it was told.
+    Ignored if the trajectory has been told to leave that instance since: it continues where it was told to.
     """
 
     trajectory: int
     reason: str
-    instance: int | None = None  # where it failed; None: where it runs
+    instance: int | None = None  # where it failed; None: the instance that it runs on
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringFailed:
-    """A reward failed. Scored again without generating again, bounded."""
+    """The reward of a trajectory failed. It is scored again, a few times, without being generated again."""
 
     trajectory: int
     reason: str
@@ -92,7 +92,7 @@ class Updated:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The tail of generation (seconds from the start of a group to its end, a high quantile) and of one update."""
+    """Measured durations: from the start of a group to its end (a high quantile), and of one update."""
 
     tail_s: float
     update_s: float
@@ -107,14 +107,14 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """End at the next update boundary: at once if no update is running."""
+    """The run is to stop at the next update boundary: at once if no update is running."""
 
 
 Event = (
     Joined
     | Lost
     | Leaving
-    | Surveyed
+    | LoadSampled
     | Loaded
     | Generated
     | Scored
@@ -126,20 +126,20 @@ Event = (
     | StopRequested
 )
 
-# -- commands: what to do about it -------------------------------------------------------------------------------------
+# -- commands ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Put a version on an instance; answer with `Loaded`."""
+class LoadVersion:
+    """Load a version on an instance. Answered by `Loaded`."""
 
     instance: int
     version: int
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
-    """`partial` only: overwrite a version by a newer one under the work that is running; answer with `Loaded`."""
+class SwapVersion:
+    """`partial` only: overwrite a version by a newer one while trajectories run. Answered by `Loaded`."""
 
     instance: int
     old: int
@@ -147,8 +147,8 @@ class Swap:
 
 
 @dataclass(frozen=True, slots=True)
-class Unload:
-    """Free a version's slot on an instance; nothing runs there under it."""
+class UnloadVersion:
+    """Unload a version from an instance, where nothing runs under it."""
 
     instance: int
     version: int
@@ -156,7 +156,7 @@ class Unload:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Admit a group: all of its trajectories start under `version` on `instance`."""
+    """Admit a group: start all of its trajectories under `version` on `instance`."""
 
     group: int
     version: int
@@ -167,23 +167,24 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Generate a trajectory on `instance` under its own version, going on from what is left of it.
+    """Continue a trajectory on `instance` under its own version, from the tokens that it still has.
 
-    Where its `Suspend` is not yet answered, it goes on as soon as that is; from its prompt, if its source died first.
+    `partial` only: the version may be newer than the one that it ran under before; it is never older. If its `Suspend`
+    is not finished yet, it continues as soon as that is; from its prompt if the instance that it left died first.
     """
 
     trajectory: int
     version: int
     instance: int
-    reason: str = ""  # why there, where it is there by choice
+    reason: str = ""  # of the move; empty if its instance was lost or its request failed
 
 
 @dataclass(frozen=True, slots=True)
 class Suspend:
-    """Take trajectories out of an instance, with their KV. They are given a place by a `Resume`, now or later.
+    """Take trajectories out of an instance, with their KV. A `Resume` for each follows, now or later.
 
-    One that had ended there before reports `Generated` all the same; nothing else is reported from there about any.
-    One that never got there, because an earlier `Suspend` is not yet answered, is not resumed there any more.
+    One that had ended there before still reports `Generated`; nothing else is reported from there about any of them.
+    One that has not arrived there yet, because an earlier `Suspend` is not finished, is not resumed there.
     """
 
     instance: int
@@ -192,29 +193,29 @@ class Suspend:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    """An instance that was asked to go may go: nothing runs there. It is not used again as an id."""
+class ReleaseInstance:
+    """An instance that was asked to leave may leave: nothing runs there. Its id is not used again."""
 
     instance: int
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
-    """An instance that was asked to go stays, as if nobody had asked: there is no other that does."""
+class KeepInstance:
+    """An instance that was asked to leave stays after all, because no other instance would stay."""
 
     instance: int
 
 
 @dataclass(frozen=True, slots=True)
 class Rescore:
-    """Score a trajectory once more."""
+    """Score a trajectory again."""
 
     trajectory: int
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """A trajectory has failed for good; `reason` is the last of its failures."""
+    """End a trajectory as failed: it has used its retries. `reason` is that of its last failure."""
 
     trajectory: int
     reason: str
@@ -222,7 +223,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """`drop` only: throw a group away, finished or not."""
+    """`drop` only: end a group as dropped, finished or not."""
 
     group: int
     trajectories: tuple[int, ...]
@@ -230,26 +231,26 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Where the plan filters only: a scored group has no signal; the next prompt takes its place."""
+    """End a scored group as filtered: its rewards are all equal. The next prompt takes its place."""
 
     group: int
     trajectories: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Spare:
-    """A scored group has no signal and is trained all the same: the plan's limit of filtered ones is reached."""
+class SpareFromFilter:
+    """Train a group although its rewards are all equal: the plan's limit of filtered groups is reached."""
 
     group: int
-    update: int  # the next whose batch is not yet taken
+    update: int  # the next update whose batch is not yet taken
 
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """Run update `update` on these trajectories, in this order: (version, group, member).
+    """Run an update on these trajectories, in this order: (version, group, member).
 
-    After them come those that are used again, in the same order, each with the number of its use; 1 is the first after
-    the use that law 2 speaks of.
+    After them come those of groups that are used again, in the same order, each with the number of its use. Use 0 is
+    the one of law 2.
     """
 
     update: int
@@ -258,29 +259,29 @@ class Train:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
-    """Where the plan replays only: these trained trajectories are not used again."""
+class EndReuse:
+    """Forget trained trajectories that were kept to be used again: they are not used any more."""
 
     trajectories: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Version `version` is now the newest."""
+    """Publish a version: it is the newest from now on."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Retire:
-    """Nothing needs the weights of `version` any more."""
+    """Remove the weights of a version: nothing needs them any more."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """Evaluate `version` on `instance`, at low priority; answer with `Evaluated`."""
+    """Evaluate a version on an instance, at low priority. Answered by `Evaluated`."""
 
     version: int
     instance: int
@@ -288,7 +289,7 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True)
 class SkipEvaluation:
-    """The evaluation of `version`, which was due or had begun, does not happen."""
+    """Record that the evaluation of a version, which was due or had begun, is skipped."""
 
     version: int
     reason: str
@@ -296,27 +297,27 @@ class SkipEvaluation:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Nothing is left to do: all updates are done (`stopped` false) or the run was asked to stop."""
+    """End the run: all updates are done, or (`stopped`) it was asked to stop."""
 
     stopped: bool
 
 
 Command = (
-    Load
-    | Swap
-    | Unload
+    LoadVersion
+    | SwapVersion
+    | UnloadVersion
     | Start
     | Suspend
     | Resume
-    | Release
-    | Keep
+    | ReleaseInstance
+    | KeepInstance
     | Rescore
     | Fail
     | Drop
     | Filter
-    | Spare
+    | SpareFromFilter
     | Train
-    | Forget
+    | EndReuse
     | Publish
     | Retire
     | Evaluate

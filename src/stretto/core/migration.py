@@ -1,21 +1,21 @@
-"""Whether a trajectory that changes instance takes its KV along, or is prefilled again where it goes.
+"""Decides whether a trajectory that moves carries its KV along or is prefilled again on the other instance.
 
-Either gives the same tokens: this decides cost alone. The rates follow what was measured, and begin with guesses that
-favour carrying, which is what the first measurement needs.
+Both give the same tokens; only the cost differs. The rates follow measurements. They begin with guesses that favour
+carrying, because the first measurement needs a carried trajectory.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-NEW_SHARE = 0.3  # of the last measurement of moves in the rate that follows them
+NEW_SHARE = 0.3  # the weight of the last measurement in the average
 
 
 @dataclass(frozen=True, slots=True)
 class MoveRates:
-    """What moving and prefilling cost between two instances, as far as it is known."""
+    """The speed of carrying KV and of prefilling, as far as they are known."""
 
-    bytes_per_s: float = 1e9  # of KV, out of one instance and into another
+    bytes_per_s: float = 1e9  # of KV, from one instance to another
     prefill_tokens_per_s: float = 5e3
 
     def __post_init__(self) -> None:
@@ -24,14 +24,14 @@ class MoveRates:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; it must be above 0")
 
     def moved(self, num_bytes: int, seconds: float) -> MoveRates:
-        """The rates after KV of that size took so long to move. What was too quick to measure changes nothing."""
+        """Returns the rates after KV of that size took so long to move. A time of 0 changes nothing."""
         if num_bytes <= 0 or seconds <= 0:
             return self
         return replace(self, bytes_per_s=(1 - NEW_SHARE) * self.bytes_per_s + NEW_SHARE * num_bytes / seconds)
 
 
 def carries_kv(context_tokens: int, kv_bytes_per_token: int, rates: MoveRates) -> bool:
-    """Whether to carry the KV of a context of so many tokens; a tie is carried, as it loads no other's decode step.
+    """Returns True if the KV of a context of so many tokens is carried. On a tie it is: that delays no decode step.
 
     An engine without portable KV has `kv_bytes_per_token` 0, and never carries any.
     """

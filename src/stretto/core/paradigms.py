@@ -1,4 +1,4 @@
-"""The five ways to run rollout beside training, as rows of one table. Behaviour follows the columns, never the name."""
+"""The five ways to combine rollout and training, as rows of one table. Code looks at the columns, never at the name."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 OnPublish = Literal["none", "drain", "continue", "pinned"]
-"""What becomes of running work when a version is published.
+"""The effect of a publish on running trajectories.
 
-`none`: there is none. `drain`: the publish waits until nothing runs. `continue`: it goes on under the new weights.
-`pinned`: it goes on under its own version.
+`none`: nothing runs then. `drain`: the publish waits until nothing runs. `continue`: they continue under the new
+weights. `pinned`: they continue under their own version.
 """
 
 
@@ -19,25 +19,25 @@ class Paradigm:
     """One row of the table."""
 
     name: str
-    staleness: int | None  # the K it is defined by; None: the recipe's
-    one_batch: bool  # `in_flight` is B; otherwise the recipe's
+    staleness: int | None  # K, if the paradigm fixes it; None: the recipe chooses
+    one_batch: bool  # `in_flight` is B; if False, the recipe chooses
     on_publish: OnPublish
-    bounded_by: Literal["deadlines", "in_flight"]  # what closes admission
-    at_limit: Literal["wait", "drop"]  # a group that reaches its age limit: waited for, or thrown away
-    breaks: tuple[int, ...] = ()  # the laws that it breaks by design
+    bounded_by: Literal["deadlines", "in_flight"]  # the rule that closes admission
+    at_limit: Literal["wait", "drop"]  # the trainer waits for a group at its age limit, or drops it
+    breaks: tuple[int, ...] = ()  # the laws that it gives up by design
 
     @property
     def pinned(self) -> bool:
-        """Whether a trajectory keeps its version for life (law 1)."""
+        """True if a trajectory keeps its version to its end (law 1)."""
         return self.on_publish != "continue"
 
     def slots(self, staleness: int) -> int:
-        """How many versions rollout may have to hold at once, over all instances together."""
+        """Returns the number of versions that rollout may have to hold at once, over all instances together."""
         return staleness + 1 if self.pinned else 1
 
 
 def slots_needed(paradigm: Paradigm, staleness: int, *, evaluates: bool) -> int:
-    """The version slots of a run: those of rollout, and one for evaluation where there is any."""
+    """Returns the version slots of a run: those of rollout, and one if the run evaluates."""
     return paradigm.slots(staleness) + int(evaluates)
 
 

@@ -1,4 +1,4 @@
-"""What a run is going to do, fixed before it starts."""
+"""The numbers of a run that are fixed before it starts."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from stretto.core.paradigms import PARADIGMS, Paradigm, slots_needed
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The numbers that the core obeys. Every instance of this class can be run: no combination in it deadlocks."""
+    """The numbers that the core obeys. Numbers that do not fit together are refused, so every plan can be run."""
 
     paradigm: Paradigm
     batch: int  # B: groups per update
     group_size: int  # G: trajectories per group
-    staleness: int  # K: the bound, or its cap where `auto`
-    rows: int  # target of running trajectories, over all instances
-    in_flight: int  # groups outstanding at most
+    staleness: int  # K: the bound; with `auto`, its cap
+    rows: int  # the number of trajectories that should run, over all instances
+    in_flight: int  # the most groups that may be outstanding
     updates: int  # N: the run ends with version N
     auto: bool  # K follows the measured tail
-    retries: int  # per trajectory, for generation, and again for scoring
-    evaluate_every: int  # versions; 0: never
-    filter_limit: int = 0  # groups without signal that are replaced before one batch, at most; 0: all are trained
-    replay_groups: int = 0  # groups that are used again in each update, where there are so many
-    replay_uses: int = 0  # of one group, after its first, at most
+    retries: int  # of a trajectory: so many for generation, and so many for scoring
+    evaluate_every: int  # in versions; 0: never
+    filter_limit: int = 0  # the most groups without signal that are replaced before one batch; 0: all are trained
+    replay_groups: int = 0  # groups that each update uses again, if there are so many
+    replay_uses: int = 0  # the most uses of one group after its first
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("group_size", 1), ("staleness", 0), ("rows", 1), ("updates", 1)):
@@ -35,12 +35,12 @@ class Plan:
         if bool(self.replay_groups) != bool(self.replay_uses):
             raise ValueError(
                 f"`replay_groups` is {self.replay_groups} and `replay_uses` is {self.replay_uses}; "
-                "a replay needs both, or neither"
+                "using groups again needs both, or neither"
             )
         if self.replay_groups and self.staleness == 0:
             raise ValueError(
                 f"`replay_groups` is {self.replay_groups}, but with `staleness` 0 a group is too old after its first "
-                "update: allow staleness, or replay nothing"
+                "update: allow staleness, or use no group again"
             )
         row = self.paradigm
         if row.staleness is not None and (self.auto or self.staleness != row.staleness):
@@ -56,17 +56,17 @@ class Plan:
 
     @property
     def most_in_flight(self) -> int | None:
-        """The largest `in_flight` that can have an effect; None where nothing else bounds it."""
+        """The largest `in_flight` that can have an effect; None if there is no such bound."""
         return most_in_flight(self.paradigm, self.staleness, self.batch)
 
     @property
     def most_running(self) -> int:
-        """About how many trajectories run at most."""
+        """The number of trajectories that run at most, approximately."""
         return min(self.rows, self.in_flight * self.group_size)
 
     @property
     def slots(self) -> int:
-        """Version slots that the instances must have together, evaluation's included."""
+        """The version slots that the instances must have together, including the one of evaluation."""
         return slots_needed(self.paradigm, self.staleness, evaluates=self.evaluate_every > 0)
 
 
@@ -86,7 +86,7 @@ def resolve_plan(
     replay_groups: int = 0,
     replay_uses: int = 0,
 ) -> Plan:
-    """A plan with what follows from the rest filled in: the paradigm's own `staleness`, `rows` and `in_flight`."""
+    """Returns a plan, with defaults for `rows`, `in_flight` and, if the paradigm fixes it, `staleness`."""
     row = PARADIGMS.get(paradigm)
     if row is None:
         raise ValueError(
@@ -94,7 +94,7 @@ def resolve_plan(
         )
     if staleness is None:
         if row.staleness is None:
-            raise ValueError(f"`staleness` is missing: the paradigm `{row.name}` has none of its own")
+            raise ValueError(f"`staleness` is missing: the paradigm `{row.name}` needs a value for it")
         staleness = row.staleness
     if in_flight is None:
         most = (staleness + 1) * batch
@@ -117,7 +117,7 @@ def resolve_plan(
 
 
 def most_in_flight(paradigm: Paradigm, staleness: int, batch: int) -> int | None:
-    """The largest `in_flight` of a paradigm; None: any."""
+    """Returns the largest `in_flight` of a paradigm; None if any is allowed."""
     if paradigm.bounded_by == "in_flight":
         return None
     return batch if paradigm.one_batch else (staleness + 1) * batch

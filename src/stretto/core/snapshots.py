@@ -1,60 +1,123 @@
-"""A core that goes on where another one was, from what that had decided."""
+"""The state of a run that a controller continues from, and how a new controller takes it over.
+
+`run/recovery.py` reads a snapshot from the journal. It has no instances and nothing that runs: a trajectory that ran
+when the run ended is `waiting`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from stretto.core.ledger import Counters, Group, State, Trajectory
-from stretto.core.window import Window
+from stretto.core.ledger import Counters, Group, Trajectory, TrajectoryState
+from stretto.core.reuse import ReusableGroup
+from stretto.core.versions import VersionWindow
 
 if TYPE_CHECKING:
-    from stretto.core.brain import Brain
+    from stretto.core.controller import Controller
 
 
-def restore(brain: Brain, snapshot: Mapping[str, Any]) -> None:
-    """Fill a new brain from what its journal tells (`store/recovery.py`); ValueError where its plan does not fit."""
-    plan, ledger = brain.plan, brain.ledger
-    for name, now in (
-        ("paradigm", plan.paradigm.name),
-        ("batch", plan.batch),
-        ("group_size", plan.group_size),
+@dataclass(frozen=True, slots=True)
+class TrajectorySnapshot:
+    """One trajectory. `version` is the oldest that it may continue under."""
+
+    id: int
+    version: int
+    state: TrajectoryState
+    generation_failures: int = 0
+    scoring_failures: int = 0
+    reward: float | None = None  # once it is scored
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSnapshot:
+    """One group, with all of its trajectories in the order of its members."""
+
+    id: int
+    version: int
+    deadline: int  # the update whose batch it must be in at the latest
+    trajectories: tuple[TrajectorySnapshot, ...]
+
+    @property
+    def is_finished(self) -> bool:
+        """True if no trajectory is still to be generated or scored, and at least one has its reward."""
+        states = {each.state for each in self.trajectories}
+        return TrajectoryState.SCORED in states and states <= {TrajectoryState.SCORED, TrajectoryState.FAILED}
+
+    @property
+    def has_signal(self) -> bool:
+        """True if the rewards differ."""
+        return len({each.reward for each in self.trajectories if each.reward is not None}) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything that a controller has to know of the past of its run."""
+
+    paradigm: str  # these three cannot change
+    batch: int
+    group_size: int
+    next_update: int  # the next update whose batch is not yet taken
+    next_group: int
+    newest: int  # the newest version that was published
+    live: frozenset[int]  # the versions whose weights are needed, the newest included
+    staleness: int  # K of the last admission
+    unpublished: int | None  # a version that was trained and not yet published
+    evaluations_due: frozenset[int]  # versions
+    counters: Counters
+    outstanding: tuple[GroupSnapshot, ...]  # admitted, and in no batch yet
+    finished: tuple[int, ...]  # the outstanding groups that are finished, in the order of finishing
+    training: tuple[GroupSnapshot, ...]  # the batch that was taken and not trained, by (version, id)
+    filtered_in_a_row: int  # groups filtered since the last batch was taken
+    reusable: tuple[ReusableGroup, ...]  # trained groups that may be used again, by id
+    reused: tuple[int, ...]  # those of them that the batch in training uses again, by (version, id)
+
+
+def restore(controller: Controller, snapshot: Snapshot) -> None:
+    """Fills a new controller. Raises `ValueError` if its plan does not fit the run."""
+    plan, ledger = controller.plan, controller.ledger
+    for name, now, before in (
+        ("paradigm", plan.paradigm.name, snapshot.paradigm),
+        ("batch", plan.batch, snapshot.batch),
+        ("group_size", plan.group_size, snapshot.group_size),
     ):
-        if snapshot[name] != now:
-            raise ValueError(f"`{name}` is {now!r}, but the run was begun with {snapshot[name]!r}: it cannot change")
-    needed = snapshot["next_update"] + -(-len(snapshot["outstanding"]) // plan.batch)
+        if before != now:
+            raise ValueError(f"`{name}` is {now!r}, but the run was begun with {before!r}: it cannot change")
+    needed = snapshot.next_update + -(-len(snapshot.outstanding) // plan.batch)
     if plan.updates < needed:
-        raise ValueError(f"`updates` is {plan.updates}, but what was started already needs {needed}")
-    brain.next_update = snapshot["next_update"]
-    brain.next_group = snapshot["next_group"]
-    brain.window = Window(snapshot["newest"], snapshot["live"])
+        raise ValueError(f"`updates` is {plan.updates}, but the groups that were started already need {needed}")
+    controller.next_update = snapshot.next_update
+    controller.next_group = snapshot.next_group
+    controller.window = VersionWindow(snapshot.newest, snapshot.live)
     if plan.auto:
-        brain.staleness = min(snapshot["staleness"], plan.staleness)
-    brain.unpublished = snapshot["unpublished"]
-    brain.evaluations_due = set(snapshot["evaluations_due"])
-    ledger.counters = Counters(**snapshot["counters"])
-    for each in snapshot["outstanding"]:
-        ledger.enter_again(_restore_group(each), taken=False)
-    for each in snapshot["training"]:
-        ledger.enter_again(_restore_group(each), taken=True)
-    for each in snapshot["finished"]:
-        ledger.finish_again(ledger.groups[each])
-    brain.filtered_in_a_row = snapshot["filtered_in_a_row"]
-    brain.replay.restore(snapshot["replay"])
+        controller.staleness = min(snapshot.staleness, plan.staleness)
+    controller.unpublished = snapshot.unpublished
+    controller.evaluations_due = set(snapshot.evaluations_due)
+    ledger.counters = replace(snapshot.counters)  # counters change, snapshots do not
+    for group in _groups(snapshot.outstanding):
+        ledger.restore_group(group, training=False)
+    for group in _groups(snapshot.training):
+        ledger.restore_group(group, training=True)
+    for id in snapshot.finished:
+        ledger.restore_finished(ledger.groups[id])
+    controller.filtered_in_a_row = snapshot.filtered_in_a_row
+    controller.reuse.restore(snapshot.reusable, snapshot.reused)
 
 
-def _restore_group(record: Mapping[str, Any]) -> Group:
-    group = Group(record["id"], record["version"], record["deadline"])
-    for each in record["trajectories"]:
-        group.trajectories.append(
+def _groups(snapshots: Iterable[GroupSnapshot]) -> Iterable[Group]:
+    for each in snapshots:
+        group = Group(each.id, each.version, each.deadline)
+        group.trajectories += [
             Trajectory(
-                id=each["id"],
+                id=one.id,
                 group=group,
-                version=each["version"],
-                state=State[each["state"].upper()],
-                generation_failures=each["generation_failures"],
-                scoring_failures=each["scoring_failures"],
-                reward=each["reward"],
+                version=one.version,
+                state=one.state,
+                generation_failures=one.generation_failures,
+                scoring_failures=one.scoring_failures,
+                reward=one.reward,
             )
-        )
-    return group
+            for one in each.trajectories
+        ]
+        yield group

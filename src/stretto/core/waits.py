@@ -1,4 +1,4 @@
-"""Why anything waits, in words that a person can act on."""
+"""Explains why anything waits, in text that a person can act on."""
 
 from __future__ import annotations
 
@@ -6,38 +6,47 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stretto.core import admission, conductor
-from stretto.core.ledger import Group, State
+from stretto.core import admission, scheduling
+from stretto.core.instance_index import NO_VERSION
+from stretto.core.ledger import Group, TrajectoryState
 
 if TYPE_CHECKING:
-    from stretto.core.brain import Brain
+    from stretto.core.controller import Controller
 
-MOST_NAMED = 8  # groups or trajectories named in one reason
+MOST_NAMED = 8  # groups or instances named in one reason
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """`owner` ("trainer", "admission", "publish" or "finish") waits, and why."""
+    """A wait. `owner` is "trainer", "admission", "publish", "trajectories" or "finish"."""
 
     owner: str
     reason: str
-    groups: tuple[int, ...] = ()  # the unfinished groups that it waits for, where the rule names some
+    groups: tuple[int, ...] = ()  # the unfinished groups that it waits for, if the rule names any
 
 
-def explain(brain: Brain) -> list[Wait]:
-    """Every wait of a run, at most one an owner."""
-    if brain.finished:
+def explain(controller: Controller) -> list[Wait]:
+    """Returns every wait of a run, at most one for each owner."""
+    if controller.finished:
         return []
-    waits = (_publish(brain), _trainer(brain), _admission(brain), _finish(brain))
+    waits = (
+        _publish(controller),
+        _trainer(controller),
+        _admission(controller),
+        _trajectories(controller),
+        _finish(controller),
+    )
     return [wait for wait in waits if wait is not None]
 
 
-def waited_groups(brain: Brain) -> list[Group]:
-    """The unfinished groups that the next batch waits for, earliest deadline first."""
-    ledger, plan = brain.ledger, brain.plan
+def waited_groups(controller: Controller) -> list[Group]:
+    """Returns the unfinished groups that the next batch waits for, earliest deadline first."""
+    ledger, plan = controller.ledger, controller.plan
     latest = None
     if plan.paradigm.at_limit == "wait":
-        latest = admission.waited_deadline(ledger.outstanding_at, ledger.finished_at, brain.next_update, plan.batch)
+        latest = admission.waited_deadline(
+            ledger.outstanding_at, ledger.finished_at, controller.next_update, plan.batch
+        )
     elif len(ledger.finished) >= plan.batch:
         return []
     unfinished = (
@@ -48,95 +57,138 @@ def waited_groups(brain: Brain) -> list[Group]:
     return sorted(unfinished, key=lambda group: (group.deadline, group.id))
 
 
-def _publish(brain: Brain) -> Wait | None:
-    if brain.unpublished is None:
+def _publish(controller: Controller) -> Wait | None:
+    if controller.unpublished is None:
         return None
-    running = [group for group in brain.ledger.groups.values() if group.unfinished]
+    running = [group for group in controller.ledger.groups.values() if group.unfinished]
     reason = (
-        f"version {brain.unpublished} is published when nothing runs: {brain.ledger.num_active} trajectories still do, "
-        f"of {_describe(running)}"
+        f"version {controller.unpublished} is published when nothing runs: {controller.ledger.num_active} "
+        f"trajectories still run, of {_describe(running)}"
     )
     return Wait("publish", reason, tuple(group.id for group in running))
 
 
-def _trainer(brain: Brain) -> Wait | None:
-    plan, ledger = brain.plan, brain.ledger
-    if brain.training is not None or brain.next_update == plan.updates or brain.stopping:
+def _trainer(controller: Controller) -> Wait | None:
+    plan, ledger = controller.plan, controller.ledger
+    if controller.training is not None or controller.next_update == plan.updates or controller.stopping:
         return None
-    if brain.unpublished is not None:
-        return Wait("trainer", f"update {brain.next_update}: version {brain.unpublished} is not published yet")
+    if controller.unpublished is not None:
+        return Wait(
+            "trainer", f"update {controller.next_update}: version {controller.unpublished} is not published yet"
+        )
     if ledger.batch:
-        return Wait("trainer", f"update {brain.next_update - 1} starts again when the first instance joins")
-    groups = waited_groups(brain)
+        return Wait("trainer", f"update {controller.next_update - 1} starts again when the first instance joins")
+    groups = waited_groups(controller)
     finished = len(ledger.finished)
-    have = f"update {brain.next_update}: {finished} of {plan.batch} groups are finished"
+    have = f"update {controller.next_update}: {finished} of {plan.batch} groups are finished"
     if finished >= plan.batch:
-        have = f"update {brain.next_update}: {finished} finished groups are enough for it, but older ones are due first"
+        have = (
+            f"update {controller.next_update}: {finished} finished groups are enough for it, "
+            "but older ones are due first"
+        )
     if not groups:
-        return Wait("trainer", f"{have}, and no other is under way")
+        return Wait("trainer", f"{have}, and no other is in progress")
     return Wait("trainer", f"{have}: {_describe(groups)}", tuple(group.id for group in groups))
 
 
-def _admission(brain: Brain) -> Wait | None:
-    reason = _closed(brain)
+def _admission(controller: Controller) -> Wait | None:
+    reason = _closed(controller)
     return None if reason is None else Wait("admission", reason)
 
 
-def _closed(brain: Brain) -> str | None:
-    plan, ledger = brain.plan, brain.ledger
-    if brain.stopping:
+def _closed(controller: Controller) -> str | None:
+    """Returns why no group may start now; None if one may."""
+    plan, ledger = controller.plan, controller.ledger
+    if controller.stopping:
         return "the run was asked to stop"
-    if len(ledger.groups) >= (plan.updates - brain.next_update) * plan.batch:
+    if len(ledger.groups) >= (plan.updates - controller.next_update) * plan.batch:
         return f"every group that {plan.updates} updates need is admitted"
-    if brain.unpublished is not None:
-        return f"draining: version {brain.unpublished} waits to be published"
-    if not brain.staying:
+    if controller.unpublished is not None:
+        return f"draining: version {controller.unpublished} waits to be published"
+    if not controller.instances.num_staying:
         return "there is no instance"
-    if brain.stranded:
-        waiting = ", ".join(f"{version} ({len(ledger.pending[version])} trajectories)" for version in brain.stranded)
-        return f"no slot: versions {waiting} are on no instance and wait for one that is free"
+    if controller.without_slot:
+        waiting = ", ".join(
+            f"{version} ({len(ledger.waiting[version])} trajectories)" for version in controller.without_slot
+        )
+        return f"no slot: versions {waiting} are on no instance, and wait for a free slot"
     if ledger.num_active >= plan.rows:
         return f"`rows`: {ledger.num_active} trajectories run or wait for an instance, the target is {plan.rows}"
     if len(ledger.groups) >= plan.in_flight:
         return f"`in_flight`: {len(ledger.groups)} groups are outstanding"
-    if not any(instance.resident for instance in brain.staying):
-        loading = ", ".join(f"{i.id} ({', '.join(map(str, sorted(i.loading)))})" for i in brain.staying)
+    if controller.instances.newest_resident == NO_VERSION:
+        loading = ", ".join(f"{i.id} ({', '.join(map(str, sorted(i.loading)))})" for i in controller.instances.staying)
         return f"no version is loaded yet; instances (and what they load): {loading}"
-    candidates = conductor.candidates(brain)
-    if not list(candidates):
-        if loading := ", ".join(str(each.id) for each in brain.staying if each.loading):
+    if scheduling.best_place(controller, lambda version: True) is None:
+        if loading := ", ".join(str(each.id) for each in controller.instances.staying if each.loading):
             return f"instances {loading} are loading, and the others have their share of the work"
-        return f"no instance holds version {brain.newest} yet, and those with older ones run them to their end first"
-    if candidates.best(lambda version: conductor.allows(brain, version)) is not None:
+        return (
+            f"no instance holds version {controller.newest} yet, and those with older ones run them to their end first"
+        )
+    if scheduling.best_place(controller, lambda version: scheduling.allows(controller, version)) is not None:
         return None
-    newest = max(max(instance.resident) for instance in brain.staying if instance.resident)
+    newest = controller.instances.newest_resident
     return (
-        f"deadlines: a group of version {newest} would be due by update {newest + brain.staleness}, and "
-        f"{len(ledger.groups)} outstanding groups fill the batches from update {brain.next_update} until then"
+        f"deadlines: a group of version {newest} would be due by update {newest + controller.staleness}, and "
+        f"{len(ledger.groups)} outstanding groups fill the batches from update {controller.next_update} until then"
     )
 
 
-def _finish(brain: Brain) -> Wait | None:
-    if brain.next_update < brain.plan.updates or brain.training is not None or brain.evaluating is None:
+def _trajectories(controller: Controller) -> Wait | None:
+    """Trajectories of versions that are not pinned, which could continue only under an older version."""
+    waiting = controller.ledger.waiting
+    if controller.plan.paradigm.pinned or not waiting or controller.stopping:
         return None
-    instance, version = brain.evaluating
+    groups = {each.group.id: each.group for of_version in waiting.values() for each in of_version.values()}
+    counts = ", ".join(f"{len(waiting[version])} of version {version}" for version in sorted(waiting))
+    reason = f"no instance has their version or a newer one yet ({counts}): {_coming(controller)}"
+    return Wait("trajectories", reason, tuple(sorted(groups)))
+
+
+def _coming(controller: Controller) -> str:
+    """Says when each instance will have the newest version, if versions are not pinned."""
+    words = []
+    for each in controller.instances.staying:
+        if each.loading:
+            words.append(f"instance {each.id} loads version {max(each.loading)}")
+        elif controller.evaluating is not None and controller.evaluating.instance == each.id:
+            words.append(
+                f"instance {each.id} takes version {controller.newest} when its evaluation of version "
+                f"{controller.evaluating.version} has ended"
+            )
+    return "; ".join(_named(words)) or "there is no instance"
+
+
+def _finish(controller: Controller) -> Wait | None:
+    if (
+        controller.next_update < controller.plan.updates
+        or controller.training is not None
+        or controller.evaluating is None
+    ):
+        return None
+    instance, version = controller.evaluating
     return Wait("finish", f"the evaluation of version {version} runs on instance {instance}")
 
 
 def _describe(groups: Iterable[Group]) -> str:
-    """Groups with their version, and where each of their trajectories is."""
+    """Describes groups: version, deadline, and the states and instances of their trajectories."""
     words = []
     for group in groups:
         states: dict[str, int] = {}
         for trajectory in group.trajectories:
-            if trajectory.state > State.SCORING:
+            if trajectory.state > TrajectoryState.SCORING:
                 continue
             where = "" if trajectory.instance is None else f" on instance {trajectory.instance.id}"
             state = trajectory.state.name.lower() + where
             states[state] = states.get(state, 0) + 1
         inside = ", ".join(f"{count} {state}" for state, count in states.items())
         words.append(f"group {group.id} (version {group.version}, due {group.deadline}: {inside})")
+    return "; ".join(_named(words))
+
+
+def _named(words: list[str]) -> list[str]:
+    """Returns the first few, and how many more there are."""
     named = words[:MOST_NAMED]
     if len(words) > len(named):
         named.append(f"and {len(words) - len(named)} more")
-    return "; ".join(named)
+    return named

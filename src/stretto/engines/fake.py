@@ -1,7 +1,7 @@
-"""An engine without a model, for tests and dry runs: everything of the protocol, tokens out of a hash.
+"""An engine without a model, for tests and dry runs: the whole protocol, with tokens from a hash.
 
 A trajectory's tokens, log-probabilities and length are functions of its prompt, version, seed and sampling, as the
-protocol asks. Lengths have a long tail (log-normal). Failures can be asked for: single requests, or the whole engine.
+protocol demands. Lengths have a long tail (log-normal). Options make single requests fail, or the whole engine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from stretto.clock import now
 from stretto.engines.threaded import Failed, ThreadedEngine
 from stretto.errors import ChecksumError, EngineError, RequestError, VersionNotResidentError
-from stretto.types import Capacity, Completion, Load, Request, Sampling, Supports, Suspended, Weights
+from stretto.types import Capacity, Completion, EngineStats, Request, Sampling, Supports, Suspended, Weights
 
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
@@ -45,27 +45,27 @@ class _Running:
     arrival: int
     total: int  # tokens at its end
     made: int = 0
-    past: Suspended | None = None  # what it had when it came, or when its weights were last exchanged
+    past: Suspended | None = None  # its state when it arrived, or when its weights were last swapped
     started_at: float = 0.0
     prefilled: int = 0
 
 
 class FakeOptions(TypedDict, total=False):
-    """What a fake engine can be told; the defaults are `FakeCore`'s."""
+    """The options of a fake engine; the defaults are those of `FakeSteppedEngine`."""
 
     slots: int
     rows: int
     kv_tokens: int
     max_context: int
-    step_s: float  # how long a step takes, whatever the rows
+    step_s: float  # duration of a step, whatever the number of rows
     median_tokens: float  # lengths are log-normal
     sigma: float
     vocabulary: int
-    failures: Mapping[int, int] | None  # how often the request of an id fails before it succeeds
+    failures: Mapping[int, int] | None  # by id of the request: how often it fails before it succeeds
     die_after: int | None  # steps
 
 
-class FakeCore:
+class FakeSteppedEngine:
     """The step-based core; see `FakeOptions`."""
 
     def __init__(
@@ -234,7 +234,7 @@ class FakeCore:
         )
 
     def _suspended(self, work: _Running) -> Suspended:
-        """What a trajectory is so far: the past as it came, the rest out of the hash of its version."""
+        """Returns the trajectory so far: its past as it arrived, and the rest from the hash of its version."""
         request, past = work.request, work.past
         start = 0 if past is None else len(past.tokens)
         tokens, logprobs = self._draw(_key(request, request.version), start, work.made, request)
@@ -253,7 +253,7 @@ class FakeCore:
         tokens = (hashes % np.uint64(self._vocabulary)).astype(np.int32)
         stops = [t for t in request.sampling.stop_tokens if t < self._vocabulary]
         if stops and len(stops) < self._vocabulary:
-            # A stop token ends a trajectory, so it cannot stand inside of one.
+            # A stop token ends a trajectory, so it cannot occur inside of one.
             allowed = np.setdiff1d(np.arange(self._vocabulary, dtype=np.int32), np.array(stops, dtype=np.int32))
             tokens = allowed[tokens % len(allowed)]
         logprobs = -3.0 * ((hashes >> np.uint64(32)).astype(np.float64) / 2.0**32)
@@ -261,13 +261,13 @@ class FakeCore:
             logprobs = np.zeros_like(logprobs)
         return tokens, logprobs.astype(np.float32)
 
-    def report(self) -> Load:
+    def report(self) -> EngineStats:
         versions: dict[int, int] = dict.fromkeys(self._checksums, 0)
         longest = dict.fromkeys(self._checksums, 0)
         for work in self._everyone():
             versions[work.request.version] += 1
             longest[work.request.version] = max(longest[work.request.version], work.made)
-        return Load(
+        return EngineStats(
             running=len(self._running),
             queued=len(self._queue),
             kv_tokens=sum(len(work.request.prompt) + work.made for work in self._running.values()),
@@ -286,7 +286,7 @@ class FakeCore:
 
 
 def _supports(tokens: NDArray[np.int32], how: Sampling, vocabulary: int) -> Supports | None:
-    """A few tokens that each might have been drawn from, itself the first; `top_k` of them where it is set."""
+    """Returns a small support for each token, with the token first; it has `top_k` tokens if that is set."""
     if not (how.truncates and how.supports):
         return None
     width = min(how.top_k or 4, vocabulary)
@@ -296,10 +296,10 @@ def _supports(tokens: NDArray[np.int32], how: Sampling, vocabulary: int) -> Supp
 
 
 def _confirm(weights: Weights) -> None:
-    """Without tensors there is nothing that could have been damaged."""
+    """Raises `ChecksumError` if the tensors, if there are any, do not have the checksum of the weights."""
     if not weights.tensors:
         return
-    from stretto.checksums import checksum
+    from stretto.models.checksums import checksum
 
     found = checksum(weights.tensors, weights.scale)
     if found != weights.checksum:
@@ -307,7 +307,7 @@ def _confirm(weights: Weights) -> None:
 
 
 class FakeEngine(ThreadedEngine):
-    """A `FakeCore` in a thread, with the same options."""
+    """A `FakeSteppedEngine` in a thread, with the same options."""
 
     def __init__(self, *, name: str = "fake", **options: Unpack[FakeOptions]) -> None:
-        super().__init__(lambda: FakeCore(**options), name=name)
+        super().__init__(lambda: FakeSteppedEngine(**options), name=name)

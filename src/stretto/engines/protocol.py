@@ -1,16 +1,16 @@
-"""The seam between the loop and whatever generates: one rollout instance.
+"""The interface between the loop and an engine: one rollout instance.
 
 Contract, tested for every implementation in `tests/engines/test_contract.py`:
 
 - A request is generated under the version that it names, from its first token to its last. A version that is not
   resident is a `VersionNotResidentError`, never a substitute.
 - A trajectory's tokens and log-probabilities depend on its prompt, version, seed and sampling alone.
-- `load` confirms the checksum of what is resident after the copy, or raises `ChecksumError` and holds nothing.
+- `load` confirms the checksum of the weights after the copy, or raises `ChecksumError` and holds nothing.
 - `unload` of a version that still has trajectories is an error.
 - After `suspend`, the pending `generate` (or `resume`) of each trajectory raises `SuspendedError`, and the caller holds
   the only copy. After `abort`, it raises `AbortedError`.
-- `shrink` ends no trajectory and changes nothing of what it generates, and refuses none that is as long as one before.
-- An engine that fails raises `EngineError` from every pending call, and from every later one.
+- `shrink` ends no trajectory and changes no token. It leaves room for trajectories as long as any before.
+- An engine that fails raises `EngineError` from every pending call and from every later one.
 - An idle engine uses no processor time.
 """
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from stretto.types import Capacity, Completion, Load, Request, Suspended, Weights
+from stretto.types import Capacity, Completion, EngineStats, Request, Suspended, Weights, WeightsRef
 
 
 class Engine(Protocol):
@@ -27,52 +27,52 @@ class Engine(Protocol):
 
     @property
     def capacity(self) -> Capacity:
-        """What it can hold. Only `shrink` changes it, and only `kv_tokens` of it."""
+        """The limits of the engine. Only `shrink` changes them, and only `kv_tokens`."""
         ...
 
-    def report(self) -> Load:
-        """What it is doing now, at the latest step boundary."""
+    def report(self) -> EngineStats:
+        """Returns the load and the counters at the latest step boundary."""
         ...
 
-    async def load(self, weights: Weights) -> None:
-        """Put a version into a free slot and confirm its checksum."""
+    async def load(self, weights: Weights | WeightsRef) -> None:
+        """Loads a version into a free slot and confirms its checksum."""
         ...
 
-    async def swap(self, old: int, weights: Weights) -> None:
-        """Overwrite version `old` by `weights`; its trajectories go on under the new version, prefilled again.
+    async def swap(self, old: int, weights: Weights | WeightsRef) -> None:
+        """Overwrites version `old` by `weights`; its trajectories continue under the new version, prefilled again.
 
-        This breaks law 1 and exists for the paradigm `partial` alone; what it did is in `token_versions`.
+        This breaks law 1 and exists for the paradigm `partial` alone; `token_versions` records it.
         """
         ...
 
     async def unload(self, version: int) -> None:
-        """Free a version's slot."""
+        """Frees a version's slot."""
         ...
 
     async def generate(self, request: Request) -> Completion:
-        """Generate one trajectory to its end."""
+        """Generates one trajectory to its end."""
         ...
 
     async def resume(self, suspended: Suspended) -> Completion:
-        """Go on with a trajectory that was suspended, here or elsewhere, to its end."""
+        """Continues a trajectory that was suspended, here or elsewhere, to its end."""
         ...
 
     async def suspend(self, ids: Sequence[int], *, kv: bool) -> list[Suspended]:
-        """Take trajectories out at the next step boundary. Ids that are no longer there are left out."""
+        """Takes trajectories out at the next step boundary. Skips ids that are no longer there."""
         ...
 
     async def abort(self, ids: Sequence[int]) -> None:
-        """Throw trajectories away. Ids that are no longer there are ignored."""
+        """Throws trajectories away. Ignores ids that are no longer there."""
         ...
 
     async def shrink(self, share: float) -> int:
-        """Keep `share` of the KV cache and give the rest of its memory back; returns the new `capacity.kv_tokens`.
+        """Keeps `share` of the KV cache and frees the rest of its memory; returns the new `capacity.kv_tokens`.
 
-        It never falls below what the longest trajectory needs that was asked for, or is expected: where nothing can be
-        given back, nothing happens.
+        It never falls below the need of the longest trajectory that was requested or is expected. If nothing can be
+        freed, nothing happens.
         """
         ...
 
     async def close(self) -> None:
-        """Stop. Pending calls raise `EngineError`. Safe to call twice."""
+        """Stops the engine. Pending calls raise `EngineError`. Safe to call twice."""
         ...

@@ -1,8 +1,7 @@
 """An engine in a thread of its own: a step-based core behind the asynchronous protocol.
 
-Commands cross in one queue and are applied between steps; results go back with one wake-up of the caller's loop a
-round.
-Without work the thread blocks on the queue. If the core fails, every pending call and every later one says so.
+Commands pass through one queue and are applied between steps. Results go back with one wake-up of the caller's loop a
+round. Without work the thread blocks on the queue. If the core fails, every pending call and every later one raises.
 """
 
 from __future__ import annotations
@@ -18,34 +17,34 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from stretto.errors import AbortedError, EngineError, StrettoError, SuspendedError
-from stretto.types import Capacity, Completion, Load, Request, Suspended, Weights
+from stretto.types import Capacity, Completion, EngineStats, Request, Suspended, Weights, WeightsRef
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 60.0  # for the step that runs to end, when an engine is closed
+CLOSE_S = 60.0  # time for the running step to end when an engine is closed
 CLOSE_EVERY_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A request that the core gave up while it lives on."""
+    """A request that the core gave up on, while the core itself continues."""
 
     id: int
     error: StrettoError
 
 
-class Core(Protocol):
+class SteppedEngine(Protocol):
     """A synchronous engine; one thread calls everything."""
 
     @property
     def capacity(self) -> Capacity: ...
     @property
     def has_work(self) -> bool:
-        """Whether another step would do anything."""
+        """True if another step would do anything."""
         ...
 
     def step(self) -> Sequence[Completion | Failed]:
-        """Go on by one token for every running trajectory; what has ended."""
+        """Makes one token for every running trajectory; returns those that have ended."""
         ...
 
     def add(self, work: Request | Suspended) -> None: ...
@@ -54,22 +53,22 @@ class Core(Protocol):
     def unload(self, version: int) -> None: ...
     def suspend(self, ids: Sequence[int], *, kv: bool) -> list[Suspended]: ...
     def abort(self, ids: Sequence[int]) -> list[int]:
-        """Throw trajectories away; those that were there."""
+        """Throws trajectories away; returns those that were there."""
         ...
 
     def shrink(self, kv_tokens: int) -> None:
-        """Hold at most so many tokens of context from now on; fewer than before, and trajectories go on."""
+        """Reduces the cache to so many tokens of context; trajectories continue."""
         ...
 
-    def report(self) -> Load: ...
+    def report(self) -> EngineStats: ...
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """Something to do between two steps, and whom to tell. `trajectory`: the answer comes when that one ends."""
+    """A command to apply between two steps, and the caller's future. With `trajectory` it waits for that one's end."""
 
-    apply: Callable[[Core], Any]
+    apply: Callable[[SteppedEngine], Any]
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
     trajectory: int | None = None
@@ -79,16 +78,16 @@ _Answer = tuple[_Call, Any, BaseException | None]
 
 
 class ThreadedEngine:
-    """The `Engine` protocol over a core that is made, and lives, in one thread.
+    """The `Engine` protocol over a core that is made and used in one thread.
 
-    `threads` is the number of threads that torch may use inside the core; None leaves it alone, and torch unimported.
-    `longest` is the most tokens, prompt and completion, that a trajectory is expected to have: `shrink` keeps room for
-    it, and for any longer one that was asked for. None: whatever the core's context allows.
+    `threads` is the number of threads that torch may use inside the core; None leaves it as it is and does not import
+    torch. `longest` is the most tokens, prompt and completion, that a trajectory is expected to have: `shrink` keeps
+    room for it, and for any longer one that was requested. None: as many as the core's context allows.
     """
 
     def __init__(
         self,
-        make: Callable[[], Core],
+        make: Callable[[], SteppedEngine],
         *,
         threads: int | None = None,
         name: str = "engine",
@@ -98,12 +97,12 @@ class ThreadedEngine:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         # The engine's thread alone uses these three.
         self._inbox: deque[_Call | None] = deque()  # taken from the queue and not applied yet
-        self._pending: dict[int, _Call] = {}  # trajectory -> who waits for its end
+        self._pending: dict[int, _Call] = {}  # trajectory -> the call that waits for its end
         self._answers: list[_Answer] = []  # to deliver at the end of this round
         self._failure: BaseException | None = None
         self._closed = threading.Event()
         self._gate = threading.Lock()  # a call is either queued before the end, or refused after it
-        started: SimpleQueue[Core | BaseException] = SimpleQueue()
+        started: SimpleQueue[SteppedEngine | BaseException] = SimpleQueue()
         self._thread = threading.Thread(target=self._main, args=(make, started), name=name, daemon=True)
         self._thread.start()
         core = started.get()
@@ -115,15 +114,17 @@ class ThreadedEngine:
 
     # -- the loop's side -----------------------------------------------------------------------------------------------
 
-    def report(self) -> Load:
-        """What it is doing, at the latest step boundary."""
+    def report(self) -> EngineStats:
+        """Returns the load and the counters at the latest step boundary."""
         return self._load
 
-    async def load(self, weights: Weights) -> None:
-        await self._call(lambda core: core.load(weights))
+    async def load(self, weights: Weights | WeightsRef) -> None:
+        fetched = weights if isinstance(weights, Weights) else await asyncio.to_thread(weights.fetch)
+        await self._call(lambda core: core.load(fetched))
 
-    async def swap(self, old: int, weights: Weights) -> None:
-        await self._call(lambda core: core.swap(old, weights))
+    async def swap(self, old: int, weights: Weights | WeightsRef) -> None:
+        fetched = weights if isinstance(weights, Weights) else await asyncio.to_thread(weights.fetch)
+        await self._call(lambda core: core.swap(old, fetched))
 
     async def unload(self, version: int) -> None:
         await self._call(lambda core: core.unload(version))
@@ -152,34 +153,34 @@ class ThreadedEngine:
             self._closed.set()
             self._calls.put(None)
         deadline = time.monotonic() + CLOSE_S
-        while self._thread.is_alive():  # not joined by another thread, which would hang as long as this one does
+        while self._thread.is_alive():  # polled: a join in another thread would hang as long as this one
             if time.monotonic() > deadline:
-                # It cannot be killed, and as a daemon it keeps no process from ending.
-                log.warning("engine `%s` does not end: its thread is left behind with what it holds", self._name)
+                # It cannot be killed. As a daemon it does not keep the process from ending.
+                log.warning("engine `%s` does not end: its thread is abandoned with its memory", self._name)
                 return
             await asyncio.sleep(CLOSE_EVERY_S)
 
     async def _follow(self, work: Request | Suspended, trajectory: int) -> Completion:
-        if self._longest is not None:  # before it is queued: a `shrink` that comes after it knows of it
+        if self._longest is not None:  # before it is queued, so that a later `shrink` takes it into account
             request = work.request if isinstance(work, Suspended) else work
             self._longest = max(self._longest, len(request.prompt) + request.sampling.max_tokens)
         call = self._begin(lambda core: core.add(work), trajectory)
         try:
             result: Completion = await call.future
         except asyncio.CancelledError:
-            # Nobody waits for it any more; an orphan would hold a row to its end.
+            # The caller is gone; without an abort the trajectory would hold a row to its end.
             with self._gate:
                 if not self._closed.is_set():
                     future = call.loop.create_future()
-                    future.add_done_callback(lambda done: done.exception())  # which nobody else would hear of
+                    future.add_done_callback(lambda done: done.exception())  # retrieved, or asyncio would warn
                     self._calls.put(_Call(lambda core: self._give_up(core, call), call.loop, future))
             raise
         return result
 
-    async def _call(self, apply: Callable[[Core], Any]) -> Any:
+    async def _call(self, apply: Callable[[SteppedEngine], Any]) -> Any:
         return await self._begin(apply).future
 
-    def _begin(self, apply: Callable[[Core], Any], trajectory: int | None = None) -> _Call:
+    def _begin(self, apply: Callable[[SteppedEngine], Any], trajectory: int | None = None) -> _Call:
         loop = asyncio.get_running_loop()
         call = _Call(apply, loop, loop.create_future(), trajectory)
         with self._gate:
@@ -197,7 +198,7 @@ class ThreadedEngine:
 
     # -- the engine's side ---------------------------------------------------------------------------------------------
 
-    def _main(self, make: Callable[[], Core], started: SimpleQueue[Core | BaseException]) -> None:
+    def _main(self, make: Callable[[], SteppedEngine], started: SimpleQueue[SteppedEngine | BaseException]) -> None:
         try:
             if self._threads is not None:
                 import torch
@@ -216,7 +217,7 @@ class ThreadedEngine:
             self._end()
             core.close()
 
-    def _run(self, core: Core) -> None:
+    def _run(self, core: SteppedEngine) -> None:
         while True:
             try:
                 self._take(block=not core.has_work)
@@ -243,7 +244,7 @@ class ThreadedEngine:
             except Empty:
                 return
 
-    def _apply(self, core: Core, call: _Call) -> None:
+    def _apply(self, core: SteppedEngine, call: _Call) -> None:
         try:
             result = call.apply(core)
         except EngineError:
@@ -265,23 +266,23 @@ class ThreadedEngine:
         else:
             self._answers.append((call, ended, None))
 
-    def _suspend(self, core: Core, ids: list[int], kv: bool) -> list[Suspended]:
+    def _suspend(self, core: SteppedEngine, ids: list[int], kv: bool) -> list[Suspended]:
         taken = core.suspend(ids, kv=kv)
         for suspended in taken:
             self._settle(suspended.request.id, SuspendedError(f"trajectory {suspended.request.id} was suspended"))
         return taken
 
-    def _abort(self, core: Core, ids: list[int]) -> None:
+    def _abort(self, core: SteppedEngine, ids: list[int]) -> None:
         for gone in core.abort(ids):
             self._settle(gone, AbortedError(f"trajectory {gone} was aborted"))
 
-    def _give_up(self, core: Core, call: _Call) -> None:
-        """Abort what a call asked for; if that was refused, the trajectory of its id is somebody else's."""
+    def _give_up(self, core: SteppedEngine, call: _Call) -> None:
+        """Aborts the trajectory of a call, unless the call was refused and the id belongs to another call."""
         if call.trajectory is not None and self._pending.get(call.trajectory) is call:
             self._abort(core, [call.trajectory])
 
-    def _shrink(self, core: Core, share: float) -> int:
-        """What a run may ask for can be asked for afterwards, so its longest trajectory sets the floor."""
+    def _shrink(self, core: SteppedEngine, share: float) -> int:
+        """Shrinks the core to `share`, but not below the longest trajectory that may still be requested."""
         limit = core.capacity
         longest = limit.max_context if self._longest is None else min(self._longest, limit.max_context)
         kept = max(int(share * limit.kv_tokens), min(longest, limit.kv_tokens))
@@ -291,7 +292,7 @@ class ThreadedEngine:
         return self.capacity.kv_tokens
 
     def _end(self) -> None:
-        """Answer everybody who still waits; from here on every call is refused."""
+        """Raises from all pending calls; every later call is refused."""
         with self._gate:
             self._closed.set()
             self._take(block=False)
@@ -311,7 +312,7 @@ class ThreadedEngine:
             except RuntimeError:
                 if not loop.is_closed():
                     raise
-                # The caller's loop has ended: there is nobody left to tell.
+                # The caller's loop has ended: nobody waits for the answer.
 
 
 def _resolve(answers: list[_Answer]) -> None:

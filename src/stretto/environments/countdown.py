@@ -1,11 +1,11 @@
 """The quickstart task: `countdown-chain`.
 
-The prompt `4+3*17?` asks for `(4 + 3 * 17) mod 10`. The demonstrated way is a chain of three characters a step, a
-two-digit count and the running value, that restates the count and the first value and then counts down to zero:
-`4+3*2?` is answered by `024` `017` `000` and closed by `=0`. A model that writes the chain is nearly always right; one
-that guesses at once is right one time in ten. The count is log-normal, so lengths are long-tailed by nature.
+The prompt `4+3*17?` asks for `(4 + 3 * 17) mod 10`. The demonstrated answer is a chain of three characters per step, a
+two-digit count and the running value. It restates the count and the first value, counts down to zero and ends with the
+result: the answer to `4+3*2?` is `024` `017` `000` `=0`. A model that writes the chain is nearly always right; one that
+guesses at once is right one time in ten. The count is log-normal, so completion lengths have a long tail.
 
-The standard library alone is imported here: reward workers load this module.
+Imports only the standard library: reward workers load this module.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """Whether the problem belongs to evaluation: one `x` in ten for every `a` and `n`, never trained on."""
+        """True if the problem is for evaluation only: one `x` in ten for every `a` and `n`."""
         return (self.x + 3 * self.a + 7 * self.n) % 10 == 0
 
 
 def draw(random: Random, *, held_out: bool = False) -> Problem:
-    """Draw a problem of one side of the split."""
+    """Draws a problem from one side of the split."""
     while True:
         n = math.ceil(random.lognormvariate(math.log(MEDIAN_COUNT), SIGMA_COUNT))
         if n > MAX_COUNT:
@@ -57,12 +57,12 @@ def draw(random: Random, *, held_out: bool = False) -> Problem:
 
 
 def problem_at(index: int, seed: int, *, held_out: bool) -> Problem:
-    """Problem `index` of the endless list that `seed` names: random access, so that nothing has to be stored."""
+    """Returns problem `index` of the endless list that `seed` defines. Random access, so nothing is stored."""
     return draw(Random(f"countdown-chain {seed} {held_out} {index}"), held_out=held_out)
 
 
 def chain(problem: Problem, random: Random | None = None, slips: float = 0.0) -> str:
-    """The demonstrated completion. With `slips`, a value is now and then wrong and the chain goes on from it."""
+    """Returns the demonstrated completion. `slips` is the probability of a wrong value, which the chain continues."""
     value = problem.x
     steps = [f"{problem.n:02d}{value}"]
     for count in range(problem.n - 1, -1, -1):
@@ -74,5 +74,5 @@ def chain(problem: Problem, random: Random | None = None, slips: float = 0.0) ->
 
 
 def reward(prompt: str, completion: str, *, answer: int, **row: Any) -> float:
-    """1 if the completion ends with `=` and the right digit, else 0."""
+    """Returns 1 if the completion ends with `=` and the right digit, else 0."""
     return float(completion.endswith(f"={answer}"))

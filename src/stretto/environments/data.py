@@ -1,8 +1,8 @@
 """Rows of a data set, and the endless stream of prompts that a run draws from them.
 
-Position `index` of the stream is row `permutation(seed, epoch)[index % rows]` with `epoch = index // rows`: it depends
-on nothing that happened before, so a resumed run goes on exactly where it was, in whatever order prompts are asked for.
-With `PassRates` (`order.py`) it depends on what was scored before, and is drawn once.
+Position `index` of the stream is row `permutation(seed, epoch)[index % rows]` with `epoch = index // rows`. It depends
+on nothing else, so a resumed run continues with the same prompts. With `PassRates` (`prompt_order.py`) it also depends
+on earlier rewards, and each position is drawn once.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.environments.order import Draw, PassRates
+from stretto.environments.prompt_order import Draw, PassRates
 from stretto.errors import RecipeError
 from stretto.types import Prompt
 
-CHECKED_ROWS = 20_000  # a set in memory of up to so many rows is tokenized whole at the start
-CHECK_S = 3.0  # larger and generated sets are tokenized for so long: some take milliseconds to make a row
+CHECKED_ROWS = 20_000  # a data set in memory with at most this many rows is tokenized completely at the start
+CHECK_S = 3.0  # larger and generated data sets are tokenized for this long: a row may take milliseconds to generate
 CHECKED_AT_ONCE = 16
 CACHED_PROMPTS = 1024
 
@@ -33,19 +33,19 @@ Message = Mapping[str, str]  # role, content
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: `messages` for a tokenizer with a chat template, `text` as it is. A row has one of them or both."""
+    """One row of a data set, with `messages`, `text` or both. A chat template, if there is one, gets the `messages`."""
 
     text: str | None = None
     messages: tuple[Message, ...] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)  # handed to the reward function
-    where: str | None = field(default=None, compare=False)  # what errors call it: its file and number
+    where: str | None = field(default=None, compare=False)  # its file and line, for error messages
 
 
 class PromptStream:
     """An endless, shuffled stream of prompts with random access.
 
-    A prompt that is empty or too long is an error at the start. One that was not among those checked then is handed
-    out as it is: the engine refuses it, and its trajectories fail and are counted.
+    An empty or too long prompt is an error at the start. One that was not checked at the start is returned as it is:
+    the engine refuses it, and its trajectories fail and are counted.
     """
 
     def __init__(
@@ -59,9 +59,10 @@ class PromptStream:
         pass_rates: PassRates | None = None,
         name: str = "the data set",
     ) -> None:
-        """`name` is what errors call the rows. `shuffle = False` keeps their order, for evaluation.
+        """Checks the lengths of the prompts; see `CHECKED_ROWS`.
 
-        With `pass_rates` those draw; `shuffle` is then the order in which lengths are checked, no more.
+        `name` is the data set's name in error messages. `shuffle = False` keeps the order of the rows, for evaluation.
+        If `pass_rates` is given, it draws the rows; `shuffle` then only sets the order in which lengths are checked.
         """
         if len(rows) == 0:
             raise RecipeError(f"{name} has no rows; there is nothing to ask the model")
@@ -85,47 +86,47 @@ class PromptStream:
 
     @property
     def templated(self) -> bool:
-        """Whether the chat template makes the first prompt, as it does then for all rows of a task."""
+        """True if the chat template renders the first prompt, and with it those of all rows of a task."""
         return self._rows[0].messages is not None and self._tokenizer.chat_template is not None
 
     def epoch(self, index: int) -> int:
-        """How many times every row has come before position `index`, where rows come in epochs."""
+        """Returns the number of epochs completed before position `index`, if rows come in epochs."""
         return index // len(self._rows)
 
     @property
     def follows_rewards(self) -> bool:
-        """Whether later draws depend on what was scored."""
+        """True if later draws depend on rewards."""
         return self._pass_rates is not None
 
     def draw(self, index: int) -> Draw:
-        """The row at position `index`, and why. With pass rates each position is drawn once, in order."""
+        """Draws the row at position `index`, with a reason. With pass rates, each position is drawn once, in order."""
         if self._pass_rates is not None:
             return self._pass_rates.draw(index)
         return Draw(self.row_number(index), self.epoch(index), "shuffled" if self._shuffle else "in order")
 
     def drawn(self, row_number: int) -> None:
-        """A row was drawn before this process took the run up."""
+        """Notes that a row was drawn before the run was resumed."""
         if self._pass_rates is not None:
             self._pass_rates.drawn(row_number)
 
     def scored(self, row_number: int, reward: float) -> None:
-        """A trajectory of a row has its reward, which later draws may follow."""
+        """Notes the reward of a trajectory of a row, for later draws."""
         if self._pass_rates is not None:
             self._pass_rates.scored(row_number, reward)
 
     def settle(self, update: int) -> None:
-        """The batch of an update was taken; what was scored before that counts for the draws from now on."""
+        """Notes that the batch of an update was taken: the rewards noted before count for later draws."""
         if self._pass_rates is not None:
             self._pass_rates.settle(update)
 
     def prompt(self, index: int, row_number: int | None = None) -> Prompt:
-        """The prompt at position `index`, made from `row_number` where that was drawn before."""
+        """Returns the prompt at position `index`, made from row `row_number` if that is given."""
         number = self.row_number(index) if row_number is None else row_number
         text, tokens, columns = self._tokenized(number)
         return Prompt(index=index, text=text, tokens=tokens, row=columns)
 
     def row_number(self, index: int) -> int:
-        """The row at position `index`, where rows come in epochs."""
+        """Returns the row at position `index`, if rows come in epochs."""
         epoch, place = divmod(index, len(self._rows))
         return int(self._permutation(epoch)[place]) if self._shuffle else place
 
@@ -139,12 +140,12 @@ class PromptStream:
         return text, tokens, row.columns
 
     def _render(self, number: int, row: Row) -> tuple[str, bool]:
-        """The text of a row, and whether it is bare: a template has put the special tokens in, bare text has none."""
+        """Returns the text of a row, and True if it still lacks special tokens because no chat template made it."""
         if row.messages is not None and self._tokenizer.chat_template is not None:
             try:
                 messages = [dict(message) for message in row.messages]
                 text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            except Exception as error:  # templates refuse what they do not know with errors of their own
+            except Exception as error:  # a template may raise anything
                 raise RecipeError(f"{self._called(number)}: the chat template refused it: {error}") from error
             return text, False
         if row.text is None:
@@ -155,7 +156,7 @@ class PromptStream:
         return row.text, True
 
     def _check_all(self, most_s: float) -> int:
-        """Check rows in the order of the draw for about `most_s` seconds; how many were checked."""
+        """Checks rows in the order of the draw for about `most_s` seconds; returns how many were checked."""
         ends = time.monotonic() + most_s
         done = 0
         while done < len(self._rows) and (done == 0 or time.monotonic() < ends):
@@ -174,7 +175,7 @@ class PromptStream:
                     self._check_length(number, len(tokens))
 
     def _called(self, number: int) -> str:
-        """What errors call a row: its line of a file, as some lines were held out and numbers are of the rest."""
+        """Returns a row's name for errors: its line in its file (held-out rows shift the numbers), or its number."""
         return self._rows[number].where or f"row {number + 1} of {self._name}"
 
     def _check_length(self, number: int, length: int) -> None:
@@ -190,7 +191,7 @@ class PromptStream:
 
 
 def split_held_out(rows: Sequence[Row], num: int, seed: int) -> tuple[list[Row], list[Row]]:
-    """Take `num` random rows away for evaluation: (the others, those), both in their order."""
+    """Splits off `num` random rows for evaluation. Returns (training rows, evaluation rows), both in order."""
     if not 0 <= num < len(rows):
         raise RecipeError(f"{num} of {len(rows)} rows cannot be held out for evaluation: nothing is left to train on")
     held = set(np.random.default_rng([seed, len(rows)]).permutation(len(rows))[:num].tolist())
@@ -202,9 +203,10 @@ def split_held_out(rows: Sequence[Row], num: int, seed: int) -> tuple[list[Row],
 
 
 def load_rows(path: Path, option: str = "task.path") -> list[Row]:
-    """Rows of a `.jsonl` or `.parquet` file: a column `prompt` or `messages`; the others go to the reward.
+    """Reads the rows of a `.jsonl` or `.parquet` file.
 
-    `option` is the key that names the file, for errors.
+    Each has a column `prompt` or `messages`; the other columns go to the reward function. `option` is the recipe's key
+    that names the file, for error messages.
     """
     try:
         records = _read(path, option)
@@ -220,7 +222,7 @@ def load_rows(path: Path, option: str = "task.path") -> list[Row]:
 
 def _read(path: Path, option: str) -> list[tuple[str, Any]]:
     if not path.is_file():
-        kind = "a folder" if path.is_dir() else "no file"
+        kind = "a folder" if path.is_dir() else "not a file"
         hint = " (`~` is not expanded, write the whole path)" if str(path).startswith("~") else ""
         raise RecipeError(f"`{path}` is {kind}; `{option}` names a `.jsonl` or `.parquet` file{hint}")
     match path.suffix:
@@ -238,11 +240,11 @@ def _read_jsonl(path: Path) -> list[tuple[str, Any]]:
         for number, line in enumerate(file, start=1):
             where = f"{path}:{number}"
             try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()  # some editors mark the first
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()  # may begin with a mark
                 if text:
                     records.append((where, _parsed(text, where)))
             except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-                raise RecipeError(f"{where}: this line is no JSON: {error}") from error
+                raise RecipeError(f"{where}: this line is not JSON: {error}") from error
     return records
 
 
@@ -253,8 +255,8 @@ def _parsed(text: str, where: str) -> Any:
             json.dumps(record, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError as error:
             raise RecipeError(
-                f"{where}: `\\u{ord(error.object[error.start]):04x}` is half of a character (a lone surrogate) and no "
-                "text; write the other half behind it, or take it out"
+                f"{where}: `\\u{ord(error.object[error.start]):04x}` is half of a character (a lone surrogate); write "
+                "the other half after it, or remove it"
             ) from error
     return record
 
@@ -264,7 +266,7 @@ def _read_parquet(path: Path) -> list[tuple[str, Any]]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise RecipeError(f"reading `{path}` takes pyarrow: `pip install 'stretto[parquet]'`") from error
+        raise RecipeError(f"reading `{path}` needs pyarrow: `pip install 'stretto[parquet]'`") from error
     try:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
@@ -273,7 +275,7 @@ def _read_parquet(path: Path) -> list[tuple[str, Any]]:
 
 
 def to_row(record: Any, where: str) -> Row:
-    """Check one record of a file; `where` is what errors call it."""
+    """Checks one record of a file and returns it as a row; `where` is its place in error messages."""
     if not isinstance(record, dict):
         raise RecipeError(f"{where}: a row is an object with named columns, this is {type(record).__name__}")
     columns = dict(record)
@@ -281,7 +283,7 @@ def to_row(record: Any, where: str) -> Row:
     messages = columns.pop("messages", None)
     if text is not None and messages is not None:
         raise RecipeError(
-            f"{where}: a row has a column `prompt` or a column `messages`, and this has both; leave one of them out"
+            f"{where}: a row has a column `prompt` or a column `messages`, but this has both; remove one of them"
         )
     empty = sorted({"prompt", "messages"} & record.keys())
     if text is None and messages is None and empty:
@@ -290,7 +292,8 @@ def to_row(record: Any, where: str) -> Row:
         raise RecipeError(f"{where}: a row has a column `prompt` or a column `messages`, this has {sorted(record)}")
     if "completion" in columns:
         raise RecipeError(
-            f"{where}: the column `completion` is what the model will say; rename it, to `answer` perhaps"
+            f"{where}: the name `completion` is reserved for what the model generates; rename the column, for example "
+            "to `answer`"
         )
     if messages is not None:
         return Row(messages=_check_messages(messages, where), columns=columns, where=where)
@@ -309,5 +312,7 @@ def _check_messages(messages: Any, where: str) -> tuple[Message, ...]:
         if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
             raise RecipeError(f"{where}: a message has a `role` and a `content`, both strings, this is {message!r:.80}")
     if messages[-1]["role"] == "assistant":
-        raise RecipeError(f"{where}: the last of `messages` is the assistant's; the model's answer is to follow it")
+        raise RecipeError(
+            f"{where}: the last of `messages` has the role `assistant`; end with a message that the model answers"
+        )
     return tuple({"role": message["role"], "content": message["content"]} for message in messages)

@@ -1,12 +1,12 @@
 """A small task of several turns: `guess`.
 
-Numbers from 1 to 7 are to be found, one after the other, as many as there are turns for. The prompt says nothing of
-them; each turn names a number with its last character and is answered by `>` where the number to find is greater, `<`
-where it is smaller, `!` where it is found, after which the next one is to be found, and `?` where no number was named.
+The policy guesses secret numbers from 1 to 7, one after the other, until there are no turns left. The prompt does not
+contain them. The last character of each turn is the guess. The reply is `>` if the secret number is greater, `<` if it
+is smaller, `!` if the guess is right (the next secret number follows), and `?` if the turn does not end in a digit.
 
-A turn earns 1 for the number itself and `WASTED` for what the answers before had already ruled out, or for naming
-nothing; so what went wrong, and when, is told turn by turn. It can be learned from nothing: an untrained model names a
-number now and then.
+A turn earns 1 for a right guess, and `WASTED` for one that earlier replies had ruled out or for no guess. So each turn
+has a reward that says what it was worth. The task can be learned from scratch: an untrained model guesses a number now
+and then.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ ENVIRONMENT = "stretto.environments.guess:Guess"
 
 
 def numbers_at(index: int, seed: int, turns: int, *, held_out: bool) -> list[int]:
-    """What is to be found in episode `index` of the endless list that `seed` names: no more than there are turns."""
+    """Returns the secret numbers of episode `index`, one for each turn, of the endless list that `seed` defines."""
     random = Random(f"guess {seed} {held_out} {index}")
     return [random.randint(1, NUMBERS) for _ in range(turns)]
 
 
 class Guess:
-    """Plays the game until there is no turn or token left."""
+    """Plays the game until no turn or token is left."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -62,5 +62,5 @@ class Guess:
 
 
 def _named(text: str) -> int | None:
-    """The number that a turn ends with."""
+    """Returns the number that a turn ends with, or None."""
     return int(text[-1]) if text and text[-1] in "0123456789" else None

@@ -1,32 +1,34 @@
-"""The seam between the loop and a task: an episode asks a policy for completions and returns what they earned.
+"""The protocol between the run loop and a task: an episode asks a policy for completions and returns the reward.
 
 Contract:
 
-- An episode asks for one turn after another. Each time it hands over the whole context: the prompt, all that was
-  sampled and observed so far, and behind it what the policy is to observe before it goes on. Anything else is a
-  `RewardError`. An episode asks at least once, and at most as often as its task says (`turns`); it awaits every turn
-  to its end before it asks for the next, or returns.
-- `rollout.max_tokens` bounds all tokens behind the prompt, sampled and observed ones together. `Policy.left` says how
-  many there is room for. A turn that fills the room ends as `length`. Where an observation leaves no room for a token,
-  or there was none before it, `generate` raises `RoomError`: the observation is not part of the trajectory, and the
-  trajectory is recorded as cut at its length. The episode catches that and returns what was earned; one that lets it
-  through fails.
+- An episode asks for one turn after another. Each time it passes the whole context: the prompt, all tokens sampled and
+  observed so far, then the new tokens that the policy observes before it continues. Anything else is a `RewardError`.
+  An episode asks at least once, and at most as often as its task allows (`turns`). It awaits each turn before it asks
+  for the next one or returns.
+- `rollout.max_tokens` limits all tokens after the prompt, sampled and observed. `Policy.left` is the number of tokens
+  that may follow. A turn that reaches the limit finishes as `length`. If no sampled token fits after an observation,
+  `generate` raises `RoomError`: the observation is not part of the trajectory, and the trajectory is recorded as cut
+  at the limit. The episode catches the error and returns the reward; an episode that lets it through fails.
 - A trajectory's reward is what `episode` returns: a finite number, earned at the last turn, or an `Outcome` with one
-  for each turn. An episode that fails raises `RewardError`; that is recorded with its trajectory, and the run goes on.
-- An episode may be run again for the same trajectory: when it moves between instances, fails, or its run is taken up.
-  The policy then hands back, in order, what it generated before, so nothing is sampled twice; an episode must therefore
-  be deterministic in what it asks for.
-- Episodes run side by side on one event loop: they await, and never block it.
+  number for each turn. The magnitude of each, and of their sum, is at most `MAX_REWARD` (`reward_bound.py`). An episode
+  that fails raises `RewardError`; the error is recorded with its trajectory, and the run continues.
+- An episode may run again for the same trajectory: after it moves between instances, after a failure, and when the run
+  is resumed. The policy then returns, in order, the turns that it generated before, so nothing is sampled twice.
+  Therefore an episode must be deterministic in what it asks for.
+- Episodes run concurrently on one event loop: they await and never block it.
 """
 
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Protocol
 
+from stretto.environments.reward_bound import BEYOND, is_trainable
 from stretto.errors import RewardError
 from stretto.types import Completion, Prompt
 
@@ -36,50 +38,66 @@ class Policy(Protocol):
 
     @property
     def left(self) -> int:
-        """How many tokens may still follow what there is, observed or sampled."""
+        """The number of tokens, observed or sampled, that may follow the current context."""
         ...
 
     async def generate(self, tokens: Sequence[int]) -> Completion:
-        """Go on from `tokens`, the whole context, to a stop token, a stop string or the token limit.
+        """Continues `tokens`, the whole context, to a stop token, a stop string or the token limit.
 
-        Raises `RoomError` where there is no room for a token.
+        Raises `RoomError` if no token fits.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What each turn of an episode earned. The reward of the trajectory is their sum."""
+    """The reward of each turn of an episode. The reward of the trajectory is their sum."""
 
     turns: tuple[float, ...]
 
 
 class Environment(Protocol):
-    """Whatever turns a prompt and a policy into a reward."""
+    """Plays the episodes of a task."""
 
     async def episode(self, prompt: Prompt, policy: Policy) -> float | Outcome:
-        """Run one episode to its end and return what it earned."""
+        """Runs one episode to its end and returns its reward."""
         ...
 
 
 def earned(outcome: object, num_turns: int) -> tuple[float, tuple[float, ...] | None]:
-    """The reward of an episode of so many turns and, where it says so, of each. `RewardError` for what is neither."""
+    """Returns the reward of an episode of `num_turns` turns and, if it returned an `Outcome`, the reward of each turn.
+
+    Raises `RewardError` if the episode returned anything that cannot be trained on.
+    """
     if not num_turns:
-        raise RewardError("the environment returned and never asked for a token: call `policy.generate`")
+        raise RewardError("the environment returned without asking for a token: call `policy.generate`")
     if not isinstance(outcome, Outcome):
-        return _finite(outcome), None
+        return _trainable(outcome), None
     if len(outcome.turns) != num_turns:
         raise RewardError(
-            f"the environment returned an outcome of {len(outcome.turns)} turns, and the episode had {num_turns}: "
-            "return a reward for each"
+            f"the environment returned an outcome of {len(outcome.turns)} turns, but the episode had {num_turns}: "
+            "return one reward for each turn"
         )
-    rewards = tuple(_finite(reward) for reward in outcome.turns)
-    return _finite(math.fsum(rewards)), rewards
+    rewards = tuple(_trainable(reward) for reward in outcome.turns)
+    total = math.fsum(rewards)
+    if not is_trainable(total):
+        raise RewardError(f"the rewards of the environment's {num_turns} turns add up to {total:g}, {BEYOND}")
+    return total, rewards
 
 
-def _finite(reward: object) -> float:
-    if not isinstance(reward, Real) or not math.isfinite(reward):
+def _trainable(reward: object) -> float:
+    number = math.nan
+    if isinstance(reward, Real):
+        try:
+            number = float(reward)
+        except OverflowError as error:  # an integer or a fraction beyond the range of a float
+            said = f"the environment returned a number ({type(reward).__name__}) for a reward that is"
+            raise RewardError(f"{said} {BEYOND}") from error
+    if not math.isfinite(number):
         raise RewardError(
-            f"the environment returned {reward!r} for a reward: return a finite number, or an `Outcome` of them"
+            f"the environment returned {reprlib.repr(reward)} for a reward: return a finite number, or an `Outcome` "
+            "with one for each turn"
         )
-    return float(reward)
+    if not is_trainable(number):
+        raise RewardError(f"the environment returned {number:g} for a reward, {BEYOND}")
+    return number

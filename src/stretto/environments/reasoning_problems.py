@@ -1,11 +1,11 @@
-"""How answers to problems of the package reasoning-gym are read and scored.
+"""Extracts and scores the answers to problems of the package reasoning-gym.
 
-The answer is what follows the last `Answer:` (in any case, on its line), or what stands in the last
-`<answer>...</answer>`, whichever comes later. Without a marker it is the last number of the text where a number is
-expected, else the last line that is not empty. Where the expected answer has several lines, all that follows the marker
-counts. Space, `*`, `$` and backticks around it, and a full stop after it, are left out.
+The answer is the text after the last `Answer:` (in any case, on the same line) or inside the last
+`<answer>...</answer>`, whichever comes later. Without a marker, it is the last number of the text if a number is
+expected, else the last non-empty line. If the expected answer has several lines, all text after the marker counts.
+Surrounding space, `*`, `$` and backticks and a final full stop are removed.
 
-The standard library alone is imported here: reward workers load this module.
+Imports only the standard library: reward workers load this module.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _AROUND = " \t\r\n*$`"
 
 
 def extract_answer(text: str, expected: str) -> str:
-    """The answer that a completion gives, by the rule above."""
+    """Returns the answer in a completion, by the rule above."""
     markers = list(_MARKER.finditer(text))
     if markers:
         answer = _CLOSED.split(text[markers[-1].end() :])[0].strip(_AROUND)
@@ -42,5 +42,5 @@ def extract_answer(text: str, expected: str) -> str:
 
 
 def exact(prompt: str, completion: str, *, answer: str, **row: Any) -> float:
-    """1 if the extracted answer is the expected one, character by character, else 0."""
+    """Returns 1 if the extracted answer equals the expected one, else 0."""
     return float(extract_answer(completion, answer) == answer.strip())

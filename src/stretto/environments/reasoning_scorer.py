@@ -1,7 +1,7 @@
-"""The data sets' own scorers of the package reasoning-gym, for reward workers.
+"""Scores answers with the scorers of the package reasoning-gym, in reward workers.
 
-A module apart, because reasoning-gym takes seconds to import: here that is part of the worker's start, where it is
-waited for, and not of the first reward's time limit.
+A separate module, because reasoning-gym takes seconds to import: a worker imports it at its start, before the deadline
+of the first reward begins.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stretto.environments.reasoning_problems import extract_answer
 def reward(
     prompt: str, completion: str, *, answer: str, entry: dict[str, Any], name: str, config: str, **row: Any
 ) -> float:
-    """What the data set's own scorer gives the extracted answer."""
+    """Returns the score that the data set's scorer gives to the extracted answer."""
     return float(_dataset(name, config).score_answer(extract_answer(completion, answer), entry))
 
 

@@ -1,4 +1,4 @@
-"""Where goes what a reward function prints: a file of the run, and its first lines to the person who watches."""
+"""Keeps what a reward function prints: all lines in a file of the run folder, the first ones also on the terminal."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-MOST_SHOWN = 10  # lines; a `print` in a reward is called for every completion
+MAX_SHOWN = 10  # lines; a `print` in a reward is called for every completion
 
 
 class RewardOutput:
-    """Takes one line after another. All of them go to `path` once its folder is there, the first also to `show`.
+    """Takes one line per call. Lines go to `path` once its folder exists; the first ones also go to `show`.
 
-    A file that cannot be written is told once, and costs nothing but its lines.
+    If the file cannot be written, one warning goes to `show` and the run continues without it.
     """
 
     def __init__(self, path: Path, show: Callable[[str], None]) -> None:
@@ -25,17 +25,17 @@ class RewardOutput:
 
     def __call__(self, line: str) -> None:
         self._num_lines += 1
-        if self._num_lines <= MOST_SHOWN:
+        if self._num_lines <= MAX_SHOWN:
             self._show(f"reward: {line}")
-        elif self._num_lines == MOST_SHOWN + 1:
-            self._show(f"reward: (it prints more; all of it is in {self._path})")
+        elif self._num_lines == MAX_SHOWN + 1:
+            self._show(f"reward: (more output follows; all of it is in {self._path})")
         if self._broken:
             return
         try:
             self._keep(line)
         except OSError as error:
             self._broken = True
-            self._show(f"warning: `{self._path}` cannot be written: {error}; what the reward prints is not kept")
+            self._show(f"warning: `{self._path}` cannot be written: {error}; the output of the reward is not kept")
 
     def _keep(self, line: str) -> None:
         if self._file is None and self._path.parent.is_dir():
@@ -45,8 +45,8 @@ class RewardOutput:
             self._file.flush()
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Closes the file. Safe to call twice."""
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # what could not be written is told already
+            with contextlib.suppress(OSError):  # a failed write has been reported
                 file.close()

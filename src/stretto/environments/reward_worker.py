@@ -1,15 +1,18 @@
 """The process that runs a reward function for `RewardPool`.
 
-It imports the standard library and the user's module, nothing else, so that it starts in a moment. Frames of pickled
-lists arrive on standard input and leave on standard output; whatever the reward itself prints goes to standard error,
-which the pool reads.
-Before it steps into an item it marks it in memory shared with the pool, so that the pool knows which one hangs or
-killed the process. A second thread waits on the input: when the pool is gone, however it ended, so is the worker.
+- It imports only the standard library and the user's module, so it starts fast.
+- Frames (`reward_frames.py`) arrive on standard input and leave on standard output. What the reward prints goes to
+  standard error, which the pool reads.
+- Before it scores an item, it marks the item in memory shared with the pool. So the pool knows which item hangs or has
+  killed the process.
+- A second thread waits on the input. When the pool's process ends, for whatever reason, the worker ends too.
+- A process that the reward forks holds neither pipe. It exits where it would return from the reward function.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import importlib
 import inspect
@@ -31,29 +34,30 @@ from collections.abc import Awaitable, Callable, Generator, Mapping
 from queue import SimpleQueue
 from typing import Any, BinaryIO, NoReturn
 
-LENGTH = struct.Struct("<Q")
-MARK = struct.Struct("<dq")  # since when (`time.monotonic()`) which item is being stepped
+from stretto.environments.reward_bound import BEYOND, is_trainable
+from stretto.environments.reward_frames import LENGTH, Item, Result, greeting_frame, results_frame
+
+MARK = struct.Struct("<dq")  # the time (`time.monotonic()`) since which this item is being scored
 NOTHING = -1
+NOT_FINITE = "; a reward is a finite number"
 TICK_S = 0.05  # finished results wait no longer than this for their batch
 
-Item = tuple[int, str, str, Mapping[str, Any]]  # id, prompt, completion, row
-Result = tuple[int, float | None, str | None]  # id, reward or error
 Reward = Callable[..., Any]
-Columns = Mapping[str, str | None]  # the names of the columns of a task's rows -> a row that lacks it, where one does
+Columns = Mapping[str, str | None]  # each column of a task's rows -> a row that lacks it; None: all rows have it
 
 
 class SpecError(Exception):
-    """A `task.reward` that names no callable."""
+    """Raised for a `package.module:function` that does not name a callable."""
 
 
-def frame(message: Any) -> bytes:
-    """A message as bytes on a pipe: its length, then its pickle."""
-    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    return LENGTH.pack(len(body)) + body
+def is_spec(text: str) -> bool:
+    """Tells if a text has the form `package.module:function`."""
+    module, _, function = text.partition(":")
+    return all(part.isidentifier() for part in [*module.split("."), *function.split(".")])
 
 
 def resolve(spec: str) -> Reward:
-    """The callable that `package.module:function` names."""
+    """Imports and returns the callable that `package.module:function` names. Raises `SpecError`."""
     module_name, _, path = spec.partition(":")
     try:
         value: Any = importlib.import_module(module_name)
@@ -64,7 +68,7 @@ def resolve(spec: str) -> Reward:
                 f"there is no module `{error.name}`, neither installed nor in the working directory {os.getcwd()}{hint}"
             ) from error
         raise SpecError(f"importing `{module_name}` failed: {last_line(error)}") from error
-    except (Exception, SystemExit) as error:  # a module that is a program too may end it
+    except (Exception, SystemExit) as error:  # a module that is also a script may call `sys.exit`
         raise SpecError(f"importing `{module_name}` failed: {last_line(error)}") from error
     for name in path.split("."):
         if not hasattr(value, name):
@@ -79,7 +83,7 @@ def resolve(spec: str) -> Reward:
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of the traceback, and where it was raised; of what does not parse, where that is."""
+    """Returns the last line of a traceback, with the file and line that raised it (of a syntax error: that has it)."""
     line = traceback.format_exception_only(error)[-1].strip()
     places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):  # a file, no string
@@ -88,12 +92,12 @@ def last_line(error: BaseException) -> str:
 
 
 def is_async(reward: Reward) -> bool:
-    """Whether calling it gives a coroutine; sees through `functools.partial` and callable objects."""
+    """Tells if calling it returns a coroutine. Works for `functools.partial` and callable objects too."""
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
 
 
 class Scorer:
-    """Calls the reward with what it asks for, and turns what comes back into a finite number or a reason."""
+    """Calls the reward function and turns what it returns into a result: a reward or an error text."""
 
     def __init__(self, spec: str, reward: Reward) -> None:
         self.spec = spec
@@ -101,13 +105,13 @@ class Scorer:
         self._columns = named_columns(reward)
 
     def call(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Any:
-        """What the function returns. Columns that it has no parameter for are left out."""
+        """Calls the function, without the columns that it has no parameter for, and returns what it returns."""
         if self._columns is not None:
             row = {name: value for name, value in row.items() if name in self._columns}
         return self._reward(prompt, completion, **row)
 
     def check(self, identity: int, value: Any) -> Result:
-        """A number that is finite, or the reason why not."""
+        """Returns the result for a returned value: the value as a number, or why it is not a reward."""
         if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
             if inspect.iscoroutine(value):
                 value.close()
@@ -116,21 +120,22 @@ class Scorer:
             number = float(value)
         except Exception as error:
             return self.failed(identity, error)
-        return (identity, number, None) if math.isfinite(number) else self._refuse(identity, value)
+        if is_trainable(number):
+            return identity, number, None
+        return self._refuse(identity, value, f", {BEYOND}" if math.isfinite(number) else NOT_FINITE)
 
     def failed(self, identity: int, error: BaseException) -> Result:
         return identity, None, f"`{self.spec}` raised {last_line(error)}"
 
-    def _refuse(self, identity: int, value: Any) -> Result:
-        kind = type(value).__name__
-        return identity, None, f"`{self.spec}` returned {reprlib.repr(value)} ({kind}); a reward is a finite number"
+    def _refuse(self, identity: int, value: Any, why: str = NOT_FINITE) -> Result:
+        return identity, None, f"`{self.spec}` returned {reprlib.repr(value)} ({type(value).__name__}){why}"
 
 
 def named_columns(reward: Reward) -> frozenset[str] | None:
-    """The columns that a function without `**row` has parameters for; None: it takes all of them."""
+    """Returns the parameters of a function without `**row`; None if the function takes all columns."""
     try:
         parameters = list(inspect.signature(reward).parameters.values())
-    except (TypeError, ValueError):  # a builtin that does not say
+    except (TypeError, ValueError):  # a builtin without a signature
         return None
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
@@ -138,10 +143,10 @@ def named_columns(reward: Reward) -> frozenset[str] | None:
 
 
 def refuse_signature(spec: str, reward: Reward, columns: Columns) -> None:
-    """Refuse a function that cannot be called with a prompt, a completion and rows of these columns."""
+    """Raises `SpecError` if a function cannot be called with a prompt, a completion and rows of these columns."""
     try:
         signature = inspect.signature(reward)
-    except (TypeError, ValueError):  # a builtin that does not say
+    except (TypeError, ValueError):  # a builtin without a signature
         return
     named = named_columns(reward)
     given = [name for name in columns if named is None or name in named]
@@ -169,7 +174,7 @@ def refuse_signature(spec: str, reward: Reward, columns: Columns) -> None:
 
 
 class Outbox:
-    """Results on their way back. Two threads flush it: the one that scores when a batch ends, the other every tick."""
+    """Collects results and sends them. The scoring thread flushes it after a batch, the receiving one every tick."""
 
     def __init__(self, pipe: BinaryIO) -> None:
         self._pipe = pipe
@@ -189,25 +194,56 @@ class Outbox:
             results = [self._results.popleft() for _ in range(len(self._results))]
             if results:
                 self.expected -= len(results)
-                self.send(results)
+                self.send(results_frame(results))
 
-    def send(self, message: Any) -> None:
+    def send(self, frame: bytes) -> None:
         try:
-            self._pipe.write(frame(message))
+            self._pipe.write(frame)
             self._pipe.flush()
         except BrokenPipeError:
             end()
 
 
 def end() -> NoReturn:
-    """Leave at once, with whatever processes the reward has started: nobody is left to hear an answer."""
+    """Kills this process and those that the reward has started, because the pool is gone."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 
+def end_copy(owner: int, error: BaseException | None = None) -> None:
+    """Exits if this is a process that the reward forked, which has returned from the reward or raised `error`.
+
+    Only the process `owner` may answer the pool.
+    """
+    if os.getpid() == owner:
+        return
+    code: object = 0
+    if isinstance(error, SystemExit):
+        code = error.code or 0
+    elif error is not None:
+        traceback.print_exception(error)
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the process exits; there is nowhere to report it
+            stream.flush()
+    os._exit(code if isinstance(code, int) else 1)
+
+
+def keep_from_copies(*pipes: BinaryIO) -> None:
+    """Replaces the pipes by `/dev/null` in every process that is forked from now on."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    numbers = [pipe.fileno() for pipe in pipes]
+
+    def replace() -> None:
+        for number in numbers:
+            os.dup2(nothing, number, inheritable=False)
+
+    os.register_at_fork(after_in_child=replace)
+
+
 def read_frame(pipe: BinaryIO) -> Any:
-    """The next message. The pipe is not buffered, because `select` would not see what a buffer holds."""
+    """Reads the next message. The pipe must be unbuffered: `select` does not see what a buffer holds."""
     return pickle.loads(_read(pipe, LENGTH.unpack(_read(pipe, LENGTH.size))[0]))
 
 
@@ -223,7 +259,7 @@ def _read(pipe: BinaryIO, size: int) -> bytes:
 
 
 def receive(pipe: BinaryIO, outbox: Outbox, deliver: Callable[[list[Item]], None]) -> None:
-    """The second thread: hands batches in, and sends results that are ready while a slow item holds up their batch."""
+    """Runs in the second thread: delivers batches, and sends finished results while a slow item delays its batch."""
     try:
         while True:
             while not select.select([pipe], [], [], TICK_S if outbox.expected > 0 else None)[0]:
@@ -231,13 +267,13 @@ def receive(pipe: BinaryIO, outbox: Outbox, deliver: Callable[[list[Item]], None
             items = read_frame(pipe)
             outbox.expect(len(items))
             deliver(items)
-    except BaseException:  # a row that does not unpickle here; without this thread the worker would wait for ever
+    except BaseException:  # for example a row that cannot be unpickled; without this thread the worker would hang
         traceback.print_exc()
         end()
 
 
-def run_plain(scorer: Scorer, pipe: BinaryIO, outbox: Outbox, mark: Callable[[int], None]) -> None:
-    """Score one item after the other. One that hangs is the pool's to notice: it kills this process."""
+def run_plain(scorer: Scorer, pipe: BinaryIO, outbox: Outbox, mark: Callable[[int], None], owner: int) -> None:
+    """Scores one item after the other. If an item hangs, the pool kills this process."""
     batches: SimpleQueue[list[Item]] = SimpleQueue()
     threading.Thread(target=receive, args=(pipe, outbox, batches.put), name="receive", daemon=True).start()
     while True:
@@ -245,32 +281,42 @@ def run_plain(scorer: Scorer, pipe: BinaryIO, outbox: Outbox, mark: Callable[[in
             mark(identity)
             try:
                 result = scorer.check(identity, scorer.call(prompt, completion, row))
-            except BaseException as error:  # `sys.exit()` in a reward is a failure of that reward
+            except BaseException as error:  # also `sys.exit()`: the reward fails, not the worker
+                end_copy(owner, error)
                 result = scorer.failed(identity, error)
+            end_copy(owner)
             outbox.add(result)
         mark(NOTHING)
         outbox.flush()
 
 
 async def run_async(
-    scorer: Scorer, pipe: BinaryIO, outbox: Outbox, mark: Callable[[int], None], deadline_s: float, late: str
+    scorer: Scorer,
+    pipe: BinaryIO,
+    outbox: Outbox,
+    mark: Callable[[int], None],
+    owner: int,
+    deadline_s: float,
+    late: str,
 ) -> None:
-    """Score all items at once, each with its own deadline."""
+    """Scores all items concurrently, each with its own deadline."""
     loop = asyncio.get_running_loop()
     tasks: set[asyncio.Task[None]] = set()
+
+    def leave(error: BaseException | None) -> None:
+        end_copy(owner, error)
+        mark(NOTHING)
 
     async def score(item: Item) -> None:
         identity, prompt, completion, row = item
         try:
             async with asyncio.timeout(deadline_s) as limit:
-                value = await marked(
-                    scorer.call(prompt, completion, row), lambda: mark(identity), lambda: mark(NOTHING)
-                )
+                value = await marked(scorer.call(prompt, completion, row), lambda: mark(identity), leave)
             outbox.add(scorer.check(identity, value))
         except BaseException as error:
             expired = limit.expired() and isinstance(error, TimeoutError)
             outbox.add((identity, None, late) if expired else scorer.failed(identity, error))
-        loop.call_soon(outbox.flush)  # one frame for all that finished in this turn of the loop
+        loop.call_soon(outbox.flush)  # one frame for all items that finished in this turn of the event loop
 
     def begin(items: list[Item]) -> None:
         for item in items:
@@ -282,12 +328,17 @@ async def run_async(
         loop.call_soon_threadsafe(begin, items)
 
     threading.Thread(target=receive, args=(pipe, outbox, deliver), name="receive", daemon=True).start()
-    await asyncio.Event().wait()  # until the pool is gone
+    await asyncio.Event().wait()  # the receiving thread ends the process
 
 
 @types.coroutine
-def marked(awaitable: Awaitable[Any], enter: Callable[[], None], leave: Callable[[], None]) -> Generator[Any, Any, Any]:
-    """Await it with every step between `enter` and `leave`: one that blocks the event loop is known by its mark."""
+def marked(
+    awaitable: Awaitable[Any], enter: Callable[[], None], leave: Callable[[BaseException | None], None]
+) -> Generator[Any, Any, Any]:
+    """Awaits it and calls `enter` before and `leave` after every step, so that a step that blocks the loop has a mark.
+
+    `leave` gets the exception that the step raised, or None.
+    """
     steps = awaitable.__await__()
     error: BaseException | None = None
     while True:
@@ -295,25 +346,30 @@ def marked(awaitable: Awaitable[Any], enter: Callable[[], None], leave: Callable
         try:
             waiting = next(steps) if error is None else steps.throw(error)
         except StopIteration as stop:
+            leave(None)
             return stop.value
-        finally:
-            leave()
+        except BaseException as raised:
+            leave(raised)
+            raise
+        leave(None)
         error = None
         try:
             yield waiting
-        except BaseException as raised:  # a cancellation, most likely: the step's to see
+        except BaseException as raised:  # mostly a cancellation; the next step gets it
             error = raised
 
 
 def main(mark_fd: int) -> None:
-    """Serve until the pool is gone.
+    """Serves until the pool is gone.
 
-    The first frame is (spec, columns of the rows or None, deadline in seconds, what to say of a late one); the answer
-    is (error, is async).
+    The first request is (spec, columns of the rows or None, deadline in seconds, error text of a late item). The reply
+    is the greeting (`reward_frames.py`).
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
     requests = os.fdopen(os.dup(0), "rb", buffering=0)
-    outbox = Outbox(os.fdopen(os.dup(1), "wb"))
+    answers = os.fdopen(os.dup(1), "wb")
+    keep_from_copies(requests, answers)
+    outbox = Outbox(answers)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)
@@ -322,18 +378,21 @@ def main(mark_fd: int) -> None:
     def mark(identity: int) -> None:
         MARK.pack_into(memory, 0, time.monotonic(), identity)
 
+    owner = os.getpid()
     spec, columns, deadline_s, late = read_frame(requests)
     try:
         reward = resolve(spec)
+        end_copy(owner)
         if columns is not None:
             refuse_signature(spec, reward, columns)
     except SpecError as error:
-        outbox.send((str(error), False))
+        end_copy(owner, error)
+        outbox.send(greeting_frame(str(error), False))
         sys.exit(0)
     asynchronous = is_async(reward)
-    outbox.send((None, asynchronous))
+    outbox.send(greeting_frame(None, asynchronous))
     scorer = Scorer(spec, reward)
     if asynchronous:
-        asyncio.run(run_async(scorer, requests, outbox, mark, deadline_s, late))
+        asyncio.run(run_async(scorer, requests, outbox, mark, owner, deadline_s, late))
     else:
-        run_plain(scorer, requests, outbox, mark)
+        run_plain(scorer, requests, outbox, mark, owner)

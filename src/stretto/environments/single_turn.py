@@ -1,4 +1,4 @@
-"""The smallest environment: ask once, score the answer."""
+"""The environment of tasks with one turn: generate a completion, score it."""
 
 from __future__ import annotations
 
@@ -6,27 +6,30 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from stretto.environments.protocol import Policy
-from stretto.types import Prompt
+from stretto.types import Completion, Prompt
 
 Decode = Callable[[Sequence[int]], str]
 """Tokens to text, special tokens left out."""
 
 
-class Scores(Protocol):
-    """Whatever gives completions their rewards."""
+class RewardSource(Protocol):
+    """RewardSource completions, in this process or elsewhere."""
 
     async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-        """The reward of one completion, or a `RewardError` that says what went wrong."""
+        """Returns the reward of one completion. Raises `RewardError`, which names the cause, if it has none."""
         ...
 
 
 class SingleTurn:
-    """One completion per episode, scored by a reward function. What scores is the caller's to start and to close."""
+    """Plays episodes of one completion, scored by `rewards`, which the caller starts and closes."""
 
-    def __init__(self, rewards: Scores, decode: Decode) -> None:
+    def __init__(self, rewards: RewardSource, decode: Decode) -> None:
         self._rewards = rewards
         self._decode = decode
 
     async def episode(self, prompt: Prompt, policy: Policy) -> float:
-        completion = await policy.generate(prompt.tokens)
+        return await self.score(prompt, await policy.generate(prompt.tokens))
+
+    async def score(self, prompt: Prompt, completion: Completion) -> float:
+        """Returns the reward of the only turn. The run loop generates that turn itself and calls this alone."""
         return await self._rewards.score(prompt.text, self._decode(completion.tokens.tolist()), prompt.row)

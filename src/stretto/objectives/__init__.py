@@ -1,7 +1,7 @@
-"""The objectives. Each is a file of this package: the table of the recipe, its options and its loss.
+"""The objectives: each is a file of this package with its options (the table `[algorithm]`) and its loss.
 
-`OBJECTIVES` has them by the name that a recipe calls them by, which is the name of their file with `-` for `_`. A new
-one is a new file that defines a subclass of `ObjectiveOptions` with a `type`.
+`OBJECTIVES` maps the `type` in a recipe to the class. The type is the name of the file with `-` for `_`. To add an
+objective, add a file that defines a subclass of `ObjectiveOptions` with a `type`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ DEFAULT_TYPE = "grpo"
 
 
 def _find_objectives() -> dict[str, type[ObjectiveOptions]]:
-    """The objectives by type: the default first, then by name."""
+    """Imports the files of this package and returns the objectives by type: the default first, then by name."""
     found: dict[str, type[ObjectiveOptions]] = {}
     for name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
-        if name == "describe":  # a program
-            continue
         tag = name.replace("_", "-")
         for value in vars(importlib.import_module(f"{__name__}.{name}")).values():
             objective = isinstance(value, type) and issubclass(value, ObjectiveOptions)
@@ -36,16 +34,16 @@ OBJECTIVES: dict[str, type[ObjectiveOptions]] = _find_objectives()
 
 
 def _with_type(value: Any) -> Any:
-    """An `[algorithm]` that does not say its type has the default one."""
+    """Adds the default type to an `[algorithm]` without one."""
     return {"type": DEFAULT_TYPE, **value} if isinstance(value, Mapping) else value
 
 
 if TYPE_CHECKING:
-    AlgorithmSection = ObjectiveOptions
+    AlgorithmOptions = ObjectiveOptions
 else:
     _union = Union[tuple(OBJECTIVES.values())]  # noqa: UP007
     if len(OBJECTIVES) > 1:
         _union = Annotated[_union, Field(discriminator="type")]
-    AlgorithmSection = Annotated[_union, BeforeValidator(_with_type)]
+    AlgorithmOptions = Annotated[_union, BeforeValidator(_with_type)]
 
-__all__ = ["DEFAULT_TYPE", "OBJECTIVES", "AlgorithmSection", "ObjectiveOptions", "Tokens"]
+__all__ = ["DEFAULT_TYPE", "OBJECTIVES", "AlgorithmOptions", "ObjectiveOptions", "Tokens"]

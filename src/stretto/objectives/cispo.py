@@ -1,4 +1,4 @@
-"""CISPO: the importance weight is clipped, not the objective."""
+"""CISPO: clips the importance weight instead of the objective."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from stretto.objectives.base import Loss, RatioOptions, Tokens, policy_gradient
 
 
 class CispoOptions(RatioOptions):
-    """Clipped importance sampling: every token keeps a gradient, its weight is clipped and carries none."""
+    """Clipped importance sampling: every token keeps its gradient, with a clipped weight that carries none."""
 
     formula: ClassVar[str] = "sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi"
-    when: ClassVar[str] = "Stale data and long reasoning: rare tokens that decide an answer are never cut off."
+    when: ClassVar[str] = "Stale data and long reasoning: rare but decisive tokens always keep a gradient."
     ratio_options: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "mask")
 
     type: Literal["cispo"] = "cispo"
-    clip_low: float = Field(1.0, gt=0, le=1, description="The weight is clipped below at 1 - clip_low; 1: not at all")
+    clip_low: float = Field(
+        1.0, gt=0, le=1, description="The weight is clipped below at 1 - clip_low; 1: no lower bound"
+    )
     clip_high: float = Field(4.0, gt=0, description="The weight is clipped above at 1 + clip_high")
-    mask: bool = Field(False, description="Leave out the tokens that PPO would have clipped at the same bounds")
+    mask: bool = Field(False, description="Drop the tokens that PPO would clip at the same bounds")
 
     def loss(self, tokens: Tokens) -> Loss:
         ratio = self.ratio(tokens).detach()

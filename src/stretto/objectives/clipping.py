@@ -1,4 +1,4 @@
-"""The clipped surrogate of PPO, which several objectives share."""
+"""The clipped surrogate objective of PPO, which several objectives share."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ CLIP_FORMULA = "min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), for A < 0 no l
 
 
 class ClipOptions(RatioOptions):
-    """A ratio that is clipped on both sides, and on the far side of a negative advantage."""
+    """A ratio clipped on both sides, with an optional further bound for negative advantages."""
 
     ratio_options: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip")
 
     clip_low: float = Field(0.2, gt=0, lt=1, description="The ratio is clipped below at 1 - clip_low")
     clip_high: float = Field(0.2, gt=0, description="The ratio is clipped above at 1 + clip_high")
     dual_clip: float | None = Field(
-        None, gt=1, description="Where the advantage is negative, the ratio is also bounded by this, above 1"
+        None, gt=1, description="Upper bound of the ratio for negative advantages (dual-clip PPO)"
     )
 
     def loss(self, tokens: Tokens) -> Loss:

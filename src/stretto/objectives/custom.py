@@ -1,4 +1,4 @@
-"""An objective of the user's own."""
+"""A custom objective: a function of the user."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Function = Callable[[Tokens, dict[str, Any]], Loss]
 
 
 class CustomOptions(ObjectiveOptions):
-    """A function of yours, `(tokens: Tokens, options: dict) -> (loss, diagnostics)`.
+    """Your own function, `(tokens: Tokens, options: dict) -> (loss, diagnostics)`.
 
-    It gets the tokens of a micro-batch, whole sequences, and `options` as they stand in the recipe. It returns a loss
-    for each token [C], to be minimized, and a dict of values of each token [C], which may be empty. It is imported when
-    the recipe is read, from what is installed or from the working directory.
+    It gets the tokens of the whole sequences of a micro-batch, and `options` from the recipe. It returns the loss of
+    each token [C], to be minimized, and a dict of diagnostics of each token [C], which may be empty. It is imported
+    when the recipe is read, from installed packages or from the working directory.
     """
 
     formula: ClassVar[str] = "function(tokens, options)"
-    when: ClassVar[str] = "None of these is what you want: no change to this package is needed."
+    when: ClassVar[str] = "None of the built-in objectives fits; no change to this package is needed."
 
     type: Literal["custom"] = "custom"
     function: str = Field(description="`package.module:function`")
-    options: dict[str, Any] = Field(default_factory=dict, description="Handed to the function as they are")
+    options: dict[str, Any] = Field(default_factory=dict, description="Passed to the function unchanged")
 
     @model_validator(mode="after")
     def _refuse_what_cannot_be_called(self) -> CustomOptions:
@@ -45,16 +45,16 @@ class CustomOptions(ObjectiveOptions):
 
     @cached_property
     def resolved(self) -> Function:
-        """The function that is named."""
+        """The function, imported."""
         from stretto.environments.reward_worker import SpecError, resolve
 
         module, _, name = self.function.partition(":")
         if not all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
             raise ValueError(
-                f'`algorithm.function = "{self.function}"` is no function: write it as `package.module:function`'
+                f'`algorithm.function = "{self.function}"` does not name a function: write `package.module:function`'
             )
         if not {"", os.getcwd()} & set(sys.path):
-            sys.path.append(os.getcwd())  # for good: the function may import from there when it is called
+            sys.path.append(os.getcwd())  # permanently: the function may import from there when it is called
         try:
             function: Function = resolve(self.function)
         except SpecError as error:
@@ -73,7 +73,7 @@ class CustomOptions(ObjectiveOptions):
             if shape != tokens.logprobs.shape:
                 raise TrainerError(
                     f"`{self.function}` returned {what} with "
-                    f"{'no shape' if shape is None else f'shape {list(shape)}'}; return one number a token, "
+                    f"{'no shape' if shape is None else f'shape {list(shape)}'}; return one number for each token, "
                     f"{list(tokens.logprobs.shape)}"
                 )
         return losses, {name: value.detach() for name, value in diagnostics.items()}

@@ -1,4 +1,4 @@
-"""DAPO: the clipped surrogate with more room above than below."""
+"""DAPO: the clipped surrogate with a wider clip above than below."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from stretto.objectives.clipping import CLIP_FORMULA, ClipOptions
 
 
 class DapoOptions(ClipOptions):
-    """Decoupled clip and dynamic sampling: GRPO with more room above ("clip higher") and a mean over tokens."""
+    """Decoupled clip and dynamic sampling: GRPO with a higher upper clip ("clip higher") and a mean over tokens."""
 
     formula: ClassVar[str] = CLIP_FORMULA
     when: ClassVar[str] = (
-        "Long reasoning in which entropy collapses under GRPO: unlikely tokens may rise further. Its penalty on "
-        "overlong completions is `[algorithm.length]`."
+        "Long reasoning whose entropy collapses under GRPO: unlikely tokens may become more likely. Its penalty on "
+        "overlong completions is `[algorithm.length]`, its dynamic sampling `rollout.filter`."
     )
 
     type: Literal["dapo"] = "dapo"

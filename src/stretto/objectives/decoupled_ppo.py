@@ -1,4 +1,4 @@
-"""Decoupled PPO: the clip is around the policy before the update, the weight against the one that sampled."""
+"""Decoupled PPO: clips around the policy before the update, and weights by the policy that sampled."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
 
 
 def truncated_weight(tokens: Tokens, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """`min(pi_old / mu, cap)` of each token [C], without gradient, and how often the cap acts."""
+    """`min(pi_old / mu, cap)` of each token [C], without gradient, and a diagnostic of the capped tokens."""
     weights = ratio(tokens.proximal, tokens.behaviour).detach()
     return weights.clamp(max=cap), {"weight_capped_fraction": (weights > cap).to(weights.dtype)}
 
 
 class DecoupledPpoOptions(ClipOptions):
-    """The policy may move so far in an update, however old the data; a capped weight corrects for its age."""
+    """Clips the change of one update, whatever the age of the data; a capped weight corrects for the age."""
 
     formula: ClassVar[str] = f"sg(min(w, weight_cap)) times {CLIP_FORMULA}; r = pi / pi_old, w = pi_old / mu"
     when: ClassVar[str] = "Stale data with several optimizer steps an update: staleness does not use up the clip."
 
     type: Literal["decoupled-ppo"] = "decoupled-ppo"
     anchor: Literal["proximal"] = Field(
-        "proximal", description="The ratio is always taken against the policy at the start of the update"
+        "proximal", description="The ratio is always to the policy at the start of the update"
     )
-    weight_cap: float = Field(2.0, ge=1, description="Largest weight, at least 1")
+    weight_cap: float = Field(2.0, ge=1, description="Upper bound of the weight, at least 1")
 
     @property
-    def corrects(self) -> bool:
+    def corrects_off_policy(self) -> bool:
         return True
 
     def loss(self, tokens: Tokens) -> Loss:

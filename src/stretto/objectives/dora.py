@@ -14,32 +14,30 @@ from stretto.objectives.decoupled_ppo import truncated_weight
 class DoraOptions(ClipOptions):
     """Three bounds on the ratio, a truncated weight of the trainer over the engine, and a constant divisor.
 
-    Against the behaviour policy the ratio holds the weight already, so there is none beside it.
+    With `anchor = "behaviour"` the ratio already contains the weight, so no other weight is applied.
     """
 
     formula: ClassVar[str] = (
-        f"sg(min(w, weight_cap)) times {CLIP_FORMULA}; w = pi_old / mu, or 1 where r = pi / mu; "
-        "summed over tokens, over average_tokens times the sequences"
+        f"sg(min(w, weight_cap)) times {CLIP_FORMULA}; w = pi_old / mu, or 1 if r = pi / mu; "
+        "summed over tokens, divided by average_tokens times the sequences"
     )
     when: ClassVar[str] = (
-        "Production runs with several versions at once and long tails; engine and trainer differ a bit."
+        "Production runs with several versions at once and long tails; engine and trainer differ slightly."
     )
 
     type: Literal["dora"] = "dora"
-    average: Average = Field("constant", description="How the losses of tokens become one, as in every objective")
+    average: Average = Field("constant", description="As in every objective")
     anchor: Anchor = Field(
         "proximal",
-        description="What the ratio is taken against: the policy that sampled the token, or the policy at the start "
-        "of the update, with a weight of the one over the other",
+        description="Denominator of the ratio. `behaviour`: the policy that sampled the token. `proximal`: the policy "
+        "at the start of the update, with a weight of that policy over the one that sampled",
     )
     clip_high: float = Field(0.28, gt=0, description="The ratio is clipped above at 1 + clip_high")
-    dual_clip: float = Field(
-        3.0, gt=1, description="Where the advantage is negative, the ratio is also bounded by this, above 1"
-    )
-    weight_cap: float = Field(2.0, ge=1, description="Largest weight, at least 1")
+    dual_clip: float = Field(3.0, gt=1, description="Upper bound of the ratio for negative advantages (dual-clip PPO)")
+    weight_cap: float = Field(2.0, ge=1, description="Upper bound of the weight, at least 1")
 
     @property
-    def corrects(self) -> bool:
+    def corrects_off_policy(self) -> bool:
         return True
 
     def without_effect(self) -> dict[str, str]:
@@ -47,7 +45,7 @@ class DoraOptions(ClipOptions):
         if self.anchor == "behaviour":
             found["weight_cap"] = (
                 f'`algorithm.weight_cap = {self.weight_cap}` has no effect with `algorithm.anchor = "behaviour"`: the '
-                'ratio holds the weight; leave it out, or choose "proximal"'
+                'ratio contains the weight; leave it out, or choose "proximal"'
             )
         return found
 

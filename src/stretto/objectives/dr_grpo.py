@@ -11,13 +11,13 @@ from stretto.objectives.clipping import CLIP_FORMULA, ClipOptions
 
 
 class DrGrpoOptions(ClipOptions):
-    """GRPO done right: no division by the group's standard deviation, none by the length of a completion."""
+    """GRPO done right: no division by the group's standard deviation or by the length of a completion."""
 
-    formula: ClassVar[str] = f"{CLIP_FORMULA}; summed over tokens, over average_tokens times the sequences"
+    formula: ClassVar[str] = f"{CLIP_FORMULA}; summed over tokens, divided by average_tokens times the sequences"
     when: ClassVar[str] = (
-        "Completions grow without getting better under GRPO: long wrong answers are no longer cheaper."
+        "Completions grow under GRPO without getting better: a long wrong answer is no longer penalized less."
     )
 
     type: Literal["dr-grpo"] = "dr-grpo"
-    average: Average = Field("constant", description="How the losses of tokens become one, as in every objective")
+    average: Average = Field("constant", description="As in every objective")
     advantage: AdvantageName = Field("group-mean", description="As in every objective")

@@ -11,6 +11,6 @@ class GrpoOptions(ClipOptions):
     """Group-relative policy optimization: PPO's clipped ratio, with an advantage relative to the group."""
 
     formula: ClassVar[str] = CLIP_FORMULA
-    when: ClassVar[str] = "The default: a sound start for rewards that can be checked, at small staleness."
+    when: ClassVar[str] = "The default: a good start for verifiable rewards at small staleness."
 
     type: Literal["grpo"] = "grpo"

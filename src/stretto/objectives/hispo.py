@@ -1,4 +1,4 @@
-"""HisPO: a ratio in two factors, one of which decides what is trained on."""
+"""HisPO: a ratio with two factors, one of which decides which tokens are trained on."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from stretto.objectives.clipping import CLIP_FORMULA, ClipOptions
 
 
 class HispoOptions(ClipOptions):
-    """Hierarchical importance sampling: whole sequences, then single tokens that have drifted too far are left out."""
+    """Hierarchical importance sampling: drops whole sequences, then single tokens, that have drifted too far."""
 
     formula: ClassVar[str] = (
         f"{CLIP_FORMULA}; r = r_dis r_stale, r_dis = pi_old / mu, r_stale = pi / pi_old; 0 unless "
         "|geomean(r_dis) - 1| < sequence_bound and |r_dis - 1| < token_bound"
     )
     when: ClassVar[str] = (
-        "Engine and trainer differ by more than rounding, as with mixtures of experts or low precision."
+        "Engine and trainer differ by more than rounding, for example with mixtures of experts or low precision."
     )
 
     type: Literal["hispo"] = "hispo"
     anchor: Literal["behaviour"] = Field(
-        "behaviour", description="The two factors together are always a ratio against the policy that sampled"
+        "behaviour", description="The two factors together are always the ratio to the policy that sampled"
     )
     sequence_bound: float = Field(
-        0.1, gt=0, description="How far the geometric mean of pi_old / mu over a sequence may be from 1"
+        0.1, gt=0, description="Largest distance from 1 of the geometric mean of pi_old / mu over a sequence"
     )
-    token_bound: float = Field(0.8, gt=0, description="How far pi_old / mu of a token may be from 1")
+    token_bound: float = Field(0.8, gt=0, description="Largest distance from 1 of pi_old / mu of a token")
 
     def loss(self, tokens: Tokens) -> Loss:
         logs = (tokens.proximal - tokens.behaviour).detach()

@@ -1,4 +1,4 @@
-"""Kimi 1.5: the policy gradient with a quadratic pull towards the anchor."""
+"""Kimi 1.5: the policy gradient with a quadratic penalty on the distance from the anchor."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ from stretto.objectives.base import AdvantageName, Loss, RatioOptions, Tokens, p
 
 
 class KimiOptions(RatioOptions):
-    """Policy mirror descent: no importance weight, but a square of the log-ratio that keeps the policy near."""
+    """Policy mirror descent: no importance weight, but a penalty on the squared log-ratio."""
 
     formula: ClassVar[str] = "A log pi - (tau / 2) (log pi - log anchor)^2"
-    when: ClassVar[str] = (
-        "Stale data without importance weights: a pull towards the anchor that grows with the distance."
-    )
+    when: ClassVar[str] = "Stale data without importance weights: the pull towards the anchor grows with the distance."
     ratio_options: ClassVar[tuple[str, ...]] = ("tau",)
 
     type: Literal["kimi"] = "kimi"
     advantage: AdvantageName = Field("group-mean", description="As in every objective")
-    tau: float = Field(0.1, gt=0, description="Strength of the pull")
+    tau: float = Field(0.1, gt=0, description="Strength of the penalty")
 
     @property
-    def corrects(self) -> bool:
+    def corrects_off_policy(self) -> bool:
         return False
 
     def loss(self, tokens: Tokens) -> Loss:
-        distances = tokens.logprobs - tokens.anchored(self.anchor)
+        distances = tokens.logprobs - tokens.anchor_logprobs(self.anchor)
         penalty = 0.5 * self.tau * distances.square()
         return policy_gradient(tokens) + penalty, {"pull": penalty.detach()}

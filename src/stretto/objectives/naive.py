@@ -1,4 +1,4 @@
-"""The policy gradient as if all data were fresh, to show what a correction is for."""
+"""The plain policy gradient, as if all data were fresh: a baseline for corrections."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from stretto.objectives.base import Loss, ObjectiveOptions, Tokens, policy_gradi
 
 
 class NaiveOptions(ObjectiveOptions):
-    """The policy gradient without any correction: no ratio, no clip, however old the data."""
+    """The policy gradient without any correction: no ratio and no clip, whatever the age of the data."""
 
     formula: ClassVar[str] = "A log pi"
-    when: ClassVar[str] = "As the baseline of a comparison, or under `synchronous`, where there is nothing to correct."
+    when: ClassVar[str] = "As the baseline of a comparison, or under `synchronous`, which needs no correction."
 
     type: Literal["naive"] = "naive"
 

@@ -11,10 +11,10 @@ from stretto.objectives.weighting import WEIGHT_FORMULA, WeightOptions
 
 
 class ReinforceOptions(WeightOptions):
-    """The policy gradient, each token weighted by how much likelier it has become since it was sampled."""
+    """The policy gradient with an importance weight for each token."""
 
     formula: ClassVar[str] = WEIGHT_FORMULA
-    when: ClassVar[str] = "Little staleness and nothing to tune: no clip, and nothing biased but what `cap` cuts off."
+    when: ClassVar[str] = "Little staleness and nothing to tune: no clip, and unbiased except for `cap`."
 
     type: Literal["reinforce"] = "reinforce"
     advantage: AdvantageName = Field("group-mean", description="As in every objective")

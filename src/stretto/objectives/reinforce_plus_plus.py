@@ -1,4 +1,4 @@
-"""REINFORCE++: PPO's clipped surrogate without a critic, advantages whitened over the whole batch."""
+"""REINFORCE++: PPO's clipped surrogate without a critic, with advantages whitened over the whole batch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from stretto.objectives.clipping import CLIP_FORMULA, ClipOptions
 
 
 class ReinforcePlusPlusOptions(ClipOptions):
-    """PPO's clipped ratio with rewards whitened over the batch instead of a critic or a group."""
+    """PPO's clipped ratio, with rewards whitened over the batch instead of a critic or a group baseline."""
 
     formula: ClassVar[str] = CLIP_FORMULA
     when: ClassVar[str] = (
-        "Groups of one, or prompts of like difficulty. Its penalty on the divergence is `[algorithm.kl]` with "
+        "Groups of one, or prompts of similar difficulty. Its divergence penalty is `[algorithm.kl]` with "
         '`place = "reward"` and `estimator = "k1"`.'
     )
 

@@ -10,14 +10,16 @@ from stretto.objectives.base import Loss, RatioOptions, Tokens, policy_gradient
 
 
 class TisOptions(RatioOptions):
-    """The policy gradient with an importance weight that is truncated from above."""
+    """The policy gradient with an importance weight truncated from above."""
 
     formula: ClassVar[str] = "sg(clip(r, 0, cap)) A log pi"
-    when: ClassVar[str] = "Stale data and nothing to tune: what has become unlikelier counts less, and nothing more."
+    when: ClassVar[str] = (
+        "Stale data and nothing to tune: tokens that became less likely count less, and none counts more."
+    )
     ratio_options: ClassVar[tuple[str, ...]] = ("cap",)
 
     type: Literal["tis"] = "tis"
-    cap: float = Field(1.0, ge=1, description="Largest weight, at least 1")
+    cap: float = Field(1.0, ge=1, description="Upper bound of the weight, at least 1")
 
     def loss(self, tokens: Tokens) -> Loss:
         ratio = self.ratio(tokens).detach()

@@ -1,4 +1,4 @@
-"""TOPR: importance weights for what was wrong, none for what was right; with weights on the two parts."""
+"""TOPR: importance weights for wrong answers, none for right ones, and a factor for each of the two."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from stretto.objectives.base import Loss, RatioOptions, Tokens, policy_gradient
 
 
 class ToprOptions(RatioOptions):
-    """Tapered off-policy REINFORCE, weighted: good answers are imitated, bad ones pushed down while still likely."""
+    """Tapered off-policy REINFORCE: imitates good answers, and pushes bad ones down while they are still likely."""
 
     formula: ClassVar[str] = (
-        "positive_weight A log pi where the reward is above threshold, else "
-        "negative_weight sg(clip(r, 0, cap)) A log pi"
+        "positive_weight A log pi if the reward is above threshold, else negative_weight sg(clip(r, 0, cap)) A log pi"
     )
-    when: ClassVar[str] = "Very stale data and rewards of two kinds: good answers are learned however old they are."
+    when: ClassVar[str] = "Very stale data and binary rewards: good answers are learned whatever their age."
     ratio_options: ClassVar[tuple[str, ...]] = ("cap",)
 
     type: Literal["topr"] = "topr"
-    threshold: float = Field(0.0, description="Rewards above this are those of good answers")
-    positive_weight: float = Field(1.0, ge=0, description="Weight of good answers")
-    negative_weight: float = Field(1.0, ge=0, description="Weight of the others")
-    cap: float = Field(1.0, ge=1, description="Largest ratio of the others, at least 1")
+    threshold: float = Field(0.0, description="An answer with a reward above this is good")
+    positive_weight: float = Field(1.0, ge=0, description="Factor of good answers")
+    negative_weight: float = Field(1.0, ge=0, description="Factor of the other answers")
+    cap: float = Field(1.0, ge=1, description="Upper bound of the ratio of the other answers, at least 1")
 
     @model_validator(mode="after")
     def _something_is_trained(self) -> ToprOptions:
@@ -35,8 +34,8 @@ class ToprOptions(RatioOptions):
         return self
 
     @property
-    def corrects(self) -> bool:
-        return super().corrects and self.negative_weight > 0
+    def corrects_off_policy(self) -> bool:
+        return super().corrects_off_policy and self.negative_weight > 0
 
     def without_effect(self) -> dict[str, str]:
         found = super().without_effect()
@@ -44,13 +43,15 @@ class ToprOptions(RatioOptions):
             for name in ("anchor", "cap"):
                 found[name] = (
                     f"`algorithm.{name} = {getattr(self, name)!r}` has no effect with `algorithm.negative_weight = 0`: "
-                    "only answers that are not good have a ratio; leave it out, or set `negative_weight` above 0"
+                    "only bad answers have a ratio; leave it out, or set `negative_weight` above 0"
                 )
         return found
 
-    def idle_at_ratio_one(self) -> tuple[str, ...]:
-        alike = self.positive_weight == self.negative_weight  # then only the ratio tells the two parts apart
-        return (*super().idle_at_ratio_one(), *(("threshold",) if alike else ()))
+    def inactive_at_ratio_one(self) -> tuple[str, ...]:
+        alike = (
+            self.positive_weight == self.negative_weight
+        )  # then only the ratio distinguishes good answers from bad ones
+        return (*super().inactive_at_ratio_one(), *(("threshold",) if alike else ()))
 
     def loss(self, tokens: Tokens) -> Loss:
         import torch

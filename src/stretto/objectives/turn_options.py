@@ -1,24 +1,24 @@
-"""The options of `[algorithm.turns]`: credit by turn. Torch-free; `training/credit.py` computes it."""
+"""The options of `[algorithm.turns]`: credit assignment by turn. Torch-free; see `training/turn_credit.py`."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from stretto.options import Options
 
 
-class TurnOptions(BaseModel):
-    """Credit by turn, for episodes with several.
+class TurnOptions(Options):
+    """Credit assignment by turn, for episodes with several turns.
 
-    Every token of a turn has the advantage of what its trajectory earned from that turn on. That is compared by the
-    rule `advantage` between those of a group that reached the turn. A critic (`gae`) gets what a turn earned at the end
-    of that turn. An episode that gives one reward earned it at its last turn.
+    Every token of a turn has the advantage of the rewards from that turn on, compared by the rule `advantage` between
+    the members of a group that reached the turn. A critic (`gae`) sees the reward of a turn at the turn's end. If an
+    episode has only one reward, it counts as earned at its last turn.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     formula: ClassVar[str] = "A of turn j compares R_j = sum_(k >= j) gamma^(k - j) r_k, with r_k the reward of turn k"
 
     gamma: float = Field(
-        1.0, gt=0, le=1, description="What a reward one turn later is worth; a critic has one of its own"
+        1.0, gt=0, le=1, description="Discount of rewards, a turn; not with a critic, which has its own"
     )

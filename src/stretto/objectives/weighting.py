@@ -1,4 +1,4 @@
-"""The policy gradient weighted by a ratio that carries no gradient, which several objectives share."""
+"""The policy gradient weighted by a detached ratio, which several objectives share."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ WEIGHT_FORMULA = 'sg(min(r, cap)) A log pi; with level = "sequence" r is the pro
 
 
 class WeightOptions(RatioOptions):
-    """The policy gradient with an importance weight a token or a completion."""
+    """The policy gradient with an importance weight for each token or completion."""
 
     ratio_options: ClassVar[tuple[str, ...]] = ("level", "cap")
 
-    level: Level = Field("token", description="Ratio of each token by itself, or of the whole completion")
-    cap: float | None = Field(None, ge=1, description="Largest ratio, at least 1; left out: no bound")
+    level: Level = Field("token", description="Ratio of each token, or of the whole completion")
+    cap: float | None = Field(None, ge=1, description="Upper bound of the ratio, at least 1; default: no bound")
 
     def loss(self, tokens: Tokens) -> Loss:
-        logs = tokens.logprobs.detach() - tokens.anchored(self.anchor)
+        logs = tokens.logprobs.detach() - tokens.anchor_logprobs(self.anchor)
         weights = bounded_exp(sequence_sum(logs, tokens) if self.level == "sequence" else logs)
         diagnostics = {}
         if self.cap is not None:

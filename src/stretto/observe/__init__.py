@@ -1,1 +1,1 @@
-"""Metrics, progress and summaries."""
+"""Metrics, progress, summaries and warnings of a run."""

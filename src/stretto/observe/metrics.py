@@ -1,9 +1,9 @@
-"""What a run measured: a line an update, and the summary at the end.
+"""The metrics of a run: a line for each update, and the summary at the end.
 
-A *window* runs from the first admission to the end of the last update. A run that was stopped and resumed has several,
-all but the last ending with the stop, and their sums are carried in the journal; that of a session that was killed
-ends with its last update. Warm start and the evaluations
-before and after lie outside of every one.
+A *window* is the time from the first admission to the end of the last update; speeds and idle shares refer to it. A run
+that was stopped and resumed has several windows, whose sums are kept in the journal. All but the last end with the
+stop; the window of a killed session ends with its last update. The warm start and the evaluations before and after the
+run lie outside of every window.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from stretto.errors import RunError
-from stretto.evaluation import EvaluationResult
 from stretto.observe.collapse import History
-from stretto.types import Completion, Load, Sample, UpdateReport
+from stretto.types import Completion, EngineStats, EvaluationResult, Sample, UpdateReport
 
 
 class Sink(Protocol):
-    """Where metrics go, a record an update."""
+    """A destination of metrics, one record for each update."""
 
     def write(self, record: Mapping[str, Any]) -> None: ...
 
 
 class JsonLines:
-    """`metrics.jsonl`: one JSON object a line, flushed as it is written."""
+    """`metrics.jsonl`: one JSON object a line, flushed after every line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -45,7 +44,7 @@ class JsonLines:
             raise RunError(f"`{self._path}` cannot be written: {error}") from error
 
     def rewrite(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Hold these lines and no others: those of the journal, when a run is taken up that may have been killed."""
+        """Replaces the file by these lines. A resumed run, which may have been killed, writes those of the journal."""
         scratch = self._path.with_suffix(".partial")
         try:
             scratch.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
@@ -56,7 +55,7 @@ class JsonLines:
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over the whole run, carried over a stop and resume."""
+    """Sums over the whole run, kept when it is stopped and resumed."""
 
     steps: int = 0
     wall_s: float = 0.0
@@ -64,17 +63,17 @@ class Totals:
     rollout_busy_s: float = 0.0  # summed over instances
     rollout_s: float = 0.0  # wall time summed over instances
     row_s: float = 0.0  # integral of running rows
-    tokens: int = 0  # completion tokens trained on, those of later uses not among them, here and below
+    tokens: int = 0  # completion tokens trained on; here and below, without the later uses of a trajectory
     trained: int = 0  # trajectories
-    sampled_tokens: int = 0  # of every trajectory that ended with tokens, however it ended
-    sampled: int = 0  # those trajectories
+    sampled_tokens: int = 0  # of every trajectory with tokens, however it ended
+    sampled: int = 0  # the number of those trajectories
     dropped: int = 0
     filtered: int = 0  # trajectories of groups without signal, which were replaced
     filtered_tokens: int = 0
     filtered_groups: int = 0
-    filtered_reward: float = 0.0  # sum over those groups, each of which has one reward
-    filtered_before: tuple[int, int, int, float] = (0, 0, 0, 0.0)  # the four above when the last update ended
-    replayed: int = 0  # trajectories used again
+    filtered_reward: float = 0.0  # summed over those groups; all members of such a group have the same reward
+    filtered_before: tuple[int, int, int, float] = (0, 0, 0, 0.0)  # the four sums above at the end of the last update
+    replayed: int = 0  # trajectories that were reused
     replayed_tokens: int = 0
     failed: int = 0
     mixed: int = 0
@@ -82,22 +81,22 @@ class Totals:
     groups_without_signal: int = 0
     mismatch_kl_sum: float = 0.0
     mismatch_tokens: int = 0
-    ages: dict[int, int] = field(default_factory=dict)  # updates late -> trajectories trained, later uses too
+    ages: dict[int, int] = field(default_factory=dict)  # age in updates -> trajectories trained, later uses included
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    history: History = field(default_factory=History)  # by which a collapse is seen
-    moves: int = 0  # of trajectories from one instance to another
+    history: History = field(default_factory=History)  # detects a collapse
+    moves: int = 0  # of trajectories between instances
     moved_bytes: int = 0  # of KV
-    prefilled_again: int = 0  # tokens, of moves without KV
+    prefilled_again: int = 0  # tokens prefilled again after moves without KV
     instances_lost: int = 0
     instances_replaced: int = 0
 
     def sums(self) -> dict[str, Any]:
-        """What the journal keeps: all but what its lines of updates and evaluations say again."""
+        """The sums that the journal keeps: all except those that follow from its updates and evaluations."""
         return {name: value for name, value in asdict(self).items() if name not in ("evaluations", "history")}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], lines: Iterable[Mapping[str, Any]] = ()) -> Totals:
-        """Read back what `sums` gave (JSON has turned the ages into strings); `lines` are those of `metrics.jsonl`."""
+        """Restores `sums()`, whose ages JSON has turned into strings; `lines` are those of `metrics.jsonl`."""
         read: dict[str, Any] = {"ages": {int(age): count for age, count in values.get("ages", {}).items()}}
         read["filtered_before"] = tuple(values.get("filtered_before", (0, 0, 0, 0.0)))
         totals = cls(**{**values, **read})
@@ -108,61 +107,61 @@ class Totals:
 
 
 class Tally:
-    """Adds up what happened. Everything that `summary.json` holds is computed here and nowhere else."""
+    """Adds up the events of a run. Everything in `summary.json` is computed here."""
 
     def __init__(self, *, rows: int, sink: Sink, totals: Totals | None = None) -> None:
         self.totals = totals or Totals()
         self._rows = rows
         self._sink = sink
         self._opened_at: float | None = None
-        self._at_open: Sequence[Load] = ()
-        self._marked: tuple[float, Sequence[Load]] | None = None
+        self._at_open: Sequence[EngineStats] = ()
+        self._marked: tuple[float, Sequence[EngineStats]] | None = None
         self._last_ended = 0.0
 
     # -- the window ----------------------------------------------------------------------------------------------------
 
     @property
     def is_open(self) -> bool:
-        """Whether a window runs."""
+        """True while a window is open."""
         return self._opened_at is not None
 
-    def open_window(self, loads: Sequence[Load], at: float) -> None:
-        """The first admission; later ones change nothing."""
+    def open_window(self, loads: Sequence[EngineStats], at: float) -> None:
+        """Opens the window at the first admission. Later calls do nothing."""
         if self._opened_at is None:
             self._opened_at, self._at_open, self._last_ended = at, loads, at
 
-    def mark(self, loads: Sequence[Load], at: float) -> None:
-        """An update ended: the window ends here if no other update follows."""
+    def mark(self, loads: Sequence[EngineStats], at: float) -> None:
+        """Records the end of an update, which is the end of the window if no other update follows."""
         self._marked = (at, loads)
 
-    def close_window(self, loads: Sequence[Load], at: float, *, stopped: bool = False) -> None:
-        """No more updates follow. With `stopped` the window ends now: what was generated since counts when resumed."""
+    def close_window(self, loads: Sequence[EngineStats], at: float, *, stopped: bool = False) -> None:
+        """Closes the window after the last update. With `stopped` it ends now instead of at the last update's end."""
         if self._opened_at is None:
             return
         ended, at_end = (at, loads) if stopped or self._marked is None else self._marked
         self.totals = self.carried(at_end, ended)
         self._opened_at = None
 
-    def carried(self, loads: Sequence[Load], at: float) -> Totals:
-        """The sums as they would be if the window ended now, for a checkpoint."""
+    def carried(self, loads: Sequence[EngineStats], at: float) -> Totals:
+        """Returns the sums as if the window ended now, for a checkpoint."""
         totals = copy.deepcopy(self.totals)
         if self._opened_at is not None:
             totals.wall_s += at - self._opened_at
             for before, after in zip_longest(self._at_open, loads):
-                # One that joined since has done all of its work since.
+                # An instance that joined since then has done all of its work in this window.
                 totals.rollout_busy_s += after.busy_s - (before.busy_s if before else 0.0)
                 totals.row_s += after.row_s - (before.row_s if before else 0.0)
                 totals.rollout_s += max(0.0, min(at, after.until) - max(self._opened_at, after.since))
         return totals
 
-    # -- what happened -------------------------------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------------------------------
 
     def failed(self, num_tokens: int) -> None:
         self.totals.failed += 1
         self._sampled(num_tokens)
 
     def moved(self, num_bytes: int, prefilled: int) -> None:
-        """A trajectory goes on elsewhere: with so many bytes of its KV, or so many tokens prefilled again."""
+        """Counts a move of a trajectory, with its KV or with tokens prefilled again."""
         self.totals.moves += 1
         self.totals.moved_bytes += num_bytes
         self.totals.prefilled_again += prefilled
@@ -178,7 +177,7 @@ class Tally:
         self._sampled(num_tokens)
 
     def filtered(self, lengths: Sequence[int], reward: float) -> None:
-        """A group without signal was replaced: the completions' lengths, and the reward that each had."""
+        """Counts a group without signal that was replaced: the lengths of its completions, and their common reward."""
         totals = self.totals
         totals.filtered_groups += 1
         totals.filtered += len(lengths)
@@ -188,7 +187,7 @@ class Tally:
             self._sampled(length)
 
     def evaluated(self, result: EvaluationResult) -> dict[str, Any]:
-        """One evaluation; returns its line of `metrics.jsonl`."""
+        """Records an evaluation and returns its line of `metrics.jsonl`."""
         elapsed = self.totals.wall_s + (result.at - self._opened_at if self._opened_at is not None else 0.0)
         record = asdict(result) | {"elapsed_s": elapsed}
         self.totals.evaluations.append(record)
@@ -206,18 +205,18 @@ class Tally:
         idle_s: float,
         waited_for: str,
     ) -> dict[str, Any]:
-        """One update; returns its line of `metrics.jsonl`."""
+        """Records an update and returns its line of `metrics.jsonl`."""
         totals = self.totals
         fresh = [sample for sample in samples if sample.use == 0]
         tokens = sum(sample.completion.num_sampled for sample in fresh)
-        again = sum(sample.completion.num_sampled for sample in samples) - tokens
+        reused_tokens = sum(sample.completion.num_sampled for sample in samples) - tokens
         ages = Counter(report.update - sample.version for sample in samples)
         totals.steps += 1
         totals.trainer_busy_s += ended - started
         totals.tokens += tokens
         totals.trained += len(fresh)
         totals.replayed += len(samples) - len(fresh)
-        totals.replayed_tokens += again
+        totals.replayed_tokens += reused_tokens
         totals.mismatch_kl_sum += report.mismatch_kl_sum
         totals.mismatch_tokens += report.mismatch_tokens
         for age, count in ages.items():
@@ -243,7 +242,7 @@ class Tally:
             "staleness_max": max(ages, default=0),
             "staleness_histogram": {str(age): ages[age] for age in sorted(ages)},
             "replayed_sequences": len(samples) - len(fresh),
-            "replayed_tokens": again,
+            "replayed_tokens": reused_tokens,
             **self._filtered_since(len({sample.group for sample in fresh})),
         }
         line["collapsing"], line["warnings"] = totals.history.add(line)
@@ -251,7 +250,7 @@ class Tally:
         return line
 
     def _filtered_since(self, trained_groups: int) -> dict[str, float]:
-        """What was filtered since the last update, beside the groups that were trained for the first time."""
+        """Metrics of the groups filtered since the last update; `trained_groups` were trained for the first time."""
         totals = self.totals
         now = (totals.filtered, totals.filtered_tokens, totals.filtered_groups, totals.filtered_reward)
         count, tokens, groups, reward = (a - b for a, b in zip(now, totals.filtered_before, strict=True))
@@ -260,7 +259,7 @@ class Tally:
         return {"filtered_groups": groups, "filtered_share": _ratio(groups, groups + trained_groups), **means}
 
     def _sampled(self, num_tokens: int) -> None:
-        """Count a length. What never got a token has none: a request that failed is no short completion."""
+        """Counts a length. A trajectory without tokens does not count: a failed request is not a short completion."""
         if num_tokens:
             self.totals.sampled += 1
             self.totals.sampled_tokens += num_tokens
@@ -268,7 +267,7 @@ class Tally:
     # -- the summary ---------------------------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        """What `summary.json` holds."""
+        """Returns the contents of `summary.json`."""
         totals = self.totals
         uses = sum(totals.ages.values())
         before = [e for e in totals.evaluations if e["moment"] == "before"]
@@ -293,7 +292,7 @@ class Tally:
             },
             "trainer_idle_share": 1.0 - _ratio(totals.trainer_busy_s, totals.wall_s) if totals.wall_s else 0.0,
             "rollout_idle_share": 1.0 - _ratio(totals.rollout_busy_s, totals.rollout_s) if totals.wall_s else 0.0,
-            # Admission is by whole groups, so that a few rows more than the target may run.
+            # Whole groups are admitted, so a few more rows than the target may run.
             "row_idle_share": max(0.0, 1.0 - _ratio(totals.row_s, totals.wall_s * self._rows)),
             "trained_trajectories": totals.trained,
             "dropped_trajectories": totals.dropped,
@@ -324,7 +323,7 @@ class Tally:
 
 
 def is_mixed(completion: Completion) -> bool:
-    """True if its tokens were drawn from more than one version."""
+    """True if the tokens were sampled from more than one version."""
     versions = completion.token_versions
     return versions is not None and len(np.unique(versions)) > 1
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live table on a terminal, plain lines elsewhere."""
+"""Progress of a run for people: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from stretto.evaluation import EvaluationResult
-from stretto.types import Load
+from stretto.types import EngineStats, EvaluationResult
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a run is doing at one moment."""
+    """The state of a run at one moment."""
 
-    update: int  # the next whose batch is not yet taken
-    newest: int  # version
-    staleness: int  # K now
+    update: int  # the next update, whose batch is not yet taken
+    newest: int  # the newest version
+    staleness: int  # the current K
     versions: Mapping[int, int]  # live version -> unfinished trajectories
-    loads: Sequence[Load]  # one an instance
-    waits: Sequence[str]  # who waits for what
+    loads: Sequence[EngineStats]  # one for each instance
+    waits: Sequence[str]  # sentences: who waits for what
 
 
 class Observer(Protocol):
-    """Is told what happens; never decides anything."""
+    """Receives what happens in a run, to display it. Never influences the run."""
 
     def message(self, text: str) -> None: ...
     def status(self, status: Status) -> None: ...
@@ -39,7 +38,7 @@ class Observer(Protocol):
 
 
 class Silent:
-    """Shows nothing; for tests and for callers that read the files."""
+    """Shows nothing; for tests, and for callers that read the files."""
 
     def message(self, text: str) -> None:
         pass
@@ -64,7 +63,7 @@ LEGEND = (
 
 
 def describe_update(line: Mapping[str, Any], steps: int) -> str:
-    """One update as one line, with all of what the trainer waited for, which names a few groups and counts the rest."""
+    """Returns an update as one line, with what the trainer waited for."""
     text = (
         f"{line['update'] + 1} of {steps} updates done  reward {line['reward_mean']:.3f}  "
         f"{line['tokens_per_second']:,.0f} tok/s  age {line['staleness_mean']:.2f} (max {line['staleness_max']})  "
@@ -73,14 +72,14 @@ def describe_update(line: Mapping[str, Any], steps: int) -> str:
     if line["filtered_groups"]:
         text += f"  filtered {line['filtered_groups']} groups ({line['filtered_share']:.0%})"
     if line["replayed_sequences"]:
-        text += f"  used again {line['replayed_sequences']}"
+        text += f"  reused {line['replayed_sequences']}"
     if line["trainer_idle_seconds"] >= 1.0 and line["trainer_waited_for"]:
         text += f"  trainer idle {line['trainer_idle_seconds']:.0f} s: {line['trainer_waited_for']}"
     return text
 
 
 def describe_evaluation(result: EvaluationResult) -> str:
-    """One evaluation as one line, with the version that it measured."""
+    """Returns an evaluation as one line."""
     failed = f", {result.num_failed} failed" if result.num_failed else ""
     return f"evaluation of version {result.version}: {_score(result)} on {result.num_scored} prompts{failed}"
 
@@ -90,7 +89,7 @@ def _score(result: EvaluationResult) -> str:
 
 
 class Plain:
-    """Lines, at most one every `every_s` seconds for updates; the last update is always shown."""
+    """Prints lines: for updates at most one every `every_s` seconds, and always the last."""
 
     def __init__(self, console: Console, steps: int, every_s: float = 2.0) -> None:
         self._console = console
@@ -122,7 +121,7 @@ class Plain:
 
 
 class Terminal:
-    """A table that is redrawn in place: update, reward, speed, live versions, staleness, who waits for what."""
+    """Redraws a table in place: updates, reward, speed, live versions, staleness, and waits."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console = console
@@ -162,12 +161,12 @@ class Terminal:
     def _render(self) -> Group:
         table = Table.grid(padding=(0, 2))
         line, status = self._line, self._status
-        done = max(
-            line["update"] + 1 if line else 0, status.newest if status else 0
-        )  # a run that goes on has no line yet
+        # A run that was resumed has no line yet.
+        done = max(line["update"] + 1 if line else 0, status.newest if status else 0)
         filled = int(30 * done / self._steps)
         bar = f"[{'#' * filled}{'.' * (30 - filled)}]"
-        table.add_row("updates done", Text(f"{bar} {done} of {self._steps}"))  # text: a bracket would begin markup
+        # As `Text`, because a bracket would begin markup.
+        table.add_row("updates done", Text(f"{bar} {done} of {self._steps}"))
         if line is not None:
             table.add_row("reward", f"{line['reward_mean']:.3f}")
             table.add_row("speed", f"{line['tokens_per_second']:,.0f} tokens/s")
@@ -184,5 +183,5 @@ class Terminal:
 
 
 def make_observer(console: Console, steps: int) -> Observer:
-    """The live table on a terminal, lines elsewhere."""
+    """Returns the live table on a terminal, and lines elsewhere."""
     return Terminal(console, steps) if console.is_terminal else Plain(console, steps)

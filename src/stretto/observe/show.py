@@ -1,6 +1,6 @@
-"""Reading a run: its updates in a line each, or the samples of one update with their rewards.
+"""Shows a run: a line for each update, or the samples of one update with their rewards.
 
-Reads the journal alone and imports no torch, so it starts fast and works while the run goes on.
+Reads only the journal and imports no torch, so it starts fast and works while the run is going.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from stretto.errors import RunError
 from stretto.store.reader import JournalReader, SampleRecord, UpdateRecord
 from stretto.store.schema import ENDS, UNDER_WAY
 
-NUM_SAMPLES = 8  # of an update, where nobody says
-MAX_LINES = 40  # of a prompt or a completion, so that one long sample does not push the others off the screen
+NUM_SAMPLES = 8  # shown of an update by default
+MAX_LINES = 40  # of a prompt or a completion, so that a long sample does not push the others off the screen
 
 
 def show(run_folder: str | Path, update: int | None = None, samples: int | None = None) -> RenderableType:
-    """The overview of a run, or with `update` its first `samples` samples, group by group, the best first."""
+    """Returns the overview of a run, or with `update` its first `samples` samples: group by group, best first."""
     if samples is not None and samples < 1:
-        raise RunError(f"`--samples {samples}` shows nothing: give a number from 1")
+        raise RunError(f"`--samples {samples}` shows nothing: use at least 1")
     if samples is not None and update is None:
-        raise RunError(f"`--samples {samples}` has no effect without `--update N`, which says whose samples are shown")
+        raise RunError(f"`--samples {samples}` has no effect without `--update N`; add it to choose the update")
     with JournalReader(run_folder) as reader, reader.moment():
         return _overview(reader) if update is None else _update(reader, update, samples or NUM_SAMPLES)
 
@@ -50,7 +50,7 @@ def _overview(reader: JournalReader) -> RenderableType:
     notes = [(kind, text) for _, kind, text in reader.notes()]
     notes += [(f"{kind} failed", f"trajectory {trajectory}: {why}") for trajectory, kind, why in reader.failures()]
     if notes:
-        table = _table("note", "times", "the last one")
+        table = _table("note", "times", "last text")
         for kind in sorted({kind for kind, _ in notes}):
             texts = [text for one, text in notes if one == kind]
             table.add_row(Text(_clean(kind)), str(len(texts)), Text(_clean(texts[-1])))
@@ -66,7 +66,7 @@ def _headline(reader: JournalReader) -> Text:
     return Text(
         f"{reader.path.parent.name}: {facts.paradigm}{broken}, staleness {staleness}, {facts.batch} prompts x "
         f"{facts.group}; {reader.num_updates()} of {facts.updates} updates, "
-        f"{outcome or 'going on or interrupted'}"
+        f"{outcome or 'running or interrupted'}"
         + (f", resumed {_times(len(sessions) - 1)}" if len(sessions) > 1 else "")
     )
 
@@ -76,9 +76,9 @@ def _times(count: int) -> str:
 
 
 def _updates(updates: list[UpdateRecord]) -> Table:
-    again = any(record.num_again for record in updates)
+    reused = any(record.num_again for record in updates)
     filtered = any(record.metrics.get("filtered_groups") for record in updates)
-    columns = ["reward", "samples", *["used again"] * again, *["filtered groups"] * filtered]
+    columns = ["reward", "samples", *["reused"] * reused, *["filtered groups"] * filtered]
     table = _table("update", *columns, "tokens", "age", "oldest", "seconds")
     for record in updates:
         seconds = "training" if record.finished_at is None else f"{record.finished_at - record.taken_at:.1f}"
@@ -86,7 +86,7 @@ def _updates(updates: list[UpdateRecord]) -> Table:
             str(record.update),
             f"{record.reward:.4f}",
             str(record.num_samples),
-            *[str(record.num_again)] * again,
+            *[str(record.num_again)] * reused,
             *[str(record.metrics.get("filtered_groups", "-"))] * filtered,
             f"{record.tokens:.1f}",
             f"{record.age:.2f}",
@@ -99,15 +99,15 @@ def _updates(updates: list[UpdateRecord]) -> Table:
 def _ends(counts: dict[str, int]) -> Text:
     total = sum(counts.values())
     ends = [f"{counts.get(state, 0):,} {state}" for state in ENDS]
-    under_way = [f"{counts[state]:,} {state}" for state in UNDER_WAY if counts.get(state)]
-    return Text(f"trajectories: {total:,} started; {', '.join(ends)}; under way: {', '.join(under_way) or 'none'}")
+    in_progress = [f"{counts[state]:,} {state}" for state in UNDER_WAY if counts.get(state)]
+    return Text(f"trajectories: {total:,} started; {', '.join(ends)}; in progress: {', '.join(in_progress) or 'none'}")
 
 
 def _table(first: str, *others: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(first)
     for name in others:
-        wide = name == "the last one"
+        wide = name == "last text"
         table.add_column(name, justify="left" if wide else "right", no_wrap=not wide, overflow="fold")
     return table
 
@@ -121,7 +121,7 @@ def _update(reader: JournalReader, update: int, samples: int) -> RenderableType:
         taken = [record.update for record in reader.updates()]
         known = f"it has updates {taken[0]} to {taken[-1]}" if taken else "it has none yet"
         raise RunError(f"`--update {update}` is not in `{reader.path.parent}`: {known}")
-    # The batch is ordered by (version, group, member), so that a group's samples lie together.
+    # The batch is ordered by (version, group, member), so the samples of a group are adjacent.
     ordered = [record for _, group in groupby(records, lambda r: r.group) for record in sorted(group, key=_best_first)]
     shown = ordered[:samples]
     rewards = [record.reward for record in records if record.reward is not None]
@@ -155,7 +155,7 @@ def _describe(record: SampleRecord) -> str:
 
 
 def _indented(text: str) -> Text:
-    """`text` indented, as plain characters: what a model writes is never markup and never drives the terminal."""
+    """Indents a text as plain characters: the output of a model is never markup and never controls the terminal."""
     lines = [_clean(line) for line in text.split("\n")]
     if len(lines) > MAX_LINES:
         half = MAX_LINES // 2

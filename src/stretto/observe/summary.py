@@ -1,4 +1,4 @@
-"""The closing table of a run."""
+"""The table that is printed at the end of a run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from rich.table import Table
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
-    """What a run came to, for people."""
-    table = Table(title="what the run came to", show_header=False)
+    """Returns the summary of a run as a table."""
+    table = Table(title="summary of the run", show_header=False)
     table.add_column(justify="left")
     table.add_column(justify="right")
     if summary["eval_before"] is not None:
@@ -29,21 +29,21 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table.add_row("dropped / failed", f"{summary['dropped_trajectories']} / {summary['failed_trajectories']}")
     if summary["filtered_groups"]:
         table.add_row(
-            "groups filtered, without signal",
+            "filtered groups (without signal)",
             f"{summary['filtered_groups']}, {summary['filtered_share']:.0%} of all that ended; "
-            f"rewarded {summary['filtered_reward']:.3f}",
+            f"mean reward {summary['filtered_reward']:.3f}",
         )
         table.add_row(
-            "length of filtered / of trained", f"{summary['filtered_length']:.1f} / {summary['trained_length']:.1f}"
+            "mean length filtered / trained", f"{summary['filtered_length']:.1f} / {summary['trained_length']:.1f}"
         )
     if summary["spared_groups"]:
-        table.add_row("groups without signal beyond `filter_limit`", f"{summary['spared_groups']}, trained as they are")
+        table.add_row("groups without signal beyond `filter_limit`", f"{summary['spared_groups']}, trained")
     if summary["replayed_trajectories"]:
-        table.add_row("trajectories used again", f"{summary['replayed_trajectories']}")
+        table.add_row("reused trajectories", f"{summary['replayed_trajectories']}")
     if summary["replaced_groups"]:
-        table.add_row("groups that failed and were replaced", f"{summary['replaced_groups']}")
+        table.add_row("failed groups that were replaced", f"{summary['replaced_groups']}")
     table.add_row("mixed versions", f"{summary['mixed_version_trajectories']}")
-    table.add_row("trained length over sampled", f"{summary['length_ratio']:.3f}")
+    table.add_row("mean length trained / sampled", f"{summary['length_ratio']:.3f}")
     for kind, update in summary["collapsing"].items():
         table.add_row(f"collapsing ({kind})", f"since update {update}")
     mismatch = summary["mismatch_kl"]

@@ -1,1 +1,1 @@
-"""What a run leaves on disk: the journal, checkpoints and weights."""
+"""The files of a run: the journal, checkpoints and the weights of versions."""

@@ -1,6 +1,6 @@
-"""Who runs a run: one process at a time, told by a lock beside its journal that goes with the process however it ends.
+"""The lock of a run: one process at a time may run it. The operating system frees it when the process ends.
 
-Imports nothing heavy.
+The lock is a file beside the journal. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from stretto.store.schema import JOURNAL_NAME
 
 
 class Lock:
-    """Keeps a second process from writing the run of a journal, from when it is made until it is closed.
+    """Keeps other processes from writing the run of a journal until it is closed.
 
-    Raises `RunError` where another process has it.
+    Raises `RunError` if another process has the lock.
     """
 
     def __init__(self, journal: Path) -> None:
@@ -26,22 +26,22 @@ class Lock:
             raise RunError(f"`{journal}` is being written by another process: wait for it, or stop it")
 
     def close(self) -> None:
-        """Give it back. Safe to call twice."""
+        """Releases the lock. Safe to call twice."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
 
 def is_alive(run_folder: Path) -> bool:
-    """Whether a process runs the run in this folder now."""
+    """Tells if a process runs the run in this folder now."""
     path = _path(run_folder / JOURNAL_NAME)
-    writable = os.access(path, os.W_OK)  # which not every file system needs for a lock, and another's run is not
+    writable = os.access(path, os.W_OK)  # some file systems lock only writable files; another user's are read-only
     try:
         descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        raise RunError(f"`{path}` cannot be read, which tells whether the run goes on: {error.strerror}") from error
+        raise RunError(f"`{path}` cannot be read, so it is unknown if the run is alive: {error.strerror}") from error
     try:
         return not _locked(descriptor)
     finally:
@@ -53,7 +53,7 @@ def _path(journal: Path) -> str:
 
 
 def _locked(descriptor: int) -> bool:
-    """Lock it, unless another process has."""
+    """Locks the file; returns False if another process has locked it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

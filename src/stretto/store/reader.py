@@ -1,21 +1,28 @@
-"""Reading a journal: for a run that is taken up again, and for people. Works while the run goes on."""
+"""Reads a journal, for resuming a run and for reports. Works while the run is active."""
 
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import JournalError
-from stretto.store.schema import UNDER_WAY, RunFacts, connect_readonly, journal_path
+from stretto.store.schema import (
+    LAWS_GIVEN_UP,
+    RESTORE,
+    RESTORE_OR_BEGIN,
+    UNDER_WAY,
+    RunFacts,
+    connect_readonly,
+    journal_path,
+    reading,
+)
 from stretto.types import Completion, Prompt, Sample, Supports
 
 _COMPLETION = (
@@ -26,7 +33,7 @@ _COMPLETION = (
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryRecord:
-    """Where a trajectory stands."""
+    """The current state of a trajectory."""
 
     trajectory: int
     group: int
@@ -34,7 +41,7 @@ class TrajectoryRecord:
     version: int
     seed: int
     state: str
-    failures: int  # attempts to generate or to score it
+    failures: int  # failed attempts to generate or to score it
     instance: int | None
     reward: float | None
     error: str | None
@@ -42,10 +49,10 @@ class TrajectoryRecord:
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """An admitted group with all of its trajectories, ended ones too."""
+    """An admitted group with all of its trajectories, including those that have ended."""
 
     group: int
-    epoch: int | None  # None: rows come as often as their priority has it
+    epoch: int | None  # None: rows are drawn by pass rate, not in epochs
     row_number: int  # of the data set
     version: int
     deadline: int
@@ -57,23 +64,23 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRecord:
-    """An update and what its batch was like; `finished_at` is None while it trains."""
+    """An update with statistics of its batch; `finished_at` is None while it trains."""
 
     update: int
     taken_at: float
     finished_at: float | None
     metrics: Mapping[str, Any]
     num_samples: int
-    num_again: int  # of them used before
+    num_again: int  # of them trained before (reuse)
     reward: float  # mean
-    tokens: float  # mean of a completion
+    tokens: float  # mean length of a completion
     age: float  # mean, in updates
-    oldest: int
+    oldest: int  # the highest age
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRecord:
-    """A trained sample as people read it."""
+    """A trained sample, as text."""
 
     trajectory: int
     group: int
@@ -87,11 +94,13 @@ class SampleRecord:
     num_tokens: int  # sampled
     finish: str
     turns: int
-    turn_rewards: tuple[float, ...] | None  # of each, where they are told apart
+    turn_rewards: tuple[float, ...] | None  # one for each turn, if the environment returns them
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRecord:
+    """One evaluation; `reward` is None if it was skipped."""
+
     version: int
     kind: str
     at: float
@@ -102,7 +111,7 @@ class EvaluationRecord:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """One process's work on the run; `outcome` is None while it runs, and for ever if it was killed."""
+    """One session (one process's life of the run); `outcome` is None while it runs and if it was killed."""
 
     started_at: float
     ended_at: float | None
@@ -122,90 +131,94 @@ class JournalReader:
     def __enter__(self) -> JournalReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @contextmanager
     def moment(self) -> Iterator[None]:
-        """Everything read inside sees one and the same commit."""
+        """Makes all reads inside the block see the same commit."""
         self._rows("BEGIN")
         try:
             yield
         finally:
-            self._rows("ROLLBACK")
+            if self._db.in_transaction:  # SQLite ends it after some errors
+                self._rows("ROLLBACK")
 
     def _rows(self, sql: str, *args: Any) -> list[Any]:
-        try:
+        with reading(self.path):
             return self._db.execute(sql, args).fetchall()
-        except sqlite3.Error as error:
-            raise JournalError(f"journal `{self.path}` cannot be read: {error}") from error
+
+    def _json(self, text: str) -> Any:
+        with reading(self.path):
+            return json.loads(text)
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
     def has_begun(self) -> bool:
-        """Whether a session was ever recorded; a run killed in its first moments has none."""
+        """Tells if a session is recorded; a run that was killed at its start has none."""
         return bool(self._rows("SELECT 1 FROM run WHERE key = 'paradigm'"))
 
     def facts(self) -> RunFacts:
-        """What the run is."""
-        stored = {key: json.loads(value) for key, value in self._rows("SELECT key, value FROM run")}
+        """Returns the facts of the run: paradigm, batch, seed and so on."""
+        stored = {key: self._json(value) for key, value in self._rows("SELECT key, value FROM run")}
         missing = [each.name for each in fields(RunFacts) if each.default is MISSING and each.name not in stored]
         if missing:
-            raise JournalError(f"journal `{self.path}` does not say what run it is of: no `{missing[0]}`")
+            raise JournalError(f"journal `{self.path}` lacks facts of its run: no `{missing[0]}`; {RESTORE_OR_BEGIN}")
+        if stored["paradigm"] not in LAWS_GIVEN_UP:
+            raise JournalError(f"journal `{self.path}` has the unknown paradigm `{stored['paradigm']}`: {RESTORE}")
+        stored["laws_broken"] = tuple(stored.get("laws_broken", ()))  # JSON has no tuples
         return RunFacts(**{each.name: stored[each.name] for each in fields(RunFacts) if each.name in stored})
 
     def base(self) -> str | None:
-        """The checksum of the base that adapters belong to; None: there are none, or it was not recorded."""
+        """Returns the checksum of the base model of a LoRA run; None for a full run, or if it was not recorded."""
         rows = self._rows("SELECT value FROM run WHERE key = 'base'")
-        return json.loads(rows[0][0]) if rows else None
+        return self._json(rows[0][0]) if rows else None
 
     def sessions(self) -> list[SessionRecord]:
-        """Every time that a process took the run up."""
+        """Returns the sessions of the run, in order."""
         rows = self._rows("SELECT started_at, ended_at, outcome FROM sessions ORDER BY session")
         return [SessionRecord(*row) for row in rows]
 
     def versions(self) -> dict[int, str]:
-        """The checksum of every version."""
+        """Returns the checksum of every version."""
         return dict(self._rows("SELECT version, checksum FROM versions ORDER BY version"))
 
     def counts(self) -> dict[str, int]:
-        """Trajectories by state."""
+        """Returns the number of trajectories in each state."""
         return dict(self._rows("SELECT state, COUNT(*) FROM trajectories GROUP BY state ORDER BY state"))
 
     def num_groups(self) -> int:
-        """Groups admitted so far, which is also the next group's id."""
+        """Returns the number of groups admitted so far, which is also the id of the next group."""
         count: int = self._rows("SELECT COALESCE(MAX(group_id) + 1, 0) FROM groups")[0][0]
         return count
 
     def num_updates(self) -> int:
-        """Updates that the trainer has finished."""
+        """Returns the number of finished updates."""
         count: int = self._rows("SELECT COUNT(*) FROM updates WHERE finished_at IS NOT NULL")[0][0]
         return count
 
     # -- trajectories -----------------------------------------------------------------------------------------------
 
     def ids(self, *states: str) -> list[int]:
-        """The trajectories in one of `states`, in order."""
+        """Returns the ids of the trajectories in one of `states`, in order."""
         marks = ", ".join("?" * len(states))
         rows = self._rows(f"SELECT trajectory FROM trajectories WHERE state IN ({marks}) ORDER BY 1", *states)
         return [row[0] for row in rows]
 
     def trajectory(self, trajectory: int) -> TrajectoryRecord:
-        """Where one trajectory stands."""
+        """Returns the current state of one trajectory."""
         found = self._trajectories("WHERE trajectory = ?", trajectory)
         if not found:
             raise JournalError(f"journal `{self.path}` has no trajectory {trajectory}")
         return found[0]
 
     def outstanding(self) -> list[GroupRecord]:
-        """The groups with trajectories under way, by id: what a resumed run goes on with."""
+        """Returns the groups with trajectories in progress, by id. A resumed run continues them."""
         marks = ", ".join("?" * len(UNDER_WAY))
         return self._groups(f"(SELECT group_id FROM trajectories WHERE state IN ({marks}))", *UNDER_WAY)
 
     def groups(self, ids: Collection[int]) -> list[GroupRecord]:
-        """These groups, in order of their ids."""
+        """Returns these groups, in order of their ids."""
         return [record for id in sorted(ids) for record in self._groups("(?)", id)]
 
     def _groups(self, chosen: str, *args: Any) -> list[GroupRecord]:
@@ -216,7 +229,7 @@ class JournalReader:
         )
         groups = []
         for group, epoch, number, version, deadline, staleness, index, text, tokens, row, at in rows:
-            prompt = Prompt(index, text, tuple(np.frombuffer(tokens, "<i4").tolist()), json.loads(row))
+            prompt = Prompt(index, text, tuple(np.frombuffer(tokens, "<i4").tolist()), self._json(row))
             members = tuple(self._trajectories("WHERE group_id = ? ORDER BY member", group))
             groups.append(GroupRecord(group, epoch, number, version, deadline, staleness, prompt, at, members))
         return groups
@@ -227,7 +240,7 @@ class JournalReader:
         return [TrajectoryRecord(*row) for row in self._rows(f"SELECT {columns} FROM trajectories {where}", *args)]
 
     def load_completion(self, trajectory: int) -> tuple[Completion, float | None, tuple[float, ...] | None]:
-        """What a trajectory generated, its reward if it has one, and those of its turns where they are told apart."""
+        """Returns a trajectory's completion, its reward (or None), and the rewards of its turns (or None)."""
         rows = self._rows(
             f"SELECT t.reward, t.turn_rewards, {_COMPLETION} FROM completions c JOIN trajectories t USING (trajectory) "
             "WHERE trajectory = ?",
@@ -241,13 +254,12 @@ class JournalReader:
     # -- updates ----------------------------------------------------------------------------------------------------
 
     def members(self, update: int) -> list[int]:
-        """The trajectories of an update's batch, in order; empty if it was not taken."""
-        return [
-            r[0] for r in self._rows("SELECT trajectory FROM members WHERE update_id = ? ORDER BY position", update)
-        ]
+        """Returns the trajectories of an update's batch, in order; empty if it was not taken."""
+        rows = self._rows("SELECT trajectory FROM members WHERE update_id = ? ORDER BY position", update)
+        return [row[0] for row in rows]
 
     def batch(self, update: int) -> list[Sample]:
-        """The batch of an update as the trainer got it."""
+        """Returns the batch of an update, as the trainer got it."""
         rows = self._rows(
             "SELECT m.trajectory, t.group_id, t.version, g.prompt_tokens, t.reward, m.use, t.turn_rewards, "
             f"{_COMPLETION} "
@@ -264,32 +276,21 @@ class JournalReader:
         ]  # fmt: skip
 
     def updates(self) -> list[UpdateRecord]:
-        """Every update whose batch was taken, in order."""
+        """Returns every update whose batch was taken, in order."""
         rows = self._rows(
             "SELECT u.update_id, u.taken_at, u.finished_at, u.metrics, COUNT(m.trajectory), "
-            "COALESCE(SUM(m.use <> 0), 0), AVG(t.reward), "
-            "AVG(c.num_sampled), AVG(u.update_id - t.version), MAX(u.update_id - t.version) FROM updates u "
+            "COALESCE(SUM(m.use <> 0), 0), COALESCE(AVG(t.reward), 0.0), COALESCE(AVG(c.num_sampled), 0.0), "
+            "COALESCE(AVG(u.update_id - t.version), 0.0), COALESCE(MAX(u.update_id - t.version), 0) FROM updates u "
             "LEFT JOIN members m USING (update_id) LEFT JOIN trajectories t USING (trajectory) "
             "LEFT JOIN completions c USING (trajectory) GROUP BY u.update_id ORDER BY u.update_id"
         )
         return [
-            UpdateRecord(
-                update,
-                taken,
-                finished,
-                json.loads(line),
-                count,
-                again,
-                reward or 0.0,
-                tokens or 0.0,
-                age or 0.0,
-                old or 0,
-            )
-            for update, taken, finished, line, count, again, reward, tokens, age, old in rows
+            UpdateRecord(update, taken_at, finished_at, self._json(metrics), *statistics)
+            for update, taken_at, finished_at, metrics, *statistics in rows
         ]
 
     def samples(self, update: int) -> list[SampleRecord]:
-        """The samples of an update, in the order of its batch, as people read them."""
+        """Returns the samples of an update as text, in the order of its batch."""
         rows = self._rows(
             "SELECT m.trajectory, t.group_id, t.member, t.version, m.update_id - t.version, m.use, g.prompt_text, "
             "COALESCE(c.text, ''), t.reward, COALESCE(c.num_sampled, 0), COALESCE(c.finish, ''), "
@@ -301,16 +302,16 @@ class JournalReader:
         return [SampleRecord(*(*row[:-1], _rewards(row[-1]))) for row in rows]
 
     def evaluations(self) -> list[EvaluationRecord]:
-        """Every evaluation, in the order in which they ended."""
+        """Returns every evaluation, in the order in which they ended."""
         rows = self._rows("SELECT version, kind, at, reward, num, seconds FROM evaluations ORDER BY id")
         return [EvaluationRecord(*row) for row in rows]
 
     def notes(self) -> list[tuple[float, str, str]]:
-        """(at, kind, text) of every note, in order."""
+        """Returns (at, kind, text) of every note, in order."""
         return [(at, kind, text) for at, kind, text in self._rows("SELECT at, kind, text FROM notes ORDER BY id")]
 
     def failures(self) -> list[tuple[int, str, str]]:
-        """(trajectory, kind, reason) of every attempt that failed, in order."""
+        """Returns (trajectory, kind, reason) of every failed attempt, in order."""
         rows = self._rows("SELECT trajectory, kind, reason FROM failures ORDER BY id")
         return [(trajectory, kind, reason) for trajectory, kind, reason in rows]
 

@@ -31,33 +31,50 @@
                    along, the tokens that are prefilled again instead, and why; `source` is NULL after a resume
     notes          waits and moves in words, for people
 
-States: `running` (admitted; on an instance or queued there), `suspended` (between instances, or its run was stopped),
-`scoring` (has its last token), `scored`, `training` (in a batch that was taken), and the ends `trained`, `failed`,
-`filtered`, `dropped`. Times are seconds since 1970 (`clock.py`). Blobs are little-endian: tokens and versions int32,
-log-probabilities float32; supports int32, how many tokens each token was drawn from and then those tokens, NULL where
-all were drawn from the whole vocabulary; turns int32, beginning and end of each, NULL where there is one that is all of
-it; rewards of turns float64.
+States, the same words as in `core/ledger.py`: `waiting` (on no instance, or its run was stopped), `running` (on an
+instance, or queued there), `scoring` (has its last token), `scored`, `training` (in the batch of an update that is not
+finished), and the ends `trained`, `failed`, `filtered`, `dropped`. If a recorded reward cannot be trained on, a resumed
+run takes it back: `scored` becomes `scoring`. A batch that holds it and was not trained is given back before:
+`training` becomes `scored`.
+
+Times are seconds since 1970 (`clock.py`). Blobs are little-endian. Tokens and versions are int32, log-probabilities
+float32, rewards of turns float64. Supports are int32: how many tokens each token was drawn from, and then those tokens;
+NULL if all were drawn from the whole vocabulary. Turns are int32: the beginning and end of each; NULL if there is one
+turn, which is all of it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sqlite3
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from stretto.core.paradigms import PARADIGMS
 from stretto.errors import JournalError, RunError
 
 JOURNAL_NAME = "journal.sqlite"
+RESTORE = "put the journal back from a copy, with its `-wal` file if it had one"
+RESTORE_OR_BEGIN = f"{RESTORE}; if its run was killed as it began, `--resume` begins it"
 NUM_NAMED = 5  # runs of a folder that is none itself
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
-State = Literal["running", "suspended", "scoring", "scored", "training", "trained", "failed", "filtered", "dropped"]
+State = Literal["waiting", "running", "scoring", "scored", "training", "trained", "failed", "filtered", "dropped"]
 ENDS: tuple[State, ...] = ("trained", "failed", "filtered", "dropped")
-UNDER_WAY: tuple[State, ...] = ("running", "suspended", "scoring", "scored", "training")
+UNDER_WAY: tuple[State, ...] = ("waiting", "running", "scoring", "scored", "training")
+
+
+# The laws that each paradigm gives up, as `verify` knows them: written down apart from the table of the core.
+LAWS_GIVEN_UP: Mapping[str, tuple[int, ...]] = {
+    "synchronous": (),
+    "one-step-off": (),
+    "partial": (1,),
+    "drop": (2,),
+    "multi-version": (),
+}
 
 Attempt = Literal["generation", "scoring"]
 Order = Literal["shuffled", "pass-rate"]
@@ -134,11 +151,7 @@ class RunFacts:
     replay_groups: int = 0  # groups that an update uses again, at most
     replay_uses: int = 0  # of one group, after its first, at most
     templated: bool = False  # a chat template made the prompts
-
-    @property
-    def laws_broken(self) -> tuple[int, ...]:
-        """The laws that this paradigm gives up by design."""
-        return PARADIGMS[self.paradigm].breaks
+    laws_broken: tuple[int, ...] = ()  # the laws that the paradigm gives up by design
 
 
 def journal_path(run_folder: str | Path) -> Path:
@@ -147,6 +160,8 @@ def journal_path(run_folder: str | Path) -> Path:
     if path.is_dir():
         path = path / JOURNAL_NAME
     if not path.is_file():
+        if path.name == JOURNAL_NAME and (path.parent / "config.toml").is_file():
+            raise RunError(f"the run in `{path.parent}` has no `{path.name}`: {RESTORE_OR_BEGIN}")
         reason = "it has no `journal.sqlite`" if path.parent.is_dir() else "there is no such folder"
         if inside := sorted(str(journal.parent) for journal in Path(run_folder).glob(f"*/{JOURNAL_NAME}")):
             named = ", ".join(f"`{folder}`" for folder in inside[:NUM_NAMED]) + (", ..." if inside[NUM_NAMED:] else "")
@@ -155,34 +170,83 @@ def journal_path(run_folder: str | Path) -> Path:
     return path
 
 
+def wal_path(journal: Path) -> Path:
+    """The file of commits that are not in the journal's own file yet: without it these are lost."""
+    return Path(f"{journal}-wal")
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raises what is wrong with a journal that is read here as a `JournalError`: its name, the cause, what to do.
+
+    SQLite has no checksums of content, so damage may also show as text that is no JSON.
+    """
+    try:
+        yield
+    except sqlite3.OperationalError as error:  # a lock, a disk, a permission; or a table that is not there
+        hint = f"; {RESTORE}" if str(error).startswith("no such ") else ""
+        raise JournalError(f"journal `{path}` cannot be read: {error}{hint}") from error
+    except (sqlite3.Error, json.JSONDecodeError, UnicodeDecodeError) as error:  # the last: of SQLite's own words
+        raise JournalError(f"journal `{path}` cannot be read: {error}; {RESTORE}") from error
+
+
+def open_readonly(path: Path) -> sqlite3.Connection:
+    """Open a journal whatever is in it, also while a run writes it. Raises `JournalError` if it is empty."""
+    path = path.resolve()
+    with reading(path):
+        if path.is_file() and path.stat().st_size == 0:  # SQLite would remove its `-wal` file, even if it only reads
+            raise JournalError(f"journal `{path}` is empty (0 bytes): {RESTORE_OR_BEGIN}")
+        writable, wal = os.access(path.parent, os.W_OK), wal_path(path).exists()
+        # Whoever may only read leaves a new `-wal` file behind, and cannot roll back what was half written when a
+        # process was killed before the journal had its first table. Whoever may write takes a `-wal` file away that
+        # holds commits, which changes the journal's own file.
+        mode = "rw" if writable and not wal else "ro"
+        uri = f"{path.as_uri()}?mode={mode}"
+        if not writable and not wal:
+            uri += "&immutable=1"  # readers of a WAL file need its index beside it, which nobody can create here
+        connection = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=10.0)
+        connection.execute("PRAGMA query_only = ON")
+        return connection
+
+
 def connect_readonly(path: str | Path) -> sqlite3.Connection:
     """Open a journal to read it, also while a run writes it; what is read inside one `BEGIN` is one moment."""
     path = Path(path).resolve()
-    uri = f"{path.as_uri()}?mode=ro"
-    if not os.access(path.parent, os.W_OK) and not Path(f"{path}-wal").exists():
-        uri += "&immutable=1"  # readers of a WAL file need its index beside it, which nobody can create here
+    connection = open_readonly(path)
     try:
-        connection = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=10.0)
-        check_schema(connection, path)
-    except sqlite3.Error as error:
-        raise JournalError(f"journal `{path}` cannot be read: {error}") from error
+        with reading(path):
+            check_schema(connection, path)
+    except JournalError:
+        connection.close()
+        raise
     return connection
 
 
-def is_empty(path: Path) -> bool:
-    """Whether a journal has no tables yet: its run was killed as it began."""
-    with contextlib.closing(sqlite3.connect(path, timeout=10.0)) as connection:
-        try:
-            return connection.execute("SELECT 1 FROM sqlite_schema").fetchone() is None
-        except sqlite3.Error as error:
-            raise JournalError(f"journal `{path}` cannot be read: {error}") from error
+@contextlib.contextmanager
+def opened_readonly(path: str | Path) -> Iterator[sqlite3.Connection]:
+    """Opens a journal to read it, and closes it. Raises whatever is wrong with it as a `JournalError`."""
+    connection = connect_readonly(path)
+    try:
+        with reading(Path(path)):
+            yield connection
+    finally:
+        connection.close()
 
 
 def check_schema(connection: sqlite3.Connection, path: Path) -> None:
     """Refuse a file that is not a journal of this schema."""
     (found,) = connection.execute("PRAGMA user_version").fetchone()
+    if found == 0:  # that of every file which nobody gave another
+        raise JournalError(f"`{path}` is a SQLite file without the tables of a journal: {RESTORE_OR_BEGIN}")
     if found != SCHEMA_VERSION:
         raise JournalError(
-            f"journal `{path}` has schema {found}, this version of stretto reads schema {SCHEMA_VERSION}: "
-            "use the version of stretto that wrote it"
+            f"journal `{path}` was written with schema version {found}, and this version of stretto reads schema "
+            f"version {SCHEMA_VERSION}: use the version of stretto that wrote it, or start a new run in another folder"
         )
+
+
+def check_whole(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse a journal whose pages are damaged. Reads all of the file."""
+    (health,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if health != "ok":
+        raise JournalError(f"journal `{path}` is damaged: {health.splitlines()[-1]}; {RESTORE}")

@@ -1,9 +1,9 @@
-"""Proves the three laws of a run from its journal alone, with its own SQL: nothing here asks the code that kept them.
+"""Verifies the three laws of a run from its journal alone, with independent SQL: it uses no code that enforces them.
 
-The checks are in `checks.py`; a law holds when none of its checks finds a break. The
-paradigms `partial` and `drop` give up one law each by design: what they break of it is counted apart.
+The checks are in `checks.py`. A law holds if none of its checks finds a break. The paradigms `partial` and `drop` each
+give up one law by design; those breaks are counted separately.
 
-A run that is not finished (stopped, killed, or still going on) may have trajectories under way; they are counted.
+A run that is not finished (stopped, killed or active) may have trajectories in progress; they are counted.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,30 @@ from numpy.typing import NDArray
 
 from stretto.errors import JournalError
 from stretto.store.checks import CHECKS
-from stretto.store.schema import connect_readonly, journal_path
+from stretto.store.schema import (
+    LAWS_GIVEN_UP,
+    RESTORE,
+    RESTORE_OR_BEGIN,
+    check_whole,
+    connect_readonly,
+    journal_path,
+    reading,
+)
 
 NUM_DETAILS = 5  # offenders named for each law
-LOGPROB_SLACK = 1e-3  # a log-probability computed in low precision may lie this far above 0
+LOGPROB_SLACK = 1e-3  # a log-probability computed in low precision may be this much above 0
 
 NAMES = {"1": "law 1  one voice", "2": "law 2  nothing lost", "3": "law 3  nothing old", "once": "       exactly once"}
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found about one law. `details` has a sentence for each of the first offenders."""
+    """The result for one law. `details` has a sentence for each of the first breaks."""
 
     law: str  # "1", "2", "3" or "once"
-    broken: int  # breaks that nothing excuses
+    broken: int  # breaks that the paradigm does not allow
     by_paradigm: int | None  # breaks that the paradigm makes by design; None: it does not give up this law
-    counts: str  # what was looked at, in words
+    counts: str  # what was checked, as text
     details: tuple[str, ...] = ()
 
     @property
@@ -46,41 +55,37 @@ class Finding:
 
 @dataclass(slots=True)
 class _Run:
-    """The run's facts, as the checks' parameters."""
+    """The facts of the run, as parameters of the checks, and the breaks found so far."""
 
-    paradigm: str
-    how: str  # in words
+    how: str  # how the run ended, as text
     params: dict[str, Any]
     breaks: dict[str, list[str]] = field(default_factory=lambda: {law: [] for law in NAMES})
-    mixed: int = 0  # trajectories with tokens of other versions than their own
+    mixed: int = 0  # trajectories whose only break of law 1 is that they have tokens of other versions
     num_tokens: int = 0
 
 
 def verify(run_folder: str | Path) -> list[Finding]:
-    """What the journal of a run proves, one finding for each law and one for exactly-once.
+    """Checks the journal of a run. Returns one finding for each law and one for exactly-once.
 
-    Raises `RunError` where there is no journal and `JournalError` where it cannot be read.
+    Raises `RunError` if there is no journal, and `JournalError` if it cannot be read.
     """
     path = journal_path(run_folder)
     db = connect_readonly(path)
     try:
-        db.execute("BEGIN")  # one moment of a run that may be going on
-        (health,) = db.execute("PRAGMA quick_check(1)").fetchone()
-        if health != "ok":
-            raise JournalError(f"journal `{path}` is damaged: {health}")
-        run = _read_run(db, path)
-        for law, query in CHECKS:
-            run.breaks[law] += [str(sentence) for (sentence,) in db.execute(query, run.params)]
-        _check_tokens(db, run)
-        return _findings(db, run)
-    except sqlite3.Error as error:
-        raise JournalError(f"journal `{path}` cannot be read: {error}") from error
+        with reading(path):
+            db.execute("BEGIN")  # one snapshot of a run that may be active
+            check_whole(db, path)
+            run = _read_run(db, path)
+            for law, query in CHECKS:
+                run.breaks[law] += [str(sentence) for (sentence,) in db.execute(query, run.params)]
+            _check_tokens(db, run)
+            return _findings(db, run)
     finally:
         db.close()
 
 
 def format_findings(findings: Sequence[Finding]) -> str:
-    """One line a law, and under it the first offenders by id."""
+    """Returns the findings as text: one line for each law, and below it the first breaks."""
     lines = []
     for finding in findings:
         verdict = "holds" if finding.holds else f"BROKEN {finding.broken}"
@@ -94,7 +99,7 @@ def format_findings(findings: Sequence[Finding]) -> str:
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """0 if every law holds or is broken by the paradigm's design alone, else 1."""
+    """Returns 0 if every law holds or is broken only by the paradigm's design, else 1."""
     return 0 if all(finding.holds for finding in findings) else 1
 
 
@@ -102,33 +107,41 @@ def _read_run(db: sqlite3.Connection, path: Path) -> _Run:
     facts = {key: json.loads(value) for key, value in db.execute("SELECT key, value FROM run")}
     names = (
         *("paradigm", "staleness", "batch", "group", "updates", "data_rows", "retries", "filter_limit", "order"),
-        *("replay_groups", "replay_uses"),
+        *("replay_groups", "replay_uses", "laws_broken"),
     )
     missing = [name for name in names if name not in facts]
     if missing:
-        raise JournalError(f"journal `{path}` does not say what run it is of: no `{missing[0]}`")
+        raise JournalError(f"journal `{path}` lacks facts of its run: no `{missing[0]}`; {RESTORE_OR_BEGIN}")
     last = db.execute("SELECT outcome FROM sessions ORDER BY session DESC LIMIT 1").fetchone()
     outcome = last[0] if last else None
-    params = {name: facts[name] for name in names}
-    params |= {"finished": outcome == "finished", "drops": facts["paradigm"] == "drop"}
-    params["continues"] = facts["paradigm"] == "partial"
-    how = {"finished": "run finished", "stopped": "run stopped"}.get(outcome or "", "run interrupted or going on")
-    return _Run(facts["paradigm"], how, params)
+    params = {name: facts[name] for name in names if name != "laws_broken"}  # SQLite has no lists
+    paradigm, given_up = facts["paradigm"], LAWS_GIVEN_UP.get(facts["paradigm"], ())
+    if facts["laws_broken"] != list(given_up):
+        raise JournalError(
+            f"journal `{path}` says that its paradigm `{paradigm}` gives up laws {facts['laws_broken']}, and it gives "
+            f"up laws {list(given_up)}: {RESTORE}"
+        )
+    params |= {"finished": outcome == "finished", "continues": 1 in given_up, "drops": 2 in given_up}
+    how = {"finished": "run finished", "stopped": "run stopped"}.get(outcome or "", "run interrupted or active")
+    return _Run(how, params)
 
 
 def _check_tokens(db: sqlite3.Connection, run: _Run) -> None:
-    """Law 1 and the log-probabilities of law 2, inside the blobs."""
-    published: dict[int, set[str]] = {}  # one each, but for those that were lost and made again
+    """Checks the arrays of tokens: law 1, the log-probabilities (law 2) and the age of single tokens (law 3)."""
+    published: dict[int, set[str]] = {}  # one checksum each, except for versions that were lost and made again
     both = "SELECT version, checksum FROM versions UNION SELECT version, checksum FROM remade"
     for version, checksum in db.execute(both):
         published.setdefault(version, set()).add(checksum)
     rows = db.execute(
         "SELECT c.trajectory, t.version, c.version, c.checksum, c.num_tokens, c.tokens, c.logprobs, c.token_versions, "
-        "c.supports, c.num_sampled, c.turns, t.reward, t.turn_rewards, m.update_id FROM completions c "
-        "JOIN trajectories t USING (trajectory) LEFT JOIN members m ON m.trajectory = c.trajectory AND m.use = 0"
+        "c.supports, c.num_sampled, c.turns, t.reward, t.turn_rewards, m.update_id, "
+        "(SELECT MAX(u.update_id) FROM members u WHERE u.trajectory = c.trajectory), COALESCE(g.staleness, :staleness) "
+        "FROM completions c JOIN trajectories t USING (trajectory) LEFT JOIN groups g USING (group_id) "
+        "LEFT JOIN members m ON m.trajectory = c.trajectory AND m.use = 0",
+        run.params,
     )
     for trajectory, version, stamp, checksum, num_tokens, tokens, logprobs, token_versions, supports, *rest in rows:
-        num_sampled, turns, reward, turn_rewards, update = rest
+        num_sampled, turns, reward, turn_rewards, update, last_update, staleness = rest
         run.num_tokens += num_sampled
         sizes = [len(part) for part in (tokens, logprobs, token_versions) if part is not None]
         if any(size != 4 * num_tokens for size in sizes):
@@ -136,7 +149,7 @@ def _check_tokens(db: sqlite3.Connection, run: _Run) -> None:
             continue
         values = np.frombuffer(logprobs, "<f4")
         if not (np.isfinite(values).all() and (values <= LOGPROB_SLACK).all()):
-            run.breaks["2"].append(f"trajectory {trajectory} has log-probabilities that are none")
+            run.breaks["2"].append(f"trajectory {trajectory} has log-probabilities that are not finite or above 0")
         if supports is not None and not _drawn_from(np.frombuffer(tokens, "<i4"), np.frombuffer(supports, "<i4")):
             run.breaks["2"].append(f"trajectory {trajectory} has a token that is not among those it was drawn from")
         spans = np.array([[0, num_tokens]]) if turns is None else np.frombuffer(turns, "<i4").reshape(-1, 2)
@@ -144,17 +157,24 @@ def _check_tokens(db: sqlite3.Connection, run: _Run) -> None:
             run.breaks["2"].append(f"trajectory {trajectory} {sentence}")
         drawn = [version] if token_versions is None else np.frombuffer(token_versions, "<i4").tolist()
         mixed = any(other != version for other in drawn)
-        for sentence in _voice(run, version, stamp, checksum, drawn if mixed else [version], published):
-            run.breaks["1"].append(f"trajectory {trajectory} {sentence}")
+        faults = list(_voice(run, version, stamp, checksum, drawn if mixed else [version], published))
         if mixed and update is not None and drawn[-1] > update:
-            text = f"trajectory {trajectory} has tokens of version {drawn[-1]}, and update {update} trained on it"
-            run.breaks["1"].append(text)
-        run.mixed += mixed
+            faults.append(f"has tokens of version {drawn[-1]}, and update {update} trained on it")
+        run.breaks["1"] += [f"trajectory {trajectory} {sentence}" for sentence in faults]
+        run.mixed += mixed and not faults
+        # `checks.py` checks the age of the version; this checks a token that is older than the version.
+        if mixed and last_update is not None and (oldest := min(drawn)) < min(version, last_update - staleness):
+            run.breaks["3"].append(
+                f"trajectory {trajectory} of version {version} has a token of version {oldest} and is in the batch of "
+                f"update {last_update}, {last_update - oldest} updates later; it was admitted under {staleness}"
+            )
 
 
 def _spans(spans: NDArray[np.int32], num_sampled: int, logprobs: NDArray[np.float32]) -> Iterator[str]:
-    """What is wrong with the turns of a trajectory: they follow one another, end with its tokens, and are all that
-    was sampled."""
+    """Returns what is wrong with the turns of a trajectory.
+
+    Turns must follow one another, the last must end with the tokens, and together they are the sampled tokens.
+    """
     places = spans.ravel()
     if not len(places) or places[0] < 0 or places[-1] != len(logprobs) or (np.diff(places) < 0).any():
         yield f"has turns at {spans.tolist()}, which do not lie one after the other in its {len(logprobs)} tokens"
@@ -165,7 +185,7 @@ def _spans(spans: NDArray[np.int32], num_sampled: int, logprobs: NDArray[np.floa
     if sampled.sum() != num_sampled or (num_sampled and (spans[:, 0] == spans[:, 1]).any()):
         yield f"has {sampled.sum()} tokens in {len(spans)} turns, and {num_sampled} are recorded as sampled"
     if logprobs[~sampled].any():
-        yield "has log-probabilities of tokens that lie between its turns, which were observed"
+        yield "has log-probabilities of tokens between its turns, which were observed and not sampled"
 
 
 def _by_turn(spans: NDArray[np.int32], reward: float | None, turn_rewards: bytes | None) -> Iterator[str]:
@@ -179,7 +199,7 @@ def _by_turn(spans: NDArray[np.int32], reward: float | None, turn_rewards: bytes
 
 
 def _drawn_from(tokens: NDArray[np.int32], supports: NDArray[np.int32]) -> bool:
-    """Whether each token is in its own support, once."""
+    """Tells if each token occurs exactly once in its support."""
     counts, members = supports[: len(tokens)], supports[len(tokens) :]
     if len(counts) != len(tokens) or (counts < 1).any() or int(counts.sum()) != len(members):
         return False
@@ -190,16 +210,19 @@ def _drawn_from(tokens: NDArray[np.int32], supports: NDArray[np.int32]) -> bool:
 def _voice(
     run: _Run, version: int, stamp: int, checksum: str, drawn: list[int], published: dict[int, set[str]]
 ) -> Iterator[str]:
-    """What is wrong with the versions of one trajectory's tokens; mixing them is no fault under `partial`.
+    """Returns what is wrong with the versions of a trajectory's tokens.
 
-    The checksum is that of the weights which drew the last of them.
+    Under `partial`, tokens may have different versions if no token has an older version than the one before it. The
+    checksum is of the weights that sampled the last token.
     """
     mixed = drawn != [version]
-    if mixed and run.paradigm != "partial":
+    if mixed and not run.params["continues"]:
         others = [other for other in drawn if other != version]
         yield f"of version {version} has {len(others)} tokens of other versions, the first of {others[0]}"
-    elif mixed and (drawn != sorted(drawn) or drawn[0] < version or drawn[-1] not in published):
-        yield f"of version {version} has tokens of versions {sorted(set(drawn))}, which do not follow one another"
+    elif back := next(((newer, older) for newer, older in pairwise(drawn) if older < newer), None):
+        yield f"of version {version} has a token of version {back[1]} after one of version {back[0]}"
+    elif drawn[0] < version:
+        yield f"of version {version} has tokens of version {drawn[0]}, which is older"
     own = {version, *drawn} if mixed else {version}
     if stamp not in own:
         yield f"of version {version} was generated under version {stamp}"
@@ -214,9 +237,9 @@ def _findings(db: sqlite3.Connection, run: _Run) -> list[Finding]:
 
     states = dict(db.execute("SELECT state, COUNT(*) FROM trajectories GROUP BY state"))
     training = states.get("training", 0)
-    in_training = f", {training:,} of them in the batch of an update that is not finished" if training else ""
+    in_training = f", {training:,} of them in the batch of an unfinished update" if training else ""
     ends = [f"{states.pop(end, 0):,} {end}" for end in ("trained", "failed", "filtered")]
-    dropped, under_way = states.pop("dropped", 0), sum(states.values())
+    dropped, in_progress = states.pop("dropped", 0), sum(states.values())
     (versions,) = one("SELECT COUNT(*) FROM versions")
     (completions,) = one("SELECT COUNT(*) FROM completions")
     uses, age, oldest = one(
@@ -232,21 +255,24 @@ def _findings(db: sqlite3.Connection, run: _Run) -> list[Finding]:
         "JOIN trajectories USING (trajectory) WHERE finished_at IS NOT NULL AND use = 0"
     )
     (sessions,) = one("SELECT COUNT(*) FROM sessions")
+    (anew,) = one("SELECT COUNT(DISTINCT at) FROM transitions WHERE from_state = 'training' AND to_state = 'scored'")
     (remade,) = one("SELECT COUNT(DISTINCT version) FROM remade")
     counts = {
         "1": f"{completions:,} completions, {run.num_tokens:,} tokens, {versions:,} versions",
-        "2": f"{', '.join(ends)}, {dropped:,} dropped, {under_way:,} under way{in_training} ({run.how}); "
+        "2": f"{', '.join(ends)}, {dropped:,} dropped, {in_progress:,} in progress{in_training} ({run.how}); "
         f"{groups:,} groups in {updates:,} updates",
         "3": f"{uses:,} samples, age mean {age:.2f} max {oldest}, bound {run.params['staleness']}",
         "once": f"{once:,} trained once, {again:,} later uses",
     }
     if taken := uses - once - again:
-        counts["once"] += f", {taken:,} in the batch of an update that is not finished"
+        counts["once"] += f", {taken:,} in the batch of an unfinished update"
     if sessions > 1:
-        counts["2"] += f"; taken up again {sessions - 1:,} times"
+        counts["2"] += f"; resumed {sessions - 1:,} times"
+    if anew:
+        counts["2"] += f"; batches returned and taken again: {anew:,}"
     if remade:
         counts["1"] += f", {remade:,} of them made again with other bits"
-    excused = {"1": run.mixed if run.paradigm == "partial" else None, "2": dropped if run.params["drops"] else None}
+    excused = {"1": run.mixed if run.params["continues"] else None, "2": dropped if run.params["drops"] else None}
     return [
         Finding(law, len(breaks), excused.get(law), counts[law], tuple(breaks[:NUM_DETAILS]))
         for law, breaks in run.breaks.items()

@@ -1,13 +1,13 @@
-"""One thread that writes SQLite, so that nobody else ever waits for a disk by accident.
+"""The thread that writes SQLite, so that no other thread waits for the disk.
 
     caller                          writer thread
-    record(f, *args)  -- append --> collects for `interval_s`, then one transaction: f(connection, *args) ... COMMIT
-    await durable()   <-- future -- commits at once, synced to the disk
+    record(f, ...)    -- append --> collects for `interval_s`, then one transaction: f(connection, ...) ... COMMIT
+    await durable()   <-- future -- commits at once, synced to disk
     await room()      <-- future -- when the backlog has fallen below `capacity`
 
 Changes are applied in the order in which they were recorded, so after a crash the file holds a prefix of them. An
-ordinary commit survives the death of the process; one that somebody waited for in `durable` also survives the machine.
-A change that fails ends the writer: nothing of its transaction stays, and every later call raises `JournalError`.
+ordinary commit survives the end of the process; a commit that `durable` waited for also survives a power failure.
+A change that fails ends the writer: its transaction is rolled back, and every later call raises `JournalError`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from stretto.errors import JournalError
 
-Change = tuple[Callable[..., None], tuple[Any, ...]]
-LOCKED_TIMEOUT_S = 15.0  # how long SQLite itself waits for a lock that a foreign program holds
+P = ParamSpec("P")
+Change = tuple[Callable[..., None], tuple[Any, ...], dict[str, Any]]  # function, its arguments after the connection
+LOCKED_TIMEOUT_S = 15.0  # how long SQLite waits for a lock that another program holds
 
 
 class Writer:
-    """Owns the only connection that writes. Every method may be called from any thread."""
+    """Owns the only connection that writes. All methods are thread-safe."""
 
     def __init__(self, path: Path, *, interval_s: float, capacity: int) -> None:
         self._path = path
@@ -38,14 +39,14 @@ class Writer:
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._pending: list[Change] = []
-        self._recorded = 0  # changes, since the start
+        self._recorded = 0  # changes since the start
         self._committed = 0
-        self._synced = 0  # changes that are on the disk
+        self._synced = 0  # changes that are synced to disk
         self._idle = False  # the thread sleeps until the next change
         self._urgent = False  # the thread must not wait for more changes
         self._closing = False
         self._failure: BaseException | None = None
-        self._durable_waiters: list[tuple[int, Future[None]]] = []  # (changes that must be synced, who waits)
+        self._durable_waiters: list[tuple[int, Future[None]]] = []  # (`_synced` to wait for, waiter)
         self._room_waiters: list[Future[None]] = []
         self._thread = threading.Thread(target=self._run, name="stretto-journal", daemon=True)
         self._thread.start()
@@ -57,8 +58,14 @@ class Writer:
         """Changes recorded and not yet committed."""
         return self._recorded - self._committed
 
-    def record(self, apply: Callable[..., None], *args: Any) -> None:
-        """Queue `apply(connection, *args)`. Never blocks on the disk; `args` must not change afterwards."""
+    def record(
+        self, write: Callable[Concatenate[sqlite3.Connection, P], None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Queues the call `write(connection, *args, **kwargs)`; see `queue`."""
+        self.queue((write, args, kwargs))
+
+    def queue(self, change: Change) -> None:
+        """Queues a change. Never blocks on the disk. The arguments of the change must not be modified afterwards."""
         with self._lock:
             if self._failure is not None or self._closing:
                 raise self._error()
@@ -66,31 +73,30 @@ class Writer:
             if backlog >= self._capacity:
                 if backlog >= 2 * self._capacity:
                     raise JournalError(
-                        f"journal `{self._path}` is {backlog} changes behind: the disk does not keep up, "
-                        "and nobody waited for room"
+                        f"journal `{self._path}` is {backlog} changes behind: the disk is too slow, and the caller did "
+                        "not wait for room"
                     )
-                self._urgent = True
-                self._wake.notify()
-            self._pending.append((apply, args))
+                self._hurry()
+            self._pending.append(change)
             self._recorded += 1
             if self._idle:
                 self._wake.notify()
 
     async def durable(self, timeout_s: float) -> None:
-        """Return once everything recorded so far is on the disk."""
-        await self._wait(self._ask_durable(), timeout_s, "to be on the disk")
+        """Waits until everything recorded so far is on disk."""
+        await self._wait(self._ask_durable(), timeout_s, "to be on disk")
 
     def flush(self, timeout_s: float) -> None:
-        """`durable` for callers without an event loop; blocks."""
+        """Does the same as `durable` for callers without an event loop; blocks."""
         future = self._ask_durable()
         try:
             future.result(timeout_s)
         except FutureTimeoutError as error:
             future.cancel()
-            raise self._too_late(timeout_s, "to be on the disk") from error
+            raise self._too_late(timeout_s, "to be on disk") from error
 
     async def room(self, timeout_s: float) -> None:
-        """Return once fewer than `capacity` changes wait to be written; at once in the ordinary case."""
+        """Waits until fewer than `capacity` changes are queued. Normally returns at once."""
         while True:
             with self._lock:
                 if self._failure is not None or self._closing:
@@ -100,10 +106,10 @@ class Writer:
                 future: Future[None] = Future()
                 self._room_waiters.append(future)
                 self._hurry()
-            await self._wait(future, timeout_s, "for room in its queue")  # others waited too, and may have taken it
+            await self._wait(future, timeout_s, "for room in its queue")  # others waited too and may have filled it
 
     def close(self) -> None:
-        """Write what is left, stop the thread, and raise if anything could not be written. Safe to call twice."""
+        """Writes what is left and stops the thread. Raises if anything could not be written. Safe to call twice."""
         with self._lock:
             first = not self._closing
             self._closing = True
@@ -142,7 +148,7 @@ class Writer:
         failure = self._failure
         text = f"journal `{self._path}` cannot be written: {failure}"
         if isinstance(failure, sqlite3.OperationalError) or isinstance(failure.__cause__, sqlite3.OperationalError):
-            text += "; what was recorded before is whole: see to the disk, and go on with `--resume`"
+            text += "; earlier records are intact: make the disk writable, and continue with `--resume`"
         error = JournalError(text)
         error.__cause__ = failure
         return error
@@ -161,13 +167,13 @@ class Writer:
                 self._write(connection, *work)
             connection.close()
         except BaseException as error:
-            # Told to every caller from here on; the thread itself has nobody to raise to.
+            # Every later call raises it; an exception in the thread itself would be lost.
             self._fail(error)
             if connection is not None:
-                connection.close()  # what was not committed is rolled back
+                connection.close()  # rolls back what was not committed
 
     def _collect(self) -> tuple[list[Change], bool] | None:
-        """The changes of the next transaction and whether it must be synced; None when there will be no more."""
+        """Waits for and returns the changes of the next transaction, and True if it must be synced; None at the end."""
         with self._lock:
             while not (self._pending or self._durable_waiters or self._closing):
                 self._urgent = False
@@ -187,15 +193,15 @@ class Writer:
     def _write(self, connection: sqlite3.Connection, changes: list[Change], sync: bool) -> None:
         connection.execute("PRAGMA synchronous = " + ("FULL" if sync else "NORMAL"))
         connection.execute("BEGIN IMMEDIATE")
-        for apply, args in changes:
+        for write, args, kwargs in changes:
             try:
-                apply(connection, *args)
+                write(connection, *args, **kwargs)
             except Exception as error:
-                what = f"{apply.__name__}({args[0] if args else ''})"
+                what = f"{write.__name__}({args[0] if args else ''})"
                 raise JournalError(f"{error}, while recording `{what}`") from error
         if sync and not changes:
-            # Commits that are in the file and not yet on the disk: a transaction that changes a page syncs them all.
-            # The value must differ from the one before, or SQLite writes no page and syncs nothing.
+            # Earlier commits may not be synced: a transaction that changes a page syncs them all. The value must
+            # change, or SQLite writes no page and syncs nothing.
             connection.execute(
                 "INSERT INTO run VALUES ('syncs', '1') ON CONFLICT (key) DO UPDATE SET value = value + 1"
             )

@@ -1,4 +1,4 @@
-"""Advantages by name. Pure: rewards in, one number a sample or a token out, in float64, never NaN.
+"""Advantages by name: from rewards, one number a sample or a token, in float64, never NaN. Pure.
 
 | name | a sample's advantage |
 |---|---|
@@ -6,13 +6,13 @@
 | `group-mean` | reward minus its group's mean (Dr. GRPO) |
 | `leave-one-out` | reward minus the mean of the other members of its group (RLOO) |
 | `whiten` | reward minus the batch's mean, over the batch's standard deviation plus epsilon (REINFORCE++) |
-| `gae` | a number a token, from the values of a critic: `gae`, over what `token_rewards` gives |
+| `gae` | one number a token, from the values of a critic: `gae` over `token_rewards` |
 
-With credit by turn (`turn_advantages`) the first four compare what was earned from each turn on, and give a number a
+With credit by turn (`turn_advantages`) the first four compare the rewards from each turn on, and give one number a
 turn.
 
-A group of one, or whose rewards are all equal, has nothing to compare: its advantages are exactly 0, and it is counted.
-Under `whiten` what is compared is the batch, so that its groups are without signal together or not at all.
+A group of one, or one whose rewards are all equal, has nothing to compare: its advantages are exactly 0, and it is
+counted as without signal. `whiten` compares the whole batch, so either all of its groups are without signal or none.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from stretto.objectives.base import AdvantageName
 
-EPSILON = 1e-6  # added to a standard deviation before it divides
-MAX_REWARD = 1e100  # squares of larger ones overflow, and no task means them
+EPSILON = 1e-6  # added to a standard deviation before dividing by it
+LARGEST = 1e100  # squares of larger numbers overflow float64
 
 Reals = NDArray[np.float64]
 Groups = Sequence[int] | NDArray[np.int64]
@@ -35,21 +35,21 @@ Groups = Sequence[int] | NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """One advantage a sample, in the order of the samples, and one a token where tokens differ."""
+    """One advantage a sample, in the order of the samples, and one a token if tokens differ."""
 
-    values: Reals  # [n]; where tokens differ, the mean over each sample's tokens
+    values: Reals  # [n]; if tokens differ, the mean over each sample's tokens
     num_groups: int
     num_without_signal: int  # groups of one, or whose rewards are all equal: their advantages are exactly 0
-    tokens: Reals | None = None  # [C], the samples' tokens one after the other; None: each has its sample's
+    tokens: Reals | None = None  # [C], sample after sample; None: every token has its sample's advantage
 
     def of_tokens(self, lengths: NDArray[np.int64]) -> Reals:
-        """The advantage of every token [C] of samples with so many tokens [n]."""
+        """The advantage of every token [C], for samples of the given lengths [n]."""
         return np.repeat(self.values, lengths) if self.tokens is None else self.tokens
 
 
 @dataclass(frozen=True, slots=True)
 class _Grouped:
-    """Rewards by group. `centred` is exactly 0 where a group has no signal."""
+    """Rewards by group. `centred` is exactly 0 if a group has no signal."""
 
     centred: Reals  # [n]
     member_of: NDArray[np.int64]  # [n], from 0
@@ -65,8 +65,8 @@ def group_relative(
 ) -> Advantages:
     """A sample's reward minus the mean of its group, over the group's standard deviation plus `eps`.
 
-    The deviation is the population's (divided by n), so that a group that lost a member to a failure is scaled like the
-    others. Groups may have any number of members, in any order.
+    The standard deviation is the population's (divided by n), so that a group that lost a member to a failure is scaled
+    like the others. Groups may have any number of members, in any order.
     """
     grouped = _grouped(rewards, groups)
     if not normalize_std:
@@ -81,7 +81,7 @@ def group_mean(rewards: ArrayLike, groups: Groups) -> Advantages:
 
 
 def leave_one_out(rewards: ArrayLike, groups: Groups) -> Advantages:
-    """A sample's reward minus the mean of the others of its group, which does not depend on the sample itself."""
+    """A sample's reward minus the mean of the others of its group."""
     grouped = _grouped(rewards, groups)
     # r - (n m - r) / (n - 1) = (r - m) n / (n - 1)
     scale = grouped.sizes / np.maximum(grouped.sizes - 1, 1)
@@ -91,8 +91,8 @@ def leave_one_out(rewards: ArrayLike, groups: Groups) -> Advantages:
 def whiten(rewards: ArrayLike, groups: Groups, *, eps: float = EPSILON) -> Advantages:
     """A sample's reward minus the mean of the batch, over the batch's standard deviation plus `eps`.
 
-    Samples weigh alike, however long they are. A group of equal rewards has a signal here: it is compared with the
-    other prompts.
+    Samples have equal weight, whatever their length. A group of equal rewards has a signal here: it is compared with
+    the other prompts.
     """
     values = _checked(rewards, groups)
     num_groups = len(np.unique(np.asarray(groups))) if len(values) else 0
@@ -109,9 +109,9 @@ ADVANTAGES: dict[str, Callable[[ArrayLike, Groups], Advantages]] = {
 
 
 def outcome_advantages(name: AdvantageName, rewards: ArrayLike, groups: Groups) -> Advantages:
-    """The advantages called `name`, from one reward a sample. `gae` is none of them: it needs values."""
+    """The advantages called `name`, from one reward a sample. Not `gae`, which needs values."""
     if name not in ADVANTAGES:
-        raise ValueError(f"`advantage = {name!r}` is not made of rewards alone: choose one of {', '.join(ADVANTAGES)}")
+        raise ValueError(f"`advantage = {name!r}` needs more than rewards: choose one of {', '.join(ADVANTAGES)}")
     return ADVANTAGES[name](rewards, groups)
 
 
@@ -121,10 +121,10 @@ def penalized_advantages(
     penalties: ArrayLike,  # [n], of each sample
     groups: Groups,
 ) -> Advantages:
-    """The advantages of the rewards, less how much more than those it is compared with a sample is penalized.
+    """The advantages of the rewards minus `compared_penalties`.
 
-    Penalties are compared like rewards and never divided by a standard deviation. A deviation of rewards and penalties
-    together would undo the penalties' scale: where the rewards of a group are equal, penalties of any size would become
+    Penalties are compared like rewards but never divided by a standard deviation. Dividing rewards and penalties
+    together would lose the penalties' scale: if the rewards of a group are equal, penalties of any size would become
     advantages around 1. Without division (`group-mean`, `leave-one-out`) this is the advantage of the difference.
     """
     found = outcome_advantages(name, rewards, groups)
@@ -132,7 +132,7 @@ def penalized_advantages(
 
 
 def compared_penalties(name: AdvantageName, penalties: ArrayLike, groups: Groups) -> Reals:
-    """How much more a sample is penalized than those that the advantages called `name` compare it with [n]."""
+    """Each penalty minus the mean penalty of the samples that the advantages called `name` compare with [n]."""
     given = _checked(penalties, groups)
     if name == "whiten":
         return group_mean(given, np.zeros(len(given), dtype=np.int64)).values
@@ -144,11 +144,11 @@ def _checked(rewards: ArrayLike, groups: Groups) -> Reals:
     if values.ndim != 1 or len(values) != len(groups):
         raise ValueError(f"`rewards` has shape {values.shape}, but `groups` has {len(groups)} entries: one a sample")
     if not np.isfinite(values).all():
-        raise ValueError(f"`rewards` holds a number that is not finite at sample {int(np.argmin(np.isfinite(values)))}")
-    if len(values) and np.abs(values).max() > MAX_REWARD:
+        raise ValueError(f"`rewards` has a number that is not finite at sample {int(np.argmin(np.isfinite(values)))}")
+    if len(values) and np.abs(values).max() > LARGEST:
         raise ValueError(
-            f"`rewards` holds {values[np.argmax(np.abs(values))]:.3g} at sample {int(np.argmax(np.abs(values)))}: "
-            f"scale them to at most {MAX_REWARD:g}"
+            f"`rewards` has {values[np.argmax(np.abs(values))]:.3g} at sample {int(np.argmax(np.abs(values)))}: "
+            f"scale them to at most {LARGEST:g}"
         )
     return values
 
@@ -163,7 +163,7 @@ def _grouped(rewards: ArrayLike, groups: Groups) -> _Grouped:
     highest = np.full(len(sizes), -np.inf)
     np.minimum.at(lowest, member_of, values)
     np.maximum.at(highest, member_of, values)
-    # Equality is tested on the rewards: the rounding of a mean must not become an advantage once divided by epsilon.
+    # Equality is tested on the rewards: the rounding error of a mean, divided by epsilon, would become an advantage.
     without_signal = lowest == highest
     centred = values - (np.bincount(member_of, values) / sizes)[member_of]
     centred[without_signal[member_of]] = 0.0
@@ -178,11 +178,11 @@ def token_rewards(
     lengths: Sequence[int] | NDArray[np.int64],
     turns: Sequence[Sequence[int]] | None = None,
 ) -> Reals:
-    """Rewards where they were earned [C]: at the last token of a sample, or of each of its turns.
+    """Places rewards at the tokens where they were earned [C]: the last token of a sample, or of each of its turns.
 
     `lengths` [n] are the tokens of each sample. Without `turns` a sample has one reward. With them, `turns[i]` are the
-    tokens of each turn of sample `i`, which sum to its length, and `rewards[i]` has a number for each of its turns. A
-    turn without tokens gives its reward to the token before it; a sample without tokens has nowhere to put one.
+    tokens of each turn of sample `i`, which sum to its length, and `rewards[i]` has a number for each of its turns. The
+    reward of a turn without tokens goes to the token before it; a sample without tokens has no place for one.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     parts: Sequence[Sequence[int]] = [[size] for size in sizes.tolist()] if turns is None else turns
@@ -206,9 +206,9 @@ def gae(
     gamma: float = 1.0,
     lam: float = 0.95,
 ) -> tuple[Reals, Reals]:
-    """Generalized advantage estimation: advantages [C], and the returns [C] that the critic is fitted to.
+    """Generalized advantage estimation: advantages [C], and the returns [C] that are the critic's targets.
 
-    `A_t = d_t + gamma * lam * A_(t+1)` with `d_t = r_t + gamma * V_(t+1) - V_t`; beyond the last token both are 0, so a
+    `A_t = d_t + gamma * lam * A_(t+1)` with `d_t = r_t + gamma * V_(t+1) - V_t`. After the last token both are 0, so a
     truncated sequence counts as ended. A return is `A_t + V_t`.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
@@ -221,7 +221,7 @@ def gae(
     advantages = earned + gamma * following - critic
     decay = gamma * lam
     if decay:
-        # Backwards over positions, all sequences that reach a position at once: the longest come first.
+        # Backwards over positions, for all sequences that reach a position at once: the longest come first.
         order = np.argsort(-sizes, kind="stable")
         starts = (ends - sizes)[order]
         reached = np.searchsorted(-sizes[order], -np.arange(1, int(sizes.max(initial=0)) + 1), side="right")
@@ -234,9 +234,9 @@ def gae(
 def gae_advantages(
     advantages: Reals, lengths: NDArray[np.int64], groups: Groups, *, normalize: bool, eps: float = EPSILON
 ) -> Advantages:
-    """What `gae` gave as the advantages of a batch, whitened over all of its tokens where `normalize`.
+    """Turns the result of `gae` into the advantages of a batch; `normalize` whitens them over all of its tokens.
 
-    A batch whose tokens all have the same advantage keeps none when whitened, and its groups count as without signal.
+    If all tokens of a batch have the same advantage, whitening gives 0, and its groups count as without signal.
     """
     tokens = np.asarray(advantages, dtype=np.float64)
     num_groups = len(np.unique(np.asarray(groups))) if len(groups) else 0
@@ -258,12 +258,12 @@ def turn_advantages(
     *,
     gamma: float = 1.0,
 ) -> Advantages:
-    """Credit by turn: every token of a turn has the advantage of what its sample earned from that turn on.
+    """Credit by turn: every token of a turn has the advantage of the rewards that its sample earned from that turn on.
 
     The returns `sum_(k >= j) gamma^(k - j) r_k` of turn `j` are compared between the members of a group that reached
-    turn `j` (under `whiten`: of all samples that did), by the rule called `name`. A turn that one member alone reached
-    compares with nothing: its advantage is 0. With one turn a sample this is `outcome_advantages`. A group counts as
-    without signal when none of its turns has any.
+    turn `j` (under `whiten`: between all samples that did), by the rule called `name`. A turn that only one member
+    reached has an advantage of 0. With one turn a sample this is `outcome_advantages`. A group counts as without signal
+    if none of its turns has any.
     """
     lengths = np.array([sum(sample_turns) for sample_turns in turns], dtype=np.int64)
     _check_turns(rewards, turns, lengths)
@@ -304,4 +304,4 @@ def _check_turns(
         if min(parts, default=0) < 0 or sum(parts) != length:
             raise ValueError(f"the turns of sample {sample} have {list(parts)} tokens, and the sample has {length}")
         if not np.isfinite(np.asarray(given, dtype=np.float64)).all():
-            raise ValueError(f"`rewards` holds a number that is not finite at sample {sample}")
+            raise ValueError(f"`rewards` has a number that is not finite at sample {sample}")

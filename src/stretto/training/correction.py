@@ -1,7 +1,7 @@
-"""The correction weight: how much likelier what was sampled is under the policy before the update, `w = pi_old / mu`.
+"""The correction weight `w = pi_old / mu`: the policy before the update over the policy that sampled.
 
-It multiplies the loss of each token and carries no gradient. `mu` is what the engine sampled from, so `w` holds both
-how old a trajectory is and how differently engine and trainer compute. Pure.
+It multiplies the loss of each token and carries no gradient. `mu` is the distribution that the engine sampled from, so
+`w` covers both the age of a trajectory and the numerical difference between engine and trainer. Pure.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def correction_weights(options: CorrectionOptions, tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The weight of each token's loss [C], detached, and diagnostics of each token [C].
 
-    All tokens of a piece have the weight of the piece: a token, `segment_tokens` of a sequence from its start (the last
-    piece is what is left), or the sequence. `filter` gives 1 inside of `[low, high]` and 0 outside.
+    The weight is that of the token, of its segment (`segment_tokens` of the sequence, counted from its start; the last
+    segment has the remainder), or of its sequence. `filter` gives 1 inside `[low, high]` and 0 outside.
     """
     with torch.no_grad():
         raw = (tokens.proximal - tokens.behaviour).detach()
@@ -35,26 +35,26 @@ def correction_weights(options: CorrectionOptions, tokens: Tokens) -> tuple[torc
 
 
 def _by_level(options: CorrectionOptions, logs: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-    """`log w` of each token's piece [C]."""
+    """`log w` of each token's segment or sequence [C]."""
     if options.level == "token":
         return logs
     if options.level == "segment":
         assert options.segment_tokens is not None
-        pieces, num_pieces = _segments(tokens, options.segment_tokens)
+        segments, num_segments = _segments(tokens, options.segment_tokens)
     else:
-        pieces, num_pieces = tokens.sequences, tokens.num_sequences
-    sums = logs.new_zeros(num_pieces).index_add_(0, pieces, logs)
+        segments, num_segments = tokens.sequences, tokens.num_sequences
+    sums = logs.new_zeros(num_segments).index_add_(0, segments, logs)
     if options.level == "geometric":
         sums = sums / tokens.lengths.to(logs).clamp(min=1)
-    return sums[pieces]
+    return sums[segments]
 
 
 def _segments(tokens: Tokens, segment_tokens: int) -> tuple[torch.Tensor, int]:
-    """Which piece each token belongs to [C], counted over all sequences, and how many there are at most."""
+    """The segment of each token [C], numbered over all sequences, and an upper bound of their number."""
     lengths = tokens.lengths.to(tokens.sequences)
     starts = lengths.cumsum(0) - lengths
     within = torch.arange(len(tokens.sequences), device=starts.device) - starts[tokens.sequences]
     counts = (lengths + segment_tokens - 1) // segment_tokens
     first = counts.cumsum(0) - counts
-    # A bound that needs no wait for the device: no sequence has more pieces than tokens.
+    # No sequence has more segments than tokens: a bound that does not wait for the device.
     return first[tokens.sequences] + within // segment_tokens, len(tokens.sequences)

@@ -1,20 +1,20 @@
-"""A learned critic: a linear head on the policy's own last hidden state.
+"""A learned critic: a linear head on the policy's last hidden state.
 
-The value of a token's state is that of the hidden state which predicts the token, so a critic costs no forward pass of
-its own. The hidden state is normalized first: the head then learns at the same speed whatever the model's width and
-scale. By default the head reads a detached state and the policy is trained as if there were no critic; `shared` lets
-the critic's gradient into the model.
+The value of the state before a token is computed from the hidden state that predicts the token, so a critic needs no
+forward pass of its own. The hidden state is normalized first: the head then learns at the same speed whatever the
+model's width and scale. By default the head reads a detached state and the policy is trained as if there were no
+critic; `shared` lets the critic's gradient into the model.
 
-Where a trainer calls it, for an objective with `uses_critic`:
+A trainer calls it as follows, for an objective with `uses_critic`:
 
-1. once, after the model is prepared: `make_critic(algorithm, packed.head.in_features, ...)`;
-2. at the start of an update, for every micro-batch without gradient: `piece.values = values(hidden, micro.predicts)`;
-   then `judge(batch, pieces, rewards)`, which gives the advantages and fills in `piece.returns`;
-3. for each micro-batch: `piece_loss(hidden, micro, piece)`, weighted like the policy's loss, is added to it, and one
-   backward pass is for both;
-4. at each optimizer step `unscale()` where the loss was scaled, `check()` before anything is stepped, `step()` after
-   the policy; `discard()` where the policy's is;
-5. `state()` goes into the trainer's own, `restore()` is given the whole of it, `export()` follows the policy's.
+1. Once, after the model is prepared: `make_critic(algorithm, packed.head.in_features, ...)`.
+2. At the start of an update, for every micro-batch, without gradient: `plan.values = values(hidden, micro.predicts)`.
+   Then `assess(batch, plans, rewards)` returns the advantages and fills in `plan.returns`.
+3. For each micro-batch: `micro_batch_loss(hidden, micro, plan)` is added to the policy's loss, with the same weights,
+   and one backward pass serves both.
+4. At each optimizer step: `unscale()` if the loss was scaled, `check()` before anything is stepped, `step()` after the
+   policy's step; `discard()` whenever the policy's gradient is discarded.
+5. `state()` is part of the trainer's state, `restore()` takes the whole of it, `export()` follows the policy's.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from stretto.errors import RecipeError, TrainerError
 from stretto.objectives.base import ObjectiveOptions
 from stretto.objectives.critic_options import CriticOptions
 from stretto.training.advantages import Advantages, Groups, Reals, gae, gae_advantages, token_rewards
-from stretto.training.credit import turn_rewards
-from stretto.training.optimizer import Optimizer, TrainerOptions
+from stretto.training.mini_batches import MicroBatchPlan
+from stretto.training.optimizer import Optimizer
+from stretto.training.options import TrainingOptions
 from stretto.training.packing import MicroBatch, sampled_lengths
-from stretto.training.parts import Piece
+from stretto.training.turn_credit import turn_rewards
 from stretto.types import Batch
 
 PREFIX = "critic/"  # of the critic's tensors in a trainer's state
@@ -49,15 +50,15 @@ EXPORT_FILE = "critic.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What the critic's values came to for a batch. Tokens are in the order of the batch's samples."""
+    """Advantages and returns of a batch. Tokens are in the order of the batch's samples."""
 
     advantages: Advantages
-    returns: Reals  # [C], what the critic is fitted to
+    returns: Reals  # [C], the targets of the critic's values
     metrics: Mapping[str, float]
 
 
 class Critic:
-    """The head, its optimizer, and what is made of its values. Its first values are 0."""
+    """The head, its optimizer, and the advantages from its values. Initially all values are 0."""
 
     def __init__(
         self,
@@ -66,21 +67,21 @@ class Critic:
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        max_grad_norm: float = 1.0,  # its own gradient's, apart from the policy's
+        max_grad_norm: float = 1.0,  # of the head's gradient, clipped apart from the policy's
     ) -> None:
         self.options = options
-        self.last_norm = 0.0  # of the head's gradient, at the last optimizer step
+        self.last_norm = 0.0  # of the head's gradient at the last optimizer step
         self.weight = nn.Parameter(torch.zeros(hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros((), device=device, dtype=dtype))
         self._optimizer = Optimizer(
             {"weight": self.weight, "bias": self.bias},
-            TrainerOptions(learning_rate=options.learning_rate, max_grad_norm=max_grad_norm),
+            TrainingOptions(learning_rate=options.learning_rate, max_grad_norm=max_grad_norm),
         )
 
     def values(self, hidden: torch.Tensor, predicts: torch.Tensor) -> torch.Tensor:
-        """The value of the state before each completion token [C], with the head's gradient.
+        """Returns the value of the state before each completion token [C], with the head's gradient.
 
-        `hidden` [T, d] is the decoder's last state, `predicts` [C] the rows of it that predict a completion token.
+        `hidden` [T, d] is the decoder's last state; `predicts` [C] are its rows that predict a completion token.
         """
         states = hidden.index_select(0, predicts)
         states = (states if self.options.shared else states.detach()).to(self.weight.dtype)
@@ -95,11 +96,13 @@ class Critic:
         clipped = before + (values - before).clamp(-self.options.clip, self.options.clip)
         return 0.5 * torch.maximum((values - returns).square(), (clipped - returns).square())
 
-    def piece_loss(self, hidden: torch.Tensor, micro: MicroBatch, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a micro-batch adds to the loss of its step, and the loss of each of its tokens [C], detached."""
-        assert piece.values is not None, "what `values` gave at the start of the update"
-        assert piece.returns is not None, "what `judge` filled in"
-        losses = self.loss(self.values(hidden, micro.predicts), piece.values, piece.returns)
+    def micro_batch_loss(
+        self, hidden: torch.Tensor, micro: MicroBatch, plan: MicroBatchPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a micro-batch's share of the loss of its step, and the loss of each of its tokens [C], detached."""
+        assert plan.values is not None, "computed by `values` at the start of the update"
+        assert plan.returns is not None, "filled in by `assess`"
+        losses = self.loss(self.values(hidden, micro.predicts), plan.values, plan.returns)
         return self.options.loss_factor * torch.dot(losses, micro.weights), losses.detach()
 
     def estimate(
@@ -110,9 +113,9 @@ class Critic:
         groups: Groups,  # [n]
         turns: tuple[Sequence[Sequence[float]], Sequence[Sequence[int]]] | None = None,  # rewards and tokens of each
     ) -> Estimate:
-        """Advantages and returns of a batch from the values of its tokens, in the order of its samples.
+        """Computes advantages and returns of a batch from the values of its tokens, in the order of its samples.
 
-        A reward lies at the last token of its sample; with `turns`, those of turns at the last token of each.
+        A sample's reward is placed at its last token; with `turns`, the reward of a turn at the turn's last token.
         """
         if turns is None:
             earned = token_rewards(np.asarray(rewards, dtype=np.float64).tolist(), lengths)
@@ -123,33 +126,33 @@ class Critic:
         metrics = {
             "value_mean": float(values.mean()) if len(values) else 0.0,
             "return_mean": float(returns.mean()) if len(returns) else 0.0,
-            # 1: every return was foreseen; 0: no better than their mean; below: worse than that
+            # 1: every return was predicted; 0: no better than their mean; below 0: worse than that
             "explained_variance": 1.0 - float((returns - values).var()) / spread if spread > 0 else 0.0,
         }
         return Estimate(gae_advantages(raw, lengths, groups, normalize=self.options.whiten), returns, metrics)
 
-    def judge(
+    def assess(
         self,
         batch: Batch,
-        pieces: Sequence[Piece],
+        plans: Sequence[MicroBatchPlan],
         rewards: Reals,
         total: Callable[[Reals], Reals] = lambda own: own,
         *,
         by_turn: bool = False,
     ) -> Estimate:
-        """`estimate` for a batch whose micro-batches have their `values`; fills in their `returns`.
+        """Calls `estimate` for a batch whose micro-batches have their `values`, and fills in their `returns`.
 
-        `pieces` may be a part of the batch: `total` then adds the values of the other ranks, which are 0 here. With
-        `by_turn` what a turn earned lies at its own end.
+        `plans` may be this rank's share of the batch: `total` then sums the values over the ranks. With `by_turn` the
+        reward of a turn is placed at the turn's end.
         """
         lengths = sampled_lengths(batch.samples)
         ends = np.cumsum(lengths)
-        order = [index for piece in pieces for index in piece.chosen]
-        # Where each value, as the micro-batches lie, belongs among the tokens of the batch's samples.
+        order = [index for plan in plans for index in plan.samples]
+        # The place of each value among the tokens of the batch: micro-batches have the samples in another order.
         nothing = np.zeros(0, dtype=np.int64)
         places = np.concatenate([nothing, *(np.arange(ends[i] - lengths[i], ends[i]) for i in order)])
-        given = [piece.values for piece in pieces if piece.values is not None]
-        assert len(given) == len(pieces), "a value for every token"
+        given = [plan.values for plan in plans if plan.values is not None]
+        assert len(given) == len(plans), "a value for every token"
         values = np.zeros(int(lengths.sum()))
         if given:
             values[places] = torch.cat(given).double().cpu().numpy()
@@ -158,55 +161,55 @@ class Critic:
             turns = turn_rewards(batch, rewards), [sample.completion.turn_lengths for sample in batch.samples]
         found = self.estimate(total(values), rewards, lengths, [sample.group for sample in batch.samples], turns)
         returns = torch.from_numpy(found.returns[places]).to(self.weight)
-        for piece, part in zip(pieces, returns.split_with_sizes([len(each) for each in given]), strict=True):
-            piece.returns = part
+        for plan, own in zip(plans, returns.split_with_sizes([len(each) for each in given]), strict=True):
+            plan.returns = own
         return found
 
-    # -- the optimizer's side, beside the policy's ---------------------------------------------------------------------
+    # -- optimizer steps, called with the policy's ---------------------------------------------------------------------
 
     @property
     def stepped(self) -> Iterable[torch.Tensor]:
-        """What is stepped, whose gradients are the sums so far."""
+        """The tensors that the optimizer steps; their gradients are the sums so far."""
         return self._optimizer.stepped
 
     def unscale(self, scale: float) -> None:
-        """Call after the last backward pass of a step, where the loss was multiplied by `scale`."""
+        """Divides the gradient by the loss scale. Call after the last backward pass of a step."""
         self._optimizer.unscale(scale)
 
     def check(self) -> None:
-        """Call before anything is stepped. Raises `TrainerError` if the head's gradient is not finite."""
+        """Raises `TrainerError` if the head's gradient is not finite. Call before anything is stepped."""
         self.last_norm = float(self._optimizer.norm())
         if not math.isfinite(self.last_norm):
             raise TrainerError(f"the norm of the critic's gradient is {self.last_norm}: nothing was stepped")
 
     def step(self) -> None:
-        """Step and clear the gradient. Raises `TrainerError`, with nothing changed, if it is not finite."""
+        """Steps and clears the gradient. Raises `TrainerError`, with nothing changed, if it is not finite."""
         self.check()
         self._optimizer.step(value=self.last_norm)
 
     def discard(self) -> None:
-        """Forget the gradient summed so far."""
+        """Discards the gradient summed so far."""
         self._optimizer.discard()
 
-    # -- what is kept --------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, torch.Tensor]:
-        """A copy of everything that decides what later updates do, under names that begin with `PREFIX`."""
+        """Returns a copy of everything that later updates depend on, under names that begin with `PREFIX`."""
         return {f"{PREFIX}{name}": tensor for name, tensor in self._optimizer.state().items()}
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `state` gave, out of the whole state of a trainer. Raises `TrainerError`, changing nothing."""
-        self.taking(state)()
+        """Restores `state()` from the whole state of a trainer. Raises `TrainerError` with nothing changed."""
+        self.prepare_restore(state)()
 
-    def taking(self, state: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        """What `restore` does once everything is checked; it does not fail."""
+    def prepare_restore(self, state: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        """Checks a state and returns the function that restores it, which cannot fail."""
         own = {name.removeprefix(PREFIX): tensor for name, tensor in state.items() if name.startswith(PREFIX)}
         if not own:
             raise TrainerError("the checkpoint has no critic: it is of an objective without one; start a new run")
-        return self._optimizer.taking(own)
+        return self._optimizer.prepare_restore(own)
 
     def save(self, folder: Path) -> None:
-        """Write the head for others to load: `value = layer_norm(hidden) @ weight / sqrt(d) + bias`."""
+        """Writes the head for other programs: `value = layer_norm(hidden) @ weight / sqrt(d) + bias`."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {"weight": self.weight.detach().cpu().contiguous(), "bias": self.bias.detach().cpu().reshape(1)}
         facts = {"format": "stretto-critic", "options": json.dumps(self.options.model_dump(mode="json"))}
@@ -215,7 +218,7 @@ class Critic:
     export = save
 
     def load(self, folder: Path) -> None:
-        """Take over the head that `save` wrote, as the start of another run: its optimizer begins anew."""
+        """Loads a head that `save` wrote, as the start of another run; the optimizer state is not restored."""
         path = folder / EXPORT_FILE
         if not path.exists():
             raise TrainerError(f"`{folder}` holds no critic: it has no `{EXPORT_FILE}`")
@@ -223,8 +226,8 @@ class Critic:
             weight, bias = file.get_tensor("weight"), file.get_tensor("bias")
         if weight.shape != self.weight.shape:
             raise TrainerError(
-                f"the critic in `{folder}` reads {len(weight)} numbers a token, and the model has {len(self.weight)}: "
-                "it is of another model"
+                f"the critic in `{folder}` belongs to another model: its hidden size is {len(weight)}, and the model's "
+                f"{len(self.weight)}"
             )
         with torch.no_grad():
             self.weight.copy_(weight)
@@ -239,7 +242,7 @@ def make_critic(
     dtype: torch.dtype,
     max_grad_norm: float,
 ) -> Critic | None:
-    """The critic of an objective, by its table `critic`; None where it has none."""
+    """Makes the critic of an objective from its table `critic`; None if the objective has none."""
     if not algorithm.uses_critic:
         return None
     options = getattr(algorithm, "critic", None)

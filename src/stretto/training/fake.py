@@ -1,7 +1,7 @@
-"""A trainer without a model, for tests and dry runs: everything of the `Trainer` seam, weights out of a hash.
+"""A trainer without a model, for tests and dry runs. It implements the whole `Trainer` protocol.
 
-Its weights are a few numbers that depend on every batch so far (tokens, rewards, order), so two runs that trained on
-different data have different checksums. Failures and the time of an update can be asked for.
+Its weights are a few numbers hashed from every batch so far (tokens, rewards, order), so two runs that trained on
+different data have different checksums. The duration of an update and a failure can be chosen.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from stretto.checksums import checksum
 from stretto.errors import TrainerError
+from stretto.models.checksums import checksum
 from stretto.types import Batch, UpdateReport, Weights
 
 STATE_FILE = "fake.safetensors"
-BASE_CHECKSUM = 32 * "0"  # it has no base; what it says of one
-SIZE = 8  # numbers that its weights are
+BASE_CHECKSUM = 32 * "0"  # a placeholder: it has no base
+SIZE = 8  # numbers in its weights
 
 
 class FakeTrainer:
-    """Takes `update_s` seconds an update; update `fail_at` raises `ValueError`, as a fault in an algorithm would."""
+    """Takes `update_s` seconds an update; update `fail_at` raises `ValueError`, like a bug in an algorithm."""
 
     def __init__(self, *, update_s: float = 0.0, fail_at: int | None = None) -> None:
         self._update_s = update_s
         self._fail_at = fail_at
         self._version = 0
         self._values = torch.zeros(SIZE, dtype=torch.int64)
-        self.batches: list[Batch] = []  # what it was given, in order
+        self.batches: list[Batch] = []  # that it was given, in order
 
     @property
     def version(self) -> int:

@@ -1,10 +1,14 @@
-"""How much arithmetic an update is, and how much of the device's that uses.
+"""Counts the operations of an update and computes the model FLOPs utilization (MFU).
 
-Counted is what the mathematics asks for: products with weights, twice their elements a token forward; as much again for
-the gradient of the input, and with full-parameter training for that of the weight; attention by the squares of the
-lengths, halved by causality, with twice of it backward. The head counts for the tokens that it is applied to. Passes
-that the algorithm needs before its first step count too. What is computed again, padding, adapters, a critic's head and
-everything that is not a product of matrices are not counted.
+Counted are the operations that the mathematics requires:
+
+- products with weights: twice their elements a token in the forward pass, the same for the gradient of the input, and
+  with full-parameter training again for the gradient of the weight;
+- attention: by the squares of the lengths, halved by causality, and twice that in the backward pass;
+- the head, for the tokens that it is applied to;
+- passes that the algorithm needs before its first step.
+
+Not counted are recomputation, padding, adapters, a critic's head, and everything that is not a matrix product.
 """
 
 from __future__ import annotations
@@ -19,12 +23,12 @@ from torch import nn
 from stretto.training.packing import input_lengths, sampled_lengths
 from stretto.types import Batch
 
-# Dense bfloat16 and float16, by a part of the device's name; the first that matches. ("H200" is in "GH200" too.)
+# Dense bfloat16 and float16 FLOP/s, by a part of the device's name; the first match counts. ("GH200" has "H200".)
 HALF_PEAKS = (("H200", 989e12), ("H100 PCIe", 756e12), ("H100", 989e12), ("A100", 312e12))
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """What the device can do a second at best in this type, where that is known."""
+    """The peak FLOP/s of the device in this type; None if unknown."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     name = torch.cuda.get_device_name(device)
@@ -32,7 +36,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 class Costs:
-    """The arithmetic of one model."""
+    """Counts the operations of one model."""
 
     def __init__(self, model: Any, *, trains_weights: bool) -> None:
         head = model.get_output_embeddings()
@@ -45,14 +49,14 @@ class Costs:
         self.passes = 3 if trains_weights else 2  # forward, gradient of the input, gradient of the weight
 
     def forward(self, batch: Batch, *, head: bool = True) -> float:
-        """Operations of one pass over a batch without gradients; a multiplication and an addition are two."""
+        """Operations of one forward pass over a batch; a multiplication and an addition count as two."""
         lengths = input_lengths(batch.samples).astype(np.float64)
         return self._products(batch, lengths, head=head) + self._attention(lengths)
 
     def update(self, batch: Batch) -> float:
-        """Operations of the steps of an update: every token forward and backward once, however many steps there are."""
+        """Operations of all optimizer steps of an update: every token goes forward and backward once."""
         lengths = input_lengths(batch.samples).astype(np.float64)
-        # Four products of attention backward for the two forward, whatever is trained.
+        # Attention has two products forward and four backward, whatever is trained.
         return self.passes * self._products(batch, lengths, head=True) + 3.0 * self._attention(lengths)
 
     def _products(self, batch: Batch, lengths: NDArray[np.float64], *, head: bool) -> float:
@@ -65,10 +69,10 @@ class Costs:
 
 
 def update_flops(costs: Costs, batch: Batch, *, num_steps: int, critic: bool, reference: Costs | None) -> float:
-    """Operations of an update with the passes before its first step.
+    """Operations of an update, with the passes before its first step.
 
-    Several steps need the log-probabilities under the policy before them, a critic its values, both from one pass; a
-    divergence those of the reference, from a pass of its own.
+    Several steps need the log-probabilities under the policy before the update, and a critic needs its values: one pass
+    computes both. A divergence needs a pass under the reference.
     """
     total = costs.update(batch)
     if num_steps > 1 or critic:
@@ -79,5 +83,5 @@ def update_flops(costs: Costs, batch: Batch, *, num_steps: int, critic: bool, re
 
 
 def utilization(flops: float, seconds: float, peak: float | None) -> dict[str, float]:
-    """`flops`, and `mfu` where the device's peak is known."""
+    """The metrics `flops` and, if the device's peak is known, `mfu`."""
     return {"flops": flops} if peak is None else {"flops": flops, "mfu": flops / seconds / peak}

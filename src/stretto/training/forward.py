@@ -1,8 +1,9 @@
 """The forward pass of a Hugging Face causal LM over a packed micro-batch, up to the log-probabilities of its targets.
 
-The decoder runs as it is, or as the leaner `PlainDecoder` where that fits. The head does not: its logits would be the
-largest tensor by far, so `token_logprobs` makes them in chunks from the head's weight. What an architecture does beside
-that (a cap, a factor) is read from its config, and `PackedModel` proves on a few tokens that nothing was missed.
+The decoder runs through its own modules, or as `PlainDecoder` if the model is plain. The head does not run as a module:
+its logits would be the largest tensor by far, so `token_logprobs` computes them in chunks from the head's weight. Other
+operations on the logits (a cap, a factor) are read from the config, and `PackedModel` checks on a few tokens that
+nothing was missed.
 """
 
 from __future__ import annotations
@@ -18,30 +19,31 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stretto.errors import ModelError
-from stretto.models import moving_rotary
-from stretto.narrowing import range_hint
-from stretto.training.attention import LAYOUT_ARGUMENT, PACKED_ATTENTION, PackedLayout, layout_of
-from stretto.training.decoder import PlainDecoder, is_plain
+from stretto.models.decoder import PlainDecoder, fits
+from stretto.models.float16_range import range_hint
+from stretto.models.loading import moving_rotary
+from stretto.models.packed_attention import LAYOUT_ARGUMENT, PACKED_ATTENTION, PackedLayout, layout_of
+from stretto.models.stock_forward import run_modules
+from stretto.models.varlen_attention import HALF, flash_fits
 from stretto.training.logprobs import token_logprobs
 from stretto.training.packing import MicroBatch
-from stretto.training.varlen import HALF, flash_fits
 
 _log = logging.getLogger(__name__)
 
-PROBE_LENGTHS = (7, 5)
+CHECK_LENGTHS = (7, 5)  # tokens of the sequences of the check at construction
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2}  # of a log-probability; a missed cap or a leak is far above it
-HALF_TOLERANCE, HALF_SHARE = 0.5, 0.05  # the stock modules round their stream and their logits, which may be large
-PAD_TOKENS = 128  # micro-batches for flash attention are filled up to a multiple of this: products like round sizes
+HALF_TOLERANCE, HALF_SHARE = 0.5, 0.05  # transformers' modules round their stream and their logits, which may be large
+PAD_TOKENS = 128  # micro-batches for flash attention are padded to a multiple of this: products prefer round sizes
 
 
 class PackedModel:
-    """A causal LM whose attention is the packed one from now on. The tree belongs to whoever made this.
+    """A causal LM with packed attention. The tree belongs to the caller, whose config is changed.
 
     Raises `ModelError` for an architecture whose packed log-probabilities are not those of its own forward pass: one
-    that mixes neighbours in a way other than attention, or ignores position ids, or treats its logits in its own way,
-    or whose angles change with the longest sequence.
+    that mixes neighbours by other means than attention, ignores position ids, has its own operations on the logits, or
+    has angles that change with the longest sequence.
 
-    `flash` says, for the life of the model, which attention its micro-batches are laid out for: by device and type.
+    `flash`: micro-batches are laid out for flash attention. It is fixed by device and type for the life of the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -56,7 +58,7 @@ class PackedModel:
         if moving := moving_rotary(config):
             raise ModelError(
                 f"`{type(model).__name__}` with `rope_type = {moving!r}` cannot be trained packed: its angles change "
-                "with the longest sequence of a micro-batch, so that a log-probability would depend on its neighbours"
+                "with the longest sequence of a micro-batch, so a log-probability would depend on its neighbours"
             )
         cap = getattr(config, "final_logit_softcapping", None)
         self.softcap = float(cap) if cap else None
@@ -71,29 +73,29 @@ class PackedModel:
 
     @property
     def multiple(self) -> int:
-        """What the number of tokens of a micro-batch is filled up to a multiple of."""
+        """The number of tokens of a micro-batch is padded to a multiple of this."""
         return PAD_TOKENS if self.flash else 1
 
     def prepare(
-        self, *, compiled: bool | None, checkpointing: bool, lean: bool | None = None, backend: str = "inductor"
+        self, *, compiled: bool | None, checkpointing: bool, plain: bool | None = None, backend: str = "inductor"
     ) -> None:
-        """Choose how the decoder runs, once its adapters are in place. Called once.
+        """Chooses the forward of the decoder. Called once, after the adapters are in place.
 
-        `lean` is whether `PlainDecoder` takes the place of the stock modules: by default with flash attention, and
-        where `compiled` asks for it. `compiled` is by default on where the lean decoder runs on CUDA. Raises
-        `ModelError` where `compiled` was asked for and the lean decoder does not fit.
+        With `plain`, `PlainDecoder` takes the place of transformers' modules; by default with flash attention, and with
+        `compiled`. `compiled` is on by default if `PlainDecoder` runs on CUDA. Raises `ModelError` if `compiled` is
+        true and `PlainDecoder` does not fit the model.
         """
         on_cuda = self.head.weight.is_cuda
-        lean = (self.flash or bool(compiled)) if lean is None else lean
-        fits = is_plain(self.model) and (self.flash or not on_cuda)
-        if compiled and not fits:
+        plain = (self.flash or bool(compiled)) if plain is None else plain
+        possible = fits(self.model) and (self.flash or not on_cuda)
+        if compiled and not possible:
             raise ModelError(
                 f"`compile = true` is for plain decoders, on CUDA in half precision, and `{type(self.model).__name__}` "
                 f"in `{self.head.weight.dtype}` is none: leave it out"
             )
-        if lean and fits:
+        if plain and possible:
             expected = self._packed_logprobs()
-            self.flash = True  # its attention has no buckets
+            self.flash = True  # `PlainDecoder` has no buckets
             compiled = on_cuda if compiled is None else compiled
             self.plain = PlainDecoder(self.model, compiled=compiled, checkpointing=checkpointing, backend=backend)
             worst = self._beyond_rounding(self._packed_logprobs(), expected)
@@ -104,32 +106,32 @@ class PackedModel:
                 )
             return
         if self.flash:
-            _log.warning("`%s` trains through its stock modules: nothing is compiled", type(self.model).__name__)
+            _log.warning("`%s` trains through transformers' modules: nothing is compiled", type(self.model).__name__)
         if checkpointing:
             self._checkpoint_layers()
 
     def _checkpoint_layers(self) -> None:
-        """Make what is inside a layer again in the backward pass."""
+        """Computes the insides of each layer again in the backward pass."""
         for layer in self.decoder.layers:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
     def as_in_training(self) -> AbstractContextManager[object]:
-        """For values that are compared with those of a training pass: a compiled layer rounds in its own way, and it
-        runs with gradients alone. Results are to be detached."""
+        """Returns a context for values that are compared with those of a training pass.
+
+        Compiled layers round differently, and they run only with gradients enabled. The caller detaches the results.
+        """
         return torch.set_grad_enabled(self.plain is not None and self.plain.compiled)
 
     def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-        """The last hidden state of every token [T, d]."""
+        """Returns the last hidden state of every token [T, d]."""
         if self.plain is not None:
             return self.plain(input_ids, position_ids, layout)
-        output = self.decoder(
-            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, **{LAYOUT_ARGUMENT: layout}
-        )
+        output = run_modules(self.decoder, input_ids, position_ids, **{LAYOUT_ARGUMENT: layout})
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 
     def states(self, micro: MicroBatch) -> torch.Tensor:
-        """The last hidden state of every token of a micro-batch [T, d]."""
+        """Returns the last hidden state of every token of a micro-batch [T, d]."""
         return self.hidden(micro.input_ids, micro.position_ids, micro.layout)
 
     def logprobs(
@@ -138,9 +140,9 @@ class PackedModel:
         temperature: float,
         *,
         entropy_gradient: bool = False,
-        states: torch.Tensor | None = None,  # what `states` gave, where they are needed for something else too
+        states: torch.Tensor | None = None,  # the result of `states`, if the caller has it already
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The log-probability of every completion token [C], with gradient, and the entropy there [C], without."""
+        """Returns the log-probability of every completion token [C], with gradient, and its entropy [C], without."""
         return token_logprobs(
             self.states(micro) if states is None else states,
             self.head.weight,
@@ -155,16 +157,16 @@ class PackedModel:
             supports=micro.supports,
         )
 
-    def _probe(self) -> list[torch.Tensor]:
+    def _check_sequences(self) -> list[torch.Tensor]:
         vocabulary = self.head.out_features
-        return [torch.arange(n, device=self.head.weight.device) * 7 % vocabulary for n in PROBE_LENGTHS]
+        return [torch.arange(n, device=self.head.weight.device) * 7 % vocabulary for n in CHECK_LENGTHS]
 
     @torch.no_grad()
     def _own_logprobs(self) -> torch.Tensor:
-        """What the model itself says about the probe, one sequence at a time."""
+        """Returns the log-probabilities of the check sequences by the model itself, one sequence at a time."""
         self.model.config._attn_implementation = "eager"
         parts = []
-        for ids in self._probe():
+        for ids in self._check_sequences():
             logits = self.model(input_ids=ids[None], use_cache=False).logits[0, :-1]
             logits = logits if logits.dtype == torch.float64 else logits.float()
             parts.append(logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0])
@@ -172,13 +174,13 @@ class PackedModel:
 
     @torch.no_grad()
     def _packed_logprobs(self) -> torch.Tensor:
-        """What the packed model says about the probe."""
-        probe = self._probe()
-        lengths = np.array(PROBE_LENGTHS)
-        ids = torch.cat(probe)
-        positions = torch.cat([torch.arange(n, device=ids.device) for n in PROBE_LENGTHS])
-        predicts = torch.cat([torch.arange(n - 1, device=ids.device) for n in PROBE_LENGTHS])
-        predicts[PROBE_LENGTHS[0] - 1 :] += PROBE_LENGTHS[0]
+        """Returns the log-probabilities of the check sequences by the packed model."""
+        sequences = self._check_sequences()
+        lengths = np.array(CHECK_LENGTHS)
+        ids = torch.cat(sequences)
+        positions = torch.cat([torch.arange(n, device=ids.device) for n in CHECK_LENGTHS])
+        predicts = torch.cat([torch.arange(n - 1, device=ids.device) for n in CHECK_LENGTHS])
+        predicts[CHECK_LENGTHS[0] - 1 :] += CHECK_LENGTHS[0]
         hidden = self.hidden(ids, positions, layout_of(lengths, ids.device, flash=self.flash))
         got, _ = token_logprobs(
             hidden,
@@ -192,7 +194,7 @@ class PackedModel:
         return got
 
     def _beyond_rounding(self, got: torch.Tensor, expected: torch.Tensor) -> float | None:
-        """The largest difference of log-probabilities, where it is more than the type of the weights explains."""
+        """Returns the largest difference of log-probabilities if it is more than rounding; None if it is not."""
         dtype = self.head.weight.dtype
         differences = (got - expected).abs()
         allowed = TOLERANCE.get(dtype, HALF_TOLERANCE) + (HALF_SHARE if dtype in HALF else 0.0) * expected.abs()

@@ -1,13 +1,13 @@
-"""What is needed of a block of logits [rows, V], in as few passes over it as there can be.
+"""Reduces a block of logits [rows, V] to a few numbers a row, in as few passes over it as possible.
 
-`reduce_logits` gives each row's log-probability of its target, the logarithm of the normalizer and the entropy, and
-where asked `d logprob / d logits`, in a type of its own. `deltas_from` makes that derivative alone, from normalizers
-that are known already. On CUDA both are Triton kernels, everywhere else plain torch (`*_reference`).
+`reduce_logits` computes each row's log-probability of its target, the logarithm of the normalizer and the entropy, and
+on request `d logprob / d logits`, in a type of its own. `deltas_from` computes that derivative alone, from known
+normalizers. On CUDA both are Triton kernels, elsewhere plain torch (`*_reference`).
 
-Bytes moved, for logits of 4 bytes and a derivative of 2: `reduce_logits` reads the block from memory, with `delta` once
-more (a part of it from the cache of the device: 132 rows of 152,000 logits are 80 MB), and writes `delta`. At 2**27
-logits and 4.3 TB/s that is 125 us, up to 310 us with `delta`, beside 0.7 ms for each product with the head of a model
-2,048 wide. Plain torch takes about ten passes of 4 bytes.
+Bytes moved, for logits of 4 bytes and a derivative of 2: `reduce_logits` reads the block once, with `delta` twice
+(partly from the device's cache: 132 rows of 152,000 logits are 80 MB), and writes `delta`. At 2**27 logits and 4.3 TB/s
+that takes 125 us, up to 310 us with `delta`, compared to 0.7 ms for each product with the head of a model 2,048 wide.
+Plain torch takes about ten passes of 4 bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DELTA_BLOCK, DELTA_WARPS = 4096, 8
 
 
 class LogitScale(NamedTuple):
-    """How the head's output becomes the logits of the policy: a factor, an optional cap, a temperature."""
+    """Scales the head's output to the logits of the policy: a factor, an optional cap, a temperature."""
 
     temperature: float = 1.0
     softcap: float | None = None
@@ -30,33 +30,33 @@ class LogitScale(NamedTuple):
 
     @property
     def slope(self) -> float:
-        """The derivative of the scaled logits where the cap does not bend them."""
+        """The derivative of the scaled logits without the cap."""
         return self.multiplier / self.temperature
 
     def apply_(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scale in place."""
+        """Scales in place."""
         if self.softcap is not None:
             return logits.mul_(self.multiplier / self.softcap).tanh_().mul_(self.softcap / self.temperature)
         return logits if self.slope == 1.0 else logits.mul_(self.slope)
 
 
 Reduced = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Log-probabilities of the targets, logarithms of the normalizers, entropies (zero where not asked for). All [rows]."""
+"""Log-probabilities of the targets, logarithms of the normalizers, entropies (zero if not requested). All [rows]."""
 
 
 def reduce_logits(
     logits: torch.Tensor,  # [rows, V], contiguous
     targets: torch.Tensor,  # [rows] int64
     scale: LogitScale,
-    delta: torch.Tensor | None = None,  # [rows, V], contiguous: where the derivative goes; may be `logits` itself
+    delta: torch.Tensor | None = None,  # [rows, V], contiguous: filled with the derivative; may be `logits` itself
 ) -> Reduced:
-    """Reduce a block of logits in float32, float64 for float64. Under the scaled softmax; see the module's page."""
+    """Reduces a block of logits under the scaled softmax, in float32, or float64 for float64; see the module."""
     reduce = _reduce_triton if _has_kernel(logits) else reduce_logits_reference
     return reduce(logits, targets, scale, delta)
 
 
 def deltas_from(
-    logits: torch.Tensor,  # [rows, V], contiguous; used up
+    logits: torch.Tensor,  # [rows, V], contiguous; overwritten
     targets: torch.Tensor,  # [rows] int64
     normalizers: torch.Tensor,  # [rows]
     factors: torch.Tensor,  # [rows], of each row's derivative
@@ -92,13 +92,13 @@ def deltas_from_reference(
     scale: LogitScale,
     into: torch.Tensor,
 ) -> torch.Tensor:
-    scaled = scale.apply_(logits.to(normalizers.dtype))  # in place where the type is right already
-    bent = None if scale.softcap is None else 1 - (scaled * (scale.temperature / scale.softcap)).square_()
+    scaled = scale.apply_(logits.to(normalizers.dtype))  # in place if the type is the same
+    bend = None if scale.softcap is None else 1 - (scaled * (scale.temperature / scale.softcap)).square_()
     result = scaled.sub_(normalizers[:, None]).exp_().neg_()
     result.scatter_add_(1, targets[:, None], torch.ones_like(result[:, :1]))
     result.mul_((factors * scale.slope)[:, None])
-    if bent is not None:
-        result.mul_(bent)
+    if bend is not None:
+        result.mul_(bend)
     return result if result is into else into.copy_(result)
 
 
@@ -113,20 +113,20 @@ def deltas_with_entropy(
 ) -> torch.Tensor:
     """`factor * d logprob / d logits + entropy factor * d entropy / d logits`, in the type of the normalizers.
 
-    With `p` the chances: `d entropy / d logit_i = -p_i (log p_i + entropy)`. Plain torch on every device.
+    With `p` the probabilities: `d entropy / d logit_i = -p_i (log p_i + entropy)`. Plain torch on every device.
     """
     scaled = scale.apply_(logits.to(normalizers.dtype, copy=True))
-    bent = None if scale.softcap is None else 1 - (scaled * (scale.temperature / scale.softcap)).square_()
+    bend = None if scale.softcap is None else 1 - (scaled * (scale.temperature / scale.softcap)).square_()
     logs = scaled.sub_(normalizers[:, None])
-    chances = logs.exp()
-    result = logs.add_(entropies[:, None]).mul_(-entropy_factors[:, None]).sub_(factors[:, None]).mul_(chances)
+    probabilities = logs.exp()
+    result = logs.add_(entropies[:, None]).mul_(-entropy_factors[:, None]).sub_(factors[:, None]).mul_(probabilities)
     result.scatter_add_(1, targets[:, None], factors[:, None].to(result.dtype))
     result.mul_(scale.slope)
-    return result if bent is None else result.mul_(bent)
+    return result if bend is None else result.mul_(bend)
 
 
 def _numbers(scale: LogitScale) -> tuple[float, float, float]:
-    """Slope, and the factors inside and outside of the cap."""
+    """The slope, and the factors inside and outside of the cap."""
     cap = scale.softcap or 1.0
     return scale.slope, scale.multiplier / cap, cap / scale.temperature
 
@@ -169,7 +169,7 @@ def _deltas_triton(
 
 @functools.cache
 def _kernels() -> dict[str, Any]:
-    """The kernels, made at first use: Triton is needed on CUDA alone."""
+    """The kernels, imported at first use, because only CUDA needs Triton."""
     from stretto.training import logit_triton
 
     return {"reduce": logit_triton.reduce_kernel, "deltas": logit_triton.deltas_kernel}

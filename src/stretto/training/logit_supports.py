@@ -1,9 +1,9 @@
 """Log-probabilities over a part of the vocabulary: `logit_kernels` for tokens drawn by top-p, top-k or min-p.
 
-Such a token was drawn from the softmax over its support alone, so the trainer's log-probability is
-`logit - logsumexp(logits of the support)`: with any other normalizer a ratio of the two would be wrong. The logits of
-the supports are gathered out of a chunk into a block that is as wide as its widest support; the derivative goes back to
-where they came from, and is zero everywhere else.
+Such a token was drawn from the softmax over its support, the tokens that were left to draw from. The trainer's
+log-probability is therefore `logit - logsumexp(logits of the support)`; with any other normalizer the ratio to the
+engine's would be wrong. The logits of the supports are gathered from a chunk into a block as wide as the widest
+support. The derivative is scattered back to where they came from, and is zero everywhere else.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from numpy.typing import NDArray
 from stretto.training.logit_kernels import LogitScale, Reduced
 from stretto.types import Supports
 
-# What fills a block up, after the scale: its chance is exactly 0, and 0 times its square is a number.
-FILLING = -1e15
+# Pads a block, after scaling: its probability is exactly 0, and 0 times its square is finite.
+PADDING = -1e15
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSupports:
     """The supports of the `C` targets of a micro-batch."""
 
-    sizes: NDArray[np.int64]  # [C], on the host, so that chunks are cut without waiting for the device
+    sizes: NDArray[np.int64]  # [C], on the host, so that chunks are taken without waiting for the device
     counts: torch.Tensor  # [C] int64, the same
-    tokens: torch.Tensor  # [S] int64, those of one target after those of another
-    hits: torch.Tensor  # [C] int64: which of its support each target is
+    tokens: torch.Tensor  # [S] int64, target after target
+    hits: torch.Tensor  # [C] int64: the index of each target in its support
 
     def block(self, start: int, end: int, vocabulary: int) -> Block:
-        """Where the logits of the supports of targets `start .. end - 1` lie."""
+        """The positions of the supports of targets `start .. end - 1` in the logits."""
         sizes = self.sizes[start:end]
         total, offset = int(sizes.sum()), int(self.sizes[:start].sum())
         width, counts = int(sizes.max(initial=1)), self.counts[start:end]
@@ -46,21 +46,21 @@ class PackedSupports:
 class Block(NamedTuple):
     """The supports of one chunk of targets, `S` tokens in all."""
 
-    flat: torch.Tensor  # [S]: where they are in the flattened logits of the chunk
-    place: torch.Tensor  # [S]: and in the flattened block
+    flat: torch.Tensor  # [S]: their positions in the flattened logits of the chunk
+    place: torch.Tensor  # [S]: their positions in the flattened block
     width: int
     hits: torch.Tensor  # [rows]: the columns of the targets in the block
 
     def gather(self, logits: torch.Tensor, scale: LogitScale) -> torch.Tensor:
-        """The scaled logits of the supports [rows, width], filled up; in float32, float64 for float64."""
+        """The scaled logits of the supports [rows, width], padded; in float32, or float64 for float64."""
         own = logits.reshape(-1).index_select(0, self.flat)
         own = scale.apply_(own.to(torch.promote_types(logits.dtype, torch.float32)))
-        block = own.new_full((len(self.hits), self.width), FILLING)
+        block = own.new_full((len(self.hits), self.width), PADDING)
         block.view(-1).index_copy_(0, self.place, own)
         return block
 
     def spread_(self, logits: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Replace the logits by the block's values where the supports are, by zero elsewhere; in their own type."""
+        """Replaces the logits of the supports by the block's values and all others by zero, in the logits' type."""
         own = values.reshape(-1).index_select(0, self.place)
         logits.zero_().view(-1).index_copy_(0, self.flat, own.to(logits.dtype))
         return logits
@@ -69,7 +69,7 @@ class Block(NamedTuple):
 def pack_supports(
     supports: Sequence[Supports], targets: NDArray[np.int64], device: torch.device | str
 ) -> PackedSupports:
-    """Join the supports of sequences, one a target; `ValueError` where a target is not in its own exactly once."""
+    """Joins the supports of sequences, one a target. Raises `ValueError` unless each target is in its own once."""
     sizes = np.concatenate([each.counts for each in supports]).astype(np.int64)
     tokens = np.concatenate([each.tokens for each in supports]).astype(np.int64)
     if len(sizes) != len(targets) or int(sizes.sum()) != len(tokens):
@@ -87,7 +87,7 @@ def pack_supports(
 
 
 def reduce_supports(logits: torch.Tensor, block: Block, scale: LogitScale, *, delta: bool = False) -> Reduced:
-    """As `reduce_logits`, over the supports; with `delta` the logits [rows, V] are replaced by the derivative."""
+    """`reduce_logits` over the supports; with `delta` the logits [rows, V] are replaced by the derivative."""
     scaled = block.gather(logits, scale)
     normalizers = scaled.logsumexp(-1)
     logprobs = scaled.gather(1, block.hits[:, None])[:, 0] - normalizers
@@ -113,7 +113,7 @@ def deltas_of_supports(
 
 def _spread_deltas(
     logits: torch.Tensor,
-    scaled: torch.Tensor,  # [rows, width], used up
+    scaled: torch.Tensor,  # [rows, width], overwritten
     block: Block,
     normalizers: torch.Tensor,
     factors: torch.Tensor,
@@ -121,15 +121,15 @@ def _spread_deltas(
     entropies: torch.Tensor | None = None,
     entropy_factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    bent = None if scale.softcap is None else 1 - (scaled * (scale.temperature / scale.softcap)).square_()
+    bend = None if scale.softcap is None else 1 - (scaled * (scale.temperature / scale.softcap)).square_()
     logs = scaled.sub_(normalizers[:, None])
     result = logs.exp()
     if entropies is None or entropy_factors is None:
         result.mul_(-factors[:, None])
-    else:  # d entropy / d logit is -chance * (log chance + entropy)
+    else:  # d entropy / d logit is -p * (log p + entropy)
         result.mul_(-(factors[:, None] + entropy_factors[:, None] * (logs + entropies[:, None])))
     result.scatter_add_(1, block.hits[:, None], factors[:, None].to(result.dtype))
     result.mul_(scale.slope)
-    if bent is not None:
-        result.mul_(bent)
+    if bend is not None:
+        result.mul_(bend)
     return block.spread_(logits, result)

@@ -1,4 +1,4 @@
-"""The Triton kernels of `logit_kernels`. Imported where they run, because Triton is not installed everywhere."""
+"""The Triton kernels of `logit_kernels`. Imported only to run them, because Triton is not installed everywhere."""
 
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, no-untyped-call, misc, untyped-decorator"
 
@@ -10,9 +10,9 @@ import triton.language as tl
 
 @triton.jit
 def _scaled(raw, slope, inside, outside, CAPPED: tl.constexpr):  # noqa: N803
-    """The scaled logits, and by how much the cap bends their slope."""
+    """The scaled logits, and the factor of their slope due to the cap."""
     if CAPPED:
-        bounded = 1.0 - 2.0 / (tl.exp(2.0 * raw * inside) + 1.0)  # tanh; right at both infinities of the exponential
+        bounded = 1.0 - 2.0 / (tl.exp(2.0 * raw * inside) + 1.0)  # tanh; correct at both infinities of the exponential
         return bounded * outside, 1.0 - bounded * bounded
     else:
         return raw * slope, 1.0
@@ -21,7 +21,7 @@ def _scaled(raw, slope, inside, outside, CAPPED: tl.constexpr):  # noqa: N803
 @triton.jit
 def reduce_kernel(
     logits,  # [rows, VOCABULARY]
-    deltas,  # of the same shape; may be the logits
+    deltas,  # same shape; may be the logits
     targets,
     logprobs,
     normalizers,
@@ -34,7 +34,7 @@ def reduce_kernel(
     DELTA: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """One program a row: the sums of the softmax in one pass, the derivative in a second one."""
+    """One program for each row: the sums of the softmax in one pass, the derivative in a second."""
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * VOCABULARY
     target = tl.load(targets + row)
@@ -49,9 +49,9 @@ def reduce_kernel(
         scaled, _ = _scaled(raw, slope, inside, outside, CAPPED)
         above = tl.maximum(highest, tl.max(tl.where(valid, scaled, float("-inf")), 0))
         shrink = tl.exp(highest - above)
-        chances = tl.where(valid, tl.exp(scaled - above), 0.0)
-        total = total * shrink + tl.sum(chances, 0)
-        moment = moment * shrink + tl.sum(chances * scaled, 0)
+        masses = tl.where(valid, tl.exp(scaled - above), 0.0)
+        total = total * shrink + tl.sum(masses, 0)
+        moment = moment * shrink + tl.sum(masses * scaled, 0)
         highest = above
     normalizer = highest + tl.log(total)
     tl.store(logprobs + row, chosen - normalizer)
@@ -62,15 +62,15 @@ def reduce_kernel(
             columns = start + tl.arange(0, BLOCK)
             valid = columns < VOCABULARY
             raw = tl.load(line + columns, mask=valid, other=0.0).to(tl.float32)
-            scaled, bent = _scaled(raw, slope, inside, outside, CAPPED)
-            delta = (tl.where(columns == target, 1.0, 0.0) - tl.exp(scaled - normalizer)) * slope * bent
+            scaled, bend = _scaled(raw, slope, inside, outside, CAPPED)
+            delta = (tl.where(columns == target, 1.0, 0.0) - tl.exp(scaled - normalizer)) * slope * bend
             tl.store(deltas + row * VOCABULARY + columns, delta.to(deltas.dtype.element_ty), mask=valid)
 
 
 @triton.jit
 def deltas_kernel(
     logits,  # [rows, VOCABULARY]
-    deltas,  # of the same shape; may be the logits
+    deltas,  # same shape; may be the logits
     targets,
     normalizers,
     factors,
@@ -81,13 +81,13 @@ def deltas_kernel(
     CAPPED: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """One program a block of a row: the derivative, times the row's factor."""
+    """One program for each block of a row: the derivative times the row's factor."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = columns < VOCABULARY
     place = row * VOCABULARY + columns
     raw = tl.load(logits + place, mask=valid, other=0.0).to(tl.float32)
-    scaled, bent = _scaled(raw, slope, inside, outside, CAPPED)
+    scaled, bend = _scaled(raw, slope, inside, outside, CAPPED)
     hit = tl.where(columns == tl.load(targets + row), 1.0, 0.0)
-    delta = (hit - tl.exp(scaled - tl.load(normalizers + row))) * (slope * tl.load(factors + row)) * bent
+    delta = (hit - tl.exp(scaled - tl.load(normalizers + row))) * (slope * tl.load(factors + row)) * bend
     tl.store(deltas + place, delta.to(deltas.dtype.element_ty), mask=valid)

@@ -1,22 +1,22 @@
-"""Log-probabilities of given tokens without ever holding the logits of all of them.
+"""Log-probabilities of given tokens without storing the logits of all of them.
 
-With a vocabulary of 150,000 the logits of one long sequence outweigh the model. They are made a chunk of tokens at a
-time and reduced to two numbers a token. For the gradient there are two ways:
+With a vocabulary of 150,000 the logits of one long sequence take more memory than the model. They are computed a chunk
+of tokens at a time and reduced to two numbers a token. There are two ways to compute the gradient:
 
-- *Made again* in the backward pass: three products with the head for a gradient of the hidden states alone, four with
-  that of the head's weight.
-- *Directions*: `d logprob / d hidden = slope * (target - chances) @ W` is one vector a token, whatever gradient comes
-  in later. Where nothing of the head is trained it is made along with the log-probability while the chunk is there, and
-  the backward pass only scales it: two products, and `[C, d]` more to keep. What comes in differs from token to token,
-  so the gradient of the weight cannot be made ahead.
+- *Recomputation* of the logits in the backward pass: three products with the head for the gradient of the hidden
+  states, four with that of the head's weight.
+- *Directions*: `d logprob / d hidden = slope * (target - probabilities) @ W` is one vector a token, whatever the
+  incoming gradient. If nothing of the head is trained, it is computed with the log-probability from the same chunk, and
+  the backward pass only scales it: two products, and `[C, d]` more to store. The gradient of the weight cannot be
+  computed ahead, because the incoming gradient differs from token to token.
 
-On CUDA the directions are used wherever they can be, on a processor where there is more than one chunk. The gradient of
-a head that is trained takes one product more than the naive way, which is the price of its memory.
+On CUDA, directions are used whenever possible; on a CPU, if there is more than one chunk. The gradient of a trained
+head takes one product more than without chunks: that is the price of the memory saved.
 
-In half precision logits are float32: a bfloat16 between 16 and 32 is off by 0.03 on average. With their derivative
-beside them that is 6 bytes a logit instead of 2.
+In half precision, logits are float32: a bfloat16 between 16 and 32 is off by 0.03 on average. With their derivative
+that is 6 bytes a logit instead of 2.
 
-With `supports`, probabilities are those over each token's support alone, and zero elsewhere: `logit_supports`.
+With `supports`, probabilities are those over each token's support, and zero elsewhere: see `logit_supports`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from stretto.models.wide_products import wide_logits, wide_type
 from stretto.training.logit_kernels import LogitScale, deltas_from, deltas_with_entropy, reduce_logits
 from stretto.training.logit_supports import PackedSupports, deltas_of_supports, reduce_supports
-from stretto.training.wide import wide_logits, wide_type
 
-# Logits held at once. A processor wants them in its cache; a GPU wants products with enough rows (883 of Qwen3's
-# vocabulary) and, where the head is trained, few sums over its float32 gradient.
+# Logits in memory at once. On a CPU they should fit into its cache. A GPU needs products with enough rows (883 of
+# Qwen3's vocabulary) and, if the head is trained, few sums over its float32 gradient.
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
 CHUNK_ELEMENTS_TRAINED_HEAD = {"cpu": 1 << 25, "cuda": 1 << 29}
 
@@ -51,14 +51,13 @@ def token_logprobs(
     entropy_gradient: bool = False,
     supports: PackedSupports | None = None,  # of the targets; None: the whole vocabulary
     chunk_tokens: int | None = None,
-    directions: bool | None = None,  # None: by the device
+    directions: bool | None = None,  # None: depends on the device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log-probability of each target under `softmax(logits / temperature)` [C], and the entropy there [C].
+    """Returns the log-probability of each target under `softmax(logits / temperature)` [C], and the entropy [C].
 
-    With `supports` the softmax is that over each target's support, and so is the entropy.
-    Both are float32, or float64 for float64 inputs. The entropy is zero where not asked for. It carries a gradient only
-    with `entropy_gradient`, which makes the logits again: what comes in for it is not known ahead.
-    The result does not depend on `chunk_tokens`, except for rounding.
+    With `supports`, softmax and entropy are over each target's support. Both results are float32, or float64 for
+    float64 inputs. The entropy is zero unless requested. It carries a gradient only with `entropy_gradient`, which
+    recomputes the logits. The result does not depend on `chunk_tokens`, except for rounding.
     """
     trained = torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad))
     if chunk_tokens is None:
@@ -81,7 +80,7 @@ def token_logprobs(
 
 
 class _DirectedLogprobs(torch.autograd.Function):
-    """With a frozen head: forward keeps each token's direction, backward scales it."""
+    """For a frozen head: the forward pass stores each token's direction, the backward pass scales it."""
 
     @staticmethod
     def forward(
@@ -135,7 +134,7 @@ class _DirectedLogprobs(torch.autograd.Function):
 
 
 def _deltas_like(logits: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Where the derivative of logits goes, in the type of the hidden states: in their own place where types agree."""
+    """A buffer for the derivative of logits in the type of the hidden states: the logits' own if the types agree."""
     return logits if logits.dtype == hidden.dtype else torch.empty_like(logits, dtype=hidden.dtype)
 
 
@@ -146,12 +145,12 @@ def _direct(
     targets: torch.Tensor,  # [rows]
     slope: float,
     entropy: bool,
-    direction: torch.Tensor | None,  # [rows, d], filled where there is one
+    direction: torch.Tensor | None,  # [rows, d], filled in if given
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and entropies of a chunk on a processor, in four passes over its logits, five with entropies.
+    """Log-probabilities and entropies of a chunk on a CPU, in four passes over its logits, five with entropies.
 
-    What multiplies a row of logits as a whole multiplies its hidden state or its direction instead, and the target's
-    share of the direction is a row of the weight: neither is a pass.
+    A factor of a whole row of logits is applied to its hidden state or its direction instead, and the target's share of
+    the direction is a row of the weight: neither takes a pass.
     """
     logits = F.linear(rows * slope, weight, None if bias is None else bias * slope)
     highest = logits.amax(-1)
@@ -168,7 +167,7 @@ def _direct(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Logits are made again in the backward pass."""
+    """Recomputes the logits in the backward pass."""
 
     @staticmethod
     def forward(
@@ -203,8 +202,8 @@ class _TokenLogprobs(torch.autograd.Function):
             normalizers[chunk] = normalizer
             logprobs[chunk] = logits.gather(1, targets[chunk, None])[:, 0] - normalizer
             if entropy:
-                chances = (logits - normalizer[:, None]).exp_()
-                entropies[chunk] = normalizer - torch.linalg.vecdot(chances, logits)
+                probabilities = (logits - normalizer[:, None]).exp_()
+                entropies[chunk] = normalizer - torch.linalg.vecdot(probabilities, logits)
         ctx.save_for_backward(hidden, weight, bias, predicts, targets, normalizers, entropies)
         ctx.scale, ctx.chunk_tokens, ctx.entropy_gradient = scale, chunk_tokens, entropy_gradient
         ctx.supports = supports
@@ -219,7 +218,7 @@ class _TokenLogprobs(torch.autograd.Function):
         dtype = normalizers.dtype
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
-        # Summed over chunks in float32, whatever the type of the weights; a single chunk is its own sum.
+        # Summed over chunks in float32, whatever the type of the weights; a single chunk needs no sum.
         grad_weight: torch.Tensor | None = None
         grad_bias = torch.zeros_like(bias, dtype=dtype) if need_bias else None
         for start in range(0, len(targets), ctx.chunk_tokens):
@@ -240,7 +239,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 into = logits if need_bias else _deltas_like(logits, hidden)
                 delta = deltas_from(logits, targets[chunk], normalizers[chunk], grads[0][chunk], ctx.scale, into)
             if grad_bias is not None:
-                # The bias stands before the multiplier, as the weight does.
+                # The bias is added before the multiplier, like the product with the weight.
                 grad_bias += delta.sum(0, dtype=dtype)
             delta = delta.to(hidden.dtype)
             if grad_hidden is not None:

@@ -1,8 +1,8 @@
-"""Cutting a batch into micro-batches of flat tensors without padding. Pure.
+"""Packs samples into micro-batches of flat tensors without padding. Pure.
 
 A sequence of `p` prompt and `c` completion tokens enters the model as its first `p + c - 1` tokens: the last one
-predicts nothing. Completion token `j` is predicted at position `p - 1 + j`. Of an episode with several turns only the
-tokens that were sampled are targets; what was observed in between is context like the prompt.
+predicts nothing. Completion token `j` is predicted at position `p - 1 + j`. In an episode with several turns, only the
+sampled tokens are targets; tokens observed between turns are context, like the prompt.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from numpy.typing import NDArray
 
 from stretto.errors import TrainerError
-from stretto.training.attention import PackedLayout, layout_of
+from stretto.models.packed_attention import PackedLayout, layout_of
 from stretto.training.logit_supports import PackedSupports, pack_supports
 from stretto.types import Sample
 
 
 def first_fit_decreasing(lengths: Sequence[int] | NDArray[np.int64], budget: int) -> list[list[int]]:
-    """Put sequences into bins of at most `budget` tokens, longest first, each into the first bin with room for it.
+    """Puts sequences into bins of at most `budget` tokens, longest first, each into the first bin with room for it.
 
-    Every index appears exactly once; a sequence longer than the budget has a bin of its own; equal lengths keep their
+    Every index appears exactly once. A sequence longer than the budget gets its own bin. Equal lengths keep their
     order, so the result depends on the arguments alone.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
@@ -47,27 +47,27 @@ def first_fit_decreasing(lengths: Sequence[int] | NDArray[np.int64], budget: int
 class MicroBatch:
     """Sequences side by side: `T` model inputs, of which `C` predict a completion token."""
 
-    samples: tuple[int, ...]  # indices into the batch, in the order in which they lie here
-    num_targets: tuple[int, ...]  # completion tokens of each of them that were sampled; their sum is `C`
+    samples: tuple[int, ...]  # indices into the batch, in their order here
+    num_targets: tuple[int, ...]  # sampled tokens of each sample; their sum is `C`
     input_ids: torch.Tensor  # [T] int64
     position_ids: torch.Tensor  # [T] int64, from 0 in every sequence
-    layout: PackedLayout  # where each sequence lies, for attention
+    layout: PackedLayout  # positions of the sequences, for attention
     predicts: torch.Tensor  # [C] int64: the inputs whose hidden state predicts a completion token
-    targets: torch.Tensor  # [C] int64: the token that each of them predicts
+    targets: torch.Tensor  # [C] int64: the completion tokens
     behaviour_logprobs: torch.Tensor  # [C]
     advantages: torch.Tensor  # [C]
-    weights: torch.Tensor  # [C], of each token in the batch's loss
-    sequences: torch.Tensor  # [C] int64: which of `samples`, from 0
-    supports: PackedSupports | None = None  # of the targets, where they were drawn from a part of the vocabulary
+    weights: torch.Tensor  # [C], of each token in the loss of the step
+    sequences: torch.Tensor  # [C] int64: index into `samples`
+    supports: PackedSupports | None = None  # of the targets; None: drawn from the whole vocabulary
 
 
 def input_lengths(samples: Sequence[Sample]) -> NDArray[np.int64]:
-    """How many tokens of each sample the model sees [n]."""
+    """The number of input tokens of each sample [n]."""
     return np.array([max(1, len(s.prompt) + len(s.completion.tokens) - 1) for s in samples], dtype=np.int64)
 
 
 def sampled_lengths(samples: Sequence[Sample]) -> NDArray[np.int64]:
-    """How many tokens of each sample were sampled, which are those that it is trained on [n]."""
+    """The number of sampled tokens of each sample [n], which are those that it is trained on."""
     return np.array([s.completion.num_sampled for s in samples], dtype=np.int64)
 
 
@@ -82,29 +82,14 @@ def micro_batch(
     flash: bool = False,
     multiple: int = 1,
 ) -> MicroBatch:
-    """Lay the chosen samples side by side. `advantages` and `weights` are those of the whole batch, one a sample.
+    """Packs the chosen samples. `advantages` and `weights` have one entry for each sample of the whole batch.
 
-    With `flash` the layout is for flash attention, and one more sequence that predicts nothing fills the inputs up to a
-    `multiple` of tokens. Everything reaches the device in two transfers that the host does not wait for.
+    With `flash` the layout is for flash attention, and a further sequence that predicts nothing pads the inputs to a
+    `multiple` of tokens. Everything goes to the device in two transfers that the host does not wait for.
     """
     if multiple > 1 and not flash:
-        raise ValueError(f"`multiple = {multiple}` needs `flash`: buckets of padding are not padded again")
-    tokens: list[NDArray[np.int64]] = []
-    prompts = np.empty(len(chosen), dtype=np.int64)
-    completions = np.empty(len(chosen), dtype=np.int64)
-    for place, index in enumerate(chosen):
-        sample = samples[index]
-        prompts[place], completions[place] = len(sample.prompt), len(sample.completion.tokens)
-        if prompts[place] == 0:
-            raise TrainerError(f"trajectory {sample.trajectory} has an empty prompt: nothing predicts its first token")
-        if len(sample.completion.logprobs) != completions[place]:
-            raise TrainerError(
-                f"trajectory {sample.trajectory} has {completions[place]} tokens and "
-                f"{len(sample.completion.logprobs)} log-probabilities"
-            )
-        tokens.append(np.asarray(sample.prompt, dtype=np.int64))
-        tokens.append(np.asarray(sample.completion.tokens, dtype=np.int64))
-    whole = np.concatenate(tokens)
+        raise ValueError(f"`multiple = {multiple}` needs `flash`: other layouts are padded already")
+    whole, prompts, completions = _concatenate([samples[index] for index in chosen])
     totals = prompts + completions
     starts = np.cumsum(totals) - totals  # of each sequence in `whole`
     lengths = np.maximum(totals - 1, 1)
@@ -150,10 +135,28 @@ def micro_batch(
     )
 
 
+def _concatenate(samples: Sequence[Sample]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """All tokens, prompts and completions in turn, and the lengths of the prompts and of the completions."""
+    tokens: list[NDArray[np.int64]] = []
+    prompts = np.array([len(sample.prompt) for sample in samples], dtype=np.int64)
+    completions = np.array([len(sample.completion.tokens) for sample in samples], dtype=np.int64)
+    for sample in samples:
+        if len(sample.prompt) == 0:
+            raise TrainerError(f"trajectory {sample.trajectory} has an empty prompt: nothing predicts its first token")
+        if len(sample.completion.logprobs) != len(sample.completion.tokens):
+            raise TrainerError(
+                f"trajectory {sample.trajectory} has {len(sample.completion.tokens)} tokens and "
+                f"{len(sample.completion.logprobs)} log-probabilities"
+            )
+        tokens.append(np.asarray(sample.prompt, dtype=np.int64))
+        tokens.append(np.asarray(sample.completion.tokens, dtype=np.int64))
+    return np.concatenate(tokens), prompts, completions
+
+
 def _supports(
     chosen: Sequence[Sample], targets: NDArray[np.int64], device: torch.device | str
 ) -> PackedSupports | None:
-    """What the targets were drawn from; None where that was the whole vocabulary."""
+    """The supports that the targets were drawn from; None for the whole vocabulary."""
     recorded = [(sample, sample.completion.supports) for sample in chosen if sample.completion.supports is not None]
     if not recorded:
         return None
@@ -161,7 +164,7 @@ def _supports(
         other = next(sample for sample in chosen if sample.completion.supports is None)
         raise TrainerError(
             f"trajectory {other.trajectory} was drawn from the whole vocabulary and trajectory "
-            f"{recorded[0][0].trajectory} from a part of it: one update cannot have both"
+            f"{recorded[0][0].trajectory} from a part of it: an update cannot mix them"
         )
     for sample, supports in recorded:
         length = len(sample.completion.tokens)
@@ -181,7 +184,7 @@ def _supports(
 def _transfer(
     parts: Sequence[NDArray[Any] | torch.Tensor], dtype: torch.dtype, device: torch.device | str
 ) -> tuple[torch.Tensor, ...]:
-    """Vectors as views of one tensor on the device; to a GPU they go out of pinned memory, while the host goes on."""
+    """Moves vectors to the device as views of one tensor; to a GPU through pinned memory, without waiting."""
     joined = torch.cat([torch.as_tensor(part).to(dtype) for part in parts])
     if torch.device(device).type == "cuda":
         joined = joined.pin_memory()

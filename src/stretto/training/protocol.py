@@ -1,4 +1,4 @@
-"""The seam between the loop and training."""
+"""The protocol of a trainer, which the run needs and `training/trainer.py` implements."""
 
 from __future__ import annotations
 
@@ -13,58 +13,61 @@ if TYPE_CHECKING:
 
 
 class Trainer(Protocol):
-    """One policy in training. Called from one thread at a time; every method blocks until it is done.
+    """Trains one policy. Called from one thread at a time; every method blocks until it is done.
 
     The trainer holds exactly one version. Update `n` turns version `n` into version `n + 1`.
     """
 
     @property
     def version(self) -> int:
-        """The version that it holds: the number of updates done."""
+        """The version it holds: the number of updates done."""
         ...
 
     def update(self, batch: Batch) -> UpdateReport:
-        """Make update `batch.update`. Raises `TrainerError`, by name, and then nothing has changed."""
+        """Runs update `batch.update`. Raises `TrainerError`, and then nothing has changed."""
         ...
 
     def weights(self, version: int) -> Weights:
-        """A copy of the weights that it holds, with their checksum. On CUDA it is made on the current stream."""
+        """Returns a copy of the weights with their checksum. On CUDA the copy runs on the current stream."""
         ...
 
     def base_checksum(self) -> str | None:
-        """Of the frozen weights that its adapters belong to, which nothing changes; None: it trains every weight."""
+        """The checksum of the frozen weights under the adapters, which never change; None if it trains all weights."""
         ...
 
     def state(self) -> dict[str, torch.Tensor]:
-        """A copy of everything that decides what later updates do."""
+        """Returns a copy of everything that later updates depend on."""
         ...
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `state` gave: later updates are then the same, bit for bit.
+        """Restores a `state()`: later updates are then the same, bit for bit.
 
-        Raises `TrainerError`, and then nothing has changed, where it is of another trainer.
+        Raises `TrainerError`, with nothing changed, if the state is of another trainer.
         """
         ...
 
     def adopt(self, weights: Weights) -> None:
-        """Make the policy the one that `weights` are, of the version that it is at; the optimizer stays as it is.
+        """Replaces the policy by `weights`, which must be of the version it holds; the optimizer state stays.
 
-        Where it is that one already, nothing changes. Raises `TrainerError`, and then nothing has changed either.
+        Does nothing if the weights are the same already. Raises `TrainerError` with nothing changed.
         """
         ...
 
     def capture(self) -> Callable[[Path], None]:
-        """Copy the state; what is returned writes the copy to a folder, in any thread and while updates go on."""
+        """Copies the state and returns a function that writes the copy to a folder.
+
+        The function may be called in any thread, while updates continue.
+        """
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the state to a folder."""
+        """Writes the state to a folder."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote."""
+        """Restores the state that `save` wrote."""
         ...
 
     def export(self, folder: Path) -> None:
-        """Write the policy for others to load: a Hugging Face model folder, or a PEFT adapter folder."""
+        """Writes the policy for other programs: a Hugging Face model folder, or a PEFT adapter folder."""
         ...

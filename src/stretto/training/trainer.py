@@ -1,10 +1,14 @@
-"""The trainer that runs in this process.
+"""The trainer: one update is one call, in this process.
 
-An update is: the batch cut into parts, one an optimizer step, and those into micro-batches without padding; what has to
-be known before the first step (log-probabilities under the policy as it is, and under a reference); advantages from the
-rewards; then for each part, for each of its micro-batches one forward pass, the log-probabilities of the completion
-tokens, the objective, one backward pass; and one optimizer step. The algorithm is an argument, and nothing here knows
-which.
+An update runs in this order:
+
+1. Split the batch into mini-batches, one an optimizer step, and those into micro-batches without padding.
+2. Compute what must be known before the first step: log-probabilities under the policy as it is and under a reference,
+   and a critic's values.
+3. Compute advantages from the rewards of the whole batch.
+4. For each mini-batch: a forward and a backward pass for each micro-batch, then one optimizer step.
+
+The objective is an argument; nothing here depends on which one it is.
 """
 
 from __future__ import annotations
@@ -23,59 +27,62 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from stretto.environments.reward_bound import MAX_REWARD, is_trainable
 from stretto.errors import ModelError, RecipeError, TrainerError
-from stretto.narrowing import range_hint
+from stretto.models.float16_range import range_hint
+from stretto.models.lora import inject_lora
+from stretto.models.lora_options import LoraOptions
 from stretto.objectives.base import ObjectiveOptions, Tokens
 from stretto.objectives.grpo import GrpoOptions
-from stretto.objectives.shaping_options import OverlongOptions, overlong_refusal
-from stretto.training.advantages import Advantages, outcome_advantages, penalized_advantages
+from stretto.objectives.length_options import OverlongOptions, overlong_refusal
+from stretto.training.advantages import LARGEST, Advantages, outcome_advantages, penalized_advantages
 from stretto.training.correction import correction_weights
-from stretto.training.credit import turn_credit
 from stretto.training.critic import make_critic
 from stretto.training.flops import Costs, peak_flops, update_flops, utilization
 from stretto.training.forward import PackedModel
-from stretto.training.lora import LoraOptions, inject_lora
-from stretto.training.measures import (
-    Collector,
-    TokenValues,
-    batch_measures,
-    beside,
-    joined,
-    mismatch,
-    staleness_measures,
-    token_measures,
-)
-from stretto.training.optimizer import Optimizer, TrainerOptions, learning_rate
+from stretto.training.loss_scaling import LossScale, initial_loss_scale
+from stretto.training.mini_batches import MicroBatchPlan, MiniBatch, micro_batch_plans, split_batch
+from stretto.training.optimizer import Optimizer, learning_rate
+from stretto.training.options import TrainingOptions
 from stretto.training.packing import MicroBatch, input_lengths, micro_batch, sampled_lengths
 from stretto.training.parallel import Ranks
-from stretto.training.parts import Part, Piece, cut_batch, pieces_of
-from stretto.training.policy import Policy
+from stretto.training.policy_weights import PolicyWeights
 from stretto.training.protocol import Trainer
-from stretto.training.reference import Reference
-from stretto.training.scaling import LossScale, scale_for
-from stretto.training.shaping import Shaped, shape
+from stretto.training.reference_policy import Reference
+from stretto.training.regularizers import sampled_divergences, weighted_divergence
+from stretto.training.reward_shaping import ShapedRewards, shape_rewards
 from stretto.training.sharding import Sharding, wants_sharding
-from stretto.training.terms import sampled_divergences, weighted_divergence
-from stretto.types import Batch, UpdateReport, Weights
+from stretto.training.turn_credit import batch_turn_advantages
+from stretto.training.update_metrics import (
+    TokenCollector,
+    TokenValues,
+    batch_metrics,
+    concatenate,
+    merge,
+    mismatch,
+    staleness_metrics,
+    token_metrics,
+)
+from stretto.types import Batch, Sample, UpdateReport, Weights
 
-__all__ = ["GrpoOptions", "LocalTrainer", "LoraOptions", "Trainer", "TrainerOptions"]
+__all__ = ["GrpoOptions", "LocalTrainer", "LoraOptions", "Trainer", "TrainingOptions"]
 
 STATE_FILE = "trainer.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class _Gradient:
-    """What one optimizer step is taken along."""
+    """The gradient of one optimizer step."""
 
     loss: float
-    norm: torch.Tensor  # of the gradient, before clipping
-    value: float  # the same number, read from the device
+    norm: torch.Tensor  # before clipping
+    norm_value: float  # the same number, read from the device
     tokens: TokenValues
 
 
 @dataclass(frozen=True, slots=True)
-class _Measured:
-    """What is told of an update, but for its time."""
+class _Measurements:
+    """The report of an update, except for its time."""
 
     metrics: dict[str, float]
     mismatch_kl_sum: float
@@ -86,10 +93,10 @@ class _Measured:
 class LocalTrainer:
     """Trains a Hugging Face causal LM in this process, in full or by LoRA.
 
-    `model` is a module tree of the trainer's own: its attention is set and, with `lora`, its linear layers are
-    replaced. Its Parameters may be shared; with `lora` they are never changed. The same state and batch give the same
-    weights, bit for bit, for the same number of threads. On CUDA that needs `torch.use_deterministic_algorithms`: the
-    gradient of flash attention is summed in the order in which its blocks end.
+    The trainer owns the module tree of `model`: it sets its attention and, with `lora`, replaces its linear layers. The
+    Parameters may be shared with others; with `lora` they never change. The same state and batch give the same weights,
+    bit for bit, for the same number of threads. On CUDA that needs `torch.use_deterministic_algorithms`, because flash
+    attention sums its gradient in the order in which its blocks end.
     """
 
     def __init__(
@@ -97,21 +104,30 @@ class LocalTrainer:
         model: nn.Module,
         *,
         lora: LoraOptions | None = None,
-        options: TrainerOptions | None = None,
+        options: TrainingOptions | None = None,
         algorithm: ObjectiveOptions | None = None,
-        tokenizer: Any = None,  # exported beside the model
-        base: str | None = None,  # what an adapter says it belongs to; None: the model's own `name_or_path`
-        reference: nn.Module | None = None,  # what a divergence is measured against; None: the policy without adapters
-        ranks: Ranks | None = None,  # those that train this policy together; None: this process alone
-        sharded: bool | None = None,  # full weights cut over the ranks; None: where they are many
+        tokenizer: Any = None,  # exported with the model
+        base: str | None = None,  # the base model that an exported adapter names; None: the model's `name_or_path`
+        reference: nn.Module | None = None,  # of the divergence; None: the policy without its adapters
+        ranks: Ranks | None = None,  # that train this policy together; None: this process alone
+        sharded: bool | None = None,  # full weights over the ranks; None: if they are many
+        temperature: float = 1.0,  # that the engine samples with
+        max_tokens: int = 0,  # of a completion of the run, for the overlong penalty
+        seed: int = 0,  # of the adapters' initial values
     ) -> None:
+        if not temperature > 0:
+            raise RecipeError(
+                f"`temperature = {temperature}` leaves nothing to learn from: greedy samples have no "
+                "log-probability; choose one above 0"
+            )
         if any(parameter.is_inference() for parameter in model.parameters()):
             raise ModelError("the model was loaded under `torch.inference_mode`, so it cannot train: load it outside")
         self.model: Any = model
-        self.options = options or TrainerOptions()
+        self.options = options or TrainingOptions()
+        self.temperature, self.max_tokens = temperature, max_tokens
         self.algorithm: ObjectiveOptions = algorithm or GrpoOptions()
         if isinstance(self.algorithm.length, OverlongOptions) and (
-            reason := overlong_refusal(self.algorithm.length, max_tokens=self.options.max_tokens)
+            reason := overlong_refusal(self.algorithm.length, max_tokens=max_tokens)
         ):
             raise RecipeError(reason)
         self.ranks = ranks or Ranks()
@@ -120,39 +136,20 @@ class LocalTrainer:
         self.packed = PackedModel(model)
         adapted: tuple[str, ...] = ()
         if lora is not None:
-            adapted = inject_lora(model, lora.rank, lora.scale * lora.rank, lora.targets, self.options.seed)
+            adapted = inject_lora(model, lora.rank, lora.effective_alpha, lora.targets, seed)
         else:
             model.requires_grad_(True)
         self.device = self.packed.head.weight.device
         self.ranks.check_same(dict(model.named_parameters()))
-        self.sharding: Sharding | None = None
-        if wants_sharding(model, self.ranks, sharded, lora=lora is not None):
-            if self.options.compile:
-                raise RecipeError(
-                    "`training.compile = true` is for layers that are whole, and full weights of several ranks are cut "
-                    "over them: leave it out, train with `model.lora`, or with `runtime.trainers = 1`"
-                )
-            # Layers that are cut run through their own modules, which is where they are made whole.
-            self.packed.prepare(compiled=False, checkpointing=self.options.checkpointing, lean=False)
-            self.sharding = Sharding(self.packed, self.ranks)
-        else:
-            self.packed.prepare(compiled=self.options.compile, checkpointing=self.options.checkpointing)
+        self.sharding = self._prepare(sharded=wants_sharding(model, self.ranks, sharded, lora=lora is not None))
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer = Optimizer(trainable, self.options, self.ranks)
         base = base if base is not None else str(getattr(model, "name_or_path", ""))
-        self.policy = Policy(model, lora, adapted, base, self.ranks, self.sharding)
+        self.policy = PolicyWeights(model, lora, adapted, base, self.ranks, self.sharding)
         self.costs = Costs(model, trains_weights=lora is None)
         peak = peak_flops(self.device, self.packed.head.weight.dtype)
         self.peak = None if peak is None else peak * self.ranks.count
-        self.reference: Reference | None = None
-        if self.algorithm.kl is not None:
-            if reference is not None:
-                self.ranks.check_same(dict(reference.named_parameters()), "algorithm.kl.reference")
-            self.reference = (
-                Reference.without_adapters(self.packed)
-                if reference is None
-                else Reference.of_model(reference, self.packed)
-            )
+        self.reference = self._make_reference(reference)
         self.critic = make_critic(
             self.algorithm,
             self.packed.head.in_features,
@@ -160,8 +157,30 @@ class LocalTrainer:
             dtype=self._dtype,
             max_grad_norm=self.options.max_grad_norm,
         )
-        self.scale = scale_for(self.packed.head.weight.dtype)  # of the loss
+        self.scale = initial_loss_scale(self.packed.head.weight.dtype)
         self._version = 0
+
+    def _prepare(self, *, sharded: bool) -> Sharding | None:
+        """Prepares the model for passes, and shards it if asked to."""
+        if not sharded:
+            self.packed.prepare(compiled=self.options.compile, checkpointing=self.options.checkpointing)
+            return None
+        if self.options.compile:
+            raise RecipeError(
+                "`training.compile = true` needs whole layers, and full weights of several ranks are sharded: leave it "
+                "out, train with `model.lora`, or with `runtime.trainers = 1`"
+            )
+        # Sharded layers run through their own modules, because FSDP gathers them there.
+        self.packed.prepare(compiled=False, checkpointing=self.options.checkpointing, plain=False)
+        return Sharding(self.packed, self.ranks)
+
+    def _make_reference(self, model: nn.Module | None) -> Reference | None:
+        if self.algorithm.kl is None:
+            return None
+        if model is None:
+            return Reference.without_adapters(self.packed)
+        self.ranks.check_same(dict(model.named_parameters()), "algorithm.kl.reference")
+        return Reference.of_model(model, self.packed)
 
     @property
     def version(self) -> int:
@@ -173,20 +192,20 @@ class LocalTrainer:
             raise TrainerError(f"update {batch.update} was asked for, but the trainer holds version {self.version}")
         if not batch.samples:
             raise TrainerError(f"update {batch.update} has an empty batch")
-        parts = cut_batch(
-            batch.samples, self.algorithm, num_parts=self.options.optimizer_steps,
+        mini_batches = split_batch(
+            batch.samples, self.algorithm, num_steps=self.options.optimizer_steps,
             micro_tokens=self.options.micro_tokens, rank=self.ranks.rank, num_ranks=self.ranks.count,
         )  # fmt: skip
-        # A later step may fail when earlier ones are done, and then nothing may have changed.
-        before = self.state() if len(parts) > 1 or self.critic is not None else None
+        # A later step may fail after earlier ones, and then the whole update must be undone.
+        before = self.state() if len(mini_batches) > 1 or self.critic is not None else None
         scale = self.scale
         try:
             with torch.inference_mode(False):
-                with self.ranks.together(passes_meet=self.sharding is not None):
-                    self._look_ahead(batch, parts)
-                measured = self._steps(batch, parts)
+                with self.ranks.together(collective_passes=self.sharding is not None):
+                    self._precompute(batch, mini_batches)
+                measured = self._run_steps(batch, mini_batches)
                 if self.device.type == "cuda":
-                    torch.cuda.current_stream(self.device).synchronize()  # it has ended when its time is taken
+                    torch.cuda.current_stream(self.device).synchronize()  # the update ends before its time is taken
         except BaseException:
             self.optimizer.discard()
             if self.critic is not None:
@@ -201,158 +220,175 @@ class LocalTrainer:
         metrics = {**measured.metrics, "seconds": seconds, **utilization(measured.flops, seconds, self.peak)}
         return UpdateReport(batch.update, metrics, measured.mismatch_kl_sum, measured.mismatch_tokens, seconds)
 
-    def _steps(self, batch: Batch, parts: list[Part]) -> _Measured:
-        """Make the steps of an update. What is told of it is made before the last one: until then it can be undone."""
-        shaped = self._shaped(batch)
-        advantages, judged = self._advantages(batch, parts, shaped.rewards)
-        collector, gradients = Collector(), list[_Gradient]()
-        for part in parts[:-1]:
-            gradients.append(self._gradient(batch, part, advantages, collector))
-            self._apply(batch, gradients[-1])
-        gradients.append(self._gradient(batch, parts[-1], advantages, collector))
-        told = {**shaped.metrics, **judged}
+    def _run_steps(self, batch: Batch, mini_batches: list[MiniBatch]) -> _Measurements:
+        """Runs the optimizer steps of an update. Measures before the last step: until then the update can be undone."""
+        shaped = self._shape_rewards(batch)
+        advantages, critic_metrics = self._compute_advantages(batch, mini_batches, shaped.rewards)
+        self._refuse_overflow(batch, advantages)
+        collector, gradients = TokenCollector(), list[_Gradient]()
+        for mini_batch in mini_batches[:-1]:
+            gradients.append(self._compute_gradient(batch, mini_batch, advantages, collector))
+            self._step(batch, gradients[-1])
+        gradients.append(self._compute_gradient(batch, mini_batches[-1], advantages, collector))
+        metrics = {**shaped.metrics, **critic_metrics}
         if self.critic is not None:
-            told["critic_grad_norm"] = self.critic.last_norm
-        measured = self._measured(batch, parts, advantages, gradients, told)
-        self._apply(batch, gradients[-1])
+            metrics["critic_grad_norm"] = self.critic.last_norm
+        measured = self._measure(batch, mini_batches, advantages, gradients, metrics)
+        self._step(batch, gradients[-1])
         return measured
 
-    def _measured(
+    def _measure(
         self,
         batch: Batch,
-        parts: list[Part],
+        mini_batches: list[MiniBatch],
         advantages: Advantages,
         gradients: list[_Gradient],
-        told: Mapping[str, float],
-    ) -> _Measured:
-        tokens = joined([each.tokens for each in gradients])
+        metrics: Mapping[str, float],  # measured before
+    ) -> _Measurements:
+        tokens = concatenate([each.tokens for each in gradients])
         kl_sum, kl_tokens = mismatch(batch, tokens)
         metrics = {
             "loss": sum(each.loss for each in gradients) / len(gradients),
-            "grad_norm": sum(each.value for each in gradients) / len(gradients),
+            "grad_norm": sum(each.norm_value for each in gradients) / len(gradients),
             "learning_rate": learning_rate(batch.update, self.optimizer.options),
-            **batch_measures(batch, advantages),
-            **told,
-            **staleness_measures(batch, tokens),
+            **batch_metrics(batch, advantages),
+            **metrics,
+            **staleness_metrics(batch, tokens),
             "mismatch_kl": kl_sum / max(1, kl_tokens),
             "mismatch_tokens": float(kl_tokens),
-            "micro_batches": float(sum(part.num_pieces for part in parts)),
-            "optimizer_steps": float(len(parts)),
+            "micro_batches": float(sum(mini_batch.num_micro_batches for mini_batch in mini_batches)),
+            "optimizer_steps": float(len(mini_batches)),
             **({} if self.scale is None else {"loss_scale": self.scale.value}),
         }
-        metrics = beside(token_measures(tokens, len(batch.samples)), metrics)
+        metrics = merge(token_metrics(tokens, len(batch.samples)), metrics)
         reference = None if self.reference is None else self.reference.costs
         flops = update_flops(
-            self.costs, batch, num_steps=len(parts), critic=self.critic is not None, reference=reference
+            self.costs, batch, num_steps=len(mini_batches), critic=self.critic is not None, reference=reference
         )
-        return _Measured(metrics, kl_sum, kl_tokens, flops)
+        return _Measurements(metrics, kl_sum, kl_tokens, flops)
 
     # -- before the first step -----------------------------------------------------------------------------------------
 
-    def _look_ahead(self, batch: Batch, parts: list[Part]) -> None:
-        """Fill in what has to be known of each token before anything is stepped, a pass over the batch each."""
-        if len(parts) > 1 or self.critic is not None:
+    def _precompute(self, batch: Batch, mini_batches: list[MiniBatch]) -> None:
+        """Computes what must be known of each token before the first step, with up to two passes over the batch."""
+        if len(mini_batches) > 1 or self.critic is not None:
             with self.packed.as_in_training():
-                for piece in pieces_of(parts):
-                    micro = self._micro(batch, piece)
+                for plan in micro_batch_plans(mini_batches):
+                    micro = self._pack(batch, plan)
                     states = self.packed.states(micro)
-                    if len(parts) > 1:  # a single step has it from its own forward pass
-                        proximal, _ = self.packed.logprobs(micro, self.options.temperature, states=states)
-                        piece.proximal = proximal.detach()
+                    if len(mini_batches) > 1:  # a single step uses the log-probabilities of its own forward pass
+                        proximal, _ = self.packed.logprobs(micro, self.temperature, states=states)
+                        plan.proximal = proximal.detach()
                     if self.critic is not None:
-                        piece.values = self.critic.values(states, micro.predicts).detach()
-                for _ in range(sum(self._missing(part) for part in parts)):
+                        plan.values = self.critic.values(states, micro.predicts).detach()
+                for _ in range(sum(self._num_empty_passes(mini_batch) for mini_batch in mini_batches)):
                     self._empty_pass(batch)
         if self.reference is not None:
             with self.reference.active() as packed, packed.as_in_training():
-                for piece in pieces_of(parts):
-                    micro = self._micro(batch, piece, packed=packed)
-                    reference, _ = packed.logprobs(micro, self.options.temperature)
-                    piece.reference = reference.detach()
+                for plan in micro_batch_plans(mini_batches):
+                    micro = self._pack(batch, plan, packed=packed)
+                    reference, _ = packed.logprobs(micro, self.temperature)
+                    plan.reference = reference.detach()
 
-    def _shaped(self, batch: Batch) -> Shaped:
+    def _shape_rewards(self, batch: Batch) -> ShapedRewards:
         """The rewards, shaped by length."""
-        return shape(
+        return shape_rewards(
             [s.reward for s in batch.samples],
             [s.group for s in batch.samples],
             sampled_lengths(batch.samples),
             self.algorithm.length,
-            max_tokens=self.options.max_tokens,
+            max_tokens=self.max_tokens,
         )
 
-    def _advantages(
-        self, batch: Batch, parts: list[Part], rewards: NDArray[np.float64]
+    def _compute_advantages(
+        self, batch: Batch, mini_batches: list[MiniBatch], rewards: NDArray[np.float64]
     ) -> tuple[Advantages, Mapping[str, float]]:
-        """From the shaped rewards of the whole batch, whatever its parts, and what a critic says of itself.
+        """The advantages from the shaped rewards of the whole batch, and the critic's metrics.
 
-        A divergence in the reward is taken off here. Groups without signal are those whose own rewards are equal: what
-        is added to rewards differs between any two samples.
+        Subtracts a divergence that is placed in the reward. Groups without signal are counted by the environment's own
+        rewards, because shaping makes any two samples differ.
         """
         kl, groups = self.algorithm.kl, [s.group for s in batch.samples]
         penalties = np.zeros(len(batch.samples))
         if kl is not None and kl.place == "reward":
-            own = sampled_divergences(batch, pieces_of(parts), kl.estimate)
+            own = sampled_divergences(batch, micro_batch_plans(mini_batches), kl.estimate)
             penalties = kl.coefficient * self.ranks.total(own)
+        for sample, reward in zip(batch.samples, (rewards - penalties).tolist(), strict=True):
+            if not all(abs(each) <= LARGEST for each in (sample.reward, reward, *sample.rewards_by_turn)):
+                raise TrainerError(_untrainable(batch, sample, f"its reward is {reward:g} after shaping and penalties"))
         try:
             if self.critic is not None:
-                pieces = list(pieces_of(parts))
+                plans = list(micro_batch_plans(mini_batches))
                 by_turn = self.algorithm.turns is not None
-                judged = self.critic.judge(batch, pieces, rewards - penalties, self.ranks.total, by_turn=by_turn)
-                return judged.advantages, judged.metrics
+                estimate = self.critic.assess(batch, plans, rewards - penalties, self.ranks.total, by_turn=by_turn)
+                return estimate.advantages, estimate.metrics
             if (turns := self.algorithm.turns) is not None:
-                return turn_credit(self.algorithm.advantage, batch, rewards, penalties, gamma=turns.gamma), {}
+                return batch_turn_advantages(self.algorithm.advantage, batch, rewards, penalties, gamma=turns.gamma), {}
             found = penalized_advantages(self.algorithm.advantage, rewards, penalties, groups)
             plain = outcome_advantages(self.algorithm.advantage, [s.reward for s in batch.samples], groups)
             return replace(found, num_without_signal=plain.num_without_signal), {}
         except ValueError as error:
             raise TrainerError(f"update {batch.update}: {error}") from error
 
-    def _micro(
+    def _refuse_overflow(self, batch: Batch, advantages: Advantages) -> None:
+        """Raises `TrainerError` for a sample whose advantage is not finite in the type that the loss is computed in."""
+        largest = torch.finfo(self._dtype).max
+        for sample, advantage in zip(batch.samples, _largest(batch, advantages).tolist(), strict=True):
+            if not advantage <= largest:
+                dtype = str(self._dtype).removeprefix("torch.")
+                why = f"its advantage is {advantage:g}, and {dtype} ends at {largest:.2g}"
+                raise TrainerError(_untrainable(batch, sample, why))
+
+    def _pack(
         self,
         batch: Batch,
-        piece: Piece,
+        plan: MicroBatchPlan,
         advantages: NDArray[np.float64] | None = None,  # [n]
         weights: NDArray[np.float64] | None = None,  # [n]
         packed: PackedModel | None = None,
     ) -> MicroBatch:
-        nothing = np.zeros(len(batch.samples))
+        zeros = np.zeros(len(batch.samples))
         packed = packed or self.packed
         return micro_batch(
-            batch.samples, piece.chosen, nothing if advantages is None else advantages,
-            nothing if weights is None else weights, device=self.device, dtype=self._dtype,
+            batch.samples, plan.samples, zeros if advantages is None else advantages,
+            zeros if weights is None else weights, device=self.device, dtype=self._dtype,
             flash=packed.flash, multiple=packed.multiple,
         )  # fmt: skip
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Of everything that is computed of log-probabilities."""
+        """The type of everything that is computed from log-probabilities."""
         return torch.float64 if self.packed.head.weight.dtype == torch.float64 else torch.float32
 
-    # -- a step --------------------------------------------------------------------------------------------------------
+    # -- an optimizer step ---------------------------------------------------------------------------------------------
 
-    def _gradient(self, batch: Batch, part: Part, advantages: Advantages, collector: Collector) -> _Gradient:
-        """The gradient of a part's loss, made again with a smaller scale where it left the range of the type."""
+    def _compute_gradient(
+        self, batch: Batch, mini_batch: MiniBatch, advantages: Advantages, collector: TokenCollector
+    ) -> _Gradient:
+        """The gradient of a mini-batch; computed again with a lower loss scale if it exceeds the range of its type."""
         while True:
-            found = self._summed(batch, part, advantages, collector)
-            if self.scale is None or math.isfinite(found.value):
+            found = self._sum_gradient(batch, mini_batch, advantages, collector)
+            if self.scale is None or math.isfinite(found.norm_value):
                 return found
             lowered = self.scale.lowered()
             if lowered is None:
                 raise TrainerError(
-                    f"the gradient's norm is {found.value} at update {batch.update}, with a loss scale of "
-                    f"{self.scale.value:g} still: nothing was stepped{range_hint(torch.float16)}"
+                    f"the gradient's norm is {found.norm_value} at update {batch.update}, even with a loss scale of "
+                    f"{self.scale.value:g}: nothing was stepped{range_hint(torch.float16)}"
                 )
             self.scale = lowered
             self.optimizer.discard()
             if self.critic is not None:
                 self.critic.discard()
 
-    def _summed(self, batch: Batch, part: Part, advantages: Advantages, collector: Collector) -> _Gradient:
-        """Sum the gradient of a part's loss over its micro-batches. Raises `TrainerError` if its loss is no number."""
-        with self.ranks.together(passes_meet=self.sharding is not None), torch.enable_grad():
-            for piece in part.pieces:
-                self._accumulate(batch, part, piece, advantages, collector)
-            for _ in range(self._missing(part)):
+    def _sum_gradient(
+        self, batch: Batch, mini_batch: MiniBatch, advantages: Advantages, collector: TokenCollector
+    ) -> _Gradient:
+        """Sums the gradient over the micro-batches and the ranks. Raises `TrainerError` if the loss is not finite."""
+        with self.ranks.together(collective_passes=self.sharding is not None), torch.enable_grad():
+            for plan in mini_batch.micro_batches:
+                self._backward(batch, mini_batch, plan, advantages, collector)
+            for _ in range(self._num_empty_passes(mini_batch)):
                 (self._empty_pass(batch).sum() * 0.0).backward()  # type: ignore[no-untyped-call]
                 self.optimizer.collect()
         if self.scale is not None:
@@ -363,93 +399,118 @@ class LocalTrainer:
         if self.critic is not None:
             self.ranks.add_gradients(self.critic.stepped)
         norm = self.optimizer.norm()
-        own_loss, value, own_tokens = collector.finish(norm)
-        loss, tokens = self.ranks.measured(own_loss, value, own_tokens)
+        own_loss, norm_value, own_tokens = collector.finish(norm)
+        loss, tokens = self.ranks.combine(own_loss, norm_value, own_tokens)
         if not math.isfinite(loss):
-            raise TrainerError(
-                f"the loss of update {batch.update} is {loss}: a log-probability, the engine's or the trainer's, "
-                f"is not finite{range_hint(self.packed.head.weight.dtype)}"
-            )
+            raise TrainerError(f"the loss of update {batch.update} is {loss}: {self._why(batch, advantages, tokens)}")
+        if self.scale is None and not math.isfinite(norm_value):
+            why = self._why(batch, advantages, tokens)
+            raise TrainerError(f"the gradient's norm is {norm_value} at update {batch.update}: {why}")
         if self.critic is not None:
             self.critic.check()
-        return _Gradient(loss, norm, value, tokens)
+        return _Gradient(loss, norm, norm_value, tokens)
 
-    def _apply(self, batch: Batch, gradient: _Gradient) -> None:
-        """Step along the gradient that was summed."""
-        self.optimizer.step(gradient.norm, gradient.value, update=batch.update)
+    def _why(self, batch: Batch, advantages: Advantages, tokens: TokenValues) -> str:
+        """Says which sample of a batch has a loss that is not finite, and what of it."""
+        wrong = ~np.isfinite(tokens.log_ratios)
+        if wrong.any():
+            sample = batch.samples[int(tokens.samples[np.argmax(wrong)])]
+            why = "a log-probability, the engine's or the trainer's, is not finite"
+            return _untrainable(batch, sample, why) + range_hint(self.packed.head.weight.dtype)
+        largest = _largest(batch, advantages)
+        sample = batch.samples[int(np.argmax(largest))]
+        why = f"its advantage is {largest.max():g}, the largest of the batch, and all log-probabilities are finite"
+        return _untrainable(batch, sample, why)
+
+    def _step(self, batch: Batch, gradient: _Gradient) -> None:
+        self.optimizer.step(gradient.norm, gradient.norm_value, update=batch.update)
         if self.critic is not None:
             self.critic.step()
 
-    def _missing(self, part: Part) -> int:
-        """Passes that this rank has to make beyond its own, where every pass is one of all ranks."""
-        return part.most_pieces - len(part.pieces) if self.sharding is not None else 0
+    def _num_empty_passes(self, mini_batch: MiniBatch) -> int:
+        """Passes that this rank makes beyond its own micro-batches, because sharded passes are collective."""
+        return mini_batch.max_micro_batches - len(mini_batch.micro_batches) if self.sharding is not None else 0
 
     def _empty_pass(self, batch: Batch) -> torch.Tensor:
-        """A pass that counts for nothing, over the shortest sample: its last hidden states."""
+        """Runs a pass over the shortest sample that counts for nothing, and returns its last hidden states."""
         shortest = int(np.argmin(input_lengths(batch.samples)))
-        return self.packed.states(self._micro(batch, Piece((shortest,))))
+        return self.packed.states(self._pack(batch, MicroBatchPlan((shortest,))))
 
-    def _accumulate(self, batch: Batch, part: Part, piece: Piece, advantages: Advantages, collector: Collector) -> None:
-        micro = self._micro(batch, piece, advantages.values, part.weights)
+    def _backward(
+        self,
+        batch: Batch,
+        mini_batch: MiniBatch,
+        plan: MicroBatchPlan,
+        advantages: Advantages,
+        collector: TokenCollector,
+    ) -> None:
+        """Runs the forward and the backward pass of a micro-batch, which adds to the gradient."""
+        micro = self._pack(batch, plan, advantages.values, mini_batch.weights)
         states = self.packed.states(micro)
         logprobs, entropies = self.packed.logprobs(
-            micro, self.options.temperature, entropy_gradient=self.algorithm.entropy is not None, states=states
+            micro, self.temperature, entropy_gradient=self.algorithm.entropy is not None, states=states
         )
         tokens = Tokens(
             logprobs=logprobs,
             behaviour=micro.behaviour_logprobs,
-            proximal=logprobs.detach() if piece.proximal is None else piece.proximal,
-            advantages=self._token_advantages(batch, piece, advantages, micro),
-            rewards=self._of_sequences([batch.samples[index].reward for index in piece.chosen])[micro.sequences],
+            proximal=logprobs.detach() if plan.proximal is None else plan.proximal,
+            advantages=self._token_advantages(batch, plan, advantages, micro),
+            rewards=self._to_device([batch.samples[index].reward for index in plan.samples])[micro.sequences],
             sequences=micro.sequences,
-            num_sequences=len(piece.chosen),
-            lengths=self._of_sequences(micro.num_targets, torch.int64),
+            num_sequences=len(plan.samples),
+            lengths=self._to_device(micro.num_targets, torch.int64),
         )
-        loss, diagnostics = self._loss(tokens, entropies, micro, part, piece)
+        loss, diagnostics = self._loss(tokens, entropies, micro, mini_batch, plan)
         if self.critic is not None:
-            critic_loss, values = self.critic.piece_loss(states, micro, piece)
-            loss, diagnostics = loss + critic_loss, beside(diagnostics, {"value_loss": values})
-        collector.watch(logprobs, tokens.anchored(getattr(self.algorithm, "anchor", "behaviour")))
+            critic_loss, values = self.critic.micro_batch_loss(states, micro, plan)
+            loss, diagnostics = loss + critic_loss, merge(diagnostics, {"value_loss": values})
+        collector.watch(logprobs, tokens.anchor_logprobs(getattr(self.algorithm, "anchor", "behaviour")))
         scaled = loss if self.scale is None else loss * self.scale.value
         scaled.backward()  # type: ignore[no-untyped-call]
         self.optimizer.collect()
         collector.add(micro, loss, tokens.proximal, entropies.detach(), diagnostics)
 
     def _loss(
-        self, tokens: Tokens, entropies: torch.Tensor, micro: MicroBatch, part: Part, piece: Piece
+        self,
+        tokens: Tokens,
+        entropies: torch.Tensor,
+        micro: MicroBatch,
+        mini_batch: MiniBatch,
+        plan: MicroBatchPlan,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The micro-batch's share of the part's loss, with the diagnostics of its tokens."""
+        """A micro-batch's share of the loss of its step, with the diagnostics of its tokens."""
         algorithm = self.algorithm
         losses, diagnostics = algorithm.loss(tokens)
         if algorithm.correction is not None:
             weights, measured = correction_weights(algorithm.correction, tokens)
-            losses, diagnostics = losses * weights, beside(diagnostics, measured)
+            losses, diagnostics = losses * weights, merge(diagnostics, measured)
         if algorithm.kl is not None:
-            assert piece.reference is not None
-            apart = weighted_divergence(algorithm.kl.estimate, tokens.logprobs, piece.reference, tokens.behaviour)
-            diagnostics = beside(diagnostics, {"reference_kl": apart.detach()})
+            assert plan.reference is not None
+            divergences = weighted_divergence(algorithm.kl.estimate, tokens.logprobs, plan.reference, tokens.behaviour)
+            diagnostics = merge(diagnostics, {"reference_kl": divergences.detach()})
             if algorithm.kl.place == "loss":
-                losses = losses + algorithm.kl.coefficient * apart
+                losses = losses + algorithm.kl.coefficient * divergences
         if algorithm.entropy is not None:
             losses = losses - algorithm.entropy.coefficient * entropies
         loss = torch.dot(losses, micro.weights)
         if algorithm.supervised is not None:
-            assert part.imitated is not None
-            imitated = self._of_sequences(part.imitated[list(piece.chosen)])[micro.sequences]
-            loss = loss - algorithm.supervised.coefficient * torch.dot(tokens.logprobs, imitated)
-            diagnostics = beside(diagnostics, {"imitated_fraction": (imitated > 0).to(imitated.dtype)})
+            assert mini_batch.imitation is not None
+            imitation = self._to_device(mini_batch.imitation[list(plan.samples)])[micro.sequences]
+            loss = loss - algorithm.supervised.coefficient * torch.dot(tokens.logprobs, imitation)
+            diagnostics = merge(diagnostics, {"imitated_fraction": (imitation > 0).to(imitation.dtype)})
         return loss, diagnostics
 
-    def _token_advantages(self, batch: Batch, piece: Piece, advantages: Advantages, micro: MicroBatch) -> torch.Tensor:
-        """Of each token of a micro-batch [C]."""
+    def _token_advantages(
+        self, batch: Batch, plan: MicroBatchPlan, advantages: Advantages, micro: MicroBatch
+    ) -> torch.Tensor:
+        """The advantage of each token of a micro-batch [C]."""
         if advantages.tokens is None:
             return micro.advantages
         ends = np.cumsum(sampled_lengths(batch.samples))
         slices = np.split(advantages.tokens, ends[:-1])
-        return self._of_sequences(np.concatenate([slices[index] for index in piece.chosen]))
+        return self._to_device(np.concatenate([slices[index] for index in plan.samples]))
 
-    def _of_sequences(self, values: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Numbers of the host on the device."""
+    def _to_device(self, values: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.as_tensor(np.asarray(values)).to(self.device, dtype or self._dtype)
 
     # -- weights and state ---------------------------------------------------------------------------------------------
@@ -460,33 +521,33 @@ class LocalTrainer:
         return self.policy.weights(version)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Of what is cut over the ranks it has this rank's part; what is saved is whole."""
+        """Of sharded parameters it has this rank's shard; `save` writes them whole."""
         critic = {} if self.critic is None else self.critic.state()
         scale = {} if self.scale is None else {"loss_scale": self.scale.state()}
         return {**self.optimizer.state(), **critic, **scale, "version": torch.tensor(self._version)}
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        take_policy = self.optimizer.taking(state)
-        take_critic = None if self.critic is None else self.critic.taking(state)
-        # Where an update was always one step, the version was not written apart.
+        restore_policy = self.optimizer.prepare_restore(state)
+        restore_critic = None if self.critic is None else self.critic.prepare_restore(state)
+        # Checkpoints from when an update was always one step have no `version`.
         version = state.get("version", state["step"])
         if version.numel() != 1:
             raise TrainerError(
-                f"the checkpoint is not a trainer's: its `version` has {version.numel()} numbers and does not fit"
+                f"the checkpoint is not a trainer's: its `version` has {version.numel()} numbers; expected 1"
             )
-        scale = scale_for(self.packed.head.weight.dtype)
+        scale = initial_loss_scale(self.packed.head.weight.dtype)
         if scale is not None and "loss_scale" in state:
             scale = LossScale.of_state(state["loss_scale"])
-        # Everything fits and has its memory: from here on nothing fails.
+        # Everything is checked and has its memory: nothing below can fail.
         self._version, self.scale = int(version), scale
-        take_policy()
-        if take_critic is not None:
-            take_critic()
+        restore_policy()
+        if restore_critic is not None:
+            restore_critic()
 
     def adopt(self, weights: Weights) -> None:
         own = self.weights(weights.version)
         if own.checksum == weights.checksum:
-            return  # what it holds may be finer than what is handed over, which adapters are rounded for
+            return  # the trainer's own weights may be more precise: adapters are rounded when they are handed over
         del own
         if wrong := set(self.policy.names) ^ weights.tensors.keys():
             raise TrainerError(
@@ -500,21 +561,21 @@ class LocalTrainer:
 
     @cached_property
     def _base_checksum(self) -> str | None:
-        """Made once: nothing ever changes the base."""
+        """Computed once, because the base never changes."""
         return self.policy.base_checksum()
 
     @property
     def _base(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint of adapters says of their base: its checksum, by the type that it has."""
-        if (made := self.base_checksum()) is None:
+        """An entry of a checkpoint of adapters: the checksum of their base, named by its type."""
+        if (found := self.base_checksum()) is None:
             return {}
         dtype = str(self.packed.head.weight.dtype).removeprefix("torch.")
-        return {f"base/{dtype}": torch.tensor(list(bytes.fromhex(made)), dtype=torch.uint8)}
+        return {f"base/{dtype}": torch.tensor(list(bytes.fromhex(found)), dtype=torch.uint8)}
 
     def save(self, folder: Path) -> None:
         write = self.capture()
         with self.ranks.together():
-            if self.ranks.rank == 0:  # every rank holds the same, or handed over what it holds
+            if self.ranks.rank == 0:  # every rank has the same state, or has sent its shards to rank 0
                 write(folder)
 
     def capture(self) -> Callable[[Path], None]:
@@ -538,11 +599,29 @@ class LocalTrainer:
         for name, own in self._base.items():
             if name in state and state[name].tolist() != own.tolist():
                 raise TrainerError(
-                    f"the checkpoint in `{folder}` has adapters of another base: give `model.path` as it was, or start "
-                    "a new run"
+                    f"the checkpoint in `{folder}` has adapters of another base: give the original `model.path`, or "
+                    "start a new run"
                 )
         self.restore(state)
 
     def export(self, folder: Path) -> None:
-        beside = [] if self.critic is None else [self.critic.export]
-        self.policy.export(folder, *beside, *([] if self.tokenizer is None else [self.tokenizer.save_pretrained]))
+        writers = [] if self.critic is None else [self.critic.export]
+        self.policy.export(folder, *writers, *([] if self.tokenizer is None else [self.tokenizer.save_pretrained]))
+
+
+def _largest(batch: Batch, advantages: Advantages) -> NDArray[np.float64]:
+    """The largest magnitude of the advantages of each sample [n]."""
+    found = np.abs(advantages.values)
+    if advantages.tokens is not None:
+        owner = np.repeat(np.arange(len(found)), sampled_lengths(batch.samples))
+        np.maximum.at(found, owner, np.abs(advantages.tokens))
+    return found
+
+
+def _untrainable(batch: Batch, sample: Sample, why: str) -> str:
+    """Names a sample that an update cannot be trained on, the reason, and the way on."""
+    named = f"trajectory {sample.trajectory} with the reward {sample.reward:g}"
+    said = f"update {batch.update} cannot be trained on {named}"
+    if all(is_trainable(reward) for reward in (sample.reward, *sample.rewards_by_turn)):
+        return f"{said}: {why}; `--resume --give-up {sample.trajectory}` goes on without it"
+    return f"{said}: {why}; with `--resume`, rewards beyond {MAX_REWARD:g} are scored again"

@@ -1,8 +1,9 @@
-"""The paged KV cache: one tensor for all layers, pages handed out from a free list and counted by reference.
+"""The paged KV cache: one tensor for all layers, with a free list of pages that are counted by reference.
 
-Page 0 is scratch: rows that only fill a batch up write there, and nothing else ever reads it. A page with more than one
-reference holds tokens of a prompt that several samples share, and is never written again. References may be those of
-what has ended and is *kept* for what may follow: a page that has no others is idle.
+Page 0 is scratch: rows that only pad a batch write there, and no other row reads it. A page with more than one
+reference holds tokens of a prompt that several samples share, and is never written again. Some references are
+*retained*: they belong to a trajectory that has ended and may be followed by another turn. A page that has no other
+references is idle.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ PAGE = 16  # tokens a page
 
 
 def num_pages(tokens: int) -> int:
-    """Pages that hold `tokens` tokens."""
+    """Returns the number of pages that hold `tokens` tokens."""
     return -(-tokens // PAGE)
 
 
@@ -38,11 +39,11 @@ class KVCache:
         self.num_pages = pages
         self._free = list(range(pages, 0, -1))
         self._references = [0] * (pages + 1)
-        self._kept = [0] * (pages + 1)  # of these references
+        self._retained = [0] * (pages + 1)  # of these references
         self.num_idle = 0
 
     def resize(self, pages: int) -> None:
-        """Give the storage back and take one of `pages` pages. Nothing may be in it, and nothing that runs use it."""
+        """Frees the storage and allocates one of `pages` pages. No page may be in use, nor the storage by a launch."""
         assert len(self._free) == self.num_pages, "a cache with pages in use cannot be resized"
         dtype, device = self.storage.dtype, self.storage.device
         self.of_layer, self.storage = [], torch.empty(0)
@@ -52,7 +53,7 @@ class KVCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of the keys and values of all layers."""
+        """Bytes of the keys and values of one token over all layers."""
         return self.layers * 2 * self.kv_heads * self.head_size * self.storage.element_size()
 
     @property
@@ -60,7 +61,7 @@ class KVCache:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Pages with one reference each. The caller has made sure that there are enough."""
+        """Returns free pages, with one reference each. The caller has made sure that there are enough."""
         assert count <= len(self._free), "the scheduler took more pages than are free"
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
@@ -68,43 +69,43 @@ class KVCache:
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
-        """One more reference to each page."""
+        """Adds a reference to each page."""
         for page in pages:
             self._add(page, 1, 0)
 
     def release(self, pages: Sequence[int]) -> None:
-        """One reference less to each page; a page without any is free."""
+        """Removes a reference from each page; a page without any is free."""
         for page in pages:
             self._add(page, -1, 0)
 
-    def keep(self, pages: Sequence[int]) -> None:
-        """One more reference to each page, for what may follow."""
+    def retain(self, pages: Sequence[int]) -> None:
+        """Adds a retained reference to each page."""
         for page in pages:
             self._add(page, 1, 1)
 
-    def take_over(self, pages: Sequence[int]) -> None:
-        """References that were kept are ordinary ones from now on."""
+    def claim(self, pages: Sequence[int]) -> None:
+        """Turns a retained reference to each page into an ordinary one."""
         for page in pages:
             self._add(page, 0, -1)
 
-    def _add(self, page: int, references: int, kept: int) -> None:
-        was = 0 < self._references[page] == self._kept[page]
+    def _add(self, page: int, references: int, retained: int) -> None:
+        was = 0 < self._references[page] == self._retained[page]
         self._references[page] += references
-        self._kept[page] += kept
-        assert self._references[page] >= self._kept[page] >= 0, "a page was released twice"
-        self.num_idle += (0 < self._references[page] == self._kept[page]) - was
+        self._retained[page] += retained
+        assert self._references[page] >= self._retained[page] >= 0, "a page was released twice"
+        self.num_idle += (0 < self._references[page] == self._retained[page]) - was
         if not self._references[page]:
             self._free.append(page)
 
     def slots(self, pages: Sequence[int], tokens: int, device: torch.device | None = None) -> Tensor:
-        """The slots [tokens] of the first `tokens` tokens of a list of pages, int32."""
+        """Returns the slots [tokens] of the first `tokens` tokens of a list of pages, int32."""
         table = torch.tensor(pages, dtype=torch.int32, device=device or self.storage.device)
         return (table[:, None] * PAGE + torch.arange(PAGE, dtype=torch.int32, device=table.device)).view(-1)[:tokens]
 
     def read(self, pages: Sequence[int], tokens: int) -> Tensor:
-        """A copy in host memory, [layers, 2, tokens, kv heads, head size].
+        """Returns a copy in host memory, [layers, 2, tokens, kv heads, head size].
 
-        Layer by layer: a row leaves where memory is short, and all of a long one is gigabytes.
+        It is made layer by layer: a row leaves when memory is short, and a long one is gigabytes.
         """
         slots, shape = self.slots(pages, tokens), (self.layers, 2, tokens, self.kv_heads, self.head_size)
         kv = torch.empty(shape, dtype=self.storage.dtype)
@@ -113,13 +114,13 @@ class KVCache:
         return kv
 
     def write(self, pages: Sequence[int], kv: Tensor) -> None:
-        """The inverse of `read`."""
+        """Writes a copy that `read` made."""
         slots = self.slots(pages, kv.shape[2]).long()
         for layer, own in zip(self.storage, kv, strict=True):
             layer.index_copy_(1, slots, own.to(layer.device, layer.dtype))
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy pages (source, target): samples get their own copy of the page that their prompt ends in."""
+        """Copies pages (source, target): each sample gets its own copy of the page that its prompt ends in."""
         if not pairs:
             return
         pages = self.storage.view(self.layers, 2, -1, PAGE, self.kv_heads, self.head_size)

@@ -1,8 +1,8 @@
-"""Keeps the capture of graphs apart from what breaks it in whichever thread.
+"""Keeps the capture of graphs apart from calls in other threads that would break it.
 
-While any thread captures, torch's allocator can hand nothing back to the device: emptying its cache is an error then.
-So is waiting for the whole device, which a compiler does that times its kernels; waiting for a stream that is not
-captured is none. Nor is allocating, where captures are made in the mode `thread_local`.
+While any thread captures, two calls are errors in every thread: emptying the cache of torch's allocator, and waiting
+for the whole device (which a compiler does when it times its kernels). Waiting for a stream that is not captured is
+allowed, and so is allocating if captures are made in the mode `thread_local`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import threading
 
 import torch
 
-# Held by whoever captures, empties the cache or waits for the whole device. An engine that finds it taken does not wait
-# for it, and runs its step uncaptured: it may be taken for as long as a compiler needs.
+# Held while a thread captures, empties the cache or waits for the whole device. An engine that finds it taken runs its
+# step uncaptured instead of waiting: a compiler may hold it for a long time.
 CAPTURE = threading.RLock()
 
 
 def release_cached() -> None:
-    """Give back to the device what only the allocator's cache holds, once nobody captures. Not while capturing."""
+    """Returns the memory in the allocator's cache to the device, once no thread captures. Not for use in a capture."""
     gc.collect()
     with CAPTURE:
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Work that is captured once and replayed: kept by key, the least recently used let go."""
+"""Work that is captured once and replayed: stored by key, with the least recently used graphs dropped."""
 
 from __future__ import annotations
 
@@ -14,36 +14,35 @@ from stretto.engines.native.capture import CAPTURE, release_cached
 
 logger = logging.getLogger(__name__)
 
-MAX_GRAPHS = 96  # that are kept; each holds some megabytes
+MAX_GRAPHS = 96  # stored; each holds some megabytes
 
 Body = Callable[[], object]
-Keeping = Callable[[], AbstractContextManager[None]]
+Restoring = Callable[[], AbstractContextManager[None]]
 
 
 class Graphs:
-    """Captured graphs of one engine. `wait` waits until nothing runs any more that any of them launched."""
+    """Captured graphs of one engine. `wait` waits until nothing that any of them launched runs any more."""
 
     def __init__(self, wait: Callable[[], None], *, captures: bool) -> None:
         self._wait, self._captures = wait, captures
         self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
-        self._pools: dict[int, Any] = {}  # of memory, by lane
-        self.num_captured = 0  # since the start, those that are gone included
-        self._failed: list[torch.cuda.CUDAGraph] = []  # an allocator may still ask for one whose capture broke off
+        self._pools: dict[int, Any] = {}  # of memory
+        self.num_captured = 0  # since the start, dropped ones included
+        self._failed: list[torch.cuda.CUDAGraph] = []  # the allocator may still need one whose capture failed
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def forget(self) -> None:
-        """Drop what was captured: the memory that it points at is about to go.
+        """Drops all graphs: the memory that they point at is about to be freed.
 
-        An allocator refuses a pool that no graph uses any more and that somebody still holds a tensor of, so that what
-        is captured next has pools of its own.
+        The allocator refuses a pool that no graph uses while a tensor of it is alive, so later captures get new pools.
         """
         self._graphs.clear()
         self._pools.clear()
 
     def retire(self) -> None:
-        """Let go of memory that captured graphs point at, and that launched ones may still use."""
+        """Waits for launched graphs and drops all: memory that they use may be freed afterwards."""
         self._wait()
         self.forget()
 
@@ -51,19 +50,19 @@ class Graphs:
         self,
         key: Hashable,
         body: Body,
-        lane: int,  # graphs of one never run at once, so that they share their memory
-        keeping: Keeping = nullcontext,
+        pool: int,  # graphs of one pool never run at once, so they share their memory
+        restoring: Restoring = nullcontext,
     ) -> None:
-        """Do what `body` does, as it was captured under `key`; capture it first, unless somebody else captures now.
+        """Runs `body` as the graph captured under `key`; captures it first, unless another thread captures now.
 
-        To be captured it runs once more, in a context of `keeping`, which takes back what must not happen twice. A
-        capture that breaks off is the last: its pool cannot be trusted, and what is not captured yet runs as it is.
+        To be captured, `body` runs once more, inside the context `restoring`, which takes back what must not happen
+        twice. If a capture fails, nothing more is captured: its pool cannot be trusted, and new work runs uncaptured.
         Only a lack of memory is an error.
         """
         graph = self._graphs.get(key)
         if graph is None and self._captures and CAPTURE.acquire(blocking=False):
             try:
-                graph = self._capture(key, body, lane, keeping)
+                graph = self._capture(key, body, pool, restoring)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
@@ -77,40 +76,40 @@ class Graphs:
         self._graphs.move_to_end(key)
         graph.replay()
 
-    def _capture(self, key: Hashable, body: Body, lane: int, keeping: Keeping) -> torch.cuda.CUDAGraph:
-        """Capture, giving back what was captured before where memory runs out. `CAPTURE` is held."""
+    def _capture(self, key: Hashable, body: Body, pool: int, restoring: Restoring) -> torch.cuda.CUDAGraph:
+        """Captures, and drops older graphs if memory runs out. `CAPTURE` is held."""
         while len(self._graphs) >= MAX_GRAPHS:
             self._graphs.popitem(last=False)
-        graph = self._try_capture(body, lane, keeping)
+        graph = self._try_capture(body, pool, restoring)
         if graph is None:
             release_cached()
-            graph = self._try_capture(body, lane, keeping)
+            graph = self._try_capture(body, pool, restoring)
         if graph is None:
             logger.warning("no memory to capture %s: %d others go", key, len(self._graphs))
             self.retire()
             release_cached()
-            graph = self._capture_once(body, lane, keeping)
+            graph = self._capture_once(body, pool, restoring)
         self._graphs[key] = graph
         self.num_captured += 1
         logger.debug("captured %s", key)
         return graph
 
-    def _try_capture(self, body: Body, lane: int, keeping: Keeping) -> torch.cuda.CUDAGraph | None:
-        """None where memory runs out; the error, and with it all that the try had made, is gone when this returns."""
+    def _try_capture(self, body: Body, pool: int, restoring: Restoring) -> torch.cuda.CUDAGraph | None:
+        """Returns None if memory runs out. The error is gone by then, and with it the tensors of the attempt."""
         try:
-            return self._capture_once(body, lane, keeping)
+            return self._capture_once(body, pool, restoring)
         except torch.OutOfMemoryError:
             return None
 
-    def _capture_once(self, body: Body, lane: int, keeping: Keeping) -> torch.cuda.CUDAGraph:
-        """Run `body` once, so that kernels are compiled and libraries set up, take its effect back, and record it."""
-        with keeping():
+    def _capture_once(self, body: Body, pool: int, restoring: Restoring) -> torch.cuda.CUDAGraph:
+        """Runs `body` once so that kernels are compiled and libraries set up, takes its effect back, and records it."""
+        with restoring():
             body()
-        graph, pool = torch.cuda.CUDAGraph(), self._pool(lane)
+        graph, handle = torch.cuda.CUDAGraph(), self._pool(pool)
         stream = torch.cuda.current_stream()
         stream.synchronize()
         try:
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=handle, stream=stream, capture_error_mode="thread_local"):
                 body()
         except torch.OutOfMemoryError:
             raise
@@ -119,7 +118,7 @@ class Graphs:
             raise
         return graph
 
-    def _pool(self, lane: int) -> Any:
-        if lane not in self._pools:
-            self._pools[lane] = torch.cuda.graph_pool_handle()
-        return self._pools[lane]
+    def _pool(self, number: int) -> Any:
+        if number not in self._pools:
+            self._pools[number] = torch.cuda.graph_pool_handle()
+        return self._pools[number]

@@ -1,8 +1,8 @@
-"""Prefill on a device: one forward over the chunks of a step.
+"""Prefills: one forward over the chunks of a step.
 
-A forward of a few hundred tokens is bound by its launches, so small ones are filled up to one of a few sizes, read
-their inputs from memory of their own, and are captured. What fills them up belongs to no chunk: it writes to the
-scratch page, and nothing reads it.
+A forward of a few hundred tokens is bound by its launches. So small ones are padded to one of a few sizes, read their
+inputs from fixed memory, and are captured. Padding tokens belong to no chunk: they write to the scratch page, and
+nothing reads them.
 """
 
 from __future__ import annotations
@@ -14,47 +14,46 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.engines.native.attention import Chunk
 from stretto.engines.native.cache import KVCache
-from stretto.engines.native.device_rows import put, to_device
-from stretto.engines.native.fused import FusedDecoder
+from stretto.engines.native.decoder_protocol import Decoder
+from stretto.engines.native.device_memory import copy_to_device, to_device
 from stretto.engines.native.graphs import Graphs
-from stretto.engines.native.kernels.choice import Kernels
+from stretto.engines.native.kernels.choice import PagedKernels
 from stretto.engines.native.kernels.plan import power_of_two
-from stretto.engines.native.stock import StockDecoder
-from stretto.engines.native.trajectory import Prefix
+from stretto.engines.native.rows import Rows
+from stretto.engines.native.sequence import Chunk, Prefix
 
 SIZES = (64, 128, 256, 512, 1024, 2048)  # tokens of the forwards that are captured
 CHUNKS = 32  # that such a forward has room for
 
 
 class Inputs(NamedTuple):
-    """What a forward over chunks reads. Chunks beyond the last are empty; tokens beyond theirs are zeros."""
+    """The inputs of a forward over chunks. Chunks beyond the last are empty; tokens beyond theirs are zeros."""
 
-    packed: Tensor  # [4, tokens] int64: tokens, positions, where keys and values go, slots of adapters
+    packed: Tensor  # [4, tokens] int64: tokens, positions, cache slots, slots of adapters
     table: Tensor  # [chunks, pages] int32
-    places: Tensor  # [2, chunks + 1] int32: position of each first token; where each begins, and the number of tokens
+    places: Tensor  # [2, chunks + 1] int32: position of each first token; its place, and the number of tokens
     keep: Tensor  # [kept] int64: tokens whose logits are wanted
 
 
 class Prefills:
-    """Runs chunks through the decoders and hands the logits of finished prefixes to them."""
+    """Runs chunks through the decoders and stores the logits of finished prefixes with them."""
 
     def __init__(
         self,
-        decoders: Sequence[FusedDecoder | StockDecoder],  # one a tree
+        decoders: Sequence[Decoder],  # one a tree
         cache: KVCache,
-        kernels: Kernels,
+        rows: Rows,
+        kernels: PagedKernels,
         graphs: Graphs,
-        pages: int,  # that a sequence has at most
-        device: torch.device,
         *,
         deterministic: bool,
     ) -> None:
+        device, pages = rows.device, rows.table.shape[1]  # that a sequence has at most
         self._decoders, self._cache, self._kernels = decoders, cache, kernels
         self._graphs, self._device, self._deterministic = graphs, device, deterministic
-        # Modules of others may do what cannot be captured over any number of tokens.
-        self._fixed = not deterministic and all(isinstance(decoder, FusedDecoder) for decoder in decoders)
+        # Modules of transformers may do what cannot be captured over any number of tokens.
+        self._fixed = not deterministic and all(decoder.fused for decoder in decoders)
         if self._fixed:
             self._flat = torch.zeros(4 * SIZES[-1], dtype=torch.int64, device=device)
             self._table = torch.zeros(CHUNKS, pages, dtype=torch.int32, device=device)
@@ -62,19 +61,16 @@ class Prefills:
             self._keep = torch.zeros(CHUNKS, dtype=torch.int64, device=device)
             self._logits = torch.zeros(CHUNKS, decoders[0].vocabulary, device=device)
 
-    def run(self, tree: int, chunks: Sequence[tuple[Prefix, Chunk]], *, captured: bool) -> None:
-        """One forward over chunks of one tree; the logits of prefixes that are done go to them.
-
-        `captured`: as a graph, where it is small enough.
-        """
-        count = sum(chunk.end - chunk.start for _, chunk in chunks)
+    def run(self, tree: int, chunks: Sequence[Chunk], *, captured: bool) -> None:
+        """Runs one forward over chunks of one tree; `captured`: as a graph, if it is small enough."""
+        count = sum(chunk.end - chunk.start for chunk in chunks)
         size = next((size for size in SIZES if size >= count), 0)
         if self._fixed and size and len(chunks) <= CHUNKS:
             done, given = self._pack(chunks, size, CHUNKS, self._table.shape[1], CHUNKS)
             inputs = self._placed(given, size)
 
             def body() -> None:
-                self._logits.copy_(self._forward(tree, inputs, size, filled=True))
+                self._logits.copy_(self._forward(tree, inputs, size, padded=True))
 
             if captured:
                 self._graphs.run(("prefill", tree, size, self._decoders[tree].scale), body, tree)
@@ -82,34 +78,37 @@ class Prefills:
                 body()
             logits = self._logits
         else:
-            # Where results must not depend on neighbours, a chunk runs alone, filled up to a size of its own.
-            filled = max(16, power_of_two(count)) if self._deterministic else count
-            widest = max(len(prefix.pages) for prefix, _ in chunks)
-            done, given = self._pack(chunks, filled, len(chunks), widest, None)
+            # If results must not depend on neighbours, a chunk runs alone, padded to a size of its own.
+            padded = max(16, power_of_two(count)) if self._deterministic else count
+            widest = max(len(chunk.prefix.pages) for chunk in chunks)
+            done, given = self._pack(chunks, padded, len(chunks), widest, None)
             inputs = Inputs(*(to_device(each, self._device) for each in given))
-            longest = max(chunk.end - chunk.start for _, chunk in chunks)
-            logits = self._forward(tree, inputs, longest, filled=filled > count)
+            longest = max(chunk.end - chunk.start for chunk in chunks)
+            logits = self._forward(tree, inputs, longest, padded=padded > count)
         for i, prefix in enumerate(done):
             prefix.logits = logits[i].clone()  # a view would hold its neighbours' for as long as its group runs
 
     @staticmethod
     def _pack(
-        chunks: Sequence[tuple[Prefix, Chunk]], size: int, rows: int, pages: int, kept: int | None
+        chunks: Sequence[Chunk], size: int, rows: int, pages: int, kept: int | None
     ) -> tuple[list[Prefix], Inputs]:
-        """The prefixes that are done with these chunks, and the inputs on the host; `kept` None: as many as those."""
+        """Returns the prefixes that end with these chunks, and the inputs on the host, with logits for `kept` tokens.
+
+        If `kept` is None, they are as many as the prefixes.
+        """
         packed, at = torch.zeros(4, size, dtype=torch.int64), 0
         table = np.zeros((rows, pages), dtype=np.int32)
         places = np.zeros((2, rows + 1), dtype=np.int32)
         done, ends = [], []
-        for i, (prefix, chunk) in enumerate(chunks):
+        for i, chunk in enumerate(chunks):
             own = packed[:, at : at + chunk.end - chunk.start]
             own[0], own[1] = chunk.tokens, torch.arange(chunk.start, chunk.end)
             own[2], own[3] = chunk.slots[chunk.start :], chunk.weights_slot
-            table[i, : len(prefix.pages)] = prefix.pages
+            table[i, : len(chunk.prefix.pages)] = chunk.prefix.pages
             places[:, i] = chunk.start, at
             at += chunk.end - chunk.start
             if chunk.last:
-                done.append(prefix)
+                done.append(chunk.prefix)
                 ends.append(at - 1)
         places[1, len(chunks) :] = at
         keep = np.zeros(max(1, len(ends)) if kept is None else kept, dtype=np.int64)
@@ -117,20 +116,20 @@ class Prefills:
         return done, Inputs(packed, *(torch.from_numpy(each) for each in (table, places, keep)))
 
     def _placed(self, given: Inputs, size: int) -> Inputs:
-        """The inputs where the captured forward of this size reads them."""
+        """Copies the inputs to the memory that the captured forward of this size reads."""
         own = Inputs(self._flat[: 4 * size].view(4, size), self._table, self._places, self._keep)
         for into, each in zip(own, given, strict=True):
-            put(into, each)
+            copy_to_device(into, each)
         return own
 
-    def _forward(self, tree: int, inputs: Inputs, longest: int, *, filled: bool) -> Tensor:
-        """Logits [kept, vocabulary]; `longest` bounds the chunks' lengths, `filled` says that tokens belong to none."""
+    def _forward(self, tree: int, inputs: Inputs, longest: int, *, padded: bool) -> Tensor:
+        """Returns logits [kept, vocabulary]. `longest` bounds the chunks' lengths; `padded`: there are other tokens."""
         tokens, positions, writes, slots = inputs.packed
         starts, offsets = inputs.places[0, :-1], inputs.places[1]
         cache, kernels = self._cache, self._kernels
 
         def attend(layer: int, q: Tensor, out: Tensor, scale: float) -> None:
-            if filled:
+            if padded:
                 out.zero_()
             keys, values = cache.of_layer[layer]
             kernels.paged_extend(q, keys, values, inputs.table, starts, offsets, longest, scale, out)

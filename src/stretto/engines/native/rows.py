@@ -1,12 +1,17 @@
-"""The state of the decoding rows: tensors on the device, dense in 0 .. n-1, and host mirrors of what the host counts.
+"""The state of the decoding rows: tensors on the device, and arrays on the host for the numbers that the host counts.
 
-A step changes all rows with a handful of tensor operations. A row that finishes is replaced by the last one.
+The device advances its own state in a decode step: each row's last token, its context, the index of its next token. The
+host counts what it can know (contexts grow by one a launch) and learns the tokens when their copy arrives, which may be
+one launch later. So each row has a serial number: a result is dropped if it arrives for a row that meanwhile holds
+another trajectory, or none. Batches are padded with free rows, which write to the scratch page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,221 +19,324 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.engines.native.cache import PAGE
-from stretto.engines.native.sampling import Kept, Truncation, mix_seed, sample, uniforms
+from stretto.engines.native.device_memory import to_device
+from stretto.engines.native.sampling import mix_seed
+from stretto.engines.native.sequence import SequenceState
+from stretto.engines.native.shared_pages import SharedPages
 from stretto.engines.native.supports import NO_SUPPORTS, SupportTable, grown, support_width
-from stretto.engines.native.trajectory import Trajectory
-from stretto.types import MAX_SUPPORT
+from stretto.types import MAX_SUPPORT, FinishReason
 
-TOKEN, CONTEXT, SLOT, SEED, TOP_K = range(5)
+TOKEN, CONTEXT, SLOT, SEED, TOP_K, MADE, LIVE = range(7)
 TEMPERATURE, TOP_P, MIN_P = range(3)
-AHEAD = 32  # positions whose uniform numbers are made in one go
+MAX_PADDING = 64  # rows that pad a mixed batch
+FREE = (0, 1, 0, 0, 0, 0, 0)  # of a row without a trajectory: one token of context, in the scratch page
+
+HOST_FIELDS = np.dtype(
+    [
+        ("serial", np.int64),
+        ("context", np.int64),  # tokens, as launched
+        ("made", np.int64),  # tokens, as recorded
+        ("limit", np.int64),  # tokens to make
+        ("slot", np.int64),
+        ("pages", np.int64),
+        ("width", np.int64),  # the most tokens that a support may have; 0: none is recorded
+        ("seed", np.int64),  # mixed
+        ("strings", np.bool_),  # it has stop strings
+        ("truncates", np.bool_),
+        ("greedy", np.bool_),
+        ("scaled", np.bool_),  # its temperature is not 1
+    ]
+)
+FREE_ON_HOST = (-1, 1, 0, 0, 0, 1, 0, 0, False, False, False, False)
+
+Ending = tuple[int, FinishReason | None, bool]
+"""A row that may end, the reason (None: only a stop string may end it), and whether its draw failed."""
+
+
+class Drawn(NamedTuple):
+    """The results of a draw on the host, one entry a row. The last two are None if no row is truncated."""
+
+    tokens: NDArray[Any]  # [rows] integers
+    logprobs: NDArray[np.float32]  # [rows]
+    counts: NDArray[Any] | None  # [rows] integers: how many tokens were left to draw from
+    candidates: NDArray[Any] | None  # [rows, width] integers: these tokens, likely ones first
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A launched draw whose results are on their way to the host."""
+
+    rows: NDArray[np.int64]  # the rows that were drawn for
+    serials: NDArray[np.int64]  # of the trajectories that they held
+    outputs: Tensor  # host memory, [2 or more, rows]: tokens, the bits of their float32 log-probabilities; if rows are
+    # truncated, the number of tokens that were left to draw from, and the first of these
+    places: NDArray[np.int64]  # the column of each row in `outputs`
+    arrived: torch.cuda.Event | None  # None: already there
+
+    def wait(self) -> Drawn:
+        """Waits for the results and returns them in the order of `rows`."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        values: NDArray[np.int32] = self.outputs.numpy()[:, self.places]
+        logprobs = values[1].view(np.float32)
+        return Drawn(values[0], logprobs, *((values[2], values[3:].T) if len(values) > 2 else (None, None)))
 
 
 class Rows:
-    """Up to `capacity` trajectories that decode together.
+    """Up to `capacity` trajectories that decode together. A row keeps its place until `compact` moves it.
 
-    The device holds what the next forward and draw read; the host holds what it counts along (every decoding row gains
-    one token a step) and the outputs, which reach it in one transfer a step.
+    Rows from `capacity` on are never used by a trajectory. With `mixed` (see `MixedForward`) the table lists the cache
+    slot of every position of a row, and a free row is valid on the device after `clear_from`. Otherwise the table lists
+    the pages of each row, a free row is always valid, and `shared` lists the rows that share the first pages of a
+    prompt.
     """
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
-        self.capacity, self.device = capacity, device
-        self.token_device = device  # of prompts and page lists
-        self.trajectories: list[Trajectory] = []
-        self.ints = torch.zeros(5, capacity, dtype=torch.int64, device=device)
-        self.floats = torch.zeros(3, capacity, dtype=torch.float32, device=device)
-        self.cells = torch.zeros(capacity, 16 * PAGE, dtype=torch.int32, device=device)  # cache slot of each position
-        self.numbers = torch.arange(capacity, device=device)
-        self._everyone = np.arange(capacity)
-        self._offsets = np.arange(PAGE, dtype=np.int32)
-        self._uniform = torch.zeros(AHEAD, capacity, dtype=torch.float64, device=device)
-        self._coming = torch.arange(AHEAD, device=device)[:, None]
-        self._drawn = 0  # rows of `_uniform` that are used up
-        self.context = np.zeros(capacity, dtype=np.int64)
-        self.prompt = np.zeros(capacity, dtype=np.int64)
-        self.limit = np.zeros(capacity, dtype=np.int64)
-        self.slot = np.zeros(capacity, dtype=np.int64)
-        self.held = np.zeros(capacity, dtype=np.int64)  # pages
-        self.strings = np.zeros(capacity, dtype=np.bool_)
-        self._greedy = np.zeros(capacity, dtype=np.bool_)
-        self._heated = np.zeros(capacity, dtype=np.bool_)
-        self._truncates = np.zeros(capacity, dtype=np.bool_)
-        self._records = np.zeros(capacity, dtype=np.bool_)  # whose supports are kept
-        self._supports = SupportTable(capacity)
-        self._stops = np.full((capacity, 1), -1, dtype=np.int64)
-        self._tokens = np.zeros((capacity, 64), dtype=np.int32)
-        self._logprobs = np.zeros((capacity, 64), dtype=np.float32)
-        self.any_strings = self._any_greedy = self._any_heated = self._any_truncates = False
+    def __init__(self, capacity: int, max_context: int, device: torch.device, *, mixed: bool) -> None:
+        self.capacity, self.device, self._mixed = capacity, device, mixed
+        # A row that has ended may be found out only after one more launch: room for one token beyond the longest.
+        max_pages, size = -(-(max_context + 1) // PAGE), capacity + (MAX_PADDING if mixed else 1)
+        self._entries = PAGE if mixed else 1  # of the table, a page
+        self._free = torch.tensor(FREE, dtype=torch.int64, device=device)[:, None]
+        self.ints = self._free.repeat(1, size)
+        self.floats = torch.ones(3, size, dtype=torch.float32, device=device)
+        self.table = torch.zeros(size, max_pages * self._entries, dtype=torch.int32, device=device)
+        self.shared = None if mixed else SharedPages(size, device)
+        self._of_row: dict[int, SequenceState] = {}
+        self._unused = list(range(capacity))  # a heap
+        self._changed: dict[int, SequenceState | None] = {}  # rows to upload before the next launch
+        self._granted: list[tuple[int, int, int]] = []  # row, number of the page in the row, page
+        self._issued = self._used_end = 0
+        self._numbers: NDArray[np.int64] | None = None
+        self._host = np.zeros(size, dtype=HOST_FIELDS)
+        self._host[:] = FREE_ON_HOST
+        self.context: NDArray[np.int64] = self._host["context"]
+        self.made: NDArray[np.int64] = self._host["made"]
+        self.slot: NDArray[np.int64] = self._host["slot"]
+        self.seed: NDArray[np.int64] = self._host["seed"]
+        self.width: NDArray[np.int64] = self._host["width"]
+        self.truncates: NDArray[np.bool_] = self._host["truncates"]
+        self.any_greedy = self.any_scaled = self.any_truncates = False  # of the rows in use, after `numbers`
+        self._supports = SupportTable(size)
+        self._stops = np.full((size, 1), -1, dtype=np.int64)
+        self._tokens = np.zeros((size, 64), dtype=np.int32)
+        self._logprobs = np.zeros((size, 64), dtype=np.float32)
 
     def __len__(self) -> int:
-        return len(self.trajectories)
+        return len(self._of_row)
 
-    def append(self, trajectories: Sequence[Trajectory]) -> None:
-        """Add rows. Each trajectory holds the pages of its context; its last token is in `tokens`, if it has any."""
-        start, count = len(self.trajectories), len(trajectories)
-        if not count:
-            return
-        ints, floats = np.zeros((5, count), dtype=np.int64), np.zeros((3, count), dtype=np.float32)
-        self._reserve(
-            max(len(t.tokens) for t in trajectories) + 1,
-            max(len(t.sampling.stop_tokens) for t in trajectories),
-            max(len(t.pages) for t in trajectories) * PAGE,
-        )
-        cells = np.zeros((count, self.cells.shape[1]), dtype=np.int32)
-        for i, t in enumerate(trajectories):
-            how, made, row, prompt = t.sampling, len(t.tokens), start + i, len(t.request.prompt)
-            last = t.tokens[-1] if made else -1
-            ints[:, i] = (last, prompt + made, t.slot, mix_seed(t.request.seed), how.top_k)
-            floats[:, i] = (how.temperature, how.top_p, how.min_p)
-            cells[i, : len(t.pages) * PAGE] = self._cells_of(t.pages)
-            self.context[row], self.prompt[row], self.slot[row] = prompt + made, prompt, t.slot
-            self.limit[row], self.held[row] = prompt + how.max_tokens, len(t.pages)
-            self.strings[row] = bool(how.stop_strings)
-            self._greedy[row], self._heated[row] = how.temperature <= 0, how.temperature != 1.0
-            self._truncates[row], self._records[row] = how.truncates, support_width(how) > 0
-            if self._records[row]:
+    @property
+    def trajectories(self) -> list[SequenceState]:
+        return list(self._of_row.values())
+
+    def numbers(self) -> NDArray[np.int64]:
+        """Returns the rows in use, ascending."""
+        if self._numbers is None:
+            self._numbers = np.array(sorted(self._of_row), dtype=np.int64)
+            host = self._host[self._numbers]
+            self.any_greedy, self.any_scaled = bool(host["greedy"].any()), bool(host["scaled"].any())
+            self.any_truncates = bool(host["truncates"].any())
+        return self._numbers
+
+    def at(self, row: int) -> SequenceState:
+        return self._of_row[row]
+
+    def made_by_slot(self) -> Iterator[tuple[int, int]]:
+        """Yields the slot of each row and the number of tokens that the row has made."""
+        rows = self.numbers()
+        return zip(self.slot[rows].tolist(), self.made[rows].tolist(), strict=True)
+
+    # -- changes, on the host until `upload` ---------------------------------------------------------------------------
+
+    def append(self, trajectories: Sequence[SequenceState]) -> None:
+        """Adds rows. Each trajectory holds the pages of its context; its last token is in `tokens`, if it has any."""
+        for t in trajectories:
+            row = t.row = heappop(self._unused)
+            how, made = t.sampling, len(t.tokens)
+            self._of_row[row] = self._changed[row] = t
+            width, temperature = support_width(how), how.temperature
+            self._host[row] = (
+                self._issued, len(t.request.prompt) + made, made, how.max_tokens, t.slot, len(t.pages), width,
+                mix_seed(t.request.seed), bool(how.stop_strings), how.truncates, temperature <= 0, temperature != 1.0,
+            )  # fmt: skip
+            self._issued += 1
+            self._used_end = max(self._used_end, row + 1)
+            if width:
                 self._supports.put(row, t.supports or NO_SUPPORTS)
+            if self.shared is not None:
+                self.shared.add(row, t)
+            self._reserve(made + 2, len(how.stop_tokens))
             self._stops[row] = -1
             self._stops[row, : len(how.stop_tokens)] = how.stop_tokens
             self._tokens[row, :made], self._logprobs[row, :made] = t.tokens, t.logprobs
-            t.row = row
-        end = start + count
-        self.ints[:, start:end] = torch.from_numpy(ints)
-        self.floats[:, start:end] = torch.from_numpy(floats)
-        self.cells[start:end] = torch.from_numpy(cells)
-        self.trajectories.extend(trajectories)
-        self._draw_ahead(start, end)
-        self._look()
+        self._numbers = None
 
-    def _cells_of(self, pages: Sequence[int]) -> NDArray[np.int32]:
-        return (np.asarray(pages, dtype=np.int32)[:, None] * PAGE + self._offsets).reshape(-1)
-
-    def _look(self) -> None:
-        """Which ways of drawing the rows use, once for all steps until rows come or go."""
-        n = len(self.trajectories)
-        self.any_strings, self._any_greedy = bool(self.strings[:n].any()), bool(self._greedy[:n].any())
-        self._any_heated, self._any_truncates = bool(self._heated[:n].any()), bool(self._truncates[:n].any())
-
-    def _reserve(self, tokens: int = 0, stops: int = 0, cells: int = 0) -> None:
-        """Grow the outputs and the table of cells by doubling, and the table of stop tokens to the widest."""
-        self._tokens, self._logprobs = grown(self._tokens, tokens), grown(self._logprobs, tokens)
+    def _reserve(self, tokens: int = 0, stops: int = 0) -> None:
+        if tokens > self._tokens.shape[1]:
+            self._tokens, self._logprobs = grown(self._tokens, tokens), grown(self._logprobs, tokens)
         if stops > self._stops.shape[1]:
             self._stops = np.pad(self._stops, ((0, 0), (0, stops - self._stops.shape[1])), constant_values=-1)
-        if cells > self.cells.shape[1]:
-            width = max(cells, 2 * self.cells.shape[1]) - self.cells.shape[1]
-            self.cells = torch.nn.functional.pad(self.cells, (0, width))
 
-    def _draw_ahead(self, start: int, end: int) -> None:
-        """Make the uniform numbers that rows will use before the next time that all are made."""
-        made = torch.from_numpy(self.context[start:end] - self.prompt[start:end] - self._drawn).to(self.device)
-        self._uniform[:, start:end] = uniforms(self.ints[SEED, start:end], made + self._coming)
+    def remove(self, row: int) -> None:
+        """Takes a row out; results on their way to it are dropped."""
+        trajectory = self._of_row.pop(row)
+        if self.shared is not None:
+            self.shared.discard(row, trajectory)
+        trajectory.row = -1
+        self._vacate(row)
+        heappush(self._unused, row)
 
-    def lacking(self) -> list[Trajectory]:
-        """The rows whose next token needs a page that they do not hold."""
-        n = len(self.trajectories)
-        lacking = np.nonzero(-(-self.context[:n] // PAGE) > self.held[:n])[0]
-        return [self.trajectories[i] for i in lacking.tolist()]
+    def _vacate(self, row: int) -> None:
+        if self._mixed:
+            self._changed.pop(row, None)
+        else:
+            self._changed[row] = None
+        self._host[row] = FREE_ON_HOST
+        self._numbers = None
 
-    def grant(self, granted: Sequence[tuple[Trajectory, int]]) -> None:
-        """Enter new pages into the table of cells, in one transfer."""
-        rows = [t.row for t, _ in granted]
-        columns = self.held[rows]
-        self.held[rows] += 1
-        self._reserve(cells=(int(columns.max()) + 1) * PAGE)
-        place = np.asarray(rows)[:, None] * self.cells.shape[1] + columns[:, None] * PAGE + self._offsets
-        cells = self._cells_of([page for _, page in granted])
-        where, what = torch.from_numpy(place.reshape(-1)), torch.from_numpy(cells)
-        self.cells.view(-1).index_copy_(0, where.to(self.device), what.to(self.device))
+    def lacking(self) -> list[SequenceState]:
+        """Returns the rows whose next token needs a page that they do not hold."""
+        rows = np.nonzero(-(-self.context // PAGE) > self._host["pages"])[0]
+        return [self._of_row[row] for row in rows.tolist()]
 
-    def sample(self, logits: Tensor) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
-        """Draw a token for every row from logits [rows, vocabulary].
+    def grant(self, granted: Sequence[tuple[SequenceState, int]]) -> None:
+        """Gives each trajectory one more page."""
+        for trajectory, page in granted:
+            row = trajectory.row
+            self._granted.append((row, int(self._host["pages"][row]), page))
+            self._host["pages"][row] += 1
 
-        Returns which rows end, which drew a stop token, and which had no distribution to draw from, each [rows].
-        """
-        n = len(self.trajectories)
-        if self._drawn == AHEAD:
-            self._drawn = 0
-            self._draw_ahead(0, n)
-        floats, truncation = self.floats, None
-        if self._any_truncates:
-            truncation = Truncation(self.ints[TOP_K, :n], floats[TOP_P, :n], floats[MIN_P, :n])
-        heat = floats[TEMPERATURE, :n] if self._any_heated else None
-        uniform = self._uniform[self._drawn, :n]
-        drawn, under, kept = sample(logits, uniform, heat, truncation, self._any_greedy)
-        self._drawn += 1
-        self.ints[TOKEN, :n] = drawn
-        self.ints[CONTEXT, :n].add_(1)
-        tokens, logprobs = self._to_host(drawn, under)
-        context = self.context[:n]
-        made = context - self.prompt[:n]
-        self._reserve(int(made.max()) + 1)
-        everyone = self._everyone[:n]
-        self._tokens[everyone, made], self._logprobs[everyone, made] = tokens, logprobs
-        context += 1
-        stopped = (tokens[:, None] == self._stops[:n]).any(1)
+    @property
+    def dense(self) -> bool:
+        """True if no row beyond the number of trajectories is used."""
+        return not self._unused or self._unused[0] >= len(self._of_row)
+
+    def compact(self) -> None:
+        """Moves rows into the lowest places. No results may be on their way to the host."""
+        if self.dense:
+            return
+        self.upload()
+        count = len(self._of_row)
+        target = sorted(row for row in self._unused if row < count)
+        source = sorted((row for row in self._of_row if row >= count), reverse=True)
+        there, here = (to_device(np.array(side, dtype=np.int64), self.device) for side in (source, target))
+        for tensor in (self.ints, self.floats):
+            tensor.index_copy_(1, here, tensor.index_select(1, there))
+        self.table.index_copy_(0, here, self.table.index_select(0, there))
+        for array in (self._host, self._stops, self._tokens, self._logprobs):
+            array[target] = array[source]
+        self._supports.move(target, source)
+        for old, new in zip(source, target, strict=True):
+            trajectory = self._of_row.pop(old)
+            self._of_row[new] = trajectory
+            trajectory.row = new
+            if self.shared is not None:
+                self.shared.discard(old, trajectory)
+                self.shared.add(new, trajectory)
+            self._vacate(old)
+        self._unused = list(range(count, self.capacity))
+
+    # -- the device ----------------------------------------------------------------------------------------------------
+
+    def upload(self) -> None:
+        """Brings what changed on the host to the device, behind what was launched before."""
+        if self.shared is not None:
+            self.shared.upload()
+        if not self._changed and not self._granted:
+            return
+        if self._changed:
+            self._upload_changed()
+        granted = [entry for entry in self._granted if entry[0] not in self._changed]
+        self._granted = []
+        if granted:
+            row, number, page = np.array(granted, dtype=np.int64).T
+            width, entries = self.table.shape[1], self._entries
+            place = row * width + number * entries
+            if entries > 1:
+                offsets = np.arange(entries)
+                place = (place[:, None] + offsets).reshape(-1)
+                page = (page[:, None] * entries + offsets).reshape(-1)
+            where, what = to_device(place, self.device), to_device(page.astype(np.int32), self.device)
+            self.table.view(-1).index_copy_(0, where, what)
+        self._changed = {}
+
+    def _upload_changed(self) -> None:
+        count, entries = len(self._changed), self._entries
+        ints, floats = np.empty((7, count), dtype=np.int64), np.ones((3, count), dtype=np.float32)
+        table = np.zeros((count, self.table.shape[1] // entries, entries), dtype=np.int32)
+        offsets = np.arange(entries)
+        for i, (row, t) in enumerate(self._changed.items()):
+            if t is None:
+                ints[:, i] = FREE
+                continue
+            how, made = t.sampling, len(t.tokens)
+            last = t.tokens[-1] if made else 0
+            ints[:, i] = (last, len(t.request.prompt) + made, t.slot, self.seed[row], how.top_k, made, 1)
+            floats[:, i] = (how.temperature, how.top_p, how.min_p)
+            table[i, : len(t.pages)] = np.array(t.pages)[:, None] * entries + offsets
+        index = to_device(np.array(list(self._changed), dtype=np.int64), self.device)
+        self.ints.index_copy_(1, index, to_device(ints, self.device))
+        self.floats.index_copy_(1, index, to_device(floats, self.device))
+        self.table.index_copy_(0, index, to_device(table.reshape(count, -1), self.device))
+
+    def clear_from(self, start: int) -> None:
+        """Makes the free rows from `start` on valid on the device; no row there is in use."""
+        if start < self._used_end:
+            self.ints[:, start : self._used_end] = self._free
+            self.table[start : self._used_end, 0] = 0
+            self._used_end = start
+
+    def launched(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Counts a draw for `rows` and returns their serial numbers."""
+        self.context[rows] += 1
+        serials: NDArray[np.int64] = self._host["serial"][rows]
+        return serials
+
+    def current(self, pending: Pending) -> tuple[NDArray[np.int64], Drawn]:
+        """Waits for the results of a launch; returns those of rows that still hold the trajectory drawn for."""
+        drawn, current = pending.wait(), self._host["serial"][pending.rows] == pending.serials
+        if current.all():
+            return pending.rows, drawn
+        tokens, logprobs, counts, candidates = drawn
+        if counts is not None and candidates is not None:
+            counts, candidates = counts[current], candidates[current]
+        return pending.rows[current], Drawn(tokens[current], logprobs[current], counts, candidates)
+
+    def record(self, rows: NDArray[np.int64], drawn: Drawn) -> list[Ending]:
+        """Takes in one draw for each of `rows`; returns the rows that may end with it."""
+        if not len(rows):
+            return []
+        tokens, logprobs, counts, candidates = drawn
+        own = slice(len(rows)) if self._mixed else rows  # the same rows, in the order in which they are dense
+        host = self._host[own]
+        made = host["made"]
+        try:
+            self._tokens[rows, made] = tokens
+        except IndexError:  # seldom, and cheaper than to look first
+            self._reserve(int(made.max()) + 1)
+            self._tokens[rows, made] = tokens
+        self._logprobs[rows, made] = logprobs
+        after = made + 1
+        self.made[own] = after
+        stopped = (tokens[:, None] == self._stops[own]).any(1)
         broken = np.isnan(logprobs)
-        if kept is not None:
-            broken |= self._record(kept)
-        return stopped | broken | (context >= self.limit[:n]), stopped, broken
-
-    def _record(self, kept: Kept) -> NDArray[np.bool_]:
-        """Keep what the rows drew from; which rows had more to draw from than is kept [rows]."""
-        n = len(self.trajectories)
-        counts = kept.counts.int().cpu().numpy()
-        records = self._records[:n]
-        rows = np.nonzero(records)[0]
-        width = min(int(counts[rows].max(initial=1)), MAX_SUPPORT)
-        tokens = kept.order[:, :width].int().cpu().numpy()
-        self._supports.record(rows, counts[rows], tokens[rows])
-        return records & (counts > MAX_SUPPORT)
-
-    @staticmethod
-    def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        if tokens.device.type == "cpu":
-            return tokens.numpy(), logprobs.numpy()
-        packed = torch.stack((tokens.int(), logprobs.view(torch.int32))).cpu().numpy()
-        return packed[0], packed[1].view(np.float32)
-
-    def made_of_slots(self) -> Iterator[tuple[int, int]]:
-        """The slot of each row, and the tokens that it has made."""
-        n = len(self.trajectories)
-        return zip(self.slot[:n].tolist(), (self.context[:n] - self.prompt[:n]).tolist(), strict=True)
+        if counts is not None and candidates is not None:
+            recorded = np.nonzero(host["width"])[0]
+            self._supports.record(rows[recorded], counts[recorded], candidates[recorded])
+            broken[recorded] |= counts[recorded] > MAX_SUPPORT
+        full = after >= host["limit"]
+        ending = np.nonzero(stopped | broken | full | host["strings"])[0]
+        return [
+            (int(rows[i]), "stop" if stopped[i] else "length" if full[i] or broken[i] else None, bool(broken[i]))
+            for i in ending
+        ]
 
     def output(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Copies of a row's tokens and log-probabilities so far."""
-        made = int(self.context[row] - self.prompt[row])
+        """Returns copies of a row's tokens and log-probabilities so far."""
+        made = int(self.made[row])
         return self._tokens[row, :made].copy(), self._logprobs[row, :made].copy()
 
-    def save(self, trajectory: Trajectory) -> None:
-        """Write what a row has made to its trajectory."""
+    def save(self, trajectory: SequenceState) -> None:
+        """Writes the outputs of a row to its trajectory."""
         row = trajectory.row
         trajectory.tokens, trajectory.logprobs = self.output(row)
-        trajectory.supports = self._supports.of(row) if self._records[row] else None
-
-    def remove(self, rows: Sequence[int]) -> None:
-        """Take rows out; the last ones move into the holes."""
-        gone = set(rows)
-        n = len(self.trajectories)
-        left = n - len(gone)
-        for row in gone:
-            self.trajectories[row].row = -1
-        holes = sorted(row for row in gone if row < left)
-        movers = [row for row in range(left, n) if row not in gone]
-        if holes:
-            for hole, mover in zip(holes, movers, strict=True):
-                self.trajectories[hole] = self.trajectories[mover]
-                self.trajectories[hole].row = hole
-            target, source = torch.tensor(holes, device=self.device), torch.tensor(movers, device=self.device)
-            for tensor in (self.ints, self.floats, self._uniform):
-                tensor[:, target] = tensor[:, source]
-            self.cells[target] = self.cells[source]
-            for mirror in self._mirrors():
-                mirror[holes] = mirror[movers]
-            self._supports.move(holes, movers)
-        del self.trajectories[left:]
-        self._look()
-
-    def _mirrors(self) -> tuple[NDArray[Any], ...]:
-        counted = (self.context, self.prompt, self.limit, self.slot, self.held, self._stops)
-        flags = (self.strings, self._greedy, self._heated, self._truncates, self._records)
-        return (*counted, *flags, self._tokens, self._logprobs)
+        trajectory.supports = self._supports.of(row) if self.width[row] else None

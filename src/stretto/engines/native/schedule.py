@@ -1,11 +1,11 @@
-"""Who runs: the queue, the prefixes, admission, and preemption when pages run out.
+"""The scheduler: the queue, the prefixes, admission, and preemption when pages run out.
 
-Order is (priority, arrival), fixed for the life of a trajectory. The first in that order among the running ones is
-never preempted for another, so it always finishes; and what is preempted keeps its tokens and its KV, so nothing is
-done twice and the result is the same bit for bit.
+The order is (priority, arrival), fixed for the life of a trajectory. The first running trajectory in that order is
+never preempted for another, so it always finishes. A preempted trajectory keeps its tokens and its KV, so nothing is
+computed twice and the result is the same bit for bit.
 
-What has ended and may be followed by another turn leaves its full pages behind, until that comes, its version goes, or
-somebody else needs them, those first that have waited longest.
+A trajectory that has ended and may be followed by another turn leaves its full pages behind. They are given back when
+that turn comes, when the version is unloaded, or when another trajectory needs them, the oldest first.
 """
 
 from __future__ import annotations
@@ -16,61 +16,61 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from stretto.clock import now
-from stretto.engines.native.attention import Chunk
 from stretto.engines.native.cache import PAGE, KVCache, num_pages
-from stretto.engines.native.device_rows import DeviceRows
 from stretto.engines.native.rows import Rows
-from stretto.engines.native.trajectory import Kept, Prefix, Trajectory
+from stretto.engines.native.sequence import Chunk, Prefix, RetainedKV, SequenceState
+
+CPU = torch.device("cpu")  # prompts and lists of pages stay there until a forward takes them
 
 
 class Schedule:
     """Moves trajectories between the queue, the prefixes and the rows; owns what each of them holds."""
 
-    def __init__(self, cache: KVCache, rows: Rows | DeviceRows, prefill_tokens: int, *, keeps: bool = True) -> None:
-        """`keeps`: what may be followed by another turn leaves its KV behind, which rounds otherwise than a prefill."""
-        self.cache, self.rows, self.prefill_tokens, self._keeps = cache, rows, prefill_tokens, keeps
-        self.queue: list[Trajectory] = []  # the next one last
+    def __init__(self, cache: KVCache, rows: Rows, prefill_tokens: int, *, retains: bool = True) -> None:
+        """`retains`: KV of an ended turn is retained for the next one, which rounds differently from a prefill."""
+        self.cache, self.rows, self.prefill_tokens, self._retains = cache, rows, prefill_tokens, retains
+        self.queue: list[SequenceState] = []  # the next one last
         self._prefixes: dict[object, Prefix] = {}
-        self._kept: dict[int, Kept] = {}  # by request, the longest there first
-        self._active: list[Prefix] = []  # being prefilled, or done with trajectories that wait for this step's draw
+        self._retained: dict[int, RetainedKV] = {}  # by request, the oldest first
+        self._active: list[Prefix] = []  # being prefilled, or done, with trajectories that wait for this step's draw
         self.preemptions = 0
         self.prefilled = 0
 
     # -- in and out ----------------------------------------------------------------------------------------------------
 
-    def submit(self, trajectory: Trajectory) -> None:
-        """Queue a trajectory at its place in the order."""
+    def submit(self, trajectory: SequenceState) -> None:
+        """Queues a trajectory at its place in the order."""
         insort(self.queue, trajectory, key=lambda t: (-t.order[0], -t.order[1]))
         if trajectory.kv is None:
             self._join(trajectory)
 
-    def _join(self, trajectory: Trajectory) -> None:
+    def _join(self, trajectory: SequenceState) -> None:
         request = trajectory.request
-        kept = self._of_turn_before(trajectory)
-        shared = request.group >= 0 and not len(trajectory.tokens) and not kept
+        retained = self._pages_of_last_turn(trajectory)
+        shared = request.group >= 0 and not len(trajectory.tokens) and not retained
         key = (request.group, request.version, request.prompt) if shared else trajectory.arrival
         prefix = self._prefixes.get(key)
         if prefix is None:
-            tokens = torch.tensor([*request.prompt, *trajectory.tokens.tolist()], device=self.rows.token_device)
-            prefix = self._prefixes[key] = Prefix(key, tokens, trajectory.slot, kept=kept)
+            tokens = torch.tensor([*request.prompt, *trajectory.tokens.tolist()])
+            prefix = self._prefixes[key] = Prefix(key, tokens, trajectory.slot, retained=retained)
         prefix.queued += 1
         trajectory.prefix = prefix
 
-    def _of_turn_before(self, trajectory: Trajectory) -> list[int]:
-        """The pages that the turn before has left of what a trajectory begins with; they are the caller's now."""
-        kept = self._kept.pop(trajectory.request.id, None)
-        if kept is None:
+    def _pages_of_last_turn(self, trajectory: SequenceState) -> list[int]:
+        """Returns the pages that the last turn left, if the prompt begins with their tokens; the caller owns them."""
+        retained = self._retained.pop(trajectory.request.id, None)
+        if retained is None:
             return []
-        self.cache.take_over(kept.pages)
-        follows = trajectory.request.prompt[: len(kept.tokens)] == kept.tokens
-        # A prompt that ends where the pages do has to prefill something: its last token has the logits.
-        if follows and kept.slot == trajectory.slot and len(trajectory.request.prompt) > len(kept.tokens):
-            return kept.pages
-        self.cache.release(kept.pages)
+        self.cache.claim(retained.pages)
+        prompt, tokens = trajectory.request.prompt, retained.tokens
+        # A prompt that ends where the pages do has to prefill at least one token, for its logits.
+        if prompt[: len(tokens)] == tokens and retained.slot == trajectory.slot and len(prompt) > len(tokens):
+            return retained.pages
+        self.cache.release(retained.pages)
         return []
 
-    def _leave(self, prefix: Prefix) -> None:
-        """Free a prefix that nobody needs any more."""
+    def _free_unused(self, prefix: Prefix) -> None:
+        """Frees a prefix if no trajectory needs it any more."""
         if not prefix.queued and not prefix.waiting and not prefix.children:
             self._restart(prefix)
             if prefix in self._active:
@@ -78,16 +78,16 @@ class Schedule:
             del self._prefixes[prefix.key]
 
     def _restart(self, prefix: Prefix) -> None:
-        self.cache.release([*prefix.pages, *prefix.kept])
-        prefix.kept, prefix.pages, prefix.cache_slots, prefix.done, prefix.logits = [], [], None, 0, None
+        self.cache.release([*prefix.pages, *prefix.retained])
+        prefix.retained, prefix.pages, prefix.cache_slots, prefix.done, prefix.logits = [], [], None, 0, None
 
-    def everyone(self) -> Iterator[Trajectory]:
-        """All trajectories here, in no particular order."""
+    def everyone(self) -> Iterator[SequenceState]:
+        """Yields all trajectories, in no particular order."""
         yield from self.queue
         yield from self.running()
 
-    def running(self) -> Iterator[Trajectory]:
-        """Those that have a row, or one reserved while their prefix is made."""
+    def running(self) -> Iterator[SequenceState]:
+        """Yields the trajectories that have a row, or one reserved while their prefix is prefilled."""
         yield from self.rows.trajectories
         for prefix in self._active:
             yield from prefix.waiting
@@ -96,81 +96,81 @@ class Schedule:
     def num_waiting(self) -> int:
         return sum(len(prefix.waiting) for prefix in self._active)
 
-    def withdraw(self, trajectory: Trajectory, *, kv: bool) -> None:
-        """Take a trajectory out wherever it is; its tokens, and with `kv` its cache, stay with it."""
+    def withdraw(self, trajectory: SequenceState, *, kv: bool) -> None:
+        """Takes a trajectory out, wherever it is. It keeps its tokens and, with `kv`, its KV."""
         if trajectory.row >= 0:
             self._out_of_row(trajectory, kv=kv)
         elif trajectory in self.queue:
             self.queue.remove(trajectory)
             if trajectory.prefix is not None:
                 trajectory.prefix.queued -= 1
-                self._leave(trajectory.prefix)
+                self._free_unused(trajectory.prefix)
         else:
             assert trajectory.prefix is not None
             self._unwait(trajectory)
-            self._leave(trajectory.prefix)
+            self._free_unused(trajectory.prefix)
         trajectory.prefix = None
         if not kv:
             trajectory.kv = None
 
-    def _out_of_row(self, trajectory: Trajectory, *, kv: bool) -> None:
+    def _out_of_row(self, trajectory: SequenceState, *, kv: bool) -> None:
         row = trajectory.row
         self.rows.save(trajectory)
         if kv:
             trajectory.kv = self.cache.read(trajectory.pages, int(self.rows.context[row]) - 1)
-        self.rows.remove([row])
+        self.rows.remove(row)
         self.release(trajectory)
 
-    def _unwait(self, trajectory: Trajectory) -> None:
+    def _unwait(self, trajectory: SequenceState) -> None:
         assert trajectory.prefix is not None
         trajectory.prefix.waiting.remove(trajectory)
         self.release(trajectory)
 
-    def end(self, trajectory: Trajectory, *, broken: bool) -> None:
-        """Give back the pages of a trajectory that has ended, but for those that another turn may begin with."""
-        if trajectory.request.id in self._kept:
-            self._give_back(trajectory.request.id)  # of a turn before it went away, and came back with its KV
-        if trajectory.request.keep and self._keeps and not broken:
+    def end(self, trajectory: SequenceState, *, broken: bool) -> None:
+        """Releases the pages of a trajectory that has ended, except those that another turn may begin with."""
+        if trajectory.request.id in self._retained:
+            self._drop_one(trajectory.request.id)  # of an earlier turn, before it was suspended and came back
+        if trajectory.request.keep and self._retains and not broken:
             tokens = (*trajectory.request.prompt, *trajectory.tokens.tolist())
-            full = (len(tokens) - 1) // PAGE  # the last token has been drawn and never read
+            full = (len(tokens) - 1) // PAGE  # the last token was drawn, and its KV was never computed
             pages = trajectory.pages[:full]
             if pages:
-                self.cache.keep(pages)
-                self._kept[trajectory.request.id] = Kept(tokens[: full * PAGE], trajectory.slot, pages)
+                self.cache.retain(pages)
+                self._retained[trajectory.request.id] = RetainedKV(tokens[: full * PAGE], trajectory.slot, pages)
         self.release(trajectory)
 
-    def drop_kept(self, slot: int | None = None) -> None:
-        """Give back what trajectories of a slot, or of all, have left behind."""
-        for id in [id for id, kept in self._kept.items() if slot in (None, kept.slot)]:
-            self._give_back(id)
+    def drop_retained(self, slot: int | None = None) -> None:
+        """Releases the KV retained for trajectories of a slot, or of all slots."""
+        for id in [id for id, retained in self._retained.items() if slot in (None, retained.slot)]:
+            self._drop_one(id)
 
     def reclaim(self, pages: int) -> None:
-        """Give back what trajectories have left behind until so many pages are free, or nothing is left of it."""
-        while self._kept and self.cache.num_free < pages:
-            self._give_back(next(iter(self._kept)))
+        """Releases retained KV, the oldest first, until so many pages are free or nothing is retained."""
+        while self._retained and self.cache.num_free < pages:
+            self._drop_one(next(iter(self._retained)))
 
-    def _give_back(self, id: int) -> None:
-        pages = self._kept.pop(id).pages
-        self.cache.take_over(pages)
+    def _drop_one(self, id: int) -> None:
+        pages = self._retained.pop(id).pages
+        self.cache.claim(pages)
         self.cache.release(pages)
 
-    def release(self, trajectory: Trajectory) -> None:
-        """Give back the pages of a trajectory."""
+    def release(self, trajectory: SequenceState) -> None:
+        """Releases the pages of a trajectory."""
         self.cache.release(trajectory.pages)
         trajectory.pages = []
         if trajectory.origin is not None:
             trajectory.origin.children -= 1
-            self._leave(trajectory.origin)
+            self._free_unused(trajectory.origin)
             trajectory.origin = None
 
     # -- admission -----------------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Start what fits, in order. What does not fit holds up what stands behind it, so that it cannot starve."""
+        """Starts what fits, in order. A trajectory that does not fit holds up those behind it, so it cannot starve."""
         busy = len(self.rows) + self.num_waiting
         while self.queue and busy < self.rows.capacity:
             head = self.queue[-1]
-            # Rows that run will need pages soon; starting into the last ones would only preempt.
+            # Running rows will need pages soon: giving the last ones to a new row would only lead to preemption.
             spare = (busy + 1) // 2 if busy else 0
             need = self._need(head) + spare
             if self.cache.num_free + self.cache.num_idle >= need:
@@ -183,14 +183,14 @@ class Schedule:
             self._start(head)
             busy += 1
 
-    def _need(self, trajectory: Trajectory) -> int:
+    def _need(self, trajectory: SequenceState) -> int:
         if trajectory.kv is not None:
             return num_pages(trajectory.kv.shape[2]) + 1
         assert trajectory.prefix is not None
         prefix = trajectory.prefix
-        return 1 + (0 if prefix.pages else num_pages(len(prefix.tokens)) - len(prefix.kept))
+        return 1 + (0 if prefix.pages else num_pages(len(prefix.tokens)) - len(prefix.retained))
 
-    def _start(self, trajectory: Trajectory) -> None:
+    def _start(self, trajectory: SequenceState) -> None:
         trajectory.started_at = trajectory.started_at or now()
         if trajectory.kv is not None:
             trajectory.pages = self.cache.take(num_pages(trajectory.kv.shape[2]))
@@ -202,9 +202,10 @@ class Schedule:
         assert prefix is not None
         length = len(prefix.tokens)
         if not prefix.pages:
-            prefix.done = len(prefix.kept) * PAGE
-            prefix.pages, prefix.kept = [*prefix.kept, *self.cache.take(num_pages(length) - len(prefix.kept))], []
-            prefix.cache_slots = self.cache.slots(prefix.pages, length, self.rows.token_device)
+            have, prefix.retained = prefix.retained, []
+            prefix.done = len(have) * PAGE
+            prefix.pages = [*have, *self.cache.take(num_pages(length) - len(have))]
+            prefix.cache_slots = self.cache.slots(prefix.pages, length, CPU)
         if length % PAGE:
             trajectory.pages = self.cache.take(1)  # for its own copy of the page that the prefix ends in
         if prefix not in self._active:
@@ -214,10 +215,10 @@ class Schedule:
 
     # -- pages ---------------------------------------------------------------------------------------------------------
 
-    def _evict_idle(self, but: Prefix | None = None) -> bool:
-        """Free a prefix that is only kept for trajectories in the queue, or still to come."""
+    def _evict_idle(self, spare: Prefix | None = None) -> bool:
+        """Frees the pages of one prefix that only queued or later trajectories need; returns False if there is none."""
         for prefix in self._prefixes.values():
-            if (prefix.pages or prefix.kept) and not prefix.waiting and prefix is not but:
+            if (prefix.pages or prefix.retained) and not prefix.waiting and prefix is not spare:
                 self._restart(prefix)
                 if prefix in self._active:
                     self._active.remove(prefix)
@@ -225,7 +226,7 @@ class Schedule:
         return False
 
     def provide(self) -> None:
-        """Give every decoding row the page of its next token, preempting the last in order while there is none."""
+        """Gives every decoding row the page of its next token, and preempts the last in order while none is free."""
         granted = []
         lacking = sorted(self.rows.lacking(), key=lambda t: t.order)
         self.reclaim(len(lacking))
@@ -238,13 +239,13 @@ class Schedule:
         if granted:
             self.rows.grant(granted)
 
-    def _make_room(self, trajectory: Trajectory) -> bool:
-        """Free one page for a row; False where the row itself was the last in order and gave way."""
+    def _make_room(self, trajectory: SequenceState) -> bool:
+        """Frees one page for a row; returns False if the row itself was the last in order and was preempted."""
         while not self.cache.num_free:
             if self._evict_idle():
                 continue
             prefixes = [prefix for prefix in self._active if prefix.waiting]
-            candidates: list[Trajectory | Prefix] = [*self.rows.trajectories, *prefixes]
+            candidates: list[SequenceState | Prefix] = [*self.rows.trajectories, *prefixes]
             victim = max(candidates, key=lambda v: v.order)
             self.preemptions += 1
             if isinstance(victim, Prefix):
@@ -257,17 +258,18 @@ class Schedule:
         return True
 
     def _give_up(self, prefix: Prefix) -> None:
-        """Send those who wait for a prefix back to the queue; it is prefilled again in the same chunks later."""
+        """Sends the trajectories that wait for a prefix back to the queue; it is prefilled again later, in the same
+        chunks."""
         for trajectory in list(prefix.waiting):
             self._unwait(trajectory)
             trajectory.prefix = None
             self.submit(trajectory)
         self._restart(prefix)
         self._active.remove(prefix)
-        self._leave(prefix)  # without the pages of the turn before, those who waited may begin with their group
+        self._free_unused(prefix)  # without the pages of an earlier turn, they may start with their group
 
     def vacate(self) -> None:
-        """Send everything back to the queue, decoding rows with their KV in host memory: no page is in use after."""
+        """Sends everything back to the queue, decoding rows with their KV in host memory. No page is in use then."""
         for trajectory in list(self.rows.trajectories):
             self._out_of_row(trajectory, kv=True)
             self.submit(trajectory)
@@ -275,18 +277,18 @@ class Schedule:
             self._give_up(prefix)
         for prefix in self._prefixes.values():
             self._restart(prefix)
-        self.drop_kept()
+        self.drop_retained()
 
     # -- prefill -------------------------------------------------------------------------------------------------------
 
-    def chunks(self) -> list[tuple[Prefix, Chunk]]:
-        """What to prefill in this step.
+    def chunks(self) -> list[Chunk]:
+        """Returns the chunks to prefill in this step.
 
-        A sequence is cut at fixed positions and a chunk is never split, so that the result does not depend on what else
-        is prefilled; a step takes as many chunks as its budget holds, and at least one. Of one sequence it takes one,
-        because the next reads what that writes.
+        A sequence is cut at fixed positions and a chunk is never split, so the result does not depend on what else is
+        prefilled. A step takes as many chunks as its budget holds, and at least one. It takes one chunk of a sequence,
+        because the next one reads the KV of that one.
         """
-        chosen: list[tuple[Prefix, Chunk]] = []
+        chosen: list[Chunk] = []
         budget = self.prefill_tokens
         for prefix in self._active:
             if not prefix.waiting or prefix.done == len(prefix.tokens):
@@ -298,20 +300,20 @@ class Schedule:
             assert prefix.cache_slots is not None
             last = end == len(prefix.tokens)
             slots = prefix.cache_slots[:end]
-            chosen.append((prefix, Chunk(prefix.tokens[start:end], slots, start, end, prefix.slot, last)))
+            chosen.append(Chunk(prefix, prefix.tokens[start:end], slots, start, end, prefix.slot, last))
             prefix.done = end
             prefix.waiting[0].prefilled += end - start
             self.prefilled += end - start
         return chosen
 
     def ready(self) -> list[Prefix]:
-        """Prefixes whose logits are there, with trajectories that wait for their first draw."""
+        """Returns the prefixes that have logits, and trajectories that wait for their first draw."""
         return [prefix for prefix in self._active if prefix.logits is not None and prefix.waiting]
 
     def fork(self, prefixes: Sequence[Prefix]) -> None:
-        """Turn those who wait for finished prefixes into rows: full pages shared, the last one copied."""
+        """Turns the trajectories that wait for finished prefixes into rows; shares full pages and copies the last."""
         copies: list[tuple[int, int]] = []
-        started: list[Trajectory] = []
+        started: list[SequenceState] = []
         for prefix in prefixes:
             forked, prefix.waiting = prefix.waiting, []
             full = len(prefix.tokens) // PAGE
@@ -329,13 +331,13 @@ class Schedule:
         self.rows.append(started)
         for prefix in prefixes:
             self._active.remove(prefix)
-            self._leave(prefix)
+            self._free_unused(prefix)
 
     # -- a change of weights under running work ------------------------------------------------------------------------
 
     def change_version(self, slot: int, version: int) -> None:
-        """Everything of `slot` goes on under `version`: caches made by the old weights are dropped and made again."""
-        self.drop_kept(slot)
+        """Moves every trajectory of `slot` to `version`. Their KV is dropped and will be computed again."""
+        self.drop_retained(slot)
         changed = [trajectory for trajectory in self.everyone() if trajectory.slot == slot]
         for trajectory in changed:
             self.withdraw(trajectory, kv=False)

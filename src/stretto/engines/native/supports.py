@@ -1,4 +1,4 @@
-"""The supports of the rows' tokens: ragged, in two tables that grow as tokens arrive, with no loop over rows."""
+"""The supports of the rows' tokens: ragged lists in two tables that grow as tokens arrive, without a loop over rows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NO_SUPPORTS = Supports(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32))
 
 
 def support_width(sampling: Sampling) -> int:
-    """The most tokens that a support may have to be recorded; 0 where none is."""
+    """Returns the most tokens that a recorded support may have; 0 if none is recorded."""
     if not (sampling.truncates and sampling.supports):
         return 0
     return min(sampling.top_k or MAX_SUPPORT, MAX_SUPPORT)
 
 
 def too_wide(supports: Supports | None) -> int:
-    """The size of the first support that was too large to be recorded; 0 where there is none."""
+    """Returns the size of the first support that was too large to be recorded; 0 if there is none."""
     if supports is None:
         return 0
     above = np.nonzero(supports.counts > MAX_SUPPORT)[0]
@@ -30,7 +30,7 @@ def too_wide(supports: Supports | None) -> int:
 
 
 class SupportTable:
-    """Up to `capacity` rows. A support above `MAX_SUPPORT` is counted, and its tokens are not kept."""
+    """Supports of up to `capacity` rows. Of a support above `MAX_SUPPORT`, only the size is stored."""
 
     def __init__(self, capacity: int) -> None:
         self._counts = np.zeros((capacity, 0), dtype=np.int32)
@@ -39,31 +39,31 @@ class SupportTable:
         self._used = np.zeros(capacity, dtype=np.int64)  # of the row in `_tokens`
 
     def put(self, row: int, supports: Supports) -> None:
-        """Begin a row with what its trajectory has already."""
+        """Starts a row with the supports that its trajectory has already."""
         made, used = len(supports.counts), len(supports.tokens)
         self._reserve(made, used)
         self._counts[row, :made], self._tokens[row, :used] = supports.counts, supports.tokens
         self._made[row], self._used[row] = made, used
 
     def record(self, rows: NDArray[np.int64], counts: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
-        """One draw of each of `rows`: sizes [n], and the tokens [n, width] of which the first `count` are meant."""
+        """Records one draw of each of `rows`: sizes [n], and tokens [n, width], the first ones of each row."""
         if not len(rows):
             return
         made, used = self._made[rows], self._used[rows]
         sizes = np.where(counts > MAX_SUPPORT, 0, counts).astype(np.int64)
         self._reserve(int(made.max()) + 1, int((used + sizes).max()))
         self._counts[rows, made] = counts
-        meant = np.arange(tokens.shape[1]) < sizes[:, None]
-        owner, within = np.nonzero(meant)
-        self._tokens[rows[owner], used[owner] + within] = tokens[meant]
+        valid = np.arange(tokens.shape[1]) < sizes[:, None]
+        owner, within = np.nonzero(valid)
+        self._tokens[rows[owner], used[owner] + within] = tokens[valid]
         self._made[rows], self._used[rows] = made + 1, used + sizes
 
     def of(self, row: int) -> Supports:
-        """A copy of what a row has."""
+        """Returns a copy of a row's supports."""
         return Supports(self._counts[row, : self._made[row]].copy(), self._tokens[row, : self._used[row]].copy())
 
     def move(self, target: NDArray[np.int64] | list[int], source: NDArray[np.int64] | list[int]) -> None:
-        """Rows `source` take the places `target`."""
+        """Moves rows `source` to the places `target`."""
         for table in (self._counts, self._tokens, self._made, self._used):
             table[target] = table[source]
 
@@ -72,6 +72,6 @@ class SupportTable:
 
 
 def grown(table: NDArray[Number], width: int) -> NDArray[Number]:
-    """The table, at least `width` wide: grown by doubling."""
+    """Returns the table, at least `width` wide, grown by doubling."""
     have = table.shape[1]
     return table if width <= have else np.pad(table, ((0, 0), (0, max(width, 2 * have) - have)))

@@ -1,6 +1,6 @@
-"""Where the versions of an engine live: adapter slots of one tree (LoRA), or one module tree a slot (full weights).
+"""The slots that hold the versions of an engine: adapters in one tree (LoRA), or one module tree a slot (full weights).
 
-Both verify what is *resident* after the copy: the checksum is computed over the memory that the forward reads.
+Both verify the weights after the copy: the checksum is computed over the memory that the forward reads.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from stretto.checksums import all_finite, checksum
 from stretto.engines.native.kernels.resident import DeviceResident, PlainResident, Resident, fits
-from stretto.engines.native.lora import SlotMask, SlottedLinear, slot_linears
+from stretto.engines.native.lora_slots import SlotMask, SlottedLinear, slot_linears
 from stretto.errors import ChecksumError, ModelError
-from stretto.models import second_tree
+from stretto.models.checksums import all_finite, checksum
+from stretto.models.loading import second_tree
 from stretto.types import Weights
 
 
@@ -23,18 +23,18 @@ class Slots(Protocol):
     """The weights of up to `count` versions."""
 
     trees: Sequence[nn.Module]
-    mixed: bool  # one forward serves the rows of all slots
+    one_tree: bool  # one forward serves the rows of all slots
 
     def put(self, slot: int, weights: Weights) -> None:
-        """Copy weights into a slot and confirm their checksum, or raise and leave the slot empty."""
+        """Copies weights into a slot and confirms their checksum, or raises and leaves the slot empty."""
         ...
 
     def clear(self, slot: int) -> None:
-        """Forget what is in a slot."""
+        """Empties a slot."""
         ...
 
     def choose(self, slots: Tensor) -> None:
-        """Say which slot each token [tokens] of the next forward uses."""
+        """Sets the slot of each token [tokens] of the next forward."""
         ...
 
 
@@ -47,11 +47,11 @@ def _other_checksum(weights: Weights, found: str) -> ChecksumError:
 class LoraSlots:
     """Adapters of all versions in one tree over the base's Parameters.
 
-    On a GPU a version is copied and confirmed on a stream of its own: steps that are under way do not use the slot, and
-    go on. What a slot without a version holds is zero.
+    On a GPU a version is copied and confirmed on a stream of its own; steps that are under way do not use the slot, and
+    continue. A slot without a version holds zeros.
     """
 
-    mixed = True
+    one_tree = True
 
     def __init__(self, model: nn.Module, count: int, rank: int, targets: tuple[str, ...] | None) -> None:
         tree = second_tree(model, share=True)
@@ -60,7 +60,7 @@ class LoraSlots:
         self._linears = slot_linears(tree, targets, count, rank, self._mask)
         self._rank = rank
         self._scales: dict[int, float] = {}
-        self._used: set[int] = set()  # slots that may hold something else than zeros
+        self._used: set[int] = set()  # slots that may hold something other than zeros
         self._stream: torch.cuda.Stream | None = None
         self._cleared: torch.cuda.Event | None = None
         if device.type == "cuda":
@@ -80,7 +80,7 @@ class LoraSlots:
             raise ModelError(f"version {weights.version} has {weights.kind} weights, the engine holds lora")
         others = {s for k, s in self._scales.items() if k != slot}
         if others - {weights.scale}:
-            # One scale for all is applied in the product, so that a row does not depend on who is beside it.
+            # One scale for all is applied in the product, so that a row does not depend on its neighbours.
             raise ModelError(f"version {weights.version} has `scale` {weights.scale}, resident ones {sorted(others)}")
         for name, tensor in weights.tensors.items():
             expected = self._expected.get(name)
@@ -97,7 +97,7 @@ class LoraSlots:
     def put(self, slot: int, weights: Weights) -> None:
         self._check(weights, slot)
         if slot in self._used:
-            self._refuse_infinite(weights)  # before anything of what is there is lost
+            self._refuse_infinite(weights)  # before the old weights are lost
             self.clear(slot)
         self._used.add(slot)
         if self._stream is not None and self._cleared is not None:
@@ -110,26 +110,26 @@ class LoraSlots:
         self._scales[slot] = self._mask.scale = weights.scale
 
     def _refuse_infinite(self, weights: Weights) -> None:
-        # The mask keeps foreign products out, but zero times a NaN of B would still reach every row.
+        # The mask keeps the products of other versions out, but zero times a NaN of B would still reach every row.
         if not all_finite(list(weights.tensors.values())):
             bad = [name for name, tensor in weights.tensors.items() if not all_finite([tensor])]
             raise ModelError(f"`{bad[0]}` of version {weights.version} has values that are not finite")
 
     def _resident(self, slot: int, names: tuple[str, ...]) -> Resident:
-        """Where tensors of these names lie in a slot; kept, because making it costs more than using it."""
-        views = self._of_slot(slot)
-        kept = self._residents.get(slot)
-        if kept is None or kept.names != names:
+        """Returns the memory of the tensors of these names in a slot; cached, because it is expensive to make."""
+        views = self._views_of(slot)
+        resident = self._residents.get(slot)
+        if resident is None or resident.names != names:
             own = {name: views[name] for name in names}
             if self._stream is not None and fits(own.values()):
-                kept = DeviceResident(own, self._stream)
+                resident = DeviceResident(own, self._stream)
             else:
-                kept = PlainResident(own)
-            self._residents[slot] = kept
-        return kept
+                resident = PlainResident(own)
+            self._residents[slot] = resident
+        return resident
 
-    def _of_slot(self, slot: int) -> dict[str, Tensor]:
-        """What is in a slot as it was received, views of what the forward reads."""
+    def _views_of(self, slot: int) -> dict[str, Tensor]:
+        """Returns the adapters in a slot as they were received, as views of the memory that the forward reads."""
         if any(linear.operands is not operands for linear, operands in self._placed):
             self._views, self._residents, self._placed = {}, {}, []  # a decoder has moved the adapters
         if slot not in self._views:
@@ -140,9 +140,9 @@ class LoraSlots:
         return self._views[slot]
 
     def clear(self, slot: int) -> None:
-        """Zero a slot, so that nothing of an unloaded version stays behind."""
+        """Sets a slot to zeros, so that nothing of an unloaded version remains."""
         self._scales.pop(slot, None)
-        torch._foreach_zero_(list(self._of_slot(slot).values()))
+        torch._foreach_zero_(list(self._views_of(slot).values()))
         self._used.discard(slot)
         if self._stream is not None:
             self._cleared = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -155,7 +155,7 @@ class LoraSlots:
 class FullSlots:
     """A module tree with Parameters of its own for every slot; buffers are made once and never exchanged."""
 
-    mixed = False
+    one_tree = False
 
     def __init__(self, model: nn.Module, count: int) -> None:
         self.trees: Sequence[nn.Module] = tuple(second_tree(model, share=False) for _ in range(count))
@@ -182,16 +182,16 @@ class FullSlots:
             raise _other_checksum(weights, found)
 
     def clear(self, slot: int) -> None:
-        """Nothing to forget: a slot without a version is never run, and loading overwrites all of it."""
+        """Does nothing: a slot without a version is never run, and loading overwrites all of it."""
 
     def choose(self, slots: Tensor) -> None:
-        """Rows of different slots never meet in a forward."""
+        """Does nothing: rows of different slots never run in one forward."""
 
 
 def make_slots(
     model: nn.Module, kind: str, count: int, rank: int | None, targets: tuple[str, ...] | None
 ) -> LoraSlots | FullSlots:
-    """The slots of an engine; created outside inference mode, so that shared Parameters stay what they are."""
+    """Returns the slots of an engine. Not for use in inference mode: shared Parameters must stay ordinary tensors."""
     assert not torch.is_inference_mode_enabled()
     if kind == "full":
         return FullSlots(model, count)

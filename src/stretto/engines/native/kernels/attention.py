@@ -1,32 +1,32 @@
 """Attention of decoding rows over the paged cache: one query token a row, contexts of any mix of lengths.
 
 Contexts are long-tailed, so the unit of work is a chunk of a row's context, not a row. Once a step, `plan_items` lists
-the chunks of all rows on the device; in every layer, one program an item and kv head makes an online softmax over its
-chunk. A row of one chunk is finished by that program; the chunks of a longer row leave float32 partials that a second
-kernel merges in order. Launch grids depend on `rows` and `max_items` alone, and the host reads nothing back, so a step
-can be captured in a CUDA graph and replayed while contexts grow, as long as their chunks number `max_items` or fewer.
+the chunks of all rows on the device. In every layer, one program for each item and kv head computes an online softmax
+over its chunk. A row of one chunk is finished by that program; the chunks of a longer row leave float32 partials that a
+second kernel merges in order. Launch grids depend on `rows` and `max_items` alone, and the host reads nothing back. So
+a step can be captured in a CUDA graph and replayed while contexts grow, as long as there are at most `max_items`
+chunks.
 
 A row's result depends on its own query, keys, values and context and on `chunk`, and not on its neighbours: rows share
 no sum, and each sum runs over tiles in order.
 
 Bytes: each program reads 2 * chunk * size * element bytes of the cache once for all heads of its group, in strips of
-`size` elements, 16-byte loads; partials add about 2 * group / chunk of that. It is bound by memory: 70 to 85 % of the
-copy rate is what to expect when at least `PROGRAMS_PER_MULTIPROCESSOR` programs a multiprocessor have work.
+`size` elements, with 16-byte loads; partials add about 2 * group / chunk of that. The kernel is bound by memory: expect
+70 to 85 % of the copy rate if at least `PROGRAMS_PER_MULTIPROCESSOR` programs a multiprocessor have work.
 """
 
-# ruff: noqa: N803 - what a kernel is compiled for is in capitals
+# ruff: noqa: N803 - compile-time constants of a kernel are in capitals
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from stretto.engines.native.cache import PAGE
 from stretto.engines.native.kernels.plan import DecodePlan, Sharing, check_plan, power_of_two
-from stretto.jit import kernel, tl
+from stretto.models.triton_jit import kernel, tl
 
 TILE_BYTES = 16384  # of keys, and of values, that a program has in a stage of its pipeline
-DECODE_WARPS, DECODE_STAGES = 4, 3  # the page numbers take stages too: (stages - 1) // 2 tiles are under way
+DECODE_WARPS, DECODE_STAGES = 4, 3  # the page numbers take stages too: (stages - 1) // 2 tiles are in flight
 MERGE_ITEMS, MERGE_WARPS = 32, 4
 
 LOG2_E = 1.4426950408889634
@@ -45,10 +45,10 @@ def paged_decode(
     out: Tensor,  # [rows, heads, size]
     sharing: Sharing | None = None,
 ) -> Tensor:
-    """Attention of each row's one token over its context, into `out`.
+    """Computes the attention of each row's one token over its context, into `out`.
 
-    `plan` has been filled by `plan_items` with the same contexts, `chunk`, `max_items` and `sharing`; it is not read
-    where `max_items == rows`, which is right for any context. Table entries beyond a context are not read.
+    `plan` has been filled by `plan_items` with the same contexts, `chunk`, `max_items` and `sharing`. It is not read if
+    `max_items == rows`, which is valid for any context. Table entries beyond a context are not read.
     """
     rows, heads, size = q.shape
     kv_heads = keys.shape[1]
@@ -60,160 +60,50 @@ def paged_decode(
     shares = sharing is not None and not direct
     width = sharing.peers.shape[1] if sharing is not None and shares else 1
     _decode_kernel[(max_items * kv_heads,)](
-        q,
-        keys,
-        values,
-        table,
-        contexts,
-        plan.item_row,
-        plan.item_chunk,
-        plan.first_item,
-        sharing.pages if sharing is not None else contexts,
-        sharing.peers if sharing is not None else contexts,
-        plan.partial_out,
-        plan.partial_stats,
-        out,
-        scale * LOG2_E,
-        rows,
-        max_items,
-        chunk,
-        plan.partial_stats.stride(0),
-        *q.stride()[:2],
-        *keys.stride()[:2],
-        *values.stride()[:2],
-        table.stride(0),
-        *out.stride()[:2],
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        SIZE=size,
-        SHARES=shares,
-        WIDTH=width,
-        BLOCK_M=max(16, power_of_two(width * group)),
-        BLOCK_N=tile_tokens(block_size, keys.element_size()),
-        BLOCK_SIZE=block_size,
-        PAGE_SIZE=PAGE,
-        DIRECT=direct,
-        num_warps=DECODE_WARPS,
-        num_stages=DECODE_STAGES,
-    )
+        q, keys, values, table, contexts, plan.item_row, plan.item_chunk, plan.first_item,
+        sharing.pages if sharing is not None else contexts, sharing.peers if sharing is not None else contexts,
+        plan.partial_out, plan.partial_stats, out, scale * LOG2_E, rows, max_items, chunk, plan.partial_stats.stride(0),
+        *q.stride()[:2], *keys.stride()[:2], *values.stride()[:2], table.stride(0), *out.stride()[:2],
+        KV_HEADS=kv_heads, GROUP=group, SIZE=size, SHARES=shares, WIDTH=width,
+        BLOCK_M=max(16, power_of_two(width * group)), BLOCK_N=tile_tokens(block_size, keys.element_size()),
+        BLOCK_SIZE=block_size, PAGE_SIZE=PAGE, DIRECT=direct, num_warps=DECODE_WARPS, num_stages=DECODE_STAGES,
+    )  # fmt: skip
     if not direct:
         _merge_kernel[(rows * heads,)](
-            plan.first_item,
-            plan.partial_out,
-            plan.partial_stats,
-            out,
-            max_items,
-            plan.partial_stats.stride(0),
-            *out.stride()[:2],
-            HEADS=heads,
-            SIZE=size,
-            BLOCK_SIZE=block_size,
-            BLOCK_ITEMS=MERGE_ITEMS,
+            plan.first_item, plan.partial_out, plan.partial_stats, out, max_items, plan.partial_stats.stride(0),
+            *out.stride()[:2], HEADS=heads, SIZE=size, BLOCK_SIZE=block_size, BLOCK_ITEMS=MERGE_ITEMS,
             num_warps=MERGE_WARPS,
-        )
+        )  # fmt: skip
     return out
-
-
-def paged_decode_reference(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    contexts: Tensor,
-    plan: DecodePlan,
-    chunk: int,
-    max_items: int,
-    scale: float,
-    out: Tensor,
-    sharing: Sharing | None = None,
-) -> Tensor:
-    """What `paged_decode` computes, row by row in float32. It needs the table and the contexts alone."""
-    for row, context in enumerate(contexts.tolist()):
-        slots = context_slots(table[row], context)
-        out[row] = dense_attention(q[row, None], keys[slots], values[slots], scale)[0].to(out.dtype)
-    return out
-
-
-def context_slots(pages: Tensor, context: int) -> Tensor:
-    """The cache slots [context] of the first `context` positions of a row of a table."""
-    positions = torch.arange(context, device=pages.device)
-    return pages[positions // PAGE].long() * PAGE + positions % PAGE
-
-
-def dense_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Causal attention in float32 of the last positions of one sequence: `q` [tokens, heads, size], its keys and
-    values [context, kv heads, size]; [tokens, heads, size]."""
-    tokens, heads, context = q.shape[0], q.shape[1], keys.shape[0]
-    group = heads // keys.shape[1]
-    key, value = (x.float().repeat_interleave(group, dim=1) for x in (keys, values))
-    scores = torch.einsum("mhd,nhd->hmn", q.float(), key) * scale
-    visible = torch.ones(tokens, context, dtype=torch.bool, device=q.device).tril(context - tokens)
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-    return torch.einsum("hmn,nhd->mhd", weights, value)
 
 
 def tile_tokens(block_size: int, element_size: int) -> int:
-    """Tokens of a tile of keys or values: `TILE_BYTES` of them, within what a product and a small chunk can use."""
+    """Returns the tokens of a tile of keys or values: `TILE_BYTES`, within the limits of products and small chunks."""
     return min(max(TILE_BYTES // (block_size * element_size), 16), 128)
 
 
 def check_operands(q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-    """What the kernels take for granted: one dtype, whole groups, vectors without gaps."""
+    """Checks the assumptions of the kernels: one dtype, whole groups, contiguous vectors."""
     assert q.dtype == keys.dtype == values.dtype, "query, keys and values have one dtype"
     assert q.shape[1] % keys.shape[1] == 0, "heads are a multiple of the kv heads"
     assert out.shape == q.shape
-    assert all(x.stride(-1) == 1 for x in (q, keys, values, out)), "the elements of a vector lie side by side"
+    assert all(x.stride(-1) == 1 for x in (q, keys, values, out)), "the elements of a vector are contiguous"
 
 
 @kernel("rows", "max_items", "chunk")
 def _decode_kernel(  # type: ignore[no-untyped-def]
-    q,
-    keys,
-    values,
-    table,
-    contexts,
-    item_row,
-    item_chunk,
-    first_item,
-    shared,
-    peers,
-    partial_out,
-    partial_stats,
-    out,
-    scale,  # to base 2
-    rows,
-    max_items,
-    chunk,
-    stats_stride,
-    q_row,
-    q_head,
-    key_slot,
-    key_head,
-    value_slot,
-    value_head,
-    table_row,
-    out_row,
-    out_head,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SIZE: tl.constexpr,
-    SHARES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    DIRECT: tl.constexpr,
-):
-    """One program an item and kv head: the heads of a row, or of all rows of a list of peers, against one chunk.
+    q, keys, values, table, contexts, item_row, item_chunk, first_item, shared, peers, partial_out, partial_stats, out,
+    scale, rows, max_items, chunk, stats_stride, q_row, q_head, key_slot, key_head, value_slot, value_head, table_row,
+    out_row, out_head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, SHARES: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, DIRECT: tl.constexpr,
+):  # fmt: skip
+    """One program for each item and kv head: the heads of a row, or of a list of peers, against one chunk.
 
-    A lane is a head of a row. Programs of neighbouring kv heads are neighbours, because their strips of the cache are.
+    A lane is a head of a row; `scale` is to base 2. Neighbouring programs read neighbouring strips of the cache.
     """
-    item = tl.program_id(0) // KV_HEADS
-    kv_head = tl.program_id(0) % KV_HEADS
-    lane = tl.arange(0, BLOCK_M)
-    column = tl.arange(0, BLOCK_SIZE)
-    tile = tl.arange(0, BLOCK_N)
+    item, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    lane, column, tile = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_SIZE), tl.arange(0, BLOCK_N)
     head = kv_head * GROUP + lane % GROUP
     if DIRECT:
         row = item
@@ -247,8 +137,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     key_base = keys + kv_head * key_head + column[None, :]
     value_base = values + kv_head * value_head + column[None, :]
 
-    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    peak, total = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
     sums = tl.zeros((BLOCK_M, BLOCK_SIZE), tl.float32)
     for at in range(start, end, BLOCK_N):
         position = at + tile
@@ -256,7 +145,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         entry = at // PAGE_SIZE + tl.arange(0, BLOCK_N // PAGE_SIZE)
         page = tl.load(pages + entry, mask=entry * PAGE_SIZE < end, other=0).to(tl.int64)
         slot = tl.reshape(page[:, None] * PAGE_SIZE + tl.arange(0, PAGE_SIZE)[None, :], (BLOCK_N,))
-        # What lies beyond the context is not read: it costs bytes, and a weight of zero times NaN is NaN.
+        # Positions beyond the context are not read: they cost bytes, and a weight of zero times NaN is NaN.
         present = inside[:, None] & (column < SIZE)[None, :]
         key = tl.load(key_base + slot[:, None] * key_slot, mask=present, other=0.0)
         value = tl.load(value_base + slot[:, None] * value_slot, mask=present, other=0.0)
@@ -286,20 +175,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 
 @kernel("max_items")
 def _merge_kernel(  # type: ignore[no-untyped-def]
-    first_item,
-    partial_out,
-    partial_stats,
-    out,
-    max_items,
-    stats_stride,
-    out_row,
-    out_head,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_ITEMS: tl.constexpr,
-):
-    """One program a row and head: the partials of its items, in order. Rows of one item are done already."""
+    first_item, partial_out, partial_stats, out, max_items, stats_stride, out_row, out_head, HEADS: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_ITEMS: tl.constexpr,
+):  # fmt: skip
+    """One program for each row and head merges the partials of its items, in order. Rows of one item are done."""
     row = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
     first = tl.load(first_item + row)
@@ -325,7 +204,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
         sums = sums * fade + tl.sum(outs * weights[:, None], 0)
         peak = higher
     result = sums / total
-    # More items than the bound: say so, rather than attend to a part of the context.
+    # More items than the bound: NaN is better than attention to a part of the context.
     result = tl.where(end <= max_items, result, float("nan"))
     place = out + row.to(tl.int64) * out_row + head * out_head + column
     tl.store(place, result.to(out.dtype.element_ty), mask=column < SIZE)

@@ -1,4 +1,4 @@
-"""The kernels of a device step as one object: Triton's on a GPU, or their plain twins, which are the reference."""
+"""The set of kernels that an engine runs on, with the few facts by which a CPU and a GPU differ."""
 
 from __future__ import annotations
 
@@ -7,44 +7,78 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from stretto.engines.native.kernels import attention, extend, layers, plan
-from stretto.engines.native.kernels.draw import draw, plain_draw
+from stretto.engines.native.kernels import attention, cpu_layers, extend, layers, plan
+from stretto.engines.native.kernels.draw import draw
+from stretto.engines.native.products import JoinedProduct, Product, StackedProduct
 
 
 @dataclass(frozen=True, slots=True)
-class Kernels:
-    """What a fused decoder calls between two products; signatures are those of the functions named alike."""
+class PagedKernels:
+    """Attention and draws on a device, with the signatures of the functions named alike."""
 
-    add_norm: Callable[..., Any]
-    split_heads: Callable[..., Any]
-    gate: Callable[..., Any]
     draw: Callable[..., Any]
     plan_items: Callable[..., Any]
     paged_decode: Callable[..., Any]
     paged_extend: Callable[..., Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The functions of a decoder, with the signatures of the functions named alike, and the facts of the set."""
+
+    product: Callable[..., Product]  # of the linear layers over one input, in the layout that the kernels read
+    activation: Callable[[nn.Module], Any]  # as `gate` takes it; None: there is no kernel for it
+    prepare: Callable[..., Any]  # once a forward: the rotary angles as `split_heads` takes them
+    add_norm: Callable[..., Tensor]
+    split_heads: Callable[..., Tensor]
+    gate: Callable[..., Tensor]
+    paged: PagedKernels | None  # None: prompts are prefilled in the same forward as the decoding rows, a mixed batch
+    overlap: bool  # the host takes the results of a step in while the next one runs; never in mixed batches
+    signed_sines: bool  # of the rotary table that `prepare` takes
+    float32_stream: bool  # the residual stream and the logits are float32, whatever the type of the weights
+    float32_cache: bool  # so are keys and values
+    float16: bool  # the fused decoder runs in float16
+
+    @property
+    def mixed_batches(self) -> bool:
+        return self.paged is None
+
+
 TRITON = Kernels(
-    layers.add_norm,
-    layers.split_heads,
-    layers.gate,
-    draw,
-    plan.plan_items,
-    attention.paged_decode,
-    extend.paged_extend,
+    product=StackedProduct,
+    activation=layers.activation_name,
+    prepare=layers.prepare,
+    add_norm=layers.add_norm,
+    split_heads=layers.split_heads,
+    gate=layers.gate,
+    paged=PagedKernels(draw, plan.plan_items, attention.paged_decode, extend.paged_extend),
+    overlap=True,
+    signed_sines=False,
+    float32_stream=True,
+    float32_cache=False,
+    float16=True,
 )
-PLAIN = Kernels(
-    layers.plain_add_norm,
-    layers.plain_split_heads,
-    layers.plain_gate,
-    plain_draw,
-    plan.plan_items_reference,
-    attention.paged_decode_reference,
-    extend.paged_extend_reference,
+
+CPU = Kernels(
+    product=JoinedProduct,
+    activation=cpu_layers.activation,
+    prepare=cpu_layers.prepare,
+    add_norm=cpu_layers.add_norm,
+    split_heads=cpu_layers.split_heads,
+    gate=cpu_layers.gate,
+    paged=None,
+    overlap=False,
+    signed_sines=True,
+    float32_stream=False,
+    float32_cache=True,  # the sampled product over the cache wants float32; a wider cache loses nothing
+    # A CPU adds a float16 product up by how its weight lies in memory. Weights that `JoinedProduct` had moved would
+    # train to other bits than the same weights of a replay.
+    float16=False,
 )
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """Triton's kernels on a GPU, their twins elsewhere."""
-    return TRITON if device.type == "cuda" else PLAIN
+    """Returns the set for a device."""
+    return TRITON if device.type == "cuda" else CPU

@@ -1,22 +1,22 @@
-"""Drawing tokens from logits on a device, as `sampling.sample` defines it for rows that do not truncate.
+"""Draws of tokens from logits on a device, as `sampling.sample` defines them for rows that do not truncate.
 
-One pass over the logits and a second look at one block of each row. The first kernel leaves the maximum and the sum of
-exponentials of each block of columns; the second merges them, finds the block in which the cumulative mass passes the
-row's uniform number, and in it the token. Masses add up in float64. Temperature multiplies as its reciprocal, so a
-log-probability differs from the twin's in the last bits; at temperature 1 nothing is rounded.
+It takes one pass over the logits and a second look at one block of each row. The first kernel stores the maximum and
+the sum of exponentials of each block of columns; the second merges them, finds the block in which the cumulative mass
+passes the row's uniform number, and in it the token. Masses are summed in float64. The logits are multiplied by the
+reciprocal of the temperature, so a log-probability differs from that of `sample` in the last bits; at temperature 1
+nothing is rounded.
 """
 
-# ruff: noqa: N803 - what a kernel is compiled for is in capitals
+# ruff: noqa: N803 - compile-time constants of a kernel are in capitals
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from stretto.engines.native.sampling import sample, uniforms
-from stretto.jit import kernel, tl
+from stretto.models.triton_jit import kernel, tl
 
-# What to sweep on a device. A thread of the first kernel holds BLOCK / (32 * REDUCE_WARPS) logits at once.
+# To be tuned on a device. A thread of the first kernel holds BLOCK / (32 * REDUCE_WARPS) logits at once.
 BLOCK = 4096
 REDUCE_WARPS = 4
 PICK_WARPS = 8
@@ -24,7 +24,7 @@ PICK_WARPS = 8
 
 @kernel()
 def _uniform(seed, position):  # type: ignore[no-untyped-def]
-    """`sampling.uniforms` of one row: the same bits."""
+    """Returns the number of `sampling.uniforms` for one row, bit for bit."""
     z = seed.to(tl.uint64) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -34,7 +34,7 @@ def _uniform(seed, position):  # type: ignore[no-untyped-def]
 
 @kernel()
 def _reciprocal(temperature):  # type: ignore[no-untyped-def]
-    """What logits are multiplied by: 1 for a greedy row."""
+    """Returns the factor of the logits: 1 for a greedy row."""
     return tl.div_rn(1.0, tl.where(temperature > 0.0, temperature, 1.0))
 
 
@@ -45,11 +45,11 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     columns = block * BLOCK + tl.arange(0, BLOCK)
-    heat = _reciprocal(tl.load(temperature + row).to(tl.float32))
+    factor = _reciprocal(tl.load(temperature + row).to(tl.float32))
     value = tl.load(logits + row * STRIDE + columns, mask=columns < VOCABULARY, other=-float("inf"))
-    value = value.to(tl.float32) * heat
+    value = value.to(tl.float32) * factor
     largest = tl.max(value, 0)
-    # A block of nothing but -inf has no mass; without the guard it would have no number.
+    # A block of nothing but -inf has no mass; without the guard its sum would be NaN.
     shift = tl.where(largest == -float("inf"), 0.0, largest)
     tl.store(maxima + row * BLOCKS + block, largest)
     tl.store(sums + row * BLOCKS + block, tl.sum(tl.exp(value - shift), 0))
@@ -61,31 +61,31 @@ def _pick_kernel(  # type: ignore[no-untyped-def]
     VOCABULARY: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    degree = tl.load(temperature + row).to(tl.float32)
-    heat = _reciprocal(degree)
-    greedy = degree <= 0.0
-    # Where the block is that the draw falls into.
+    own_temperature = tl.load(temperature + row).to(tl.float32)
+    factor = _reciprocal(own_temperature)
+    greedy = own_temperature <= 0.0
+    # Find the block that the draw falls into.
     blocks = tl.arange(0, BLOCKS_PADDED)
     largest = tl.load(maxima + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=-float("inf"))
     part = tl.load(sums + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=0.0)
     top = tl.max(largest, 0)
     shift = tl.where(top == -float("inf"), 0.0, top)
-    # A NaN is in the sum of its block, and from there in the total, whatever the maximum made of it.
+    # A NaN reaches the sum of its block, and from there the total, even if the maximum ignores it.
     mass = part.to(tl.float64) * tl.exp(largest - shift).to(tl.float64)
     total = tl.sum(mass, 0)
     valid = (total > 0.0) & (total < float("inf"))
     threshold = _uniform(tl.load(seeds + row), tl.load(positions + row)) * total
     reached = tl.where(greedy, largest == top, (tl.cumsum(mass, 0) > threshold) & (mass > 0.0))
-    last = tl.max(tl.where(mass > 0.0, blocks, 0), 0)  # where rounding left nothing above the threshold
+    last = tl.max(tl.where(mass > 0.0, blocks, 0), 0)  # if rounding left nothing above the threshold
     block = tl.minimum(tl.min(tl.where(reached, blocks, BLOCKS_PADDED), 0), last)
-    # Where in the block; its mass is counted again here, so the draw's share of it is what carries over.
+    # Find the place in the block; its mass is summed again here, so the draw's share of it carries over.
     before = tl.sum(tl.where(blocks < block, mass, 0.0), 0)
     own = tl.sum(tl.where(blocks == block, mass, 0.0), 0)
     peak = tl.load(maxima + row * BLOCKS + block)
     places = tl.arange(0, BLOCK)
     columns = block * BLOCK + places
     value = tl.load(logits + row * STRIDE + columns, mask=columns < VOCABULARY, other=-float("inf"))
-    value = value.to(tl.float32) * heat
+    value = value.to(tl.float32) * factor
     weight = tl.exp(value - peak)
     cumulative = tl.cumsum(weight.to(tl.float64), 0)
     share = (threshold - before) / own * tl.sum(weight.to(tl.float64), 0)
@@ -93,7 +93,7 @@ def _pick_kernel(  # type: ignore[no-untyped-def]
     last = tl.max(tl.where(weight > 0.0, places, 0), 0)
     place = tl.minimum(tl.min(tl.where(reached, places, BLOCK), 0), last)
     token = tl.where(valid, block * BLOCK + place, 0)
-    drawn = tl.load(logits + row * STRIDE + token).to(tl.float32) * heat
+    drawn = tl.load(logits + row * STRIDE + token).to(tl.float32) * factor
     logprob = (drawn - top) - tl.log(total.to(tl.float32))
     logprob = tl.where(greedy, 0.0, logprob)
     tl.store(tokens + row, token.to(tl.int64))
@@ -101,7 +101,7 @@ def _pick_kernel(  # type: ignore[no-untyped-def]
 
 
 def draw_workspace(rows: int, vocabulary: int, device: torch.device) -> Tensor:
-    """What `draw` needs for up to `rows` rows: [2, rows, blocks] float32."""
+    """Returns the memory that `draw` needs for up to `rows` rows: [2, rows, blocks] float32."""
     return torch.empty(2, rows, -(-vocabulary // BLOCK), dtype=torch.float32, device=device)
 
 
@@ -114,11 +114,11 @@ def draw(
     logprobs_out: Tensor,  # [rows] float32
     workspace: Tensor,  # of `draw_workspace`, for at least as many rows
 ) -> None:
-    """Draw a token a row, with its log-probability under softmax(logits / temperature).
+    """Draws a token for each row, with its log-probability under softmax(logits / temperature).
 
     A greedy token has log-probability 0. A row without a distribution (a NaN, +inf, nothing but -inf) gives NaN and
-    token 0. Never draws a token of zero probability. Bytes: the logits once, 4 KB a row beside them; 78 MB at 256
-    rows of a vocabulary of 151,936 in bfloat16, about 20 us at the bandwidth of a copy and 5 us for the second kernel.
+    token 0. A token of zero probability is never drawn. Bytes: the logits once, and 4 KB a row; 78 MB at 256 rows of a
+    vocabulary of 151,936 in bfloat16, about 20 us at the bandwidth of a copy, and 5 us for the second kernel.
     """
     rows, vocabulary = logits.shape
     blocks = -(-vocabulary // BLOCK)
@@ -132,18 +132,3 @@ def draw(
         logits, temperature, mixed_seeds, positions, maxima, sums, tokens_out, logprobs_out, logits.stride(0),
         vocabulary, blocks, 1 << (blocks - 1).bit_length(), BLOCK, num_warps=PICK_WARPS,
     )  # fmt: skip
-
-
-def plain_draw(
-    logits: Tensor,
-    temperature: Tensor,
-    mixed_seeds: Tensor,
-    positions: Tensor,
-    tokens_out: Tensor,
-    logprobs_out: Tensor,
-    workspace: Tensor,
-) -> None:
-    """The twin of `draw`; it needs no workspace."""
-    tokens, logprobs, _ = sample(logits, uniforms(mixed_seeds, positions), temperature, None, any_greedy=True)
-    tokens_out.copy_(torch.where(logprobs.isnan(), 0, tokens))
-    logprobs_out.copy_(logprobs)

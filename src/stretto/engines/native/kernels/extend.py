@@ -1,29 +1,24 @@
-"""Attention of chunks of prompts over the paged cache: the chunks of several sequences packed, causal.
+"""Causal attention of chunks of prompts over the paged cache. The chunks of several sequences are packed.
 
 A program takes a block of one chunk's tokens with all heads of one kv head: `BLOCK_M` (token, head) pairs against tiles
-of keys and values, flash style. So the cache is read once for a whole group of heads, and short chunks still fill the
-tensor cores. Which chunk a block belongs to is found on the device from `offsets`; the grid depends on shapes alone.
+of keys and values, as in flash attention. So the cache is read once for a whole group of heads, and short chunks still
+fill the tensor cores. Each program finds its chunk on the device from `offsets`; the grid depends on shapes alone.
 
-Bound by arithmetic from some hundred tokens a chunk on: 4 * size * heads operations a visible (token, position) pair.
-A short chunk after a very long context is bound by its few programs, because the context is not split.
+The kernel is bound by arithmetic from some hundred tokens a chunk on: 4 * size * heads operations for each visible
+(token, position) pair. A short chunk after a very long context is bound by its few programs, because the context is not
+split.
 """
 
-# ruff: noqa: N803, N806 - what a kernel is compiled for is in capitals
+# ruff: noqa: N803, N806 - compile-time constants of a kernel are in capitals
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from stretto.engines.native.cache import PAGE
-from stretto.engines.native.kernels.attention import (
-    LOG2_E,
-    check_operands,
-    context_slots,
-    dense_attention,
-    tile_tokens,
-)
+from stretto.engines.native.kernels.attention import LOG2_E, check_operands, tile_tokens
 from stretto.engines.native.kernels.plan import power_of_two
-from stretto.jit import kernel, tl
+from stretto.models.triton_jit import kernel, tl
 
 EXTEND_PAIRS = 128  # (token, head) pairs a program; fewer for short chunks and for wide vectors
 EXTEND_STAGES = 3
@@ -40,10 +35,10 @@ def paged_extend(
     scale: float,
     out: Tensor,  # [tokens, heads, size]
 ) -> Tensor:
-    """Attention of each token at position p over the positions 0 .. p of its own sequence, into `out`.
+    """Computes the attention of each token at position p over the positions 0 .. p of its own sequence, into `out`.
 
-    Keys and values of the tokens themselves are in the cache already. `longest_chunk` bounds the chunks' lengths; it
-    chooses the shape of the blocks and not the result. Table entries beyond a sequence's last token are not read.
+    Keys and values of the tokens are in the cache already. `longest_chunk` bounds the chunks' lengths; it affects the
+    shape of the blocks and not the result. Table entries beyond a sequence's last token are not read.
     """
     tokens, heads, size = q.shape
     chunks, kv_heads = table.shape[0], keys.shape[1]
@@ -53,90 +48,28 @@ def paged_extend(
     group, block_size = heads // kv_heads, power_of_two(size)
     pairs = min(EXTEND_PAIRS, EXTEND_PAIRS * 256 // max(block_size * q.element_size(), 256))
     pairs = max(16, power_of_two(group), min(pairs, power_of_two(longest_chunk * group)))
-    # A chunk that begins at token t has its first block at t // block + (chunks before it), which leaves enough room.
+    # The first block of a chunk that begins at token t is t // block + (chunks before it), which leaves enough room.
     blocks = tokens // (pairs // group) + chunks
     _extend_kernel[(blocks * kv_heads,)](
-        q,
-        keys,
-        values,
-        table,
-        starts,
-        offsets,
-        out,
-        scale * LOG2_E,
-        chunks,
-        blocks,
-        *q.stride()[:2],
-        *keys.stride()[:2],
-        *values.stride()[:2],
-        table.stride(0),
-        *out.stride()[:2],
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        SIZE=size,
-        BLOCK_M=pairs,
-        BLOCK_N=min(tile_tokens(block_size, keys.element_size()), 64),
-        BLOCK_SIZE=block_size,
-        BLOCK_CHUNKS=power_of_two(chunks),
-        PAGE_SIZE=PAGE,
-        num_warps=8 if pairs >= 128 else 4,
-        num_stages=EXTEND_STAGES,
-    )
-    return out
-
-
-def paged_extend_reference(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    starts: Tensor,
-    offsets: Tensor,
-    longest_chunk: int,
-    scale: float,
-    out: Tensor,
-) -> Tensor:
-    """What `paged_extend` computes, chunk by chunk in float32."""
-    bounds = offsets.tolist()
-    for chunk, start in enumerate(starts.tolist()):
-        begin, end = bounds[chunk], bounds[chunk + 1]
-        slots = context_slots(table[chunk], start + end - begin)
-        result = dense_attention(q[begin:end], keys[slots], values[slots], scale)
-        out[begin:end] = result.to(out.dtype)
+        q, keys, values, table, starts, offsets, out, scale * LOG2_E, chunks, blocks, *q.stride()[:2],
+        *keys.stride()[:2], *values.stride()[:2], table.stride(0), *out.stride()[:2], KV_HEADS=kv_heads, GROUP=group,
+        SIZE=size, BLOCK_M=pairs, BLOCK_N=min(tile_tokens(block_size, keys.element_size()), 64), BLOCK_SIZE=block_size,
+        BLOCK_CHUNKS=power_of_two(chunks), PAGE_SIZE=PAGE, num_warps=8 if pairs >= 128 else 4, num_stages=EXTEND_STAGES,
+    )  # fmt: skip
     return out
 
 
 @kernel("chunks", "blocks")
 def _extend_kernel(  # type: ignore[no-untyped-def]
-    q,
-    keys,
-    values,
-    table,
-    starts,
-    offsets,
-    out,
-    scale,  # to base 2
-    chunks,
-    blocks,
-    q_token,
-    q_head,
-    key_slot,
-    key_head,
-    value_slot,
-    value_head,
-    table_row,
-    out_token,
-    out_head,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_CHUNKS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-):
-    """One program a block of tokens and kv head. The last blocks of a chunk have the longest way, and start first."""
+    q, keys, values, table, starts, offsets, out, scale, chunks, blocks, q_token, q_head, key_slot, key_head,
+    value_slot, value_head, table_row, out_token, out_head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """One program for each block of tokens and kv head. The last blocks of a chunk read the most, and start first.
+
+    `scale` is for exponentials to base 2.
+    """
     BLOCK_TOKENS: tl.constexpr = BLOCK_M // GROUP
     block = blocks - 1 - tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
@@ -173,12 +106,12 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
         entry = at // PAGE_SIZE + tl.arange(0, BLOCK_N // PAGE_SIZE)
         page = tl.load(pages + entry, mask=entry * PAGE_SIZE < end, other=0).to(tl.int64)
         slot = tl.reshape(page[:, None] * PAGE_SIZE + tl.arange(0, PAGE_SIZE)[None, :], (BLOCK_N,))
-        # Beyond the block's last token nothing is read: a weight of zero times NaN is NaN.
+        # Positions beyond the block's last token are not read: a weight of zero times NaN is NaN.
         present = (other < end)[:, None] & (column < SIZE)[None, :]
         key = tl.load(key_base + slot[:, None] * key_slot, mask=present, other=0.0)
         value = tl.load(value_base + slot[:, None] * value_slot, mask=present, other=0.0)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        # Every pair sees position 0, so that its peak is finite from the first tile on.
+        # Every pair sees position 0, so its peak is finite from the first tile on.
         visible = (other[None, :] <= position[:, None]) & (other < end)[None, :]
         scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))

@@ -1,30 +1,31 @@
-"""What a plain pre-norm decoder does between its matrix products, each in one pass over memory.
+"""The operations of a plain pre-norm decoder between its matrix products, each in one pass over memory.
 
-The first LoRA product rides along with the base product: the weights of a product are [out + H, in], the H extra rows
-the `A` of all slots, and each token's `h = x A` comes out as H extra columns. Of those, the j-th layer of a fused
-product (q, k, v or gate, up) has the columns from `j * num_slots * rank` on, and in them slot `s` those from `s * rank`
-on. The second product is done here with `b` [num_slots * rank, out] of each layer. A token *selects* the product with
-its own slot's rows, so nothing of another version, not even a NaN, can reach it. `scale` is that of all adapters.
+The first LoRA product is part of the base product: the weights of a product are [out + H, in], where the H extra rows
+are the `A` of all slots, and each token's `h = x A` is in H extra columns of the output. Of those, the j-th layer of a
+fused product (q, k, v or gate, up) has the columns from `j * num_slots * rank` on, and in them slot `s` those from
+`s * rank` on. The second product is computed here with `b` [num_slots * rank, out] of each layer. A token *selects* the
+product with its own slot's rows, so nothing of another version, not even a NaN, can reach it. `scale` is that of all
+adapters.
 
-Every kernel has a twin in plain torch, `plain_...`, with the same signature, which defines what it computes. What a
-product or attention reads is rounded to the model's dtype, once; everything between is float32, the residual stream
-too, as in the trainer's decoder. Launch grids depend on shapes alone, so that all of it can be captured in a CUDA
-graph. The last dimension of every tensor is contiguous; each element of `slots` [tokens] is in [0, num_slots).
+`tests/cases/kernel_references.py` defines the result of each kernel in plain torch, with the same signature. The input
+of a product or of attention is rounded to the model's dtype, once; everything between is float32, and so is the
+residual stream, as in the trainer's decoder. Launch grids depend on shapes alone, so everything can be captured in a
+CUDA graph. The last dimension of every tensor is contiguous; each element of `slots` [tokens] is in [0, num_slots).
 """
 
-# ruff: noqa: N803 - what a kernel is compiled for is in capitals
+# ruff: noqa: N803 - compile-time constants of a kernel are in capitals
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from stretto.jit import kernel, tl
+from stretto.models.triton_jit import kernel, tl
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+ACTIVATION_NAMES = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "GELUActivation": "gelu"}
 
-# What to sweep on a device. Tokens a program of `gate` and `split_heads` computes: (up to so many tokens, so many).
+# To be tuned on a device. Tokens that a program of `gate` and `split_heads` computes: (up to so many tokens, so many).
 # A program reads the `b` of each slot among its tokens once, so large tiles read less and small ones fill more SMs.
 TOKEN_TILES: tuple[tuple[int, int], ...] = ((128, 16), (512, 32))
 LARGEST_TILE = 64
@@ -41,7 +42,7 @@ def _own_adapter(  # type: ignore[no-untyped-def]
     h, b, slots, inside_rows, columns, inside_columns, B_STRIDE: tl.constexpr, NUM_SLOTS: tl.constexpr,
     RANK: tl.constexpr, RANK_PADDED: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """`h_own @ b_own` [TILE, COLUMNS] in float32; `h` [TILE] points at the first slot's column of each token.
+    """Returns `h_own @ b_own` [TILE, COLUMNS] in float32; `h` [TILE] points at each token's column of the first slot.
 
     The product with each slot present is computed for all tokens of the tile, and kept for those of that slot. A row of
     a product depends on its own row of `h` alone, so a token's bits do not depend on its neighbours.
@@ -113,7 +114,7 @@ def _adapted(  # type: ignore[no-untyped-def]
     start, h, b, slots, inside_rows, columns, inside_columns, scale, B_STRIDE: tl.constexpr, NUM_SLOTS: tl.constexpr,
     RANK: tl.constexpr, RANK_PADDED: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of a layer's output with its adapter added, float32; zero outside."""
+    """Returns some columns of a layer's output with its adapter added, float32; zero outside."""
     inside = inside_rows[:, None] & inside_columns[None, :]
     value = tl.load(start[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     if b is not None:
@@ -129,7 +130,7 @@ def _head(  # type: ignore[no-untyped-def]
     TABLE_STRIDE: tl.constexpr, SIZE: tl.constexpr, B_STRIDE: tl.constexpr, NUM_SLOTS: tl.constexpr,
     RANK: tl.constexpr, RANK_PADDED: tl.constexpr, TILE: tl.constexpr, HALF_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One head of the tokens of a tile, as two halves, because the rotary embedding pairs their columns."""
+    """Computes one head of the tokens of a tile, as two halves, because the rotary embedding pairs their columns."""
     halves = tl.arange(0, HALF_PADDED)
     whole = halves < SIZE // 2
     inside = own[:, None] & whole[None, :]
@@ -223,6 +224,16 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     tl.store(place, (active * up).to(out.dtype.element_ty), mask=own[:, None] & whole[None, :])
 
 
+def activation_name(module: nn.Module) -> str | None:
+    """Returns the activation of a feed-forward as `gate` takes it; None if there is no kernel for it."""
+    return ACTIVATION_NAMES.get(type(module).__name__)
+
+
+def prepare(rotary: Tensor, positions: Tensor, slots: Tensor, mask: object) -> Tensor:
+    """Returns the rotary table as `split_heads` takes it: the kernels look positions and slots up themselves."""
+    return rotary
+
+
 def _power_of_two(number: int, least: int = 1) -> int:
     return max(least, 1 << (number - 1).bit_length())
 
@@ -245,23 +256,24 @@ def _row_stride(matrix: Tensor | None) -> int:
 
 def add_norm(
     stream: Tensor,  # [tokens, hidden] float32: the residual, changed in place
-    added: Tensor | None,  # [tokens, hidden + H] float32: a product that goes into it, and its h; None: nothing to add
+    added: Tensor | None,  # [tokens, hidden + H] float32: a product to add, and its h; None: nothing to add
     weight: Tensor,  # [hidden]
     epsilon: float,
     slots: Tensor,  # [tokens] int64
     b: Tensor | None,  # [num_slots * rank, hidden]; None: no adapters
     rank: int,
     scale: float,
-    out: Tensor,  # [tokens, hidden]
-) -> None:
-    """Add a product with its adapters to the residual; `out` is the norm of the sum.
+    out: Tensor | None = None,  # [tokens, hidden]; None: it is allocated
+) -> Tensor:
+    """Adds a product with its adapters to the residual stream; returns the norm of the sum.
 
-    A program a row, all of it in registers. Bytes a token: the row read and written, `added` read, `out` written,
-    `rank` rows of `b` (64 KB at rank 16 and 2,048 columns) from the L2 cache. At 256 tokens those 16 MB bound it: about
-    4 us expected, 3 us without adapters. Above `ADD_NORM_ROWS` tokens the adapters are added by tiles in a kernel of
-    their own. `h` is rounded to the type of `b`, as the trainer rounds it.
+    One program for each row, which it holds in registers. Bytes for each token: the row read and written, `added` read,
+    `out` written, `rank` rows of `b` (64 KB at rank 16 and 2,048 columns) from the L2 cache. At 256 tokens these 16 MB
+    bound it: about 4 us expected, 3 us without adapters. Above `ADD_NORM_ROWS` tokens the adapters are added by tiles
+    in a kernel of their own. `h` is rounded to the type of `b`, as the trainer rounds it.
     """
     tokens, hidden = stream.shape
+    out = torch.empty_like(stream, dtype=weight.dtype) if out is None else out
     if b is not None and added is not None and tokens > ADD_NORM_ROWS:
         tile = _tile(tokens)
         _add_kernel[(_blocks(tokens, tile), _blocks(hidden, ADD_COLUMNS))](
@@ -274,10 +286,11 @@ def add_norm(
         stream, added, weight, slots, b, out, epsilon, scale, stream.stride(0), _row_stride(added), out.stride(0),
         hidden, _row_stride(b), rank, chunk, block, num_warps=min(16, max(4, block // 256)),
     )  # fmt: skip
+    return out
 
 
 def split_heads(
-    qkv: Tensor,  # [tokens, (heads + 2 * kv_heads) * size + H], with the bias of the layers where they have one
+    qkv: Tensor,  # [tokens, (heads + 2 * kv_heads) * size + H], with the biases of the layers, if they have any
     heads: int,
     kv_heads: int,
     size: int,
@@ -293,14 +306,15 @@ def split_heads(
     write_slots: Tensor,  # [tokens] int64
     keys: Tensor,  # [cache slots, kv_heads, size]
     values: Tensor,
-    q_out: Tensor,  # [tokens, heads, size]
-) -> None:
-    """Finish q, k and v: adapters, norms of heads, rotary embedding; k and v go into the cache, q to `q_out`.
+    q_out: Tensor | None = None,  # [tokens, heads, size]; None: it is allocated
+) -> Tensor:
+    """Completes q, k and v: adapters, norms of heads, rotary embedding. Writes k and v to the cache and returns q.
 
-    A program a head of a tile of tokens. Bytes: `qkv` read and as much written; `b` of the slots present is read once a
-    tile (2 MB each at 256 tokens, 4,096 columns and rank 16, from L2). Expected: 3 us at 256 tokens.
+    One program for each head of a tile of tokens. Bytes: `qkv` read and as much written; `b` of the slots present is
+    read once a tile (2 MB each at 256 tokens, 4,096 columns and rank 16, from L2). Expected: 3 us at 256 tokens.
     """
     tokens, tile = qkv.shape[0], _tile(qkv.shape[0])
+    q_out = qkv.new_empty(tokens, heads, size) if q_out is None else q_out
     b_q, b_k, b_v = bs or (None, None, None)
     one = next((b for b in (b_q, b_k, b_v) if b is not None), None)
     num_slots = 0 if one is None else one.shape[0] // rank
@@ -311,6 +325,7 @@ def split_heads(
         _row_stride(b_v), num_slots, rank, _power_of_two(rank, 16), tile, _power_of_two(size // 2, 16),
         num_warps=_warps(tile),
     )  # fmt: skip
+    return q_out
 
 
 def gate(
@@ -321,16 +336,17 @@ def gate(
     bs: tuple[Tensor | None, Tensor | None] | None,  # of gate and up; a layer without adapters: None
     rank: int,
     scale: float,
-    out: Tensor,  # [tokens, width]
-) -> None:
-    """`out = activation(gate) * up`, both with their adapters.
+    out: Tensor | None = None,  # [tokens, width]; None: it is allocated
+) -> Tensor:
+    """Returns `activation(gate) * up`, both with their adapters.
 
-    A program a tile of tokens and columns. Bytes: `gate_up` read, half of it written (9 MB at 256 tokens and width
-    6,144); `b` of the slots present is read once a tile, 8 times 0.4 MB each there, against 100 MB if every token read
-    its own. Expected: 4 us at 256 tokens.
+    One program for each tile of tokens and columns. Bytes: `gate_up` read, half of it written (9 MB at 256 tokens and
+    width 6,144); `b` of the slots present is read once a tile, 8 times 0.4 MB each there, against 100 MB if every token
+    read its own. Expected: 4 us at 256 tokens.
     """
-    _check_activation(activation)
+    check_activation(activation)
     tokens, tile = gate_up.shape[0], _tile(gate_up.shape[0])
+    out = gate_up.new_empty(tokens, width) if out is None else out
     b_gate, b_up = bs or (None, None)
     one = b_up if b_gate is None else b_gate
     num_slots = 0 if one is None else one.shape[0] // rank
@@ -339,100 +355,9 @@ def gate(
         _row_stride(b_gate), _row_stride(b_up), num_slots, rank, _power_of_two(rank, 16), tile, GATE_COLUMNS,
         num_warps=_warps(tile),
     )  # fmt: skip
+    return out
 
 
-def _check_activation(activation: str) -> None:
+def check_activation(activation: str) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"`activation` is `{activation}`: a kernel knows {', '.join(f'`{a}`' for a in ACTIVATIONS)}")
-
-
-def _plain_adapted(y: Tensor, h: Tensor, slots: Tensor, b: Tensor | None, rank: int, scale: float) -> Tensor:
-    """`y` [tokens, out] with the product of each token's own part of `h` [tokens, num_slots * rank] added; float32."""
-    if b is None:
-        return y.float()
-    own = h.to(b.dtype).float().gather(1, slots[:, None] * rank + torch.arange(rank, device=h.device))
-    factors = b.float().reshape(-1, rank, b.shape[1]).index_select(0, slots)
-    return y.float() + scale * torch.bmm(own.unsqueeze(1), factors).squeeze(1)
-
-
-def _plain_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight.float()
-
-
-def plain_add_norm(
-    stream: Tensor,
-    added: Tensor | None,
-    weight: Tensor,
-    epsilon: float,
-    slots: Tensor,
-    b: Tensor | None,
-    rank: int,
-    scale: float,
-    out: Tensor,
-) -> None:
-    if added is not None:
-        y, h = added.tensor_split([stream.shape[1]], 1)
-        stream.add_(_plain_adapted(y, h, slots, b, rank, scale))
-    out.copy_(_plain_norm(stream, weight, epsilon))
-
-
-def plain_split_heads(
-    qkv: Tensor,
-    heads: int,
-    kv_heads: int,
-    size: int,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    epsilon: float,
-    cos_sin: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    bs: tuple[Tensor | None, Tensor | None, Tensor | None] | None,
-    rank: int,
-    scale: float,
-    write_slots: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    q_out: Tensor,
-) -> None:
-    widths = (heads * size, kv_heads * size, kv_heads * size)
-    *parts, h = qkv.split_with_sizes((*widths, qkv.shape[1] - sum(widths)), 1)
-    factors = bs or (None, None, None)
-    hs = h.chunk(3, 1)
-    q, k, v = (
-        _plain_adapted(y, own, slots, b, rank, scale).reshape(qkv.shape[0], -1, size)
-        for y, own, b in zip(parts, hs, factors, strict=True)
-    )
-    cos, sin = cos_sin.index_select(0, positions).float().unsqueeze(1).chunk(2, -1)
-
-    def turned(x: Tensor, weight: Tensor | None) -> Tensor:
-        x = x if weight is None else _plain_norm(x, weight, epsilon)
-        first, second = x.chunk(2, -1)
-        return x * cos + torch.cat((-second, first), -1) * sin
-
-    q_out.copy_(turned(q, q_weight))
-    keys.index_copy_(0, write_slots, turned(k, k_weight).to(keys.dtype))
-    values.index_copy_(0, write_slots, v.to(values.dtype))
-
-
-def plain_gate(
-    gate_up: Tensor,
-    width: int,
-    activation: str,
-    slots: Tensor,
-    bs: tuple[Tensor | None, Tensor | None] | None,
-    rank: int,
-    scale: float,
-    out: Tensor,
-) -> None:
-    _check_activation(activation)
-    gated, up, h = gate_up.split_with_sizes((width, width, gate_up.shape[1] - 2 * width), 1)
-    h_gate, h_up = h.chunk(2, 1)
-    b_gate, b_up = bs or (None, None)
-    gated = _plain_adapted(gated, h_gate, slots, b_gate, rank, scale)
-    up = _plain_adapted(up, h_up, slots, b_up, rank, scale)
-    if activation == "silu":
-        active = F.silu(gated)
-    else:
-        active = F.gelu(gated, approximate="tanh" if activation == "gelu_tanh" else "none")
-    out.copy_(active * up)

@@ -1,11 +1,11 @@
-"""The work list of a decode step: which chunk of which row's context each item is.
+"""The work list of a decode step: each item is one chunk of one row's context.
 
-Made on the device once a step and read by every layer. With `Sharing`, the pages that the rows of a group have in
+It is made on the device once a step and read by every layer. With `Sharing`, the pages that the rows of a group have in
 common come first in each of their lists of items, and the group's leader computes them for all: keys and values that
 several rows attend to are read once.
 """
 
-# ruff: noqa: N803 - what a kernel is compiled for is in capitals
+# ruff: noqa: N803 - compile-time constants of a kernel are in capitals
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 from stretto.engines.native.cache import PAGE
-from stretto.jit import kernel, tl
+from stretto.models.triton_jit import kernel, tl
 
-CHUNKS = (64, 128, 256, 512, 1024, 2048)  # tokens of context an item
-PROGRAMS_PER_MULTIPROCESSOR = 4  # that have to be resident before the memory is kept busy
-DIRECT_CONTEXT = 512  # up to here a second launch costs more than the longest row's one program
+CHUNKS = (64, 128, 256, 512, 1024, 2048)  # tokens of context an item may have
+PROGRAMS_PER_MULTIPROCESSOR = 4  # that have to be resident to keep the memory busy
+DIRECT_CONTEXT = 512  # up to here a second launch costs more than the one program of the longest row
 MIN_SPARE_ITEMS = 64  # the smallest step in which `max_items` grows
 
 PLAN_ROWS, PLAN_WARPS = 1024, 4
 
 
 def items_bound(rows: int, total_tokens: int, chunk: int) -> int:
-    """A `max_items` that is enough for `rows` contexts of `total_tokens` tokens in chunks of `chunk`.
+    """Returns a `max_items` that is enough for `rows` contexts of `total_tokens` tokens in chunks of `chunk`.
 
-    Rounded up to `rows` plus a power of two, so that few values cover all sizes. A row that only fills the batch up
+    It is rounded up to `rows` plus a power of two, so that few values cover all sizes. A row that only pads the batch
     (context 1) counts as a row; its token need not be counted.
     """
     spare = max(total_tokens // chunk, MIN_SPARE_ITEMS)
@@ -38,11 +38,11 @@ def items_bound(rows: int, total_tokens: int, chunk: int) -> int:
 def choose_chunk(
     rows: int, total_tokens: int, longest: int, kv_heads: int, multiprocessors: int = 132
 ) -> tuple[int, int]:
-    """`chunk` and `max_items` for one step of `rows` contexts, `total_tokens` in all, the longest `longest`.
+    """Returns `chunk` and `max_items` for one step of `rows` contexts, `total_tokens` in all, the longest `longest`.
 
-    The largest chunk that still leaves every resident program its share: a tail item then takes no longer than the
-    others together. `max_items == rows` says that every row is one item, whatever its context: no plan, no merge. The
-    same pair comes back over wide ranges of sizes, because each is a captured graph.
+    It is the largest chunk that leaves every resident program its share: a tail item then takes no longer than the
+    others together. `max_items == rows` means that every row is one item, whatever its context: no plan, no merge. The
+    same pair is returned over wide ranges of sizes, because each pair is a captured graph.
     """
     share = total_tokens * kv_heads // (PROGRAMS_PER_MULTIPROCESSOR * multiprocessors)
     chunk = max((size for size in CHUNKS if size <= share), default=CHUNKS[0])
@@ -53,7 +53,7 @@ def choose_chunk(
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """The work list of a step and room for its partials: allocated once, filled by `plan_items`, read in each layer."""
+    """The work list of a step and memory for its partials: allocated once, filled by `plan_items`, read by layers."""
 
     item_row: Tensor  # [capacity] int32
     item_chunk: Tensor  # [capacity] int32
@@ -63,7 +63,7 @@ class DecodePlan:
 
     @classmethod
     def allocate(cls, rows: int, capacity: int, heads: int, size: int, device: torch.device | str) -> DecodePlan:
-        """Room for up to `rows` rows of `capacity` items."""
+        """Returns a plan with memory for up to `rows` rows of `capacity` items."""
 
         def numbers(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int32, device=device)
@@ -83,7 +83,7 @@ class DecodePlan:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Which rows have the same first pages. Kept by the host, which changes it when rows come and go.
+    """The rows that have the same first pages. The host changes it when rows come and go (`SharedPages`).
 
     A list of peers stands on its leader, the lowest row of it. Its rows have equal `pages`, and that many equal first
     entries of the table, all before their last token: `pages * PAGE < context`. A row with `pages` above 0 is in
@@ -95,52 +95,25 @@ class Sharing:
 
 
 def plan_items(plan: DecodePlan, contexts: Tensor, chunk: int, max_items: int, sharing: Sharing | None = None) -> None:
-    """List the chunks of all rows: item -> (row, chunk), rows in order, `first_item` the prefix sum of their counts.
+    """Lists the chunks of all rows: item -> (row, chunk), rows in order, `first_item` the prefix sum of their counts.
 
-    With `sharing` a row's first items are the chunks of its shared pages, the others those of the rest; a leader's are
-    computed for its peers, whose own leave at once. Rows have up to one item more: the bound is that of twice the rows.
+    With `sharing`, a row's first items are the chunks of its shared pages, and the others those of the rest. A leader's
+    shared items are computed for its peers, whose own return at once. Rows have up to one item more: the bound is that
+    of twice the rows.
 
-    Items from `max_items` on are not listed; their rows come out as NaN, so that a broken bound is seen. Nothing is
-    done where every row is one item. One launch of `rows` programs, each of which reads all contexts: a few
-    microseconds up to some thousand rows.
+    Items from `max_items` on are not listed; their rows come out as NaN, so that a violated bound shows. Nothing is
+    done if every row is one item. One launch of `rows` programs, each of which reads all contexts: a few microseconds
+    up to some thousand rows.
     """
     rows = contexts.shape[0]
     if max_items == rows:
         return
     check_plan(plan, rows, chunk, max_items)
     _plan_kernel[(rows,)](
-        contexts,
-        contexts if sharing is None else sharing.pages,
-        plan.item_row,
-        plan.item_chunk,
-        plan.first_item,
-        rows,
-        max_items,
-        chunk,
-        BLOCK_ROWS=min(PLAN_ROWS, power_of_two(rows)),
-        BLOCK_ITEMS=64,
-        SHARES=sharing is not None,
-        PAGE_SIZE=PAGE,
-        num_warps=PLAN_WARPS,
-    )
-
-
-def plan_items_reference(
-    plan: DecodePlan, contexts: Tensor, chunk: int, max_items: int, sharing: Sharing | None = None
-) -> None:
-    """What `plan_items` does, in plain torch."""
-    rows = contexts.shape[0]
-    if max_items == rows:
-        return
-    check_plan(plan, rows, chunk, max_items)
-    shared = torch.zeros_like(contexts) if sharing is None else sharing.pages * PAGE
-    counts = (shared + chunk - 1) // chunk + (contexts - shared + chunk - 1) // chunk
-    plan.first_item[0] = 0
-    plan.first_item[1 : rows + 1] = counts.cumsum(0)
-    row = torch.repeat_interleave(torch.arange(rows, device=contexts.device), counts)
-    index = torch.arange(row.shape[0], device=contexts.device) - plan.first_item[:-1].long()[row]
-    listed = min(max_items, row.shape[0])
-    plan.item_row[:listed], plan.item_chunk[:listed] = row[:listed], index[:listed]
+        contexts, contexts if sharing is None else sharing.pages, plan.item_row, plan.item_chunk, plan.first_item, rows,
+        max_items, chunk, BLOCK_ROWS=min(PLAN_ROWS, power_of_two(rows)), BLOCK_ITEMS=64, SHARES=sharing is not None,
+        PAGE_SIZE=PAGE, num_warps=PLAN_WARPS,
+    )  # fmt: skip
 
 
 def check_plan(plan: DecodePlan, rows: int, chunk: int, max_items: int) -> None:
@@ -155,20 +128,10 @@ def power_of_two(number: int) -> int:
 
 @kernel("rows", "max_items", "chunk")
 def _plan_kernel(  # type: ignore[no-untyped-def]
-    contexts,
-    shared,
-    item_row,
-    item_chunk,
-    first_item,
-    rows,
-    max_items,
-    chunk,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_ITEMS: tl.constexpr,
-    SHARES: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-):
-    """One program a row: it counts the items of the rows before its own, then lists its own."""
+    contexts, shared, item_row, item_chunk, first_item, rows, max_items, chunk, BLOCK_ROWS: tl.constexpr,
+    BLOCK_ITEMS: tl.constexpr, SHARES: tl.constexpr, PAGE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """One program for each row counts the items of the rows before its own, then lists its own."""
     row = tl.program_id(0)
     before = tl.zeros((BLOCK_ROWS,), tl.int32)
     for at in range(0, row, BLOCK_ROWS):

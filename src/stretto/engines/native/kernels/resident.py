@@ -1,15 +1,15 @@
-"""The tensors of a version in the memory that a forward reads: written and confirmed in two launches for all of them.
+"""The resident tensors of a version, in the memory that a forward reads: copied and confirmed in two launches.
 
-An adapter version is hundreds of small tensors, and a launch a tensor would stall decoding for many steps. Where each
-tensor lies is in a table on the device, made once a slot; a program takes a block of one of them. The first kernel
-copies from the addresses that have arrived, the second folds what is resident by the definition of
-`stretto.checksums`. Both see a tensor in the order in which it was received, however it lies in memory.
+An adapter version is hundreds of small tensors, and a launch for each would stall decoding for many steps. A table on
+the device, made once a slot, has the address and strides of each tensor; a program takes a block of one tensor. The
+first kernel copies the values that have arrived. The second folds the resident values, as `stretto.models.checksums`
+defines it. Both see a tensor in the order in which it was received, whatever its layout in memory.
 
 Bytes: read and written by the copy, read by the fold; 105 MB for rank 16 on all layers of Qwen3-1.7B. Vectors of `B`
-lie across, so that expect a third of the bandwidth there: about 0.1 ms in all.
+are strided, so expect a third of the bandwidth there: about 0.1 ms in all.
 """
 
-# ruff: noqa: N803 - what a kernel is compiled for is in capitals
+# ruff: noqa: N803 - compile-time constants of a kernel are in capitals
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.checksums import ODD, all_finite, checksum, description, digest
-from stretto.jit import kernel, tl
+from stretto.models.checksums import ODD, all_finite, checksum, description, digest
+from stretto.models.triton_jit import kernel, tl
 
 BLOCK = 4_096  # values a program
 WARPS = 8
 FIELDS = 6  # of a tensor in the table: address, stride of rows, of columns, columns, values, first place in the fold
-# The bits of the exponent: a value is not finite where all of them are set.
+# The bits of the exponent: a value is not finite if all of them are set.
 EXPONENTS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
 INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 class Received(NamedTuple):
-    """What became of the tensors of a version: the checksum is of what is resident, and means nothing unless finite."""
+    """The result of a copy: the checksum of the resident tensors, which is valid only if all values are finite."""
 
     checksum: str
     finite: bool
 
 
 class Resident(Protocol):
-    """Where the tensors of one slot lie."""
+    """The memory of the tensors of one slot."""
 
     names: tuple[str, ...]
 
     def receive(self, tensors: Mapping[str, Tensor], scale: float) -> Received:
-        """Copy tensors, of these names and of the types and shapes that are expected, and say what is resident then.
+        """Copies tensors of these names and of the expected types and shapes; returns their checksum in the slot.
 
         A value that is not finite is never stored: a forward may read the slot before it is emptied again.
         """
@@ -52,7 +52,7 @@ class Resident(Protocol):
 
 
 class PlainResident:
-    """In plain torch, on any device: the reference."""
+    """Copies and confirms in plain torch, on any device."""
 
     def __init__(self, views: Mapping[str, Tensor]) -> None:
         self.names = tuple(views)
@@ -66,9 +66,9 @@ class PlainResident:
 
 
 class DeviceResident:
-    """By kernels, on a stream of their own beside the steps of an engine; the caller waits for that stream alone.
+    """Copies and confirms by kernels, on a stream beside the steps of an engine; the caller waits for it alone.
 
-    `stream` is None where there are none: Triton's interpreter. The views are matrices of one type in `EXPONENTS`.
+    `stream` is None in Triton's interpreter. The views are matrices of one type in `EXPONENTS`.
     """
 
     def __init__(self, views: Mapping[str, Tensor], stream: torch.cuda.Stream | None) -> None:
@@ -88,12 +88,12 @@ class DeviceResident:
         counts = [-(-length // BLOCK) for length in lengths.values()]
         owners = np.repeat(np.arange(len(counts)), counts)
         within = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-        with torch.cuda.stream(stream):  # which is not that of whoever makes this
+        with torch.cuda.stream(stream):  # not the caller's current one
             self._table = torch.tensor(table, dtype=torch.int64, device=self._device)
             self._blocks = torch.from_numpy(np.stack([owners, within])).to(self._device)
             self._like = torch.empty(1, dtype=INTEGERS[first.element_size()], device=self._device)
             pinned = self._device.type == "cuda"
-            # Where the tensors of a version come from; and the fold, with the number of values that are not finite.
+            # The addresses of the tensors that arrive; and the fold, with the number of values that are not finite.
             self._host_sources = torch.empty(len(table), dtype=torch.int64, pin_memory=pinned)
             self._sources = torch.empty_like(self._host_sources, device=self._device)
             self._host_found = torch.empty(2, dtype=torch.int64, pin_memory=pinned)
@@ -117,12 +117,12 @@ class DeviceResident:
             )  # fmt: skip
             self._host_found.copy_(self._found, non_blocking=True)
         if self._stream is not None:
-            self._stream.synchronize()  # until then the sources are in use
+            self._stream.synchronize()  # the sources are in use until then
         fold, broken = self._host_found.tolist()
         return Received(digest(self._described, scale, [fold]), finite=not broken)
 
     def _here(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors on the device, without gaps; those of a host in one transfer."""
+        """Returns the tensors on the device, contiguous; those of a host come in one transfer."""
         if any(tensor.device != self._device for tensor in tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(self._device)
             return list(flat.split_with_sizes([tensor.numel() for tensor in tensors]))
@@ -130,14 +130,14 @@ class DeviceResident:
 
 
 def fits(views: Iterable[Tensor]) -> bool:
-    """Whether `DeviceResident` takes these."""
+    """True if `DeviceResident` takes these views."""
     found = {(view.dim(), view.dtype, view.numel() < 1 << 31) for view in views}
     return len(found) == 1 and all(dim == 2 and dtype in EXPONENTS and small for dim, dtype, small in found)
 
 
 @kernel()
 def _block(table, blocks, like, num_blocks, FIELDS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What this program has: whose block, its values' numbers in the tensor, which of them there are, their places."""
+    """Returns a program's tensor, its values' indices in it, a mask of the valid ones, and their addresses."""
     owner = tl.load(blocks + tl.program_id(0))
     index = tl.load(blocks + num_blocks + tl.program_id(0)).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
     entry = table + owner * FIELDS

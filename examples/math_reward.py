@@ -1,0 +1,182 @@
+r"""A reward for mathematics: 1 if the answer is right, otherwise 0. Run from the repository's root:
+
+    [task]
+    type = "file"
+    path = "data/gsm8k/train.jsonl"             # `python examples/gsm8k.py` makes it
+    reward = "examples.math_reward:reward"      # or `:boxed`, for which only a box counts
+
+The answer of a completion is its last complete `\boxed{...}`, else the last number in its text. It is right if it is
+the same number as the column `answer`, however each of them is written:
+
+| written as                         | is the number                                             |
+|------------------------------------|-----------------------------------------------------------|
+| `1,234`, `1{,}234`, `1\,234`       | 1234                                                      |
+| `18.00`, `18.`, `+18`              | 18                                                        |
+| `\frac{3}{4}`, `\frac34`, `3/4`    | 3/4                                                       |
+| `2\frac{1}{2}`, `2 1/2`            | 5/2                                                       |
+| `50\%`, `50 percent`               | 50, or 1/2 if the other side is no percentage             |
+| `\$18`, `18 dollars`, `x = 18`     | 18                                                        |
+| `25\text{ cm}^2`, `90^\circ`       | 25, 90: a unit is not compared                            |
+| `3 \times 10^4`, `3e4`             | 30000                                                     |
+
+Numbers are compared exactly, as fractions. If a side is no single number (`2x + 1`, `\sqrt{5}`, `(1, 2)`), both are
+compared as text, without spaces and LaTeX that only changes how it looks. Commas separate thousands, points decimals.
+
+Every expression here takes time linear in the text, and no text makes it raise.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+MAX_DIGITS = 60  # a longer number is no answer, and would only cost time
+MAX_EXPONENT = 99
+
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+_STYLED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|mbox|boxed|fbox)\s*\{([^{}]*)\}")
+_INVISIBLE = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|[!;: ])|\\[()\[\]]|[$€£¥₹]|\\[$€£]")
+_DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree|°")
+_GROUPED = re.compile(r"(?<=[0-9])(?:\{,\}|\\,)(?=[0-9]{3})")
+_FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
+_SHORT_FRACTION = re.compile(r"\\frac\s*(?:\{\s*([0-9]{1,60})\s*\}|([0-9]))\s*(?:\{\s*([0-9]{1,60})\s*\}|([0-9]))")
+_UNIT_POWER = re.compile(r"(?<=[A-Za-z])\s*\^\s*(?:\{\s*-?[0-9]\s*\}|-?[0-9])")
+_EQUALS = re.compile(r"=|\\approx|≈")
+_MINUS = re.compile(r"^\s*-\s+")
+# Text around a number that makes the whole an expression, or no number at all: `\sqrt{5}`, `5x`, `5^n`, `1.2.3`.
+_EXPRESSION = re.compile(r"\\[A-Za-z]|[√π∞^]|(?<![A-Za-z])[xyz](?![A-Za-z])|\.[0-9]")
+
+_PLAIN = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|(?<!\.)\.[0-9]+"
+_NUMBER = re.compile(
+    rf"""
+    (?<![A-Za-z0-9_^])(?<![0-9]\.)(?<!\^\{{)            # no digit of a name, of a power or of another number
+    (?P<sign>(?:(?<![)}}%])[-+])?)                      # `20-5` and `20 - 5` have no negative number
+    (?:
+        (?:(?P<whole>[0-9]{{1,60}})\s*)?                # of a mixed number
+        \\frac\s*\{{\s*(?P<above>[-+]?(?:{_PLAIN}))\s*\}}\s*\{{\s*(?P<below>[-+]?(?:{_PLAIN}))\s*\}}
+      | (?P<mixed>[0-9]{{1,60}})\s+(?P<top>[0-9]{{1,60}})\s*/\s*(?P<bottom>[0-9]{{1,60}})(?![0-9.,/])
+      | (?P<value>{_PLAIN})
+        (?:
+            \s*(?:\\times|\\cdot|[x\u00d7*])\s*10\s*\^\s*\{{?\s*(?P<power>[-+]?[0-9]{{1,3}})\s*\}}?
+          | [eE](?P<exponent>[-+]?[0-9]{{1,3}})(?![A-Za-z0-9])
+          | \s*/\s*(?P<divisor>{_PLAIN})
+        )?
+    )
+    (?P<percent>\s*(?:\\?%|percent\b))?
+    """,
+    re.VERBOSE,
+)
+
+
+class Number(NamedTuple):
+    """A number as it was written: `50%` is 50 with `is_percent`."""
+
+    value: Fraction
+    is_percent: bool
+
+
+def reward(prompt: str, completion: str, *, answer: str | float, **row: object) -> float:
+    """Returns 1 if the last box, or without one the last number, is `answer`; else 0."""
+    found = last_boxed(completion)
+    return float(matches(last_number(completion) if found is None else found, str(answer)))
+
+
+def boxed(prompt: str, completion: str, *, answer: str | float, **row: object) -> float:
+    """Returns 1 if the last box is `answer`, else 0. A completion without a box earns nothing."""
+    return float(matches(last_boxed(completion), str(answer)))
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last `\boxed{...}` whose braces are closed; None if there is none."""
+    opened: list[int | None] = []  # of every open brace: where the content of a box begins, or None
+    content: str | None = None
+    for match in _BRACES.finditer(text):
+        token = match.group()
+        if token == "{":
+            opened.append(None)
+        elif token == "}":
+            start = opened.pop() if opened else None
+            if start is not None:
+                content = text[start : match.start()]
+        elif len(token) > 2:  # a box: an escaped character has two
+            opened.append(match.end())
+    return content
+
+
+def last_number(text: str) -> str | None:
+    """The last number in a text, as it is written there; None if there is none."""
+    last = None
+    for match in _NUMBER.finditer(_plain(text)):
+        last = match.group()
+    return last
+
+
+def matches(found: str | None, answer: str) -> bool:
+    """Returns whether two answers are the same number, or the same text if one of them is no number."""
+    if found is None or not found.strip():
+        return False
+    ours, theirs = parse_number(found), parse_number(answer)
+    if ours is None or theirs is None:
+        return _as_text(found) == _as_text(answer)
+    if ours.is_percent == theirs.is_percent:
+        return ours.value == theirs.value
+    percentage, other = (ours, theirs) if ours.is_percent else (theirs, ours)
+    return other.value in (percentage.value, percentage.value / 100)
+
+
+def parse_number(text: str) -> Number | None:
+    """The one number of a text, with words, currency and units around it; None if it has several, or an expression."""
+    plain = _plain(text)
+    *_, after = _EQUALS.split(plain)
+    plain = _MINUS.sub("-", after if after.strip() else plain)
+    found = list(_NUMBER.finditer(plain))
+    if len(found) != 1:
+        return None
+    (match,) = found
+    around = plain[: match.start()] + " " + plain[match.end() :]
+    if _EXPRESSION.search(around):
+        return None
+    value = _value(match)
+    return None if value is None else Number(value, match["percent"] is not None)
+
+
+def _plain(text: str) -> str:
+    """A text without LaTeX that only changes how it looks, and without powers of units."""
+    text = text.replace("\u2212", "-").replace("\u2013", "-").replace("\\%", "%").replace("~", " ")
+    text = _FRACTION.sub(r"\\frac", _GROUPED.sub(",", text)).replace("\\,", " ")
+    text = _DEGREES.sub(" ", _INVISIBLE.sub("", _STYLED.sub(r"\1", text)))
+    text = _SHORT_FRACTION.sub(lambda m: rf"\frac{{{m[1] or m[2]}}}{{{m[3] or m[4]}}}", text)
+    return _UNIT_POWER.sub("", text)
+
+
+def _as_text(text: str) -> str:
+    return "".join(_plain(text).split()).rstrip(".").casefold()
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    """The value of a match of `_NUMBER`; None for a division by zero, or a number that nobody writes as an answer."""
+    if match["above"] is not None:
+        size = _divided(_decimal(match["above"]), _decimal(match["below"]))
+        whole = Fraction(int(match["whole"] or 0))
+        size = None if size is None else whole + size
+    elif match["mixed"] is not None:
+        part = _divided(Fraction(int(match["top"])), Fraction(int(match["bottom"])))
+        size = None if part is None else int(match["mixed"]) + part
+    else:
+        size = _decimal(match["value"])
+        if match["divisor"] is not None:
+            size = _divided(size, _decimal(match["divisor"]))
+        exponent = int(match["power"] or match["exponent"] or 0)
+        if size is not None and exponent:
+            size = None if abs(exponent) > MAX_EXPONENT else size * Fraction(10) ** exponent
+    return -size if size is not None and "-" in match["sign"] else size
+
+
+def _decimal(text: str) -> Fraction | None:
+    digits = text.replace(",", "")
+    return Fraction(digits.rstrip(".")) if len(digits) <= MAX_DIGITS else None
+
+
+def _divided(above: Fraction | None, below: Fraction | None) -> Fraction | None:
+    return None if above is None or not below else above / below

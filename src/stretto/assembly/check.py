@@ -1,0 +1,83 @@
+"""`check`: does what a run does before it builds a model, and shows every value that it would run with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tomli_w
+
+from stretto.models.loading import load_config, load_tokenizer
+from stretto.models.tiny import WarmStart, tiny_config, tiny_tokenizer
+from stretto.recipe.checks import without_effect
+from stretto.recipe.schema import Recipe
+from stretto.setup.device import choose_device, resolved
+from stretto.setup.inputs import check_scoring, load_inputs
+from stretto.setup.memory_report import describe_memory
+from stretto.setup.memory_sizes import context_length
+from stretto.setup.threads import thread_counts
+
+ALL_TARGETS = "all linear layers but the output layer"
+
+
+def check(recipe: Recipe) -> str:
+    """Returns the recipe with its effective values, notes on its data, and its memory plan, as text.
+
+    Raises what `train` would raise before it builds a model: for the recipe, the data set, the tokenizer, the lengths
+    of the prompts, the reward function or the environment. Leaves no process behind, and writes nothing.
+    """
+    recipe = resolved(recipe, choose_device(recipe.runtime.device))
+    tiny = recipe.model.path == "tiny"
+    config = tiny_config() if tiny else load_config(recipe.model.path)
+    tokenizer = tiny_tokenizer() if tiny else load_tokenizer(recipe.model.path)
+    inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=recipe.model.path)
+    scored = check_scoring(recipe, inputs.task, tokenizer)
+    memory = describe_memory(recipe, inputs.longest_prompt)
+    prompts = (
+        f"{inputs.task.name}: {inputs.prompts.num_rows:,} prompts of up to {inputs.longest_prompt} tokens, "
+        f"{0 if inputs.held_out is None else inputs.held_out.num_rows:,} held out, "
+        + ("made by the chat template" if inputs.templated else "raw text")
+        + f", {scored}"
+    )
+    notes = [f"# {note}" for note in (prompts, *inputs.notes(recipe))]
+    return effective(recipe) + "\n" + "\n".join([*notes, memory]) + "\n"
+
+
+def effective(recipe: Recipe) -> str:
+    """Returns the recipe as TOML with every value that it runs with, including those that follow from others."""
+    values = recipe.model_dump(mode="json")
+    plan, rollout, lora = recipe.plan, recipe.rollout, recipe.model.lora
+    if rollout.staleness is None:
+        values["rollout"]["staleness"] = plan.staleness
+    if rollout.staleness == "auto":
+        values["rollout"]["staleness_cap"] = plan.staleness
+    values["rollout"] |= {"rows": plan.rows, "in_flight": plan.in_flight}
+    if plan.filter_limit:
+        values["rollout"]["filter_limit"] = plan.filter_limit
+    if recipe.task.order == "pass-rate" and recipe.task.pass_reward is None:
+        values["task"]["pass_reward"] = 1.0
+    if lora is not None:
+        values["model"]["lora"]["alpha"] = lora.effective_alpha
+    if recipe.model.path == "tiny":
+        warm_start = values["model"]["warm_start"] or {"seed": 0, "steps": None}
+        if warm_start["steps"] is None:
+            warm_start["steps"] = WarmStart().steps
+        values["model"]["warm_start"] = warm_start
+    for key in ("temperature", "max_tokens"):
+        if values["evaluation"][key] is None:
+            values["evaluation"][key] = getattr(rollout, key)
+    threads = thread_counts(recipe)
+    values["runtime"] |= {
+        "engine_threads": threads.engine,
+        "trainer_threads": threads.trainer,
+        "slots": recipe.num_slots,
+    }
+    for section, name in without_effect(recipe):
+        values[section].pop(name, None)
+    text = tomli_w.dumps(_without_none(values))
+    return text.replace("targets = []\n", f"targets = []  # {ALL_TARGETS}\n")
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value

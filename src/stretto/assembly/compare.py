@@ -1,0 +1,291 @@
+"""`compare`: trains one recipe under several paradigms, each run in its own process, one after another.
+
+The folder holds the state: a finished run in it is used as it is, a stopped run is resumed, and the table and
+`compare.json` are written again after every run. So the same command continues an interrupted comparison.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from stretto.core.paradigms import PARADIGMS
+from stretto.errors import RecipeError, RunError
+from stretto.recipe.schema import PARADIGM_NAMES, Recipe, load_recipe
+from stretto.run.folder import refuse_another_recipe, refuse_lost, refuse_unwritable, standing
+from stretto.run.interrupts import handled
+from stretto.run.invocation import command
+
+STOPPED = 130  # exit status of a run that was stopped and can be resumed
+
+
+class ComparisonStoppedError(Exception):
+    """Ctrl-C, or a run that was stopped. Finished runs are in the folder."""
+
+
+class RunFailedError(RunError):
+    """A run ended with an error. Finished runs are in the folder."""
+
+
+def compare_from_command_line(
+    recipe: Path,
+    overrides: Sequence[str],
+    *,
+    paradigms: Sequence[str] | None,
+    folder: Path | None,
+    target: float | None,
+) -> int:
+    """Runs `compare`, prints its table after every paradigm, and writes `compare.json`. Returns the exit status."""
+    chosen = folder or Path("runs") / f"compare-{recipe.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    console = Console()
+    wide = Console(width=max(console.width, 170))  # fourteen columns do not fit into less
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    same_command = _command(recipe, overrides, paradigms, chosen, target)
+    try:
+        rows: Sequence[Mapping[str, Any]] = ()
+        for rows in comparison(
+            recipe,
+            overrides,
+            paradigms=PARADIGM_NAMES if paradigms is None else paradigms,
+            folder=chosen,
+            target=target,
+            say=say,
+        ):
+            wide.print(comparison_table(rows))
+    except (ComparisonStoppedError, KeyboardInterrupt):
+        say(f"interrupted; finished runs are kept; continue with\n  {same_command}")
+        return STOPPED
+    except RunFailedError as error:
+        raise RunError(
+            f"{error}\n  finished runs are kept; once that is fixed, continue with\n  {same_command}"
+        ) from error
+    say(f"written to {chosen / 'compare.json'}")
+    return 0
+
+
+def _command(
+    recipe: Path, overrides: Sequence[str], paradigms: Sequence[str] | None, folder: Path, target: float | None
+) -> str:
+    words: list[str | Path] = ["compare", recipe]
+    for override in overrides:
+        words += ["--set", override]
+    if paradigms is not None:
+        words += ["--paradigms", ",".join(paradigms)]
+    if target is not None:
+        words += ["--target", str(target)]
+    return command(*words, "--out", folder)
+
+
+def compare(
+    recipe: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    folder: str | Path,
+    paradigms: Sequence[str] = PARADIGM_NAMES,
+    target: float | None = None,
+) -> list[dict[str, Any]]:
+    """Runs a recipe under several paradigms and returns a row for each; see `comparison`.
+
+    Each paradigm runs in its own process, which prints its progress. Runs in `folder` that are finished are kept, and
+    one that was stopped is resumed.
+    """
+    *_, rows = comparison(
+        Path(recipe), overrides, paradigms=paradigms, folder=Path(folder), target=target, say=lambda text: None
+    )
+    return rows
+
+
+def comparison(
+    recipe: Path,
+    overrides: Sequence[str],
+    *,
+    paradigms: Sequence[str],
+    folder: Path,
+    target: float | None = None,
+    say: Callable[[str], None],
+) -> Iterator[list[dict[str, Any]]]:
+    """Trains one run for each paradigm. After each, yields a row for every run so far, with the keys of `summary.json`.
+
+    `target` is the accuracy of the column `seconds_to_target`; by default nine tenths of the way from the first
+    evaluation to the best final one. Each row names the staleness that was used, because some paradigms override the
+    recipe's. Nothing runs before all recipes and folders have been checked.
+    """
+    if not paradigms or not all(paradigms):
+        raise RecipeError(
+            f"`--paradigms {','.join(paradigms)!r}` leaves a name empty; write names with commas between them, such as "
+            "`synchronous,multi-version`, or leave it out for all five"
+        )
+    unknown = [name for name in paradigms if name not in PARADIGMS]
+    if unknown:
+        raise RecipeError(f"`--paradigms` names `{unknown[0]}`; known: {', '.join(PARADIGM_NAMES)}")
+    twice = [name for name in dict.fromkeys(paradigms) if paradigms.count(name) > 1]
+    if twice:
+        raise RecipeError(f"`--paradigms` names `{twice[0]}` more than once; name each paradigm once")
+    load_recipe(recipe, overrides)  # as it stands, before it is changed into others
+    recipes = {name: load_recipe(recipe, overrides, compare_as=name) for name in paradigms}
+    for name, resolved in recipes.items():
+        _refuse_folder(resolved, folder / name)
+    refuse_unwritable(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for name, resolved in recipes.items():
+        summary = _run(resolved, folder / name, say)
+        plan = resolved.plan
+        rows.append(
+            {
+                "paradigm": name,
+                "staleness_bound": plan.staleness,
+                "in_flight": plan.in_flight,
+                "rows": plan.rows,
+                **summary,
+            }
+        )
+        _add_time_to_target(rows, target)
+        _write(folder / "compare.json", rows)
+        yield rows
+
+
+def _refuse_folder(recipe: Recipe, folder: Path) -> None:
+    """Raises `RunError` if the folder holds anything but a run of this recipe."""
+    match standing(folder):
+        case "empty":
+            return
+        case "foreign":
+            raise RunError(f"`{folder}` exists already and is no run; choose another `--out`")
+        case "lost":
+            refuse_lost(folder)
+        case _:
+            refuse_another_recipe(
+                recipe, folder, "compare with the settings that it was started with, or choose another `--out`"
+            )
+
+
+def _run(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Uses a finished run, resumes a stopped one, or begins. Returns the summary.
+
+    Each run has its own process, so that none inherits the threads, caches or memory of another.
+    """
+    paradigm, options = recipe.rollout.paradigm, ["--out", str(folder), "--part-of-compare"]
+    match standing(folder):
+        case "finished":
+            say(f"{paradigm}: finished before, taken from {folder}")
+            return _summary(folder)
+        case "stopped":
+            say(f"{paradigm}: continued in {folder}")
+            options.append("--resume")
+        case _:
+            say(f"{paradigm}: begins in {folder}")
+    path = folder.with_suffix(".toml")
+    path.write_text(recipe.source_toml(), encoding="utf-8")
+    status = _train([sys.executable, "-m", "stretto", "train", str(path), *options])
+    if status == STOPPED:
+        raise ComparisonStoppedError
+    if status != 0:
+        raise RunFailedError(f"the run under `{paradigm}` ended with status {status}: see above, and `{folder}`")
+    return _summary(folder)
+
+
+def _train(words: Sequence[str]) -> int:
+    """Runs a command to its end. Returns its exit status, or `STOPPED`.
+
+    Ctrl-C and SIGTERM are passed on as SIGTERM, and the command is waited for, so that it can write a checkpoint. (With
+    a terminal, Ctrl-C reaches both processes.) Outside of the main thread nothing is passed on.
+    """
+    process: subprocess.Popen[bytes] | None = None
+    stopped = False
+
+    def stop(*_: object) -> None:
+        nonlocal stopped
+        stopped = True
+        if process is not None:
+            process.terminate()
+
+    with handled({signal.SIGTERM: stop}):
+        process = subprocess.Popen(words)
+        if stopped:  # before there was anything to stop
+            process.terminate()
+        while True:
+            try:
+                status = process.wait()
+            except KeyboardInterrupt:
+                stop()
+                continue
+            # A run that reaches its end all the same is finished, but no other begins.
+            return STOPPED if stopped or status == -signal.SIGINT else status
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return summary
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Replaces the file at once, so that a reader never sees a part of it."""
+    scratch = path.with_suffix(".partial")
+    scratch.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    scratch.replace(path)
+
+
+def _add_time_to_target(rows: list[dict[str, Any]], target: float | None) -> None:
+    """Adds to each row the seconds of training until an evaluation first reached the target; None if none did."""
+    finals = [row["eval_after"] for row in rows if row["eval_after"] is not None]
+    if target is None and finals:
+        before = min((row["eval_before"] for row in rows if row["eval_before"] is not None), default=0.0)
+        target = before + 0.9 * (max(finals) - before)
+    for row in rows:
+        scored = [e for e in row["evaluations"] if e["score"] is not None]
+        reached = [e["elapsed_s"] for e in scored if target is not None and e["score"] >= target]
+        row["target"] = target
+        row["seconds_to_target"] = min(reached, default=None)
+
+
+def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Returns the table that `compare` prints."""
+    base = next((row["tokens_per_second"] for row in rows if row["paradigm"] == "synchronous"), None)
+    target = rows[0]["target"]
+    table = Table(title="paradigms on the same recipe, seed and number of updates")
+    headers = [
+        "paradigm",
+        "K",
+        "tok/s",
+        "speed",
+        "wall s",
+        f"s to {target:.2f}" if target is not None else "s to target",
+    ]
+    headers += ["trainer idle", "rollout idle", "row idle", "dropped", "length ratio", "age mean (max)", "mixed"]
+    headers += ["accuracy"]
+    for index, header in enumerate(headers):
+        table.add_column(header, justify="left" if index == 0 else "right")
+    for row in rows:
+        reached = row["seconds_to_target"]
+        ends = [row["eval_before"], row["eval_after"]]
+        accuracy = "-" if ends == [None, None] else " -> ".join("-" if e is None else f"{e:.2f}" for e in ends)
+        table.add_row(
+            row["paradigm"],
+            str(row["staleness_bound"]),
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['tokens_per_second'] / base:.2f} x" if base else "-",
+            f"{row['wall_seconds']:.1f}",
+            "-" if reached is None else f"{reached:.1f}",
+            f"{row['trainer_idle_share']:.0%}",
+            f"{row['rollout_idle_share']:.0%}",
+            f"{row['row_idle_share']:.0%}",
+            f"{row['dropped_share']:.1%}",
+            f"{row['length_ratio']:.3f}",
+            f"{row['staleness']['mean']:.2f} ({row['staleness']['max']})",
+            f"{row['mixed_version_share']:.0%}",
+            accuracy,
+        )
+    return table

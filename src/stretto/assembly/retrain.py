@@ -1,0 +1,121 @@
+"""Trains a run again from its journal, and compares every version with the recorded checksum (`stretto replay`).
+
+The weights of a run follow from its first model and from its batches in their order. Which trajectories were in a batch
+depended on timing, but that is recorded. So a run of any paradigm can be trained again without generating anything; on
+the CPU and with the same number of threads, to the same bits. Several ranks sum in another order than the one trainer
+here, so only their first version can agree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from stretto.assembly.export import export_policy
+from stretto.errors import RunError
+from stretto.local.trainer import ThreadedTrainer
+from stretto.models.loading import load_model
+from stretto.observe.progress import Silent
+from stretto.recipe.schema import load_recipe
+from stretto.run.folder import refuse_unwritable
+from stretto.run.protocols import TrainerBackend
+from stretto.setup.device import choose_device, choose_dtype
+from stretto.setup.factories import make_trainer, model_path_of
+from stretto.setup.threads import rank_threads, thread_counts
+from stretto.setup.trainer_recovery import refuse_another_base, train_again
+from stretto.store.reader import JournalReader
+from stretto.store.resume_point import recorded_checksums
+from stretto.store.schema import journal_path
+from stretto.store.traces import refuse_damaged
+
+
+@dataclass(frozen=True, slots=True)
+class RetrainResult:
+    """The number of updates that were trained again, and the first difference."""
+
+    updates: int
+    difference: str | None  # a sentence on the first version that differs; None: all have the recorded checksum
+
+    def __str__(self) -> str:
+        if self.difference is not None:
+            return self.difference
+        return f"all {self.updates + 1} versions of {self.updates} updates agree with what was recorded"
+
+
+def retrain(
+    folder: Path,
+    *,
+    until: int | None = None,
+    out: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> RetrainResult:
+    """Trains a run again up to version `until` (default: its last), or to the first version that differs.
+
+    `out` is a folder for the resulting policy, as `train` writes it into `policy/`. Raises `RunError` if there is
+    nothing to train again.
+    """
+    journal = journal_path(folder)
+    if not (folder / "config.toml").is_file():
+        raise RunError(f"`{folder}` is no run folder: it has no `config.toml`")
+    if out is not None:
+        if out.exists():
+            raise RunError(f"`{out}` exists already; choose another `--out`")
+        refuse_unwritable(out)
+    refuse_damaged(folder)
+    checksums = recorded_checksums(journal)
+    if not checksums:
+        raise RunError(f"the run in `{folder}` ended before it had a version; there is nothing to train again")
+    last = max(checksums) if until is None else until
+    if not 0 <= last <= max(checksums):
+        raise RunError(f"`--until` is {last}; the run has versions 0 to {max(checksums)}")
+    recipe = load_recipe(folder / "config.toml")
+    transformers_logging.disable_progress_bar()
+    cluster = recipe.runtime.type == "ray"
+    threads = (
+        rank_threads(recipe) if cluster else thread_counts(recipe).trainer
+    )  # the number of threads decides how sums are rounded
+    ranks = recipe.runtime.trainers if cluster else 1
+    if ranks > 1:
+        say(
+            f"the run was trained by {ranks} ranks (`runtime.trainers`), whose sums are rounded in another way than "
+            "those of one rank: versions after the first will differ in their last bits, which is expected"
+        )
+    torch.set_num_threads(threads)
+    path, device = model_path_of(recipe, Silent()), choose_device(recipe.runtime.device)
+    model = load_model(path, choose_dtype(recipe.model.dtype, device), device)
+    trainer = ThreadedTrainer(make_trainer(recipe, model, path), threads, deadline_s=math.inf)
+    try:
+        done = asyncio.run(_retrain(trainer, journal, last, checksums, say))
+        if out is not None:
+            with JournalReader(journal) as reader:
+                templated = reader.facts().templated
+            asyncio.run(export_policy(trainer, out, recipe, templated=templated))
+        return done
+    finally:
+        trainer.close()
+
+
+async def _retrain(
+    trainer: TrainerBackend,
+    journal: Path,
+    last: int,
+    checksums: Mapping[int, str],
+    say: Callable[[str], None],
+) -> RetrainResult:
+    await refuse_another_base(trainer, journal)
+    difference, version = None, 0
+    async with aclosing(train_again(trainer, journal, 0, last)) as again:
+        async for made in again:
+            version, recorded = made.version, checksums[made.version]
+            if made.checksum != recorded:
+                difference = f"version {version} differs: recorded {recorded}, trained again {made.checksum}"
+                break
+            say(f"version {version} agrees: {recorded}")
+    return RetrainResult(version, difference)

@@ -1,0 +1,104 @@
+"""Makes the run folder, and writes checkpoints into it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from stretto.errors import RunError, StalledError
+from stretto.recipe.schema import Recipe
+from stretto.run.folder import refuse_occupied
+from stretto.run.loop import Loop
+from stretto.run.protocols import TrainerBackend
+from stretto.store.checkpoint_files import abandon_checkpoint, begin_checkpoint, complete_checkpoint
+from stretto.store.journal import Journal
+from stretto.store.lock import Lock
+from stretto.store.schema import JOURNAL_NAME
+from stretto.store.version_files import VersionFiles
+
+COMPLETE_S = 300.0  # for the last files of a checkpoint, and its renaming
+_WRITER = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # one, so that checkpoints are completed in order
+
+
+def make_folder(recipe: Recipe, folder: Path) -> Lock:
+    """Makes the run folder with the recipe in it. Returns the lock by which this process owns the run.
+
+    Raises `RunError` if another process has begun a run in the folder meanwhile.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = Lock(folder / JOURNAL_NAME)
+        try:
+            refuse_occupied(folder)
+            scratch = folder / "config.partial"
+            scratch.write_text(recipe.dumps(), encoding="utf-8")
+            scratch.replace(folder / "config.toml")
+        except BaseException:
+            lock.close()
+            raise
+        return lock
+    except OSError as error:
+        raise RunError(f"run folder `{folder}` cannot be made: {error}") from error
+
+
+def take_checkpoint(
+    folder: Path, loop: Loop, trainer: TrainerBackend, journal: Journal, versions: VersionFiles
+) -> Coroutine[Any, Any, None]:
+    """Captures the state of the run now. Returns a coroutine that writes it, after the journal is durable.
+
+    The coroutine asks the trainer for its state before it waits for anything else, so that state is of the same
+    version. It raises `RunError` if the checkpoint cannot be written; the one before it is still there then.
+    """
+    updates, root = loop.controller.newest, folder / "checkpoints"
+    needed = [loop.weights[version] for version in loop.controller.needed_versions]
+    suspended = [rollout.suspended for rollout in loop.rollouts.values() if rollout.suspended is not None]
+    turns = [
+        rollout.turns.whole() for rollout in loop.rollouts.values() if rollout.completion is None and rollout.turns.done
+    ]
+    for weights in needed:
+        versions.keep(weights)  # now: a version that is retired meanwhile must not be written after its removal
+
+    async def save() -> None:
+        scratch = begin_checkpoint(root, updates)
+        try:
+            await trainer.save(scratch / "trainer")
+            for weights in needed:
+                if versions.keeps(weights.version):
+                    await _durable(versions, weights.version)
+            await journal.durable()
+        except (OSError, SafetensorError) as error:
+            abandon_checkpoint(scratch)
+            raise RunError(f"the trainer of version {updates} could not be saved to `{root}`: {error}") from error
+        except BaseException:
+            abandon_checkpoint(scratch)
+            raise
+        completing = asyncio.get_running_loop().run_in_executor(_WRITER, complete_checkpoint, scratch, suspended, turns)
+        try:
+            await asyncio.wait_for(asyncio.shield(completing), COMPLETE_S)
+        except TimeoutError:
+            raise RunError(f"checkpoint `{scratch}` is not complete after {COMPLETE_S:g} s: the disk hangs") from None
+
+    return save()
+
+
+async def _durable(versions: VersionFiles, version: int) -> None:
+    try:
+        await versions.durable(version)
+    except StalledError as error:  # a checkpoint that cannot be written does not end the run
+        raise RunError(str(error)) from error
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Replaces the file at once, so that a reader never sees a part of it."""
+    scratch = path.with_suffix(".partial")
+    try:
+        scratch.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        scratch.replace(path)
+    except OSError as error:
+        raise RunError(f"`{path}` cannot be written: {error}") from error

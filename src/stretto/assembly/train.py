@@ -1,0 +1,385 @@
+"""`train`: makes the backend of a run, runs the loop, and writes the run folder.
+
+```
+RUN/config.toml       the recipe, every default spelled out
+RUN/metrics.jsonl     a line for each update and for each evaluation
+RUN/journal.sqlite    every state change of every trajectory
+RUN/checkpoints/      what a stopped or killed run needs to resume, besides the journal
+RUN/versions/         the weights that trajectories in progress need
+RUN/policy/           the trained policy: a Hugging Face model, or a PEFT adapter
+RUN/summary.json      the totals of the run
+RUN/reward.log        what the reward function printed, if it did
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers.utils import logging as transformers_logging
+
+from stretto import clock
+from stretto.assembly.export import export_policy
+from stretto.assembly.resume import Resumed, take_up, tries_to_score
+from stretto.assembly.run_folder import make_folder, take_checkpoint, write_json
+from stretto.core.controller import Controller
+from stretto.environments.custom import load_environment
+from stretto.environments.protocol import Environment
+from stretto.environments.reward_output import RewardOutput
+from stretto.environments.single_turn import SingleTurn
+from stretto.local.backend import local_backend
+from stretto.local.components import LocalComponents
+from stretto.observe.metrics import JsonLines, Tally
+from stretto.observe.progress import Observer, Silent, make_observer
+from stretto.observe.summary import summary_table
+from stretto.observe.waiting import report_wait
+from stretto.recipe.schema import Recipe
+from stretto.run.control import Control
+from stretto.run.evaluation import Evaluator
+from stretto.run.evaluation_alone import evaluate_alone
+from stretto.run.folder import (
+    facts_of,
+    refuse_another_recipe,
+    refuse_nothing_to_resume,
+    refuse_occupied,
+    standing,
+)
+from stretto.run.interrupts import ignore_interrupts, stopped_by_interrupts
+from stretto.run.invocation import command
+from stretto.run.loop import Loop, Settings
+from stretto.run.loop_watchdog import warn_when_blocked
+from stretto.run.protocols import Pool, TrainerBackend
+from stretto.setup.backend import Backend, MakeBackend
+from stretto.setup.device import as_begun, choose_device, resolved
+from stretto.setup.factories import DriverInputs, load_driver_inputs, model_path_of
+from stretto.setup.inputs import passed_variables
+from stretto.store.journal import Journal
+from stretto.store.lock import Lock
+from stretto.store.schema import JOURNAL_NAME
+from stretto.store.traces import refuse_damaged
+from stretto.store.version_files import VersionFiles
+
+# Engine and trainer make thousands of short calls a second that release the interpreter lock and need it back at once.
+# A thread that waits for the lock gets it only after this long; with the usual 5 ms each starves the other.
+SWITCH_S = 1e-4
+
+
+def train_from_command_line(
+    recipe: Recipe, folder: Path, *, resume: bool, part_of_compare: bool = False, give_up: Sequence[int] = ()
+) -> int:
+    """Trains with progress and a closing table on the terminal. Returns the exit status: 130 if the run was stopped.
+
+    Ctrl-C after the end of the run is ignored and does not change the status. `part_of_compare` leaves out the
+    suggestions of what to type next: `compare` prints its own.
+    """
+    console = Console()
+    observer = make_observer(console, recipe.training.steps)
+    try:
+        summary = train(recipe, folder, resume=resume, observer=observer, give_up=give_up)
+    except KeyboardInterrupt:
+        if standing(folder) != "finished":
+            if standing(folder) == "empty" or part_of_compare:
+                raise
+            _say(console, f"interrupted; continue with {_resume_hint(folder)}")
+            return 130
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    ignore_interrupts()
+    return _close(console, summary, recipe, folder, part_of_compare)
+
+
+def _close(console: Console, summary: Mapping[str, Any], recipe: Recipe, folder: Path, part_of_compare: bool) -> int:
+    """Prints the result of a run. Returns the exit status."""
+    say = partial(_say, console)
+    if summary["stopped"]:
+        hint = "" if part_of_compare else f"; continue with {_resume_hint(folder)}"
+        say(f"stopped after {summary['steps']} of {recipe.training.steps} updates{hint}")
+        return 130
+    console.print(summary_table(summary))
+    if not part_of_compare:
+        say(f"try next: {command('verify', folder)}")
+        say(f"try next: {command('show', folder, '--update', str(recipe.training.steps - 1))}")
+    say(f"the trained policy is in {folder / 'policy'}")
+    return 0
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _resume_hint(folder: Path) -> str:
+    return f"the same command and `--out {folder} --resume`"
+
+
+def train(
+    recipe: Recipe,
+    folder: str | Path,
+    *,
+    resume: bool = False,
+    observer: Observer | None = None,
+    give_up: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Runs a recipe to its end, or until Ctrl-C stops it, and returns the contents of `summary.json`.
+
+    The run folder must be new, or with `resume` hold a run of the same recipe. A resumed run fails the trajectories of
+    `give_up` instead of training on them. `observer` reports progress; by default nothing is printed.
+    """
+    folder, observer = Path(folder), observer or Silent()
+    recipe = resolved(as_begun(recipe, folder) if resume else recipe, choose_device(recipe.runtime.device))
+    if resume:
+        refuse_nothing_to_resume(folder)
+        refuse_another_recipe(recipe, folder)
+    else:
+        refuse_occupied(folder)
+    if give_up:
+        tries_to_score(folder / JOURNAL_NAME, give_up)  # refuses an unfit id before anything is built
+    passed_variables(recipe)  # refuses a variable that is not set, before anything is built
+    with contextlib.ExitStack() as stack:
+        stack.callback(observer.close)
+        lock = None
+        if resume:  # before anything is built, so that a second process is refused at once
+            Control(folder).open()
+            lock = Lock(folder / JOURNAL_NAME)
+            stack.callback(lock.close)
+            refuse_damaged(folder)
+        stack.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(SWITCH_S)
+        torch.set_num_threads(1)  # for the warm start, whose operations are too small to share
+        transformers_logging.disable_progress_bar()
+        observer.message(f"run folder: {folder}")
+        model_path = model_path_of(recipe, observer)
+        if recipe.runtime.type == "ray":
+            from stretto.cluster.connection import connected
+
+            observer.message(stack.enter_context(connected(recipe)))
+            driver, make = _on_ray(recipe, model_path, folder, observer)
+        else:
+            parts = LocalComponents.build(recipe, model_path)
+            driver, make = parts.driver, partial(local_backend, recipe, parts, observer)
+        for note in driver.inputs.notes(recipe):
+            observer.message(note)
+        return asyncio.run(_train(recipe, folder, make, observer, lock, give_up))
+
+
+def _on_ray(recipe: Recipe, model_path: str, folder: Path, observer: Observer) -> tuple[DriverInputs, MakeBackend]:
+    """Reads the inputs of a run on a cluster. Returns them, and the function that makes the backend."""
+    from stretto.cluster.backend import cluster_backend
+    from stretto.cluster.model_files import ModelSource
+
+    driver = load_driver_inputs(recipe, model_path)
+    return driver, partial(cluster_backend, recipe, driver, ModelSource.of(model_path), folder, observer)
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """All that one run has, once its backend has started."""
+
+    recipe: Recipe
+    folder: Path
+    backend: Backend
+    journal: Journal
+    versions: VersionFiles
+    trainer: TrainerBackend
+    control: Control
+    observer: Observer
+    give_up: Sequence[int]  # trajectories that a resumed run fails
+
+    @property
+    def episode_s(self) -> float | None:
+        """Deadline of an environment between tokens; None for a reward function, whose pool has its own deadlines."""
+        return None if self.backend.driver.inputs.task.environment is None else self.recipe.runtime.stall_seconds
+
+
+async def _train(
+    recipe: Recipe, folder: Path, make: MakeBackend, observer: Observer, lock: Lock | None, give_up: Sequence[int]
+) -> dict[str, Any]:
+    """Starts the backend, runs the loop, and ends everything in any case. `lock` is that of a resumed run."""
+    async with contextlib.AsyncExitStack() as stack:
+        said = RewardOutput(folder / "reward.log", observer.message)
+        stack.callback(said.close)
+        versions = VersionFiles(folder / "versions", durable=recipe.runtime.durable_versions)
+        backend = make(said, versions)
+        stack.push_async_callback(backend.rewards.close)
+        stack.push_async_callback(backend.pool.close)
+        stack.callback(versions.close)
+        stack.callback(backend.release)
+        await _start(backend, recipe.runtime.instances, observer.message)
+        control = Control(folder)
+        if lock is None:
+            lock = make_folder(recipe, folder)
+            stack.callback(lock.close)
+            control.open()
+        # A run that was killed in its first moments has no journal yet, and simply begins.
+        resume = (folder / JOURNAL_NAME).exists()
+        with Journal.open(folder / JOURNAL_NAME, resume=resume, lock=lock) as journal:
+            trainer = backend.make_trainer(journal)
+            stack.callback(trainer.close)
+            return await _run(_Run(recipe, folder, backend, journal, versions, trainer, control, observer, give_up))
+
+
+async def _start(backend: Backend, instances: int, say: Callable[[str], None]) -> None:
+    """Starts rewards and instances, and finds room for the trainer. Says what takes long."""
+    await report_wait(backend.rewards.start(), lambda: "the reward's process to start", say)
+    await report_wait(backend.reserve(), lambda: "the trainer's processes", say)
+    filling = _fill(backend.pool, instances)
+    await report_wait(filling, lambda: f"instances to start, {len(backend.pool.engines)} of {instances} have", say)
+
+
+async def _fill(pool: Pool, count: int) -> None:
+    """Makes the instances that a run begins with, all at once. Raises the first error."""
+    made = await asyncio.gather(*(pool.add() for _ in range(count)), return_exceptions=True)
+    for each in made:
+        if isinstance(each, BaseException):
+            raise each
+
+
+async def _run(run: _Run) -> dict[str, Any]:
+    """Runs the loop to its end, with an evaluation before and after it. Returns the summary."""
+    recipe, inputs, plan = run.recipe, run.backend.driver.inputs, run.recipe.plan
+    facts = facts_of(recipe, data_rows=inputs.prompts.num_rows, templated=inputs.templated)
+    run.journal.begin(facts, at=clock.now())
+    resumed = await report_wait(_take_up(run), lambda: "the trainer to start, and its weights", run.observer.message)
+    tally = Tally(rows=plan.rows, sink=JsonLines(run.folder / "metrics.jsonl"), totals=resumed.totals)
+    environment = _environment(run.backend)
+    evaluator = _evaluator(run, environment)
+    evaluate = partial(
+        evaluate_alone,
+        run.backend.pool,
+        instance_s=recipe.runtime.instance_seconds,
+        reward_s=run.backend.rewards.longest_s or recipe.runtime.stall_seconds,
+        tally=tally,
+        observer=run.observer,
+    )
+    if evaluator is not None and resumed.controller.newest == 0 and not resumed.evaluated_before:
+        with warn_when_blocked(recipe.runtime.stall_seconds):
+            await evaluate(evaluator, resumed.weights[0], "before")
+    loop = _make_loop(run, resumed, environment, evaluator, tally)
+    with stopped_by_interrupts(loop.stop), warn_when_blocked(recipe.runtime.stall_seconds):
+        if not await loop.run():
+            await loop.checkpoints.save()
+            return await _conclude(run, tally, loop.controller, stopped=True)
+    await export_policy(run.trainer, run.folder / "policy", recipe, templated=inputs.templated)
+    # The run is complete from here on: the result of the last evaluation changes nothing of what was trained.
+    summary = await _conclude(run, tally, loop.controller, stopped=False)
+    if evaluator is not None:
+        with warn_when_blocked(recipe.runtime.stall_seconds):
+            await evaluate(evaluator, loop.weights[plan.updates], "after")
+        summary = await _conclude(run, tally, loop.controller, stopped=False)
+    run.versions.prune(lambda version: False)  # `policy/` has the last version, and nothing needs the others
+    return summary
+
+
+async def _take_up(run: _Run) -> Resumed:
+    """Begins the run, or restores it from its folder."""
+    return await take_up(
+        run.folder,
+        run.recipe.plan,
+        prompts=run.backend.driver.inputs.prompts,
+        journal=run.journal,
+        trainer=run.trainer,
+        versions=run.versions,
+        place=run.backend.place,
+        say=run.observer.message,
+        give_up=run.give_up,
+    )
+
+
+def _make_loop(
+    run: _Run, resumed: Resumed, environment: Environment, evaluator: Evaluator | None, tally: Tally
+) -> Loop:
+    driver, runtime = run.backend.driver, run.recipe.runtime
+    return Loop(
+        resumed.controller,
+        engines=run.backend.pool,
+        trainer=run.trainer,
+        environment=environment,
+        prompts=driver.inputs.prompts,
+        decode=driver.decode,
+        evaluator=evaluator,
+        journal=run.journal,
+        tally=tally,
+        observer=run.observer,
+        settings=Settings(
+            seed=run.recipe.seed,
+            sampling=driver.sampling,
+            stall_s=runtime.stall_seconds,
+            reward_s=run.backend.rewards.longest_s,
+            episode_s=run.episode_s,
+            checkpoint_s=runtime.checkpoint_seconds,
+            instance_s=runtime.instance_seconds,
+            replacements=runtime.replacements,
+            rebalance_s=runtime.rebalance_seconds,
+            vocabulary=driver.vocabulary,
+            max_turns=driver.inputs.task.max_turns,
+        ),
+        weights=resumed.weights,
+        rollouts=resumed.rollouts,
+        kept=resumed.kept,
+        versions=run.versions,
+        checkpointing=lambda loop: take_checkpoint(run.folder, loop, run.trainer, run.journal, run.versions),
+        control=run.control,
+    )
+
+
+async def _conclude(run: _Run, tally: Tally, controller: Controller, *, stopped: bool) -> dict[str, Any]:
+    """Writes `summary.json` and the end of the session. May be called again when there is more to report."""
+    counters = controller.counters
+    summary = {
+        **tally.summary(),
+        "generation_retries": counters.generation_retries,
+        "scoring_retries": counters.scoring_retries,
+        "replaced_groups": counters.replaced_groups,
+        "spared_groups": counters.spared_groups,
+        "replayed_groups": counters.replayed_groups,
+        "evaluations_skipped": counters.evaluations_skipped,
+        "kv_given_back": run.trainer.kv_given_back,
+        "stopped": stopped,
+    }
+    write_json(run.folder / "summary.json", summary)
+    run.journal.finished(stopped=stopped, at=clock.now(), totals=tally.totals.sums())
+    await run.journal.durable()
+    return summary
+
+
+def _environment(backend: Backend) -> Environment:
+    """Makes the environment of the task: its own, or one turn that the reward function scores."""
+    spec = backend.driver.inputs.task.environment
+    if spec is None:
+        return SingleTurn(backend.rewards, backend.driver.decode)
+    return load_environment(spec, backend.driver.tokenizer)
+
+
+def _evaluator(run: _Run, environment: Environment) -> Evaluator | None:
+    """Makes the evaluator, or returns None if no prompts are held out."""
+    driver, recipe, wanted = run.backend.driver, run.recipe, run.recipe.evaluation
+    if driver.inputs.held_out is None:
+        return None
+    sampling = replace(
+        driver.sampling,
+        temperature=recipe.rollout.temperature if wanted.temperature is None else wanted.temperature,
+        max_tokens=wanted.max_tokens or recipe.rollout.max_tokens,
+        supports=False,  # evaluation is not trained on
+    )
+    return Evaluator(
+        driver.inputs.held_out,
+        min(wanted.prompts, driver.inputs.held_out.num_rows),
+        environment=environment,
+        sampling=sampling,
+        seed=recipe.seed,
+        journal=run.journal,
+        vocabulary=driver.vocabulary,
+        max_turns=driver.inputs.task.max_turns,
+        episode_s=run.episode_s,
+    )

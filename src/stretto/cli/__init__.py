@@ -1,0 +1,111 @@
+"""The command line.
+
+Each command is a file of this package: its help, its arguments, and the call that does the work. Arguments are parsed
+before anything heavy is imported, so `--help` answers at once. So do typing mistakes: a recipe that does not exist, an
+unknown key, a folder that cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TextIO
+
+from stretto import __version__
+from stretto.cli import check, compare, pool, replay, show, train, verify
+from stretto.errors import StrettoError
+
+EXAMPLES = """examples:
+  stretto check recipes/quickstart.toml
+  stretto train recipes/quickstart.toml --set training.steps=20 --out runs/short
+  stretto train recipes/quickstart.toml --set training.steps=20 --out runs/short --resume
+  stretto compare recipes/quickstart.toml --paradigms synchronous,multi-version
+  stretto verify runs/short
+  stretto show runs/short --update 10
+  stretto pool runs/short --add 2
+  stretto replay runs/short
+"""
+
+
+class Command(Protocol):
+    """One command: a module of this package."""
+
+    HELP: str  # one line
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declares the arguments."""
+        ...
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Carries the command out and returns the exit status."""
+        ...
+
+
+COMMANDS: Mapping[str, Command] = {
+    "train": train,
+    "check": check,
+    "compare": compare,
+    "verify": verify,
+    "replay": replay,
+    "show": show,
+    "pool": pool,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parses the arguments, runs the command and returns the exit status.
+
+    0: success. 1: a law is broken, or `replay` computed other weights than the run. 2: bad input, or a run that failed.
+    130: stopped by Ctrl-C or a signal; a run that was stopped or killed can be resumed.
+    """
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[_StandardError()]
+    )
+    run: Callable[[argparse.Namespace], int] = options.run_command
+    on_interrupt = signal.getsignal(signal.SIGINT)
+    try:
+        return run(options)
+    except StrettoError as error:
+        sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of the output has gone
+        return 0
+    finally:
+        if arguments is not None and signal.getsignal(signal.SIGINT) is not on_interrupt:
+            signal.signal(signal.SIGINT, on_interrupt)  # called by a program that continues after this
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="stretto",
+        description="Reinforcement learning for language models: several versions of the policy generate at once.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"stretto {__version__}")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=command.HELP)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run_command=command.run)
+    return parser
+
+
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Writes to the current `sys.stderr`, which the live display replaces so that log lines appear above it."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        pass

@@ -1,0 +1,42 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from pathlib import Path
+
+from stretto.errors import RecipeError
+
+
+def path(text: str) -> Path:
+    """Returns a typed path with `~` expanded: shells leave the `~` of `--out=~/run` as it is."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # no such user
+        return Path(text)
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """Declares `RECIPE` and `--set KEY=VALUE`."""
+    parser.add_argument("recipe", type=path, metavar="RECIPE", help="a TOML file")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override a key of the recipe; `KEY=` removes it",
+    )
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Declares `RUN`."""
+    parser.add_argument("run", type=path, metavar="RUN", help="a run folder")
+
+
+def refuse_missing_recipe(recipe: Path) -> None:
+    """Raises `RecipeError` if there is no such file."""
+    with contextlib.suppress(OSError):  # `load_recipe` reports a folder that may not be entered
+        if not recipe.exists():
+            raise RecipeError(f"recipe `{recipe}` does not exist")

@@ -1,0 +1,24 @@
+"""`stretto show RUN`: prints a run's updates, or the samples of one update."""
+
+from __future__ import annotations
+
+import argparse
+
+from stretto.cli import arguments
+
+HELP = "read a run: its updates, or the samples of one update"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.add_run(parser)
+    parser.add_argument("--update", type=int, metavar="N", help="show the samples of update N")
+    parser.add_argument("--samples", type=int, metavar="M", help="number of samples to show (default: 8)")
+
+
+def run(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from stretto.observe.show import show
+
+    Console().print(show(options.run, update=options.update, samples=options.samples))
+    return 0

@@ -1,0 +1,22 @@
+"""`stretto verify RUN`: proves the three laws from a journal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from stretto.cli import arguments
+
+HELP = "prove the three laws from a run's journal alone"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.add_run(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    from stretto.store.verify import exit_code, format_findings, verify
+
+    findings = verify(options.run)
+    sys.stdout.write(format_findings(findings) + "\n")
+    return exit_code(findings)

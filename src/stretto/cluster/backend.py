@@ -1,0 +1,109 @@
+"""The backend of a run on a cluster: instances, the trainer's ranks and rewards are Ray actors.
+
+The loop stays in this process, and nothing of the model's size passes through it: instances and ranks load the model
+themselves, weights go from rank 0 to their file and to the object store and from there to every machine once, and KV
+goes from instance to instance. Only a version whose object was lost passes through here once, from its file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from stretto import clock
+from stretto.cluster.actor_calls import idle_seconds
+from stretto.cluster.connection import gpus_of
+from stretto.cluster.instance_actor import InstanceOptions
+from stretto.cluster.model_files import InstanceEngineFactory, ModelSource
+from stretto.cluster.pool import RayPool
+from stretto.cluster.rank_group import rank_options
+from stretto.cluster.rewards import RayRewards, RewardOptions
+from stretto.cluster.trainer import RankedTrainer
+from stretto.cluster.weights import WeightsStore
+from stretto.environments.task_options import ScoredTaskOptions
+from stretto.observe.progress import Observer
+from stretto.recipe.schema import Recipe
+from stretto.run.protocols import NoRewards, Rewards, TrainerBackend
+from stretto.setup.backend import Backend
+from stretto.setup.factories import DriverInputs
+from stretto.setup.inputs import passed_variables, reward_columns
+from stretto.setup.memory_sizes import longest_trajectory
+from stretto.setup.trainer_recovery import make_restore
+from stretto.store.journal import Journal
+from stretto.store.version_files import VersionFiles
+
+REPORT_S = 0.25  # between two reports of an instance that is busy
+
+
+class FaultLog:
+    """Shows what was done about a fault, and records it once there is a journal."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self.journal: Journal | None = None
+        self._show = show
+
+    def note(self, kind: str, text: str) -> None:
+        self._show(text)
+        if self.journal is not None:
+            self.journal.note(kind, text, at=clock.now())
+
+
+def cluster_backend(
+    recipe: Recipe,
+    driver: DriverInputs,
+    source: ModelSource,
+    folder: Path,
+    observer: Observer,
+    said: Callable[[str], None],
+    versions: VersionFiles,
+) -> Backend:
+    """Makes the backend of a run in `folder`, on the cluster that this process is connected to."""
+    runtime, faults = recipe.runtime, FaultLog(observer.message)
+    options = InstanceOptions(
+        make=InstanceEngineFactory(recipe, source, driver.inputs.longest_prompt),
+        threads=runtime.engine_threads or max(1, int(runtime.instance_cpus)),
+        longest=longest_trajectory(recipe, driver.inputs.longest_prompt),
+        report_s=REPORT_S,
+        idle_s=idle_seconds(runtime.instance_seconds),
+        pull_s=runtime.instance_seconds / 2,
+    )
+    store = WeightsStore(
+        lambda each: versions.read(each.version, each.checksum), partial(faults.note, "weights renewed")
+    )
+    pool = RayPool(
+        options,
+        cpus=runtime.instance_cpus,
+        gpus=gpus_of(runtime.instance_gpus, recipe),
+        store=store,
+        instance_seconds=runtime.instance_seconds,
+    )
+    rewards: Rewards = NoRewards()
+    if isinstance(recipe.task, ScoredTaskOptions):
+        assert driver.inputs.task.reward is not None
+        rewards = RayRewards(
+            RewardOptions(
+                driver.inputs.task.reward,
+                workers=recipe.task.reward_workers,
+                deadline_s=recipe.task.reward_seconds,
+                columns=reward_columns(driver.inputs.task),
+                folder=str(Path.cwd()),
+                passed=passed_variables(recipe),
+            ),
+            said=said,
+            instance_seconds=runtime.instance_seconds,
+            notice=partial(faults.note, "reward host lost"),
+        )
+    trainer = RankedTrainer(
+        rank_options(recipe, source, folder),
+        deadline_s=runtime.update_seconds,
+        notice=partial(faults.note, "trainer lost"),
+        store=store,
+    )
+
+    def make_trainer(journal: Journal) -> TrainerBackend:
+        faults.journal = journal
+        trainer.restore = make_restore(folder, journal, versions, partial(faults.note, "trainer restored"))
+        return trainer
+
+    return Backend(driver, rewards, pool, make_trainer, store.put, trainer.place, trainer.close)

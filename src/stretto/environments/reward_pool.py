@@ -1,0 +1,514 @@
+"""Runs the reward function in a pool of processes and enforces its deadline, `task.reward_seconds`.
+
+The deadline is enforced here and nowhere else: a worker whose reward runs past it is killed, and that one item fails
+with a `RewardError`. Processes also keep a slow reward from delaying decoding and training, which need this process.
+
+    score() --> queue --> one frame with all queued items --> worker --> one frame of results --> futures
+                  ^                                             |
+                  +---- the other items of its batch <---- killed at the deadline, or died
+
+- One item fails, not its batch. The worker marks the item that it is scoring. If the worker hangs or dies, that item
+  fails, the other items of the batch are queued again, and a new worker replaces the old one.
+- A worker that writes anything but results to its pipe (`reward_frames.py`) is killed too.
+- If it is unknown which item cost a worker, its items are sent again in smaller batches, finally one by one, until the
+  item that does it fails alone.
+- An `async def` reward is cancelled at its deadline inside the worker. The pool kills the worker only if the function
+  blocks the event loop or ignores the cancellation.
+- A worker gets a short list of environment variables (`reward_environment.py`), so that it sees no secret that the
+  recipe does not name.
+- Each line that a reward prints goes to `on_output`, never directly to the terminal.
+
+Why not the package pebble: with a deadline for each reward it costs the driver 53 us of processor time a reward, this
+pool 8 us. With chunks it costs 3 us, but then an item that hangs fails its whole chunk. It has none of the other
+properties above (`LOG.md`, 2026-11-16).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import mmap
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sized
+from dataclasses import dataclass, field
+from typing import Any
+
+from stretto.environments.reward_environment import worker_environment
+from stretto.environments.reward_frames import (
+    LENGTH,
+    BrokenFrameError,
+    Item,
+    max_frame_bytes,
+    read_greeting,
+    read_results,
+    request_frame,
+)
+from stretto.environments.reward_worker import MARK, NOTHING, Columns, is_spec, last_line
+from stretto.errors import RecipeError, RewardError, StrettoError
+
+log = logging.getLogger(__name__)
+
+START_S = 120.0  # for importing the user's module
+BATCH_S = 0.2  # a batch is sized to take about this long, so that the workers share the work evenly
+MAX_BATCH = 512
+MAX_CONCURRENT = 512  # items of an `async def` reward in one worker
+# The batch size for items that were in flight on 0, 1, 2 workers that were lost for an unknown reason.
+BATCH_AFTER_DEATHS = (MAX_BATCH, 16, 1)
+MAX_UNEXPLAINED_DEATHS = len(BATCH_AFTER_DEATHS)
+RETRY_S = 1.0  # between attempts to start a worker
+EXIT_S = 10.0  # for a killed worker to exit
+LAST_OUTPUT_S = 1.0  # for reading the last lines that it printed
+MAX_LINE = 2_000  # characters of one printed line
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An item without a result."""
+
+    item: Item
+    future: asyncio.Future[float]
+    sent_at: float = 0.0
+    deaths: int = 0  # workers lost for an unknown reason while they held this item
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One live worker process."""
+
+    process: asyncio.subprocess.Process
+    marks: mmap.mmap
+    listener: asyncio.Task[None]  # reads what it prints; ends with it
+    asynchronous: bool
+    in_flight: dict[int, _Pending] = field(default_factory=dict)
+    last_mark: int = NOTHING  # the mark at the previous check
+    killed_for: frozenset[int] | None = None  # the late items that it was killed for; None: it was not killed
+    broken: str | None = None  # what it wrote instead of results
+
+    def send(self, batch: list[_Pending]) -> None:
+        """Sends a batch. If pickling the items raises, nothing is sent and the error is passed on."""
+        data = request_frame([pending.item for pending in batch])
+        now = time.monotonic()
+        for pending in batch:
+            pending.sent_at = now
+            self.in_flight[pending.item[0]] = pending
+        assert self.process.stdin is not None
+        self.process.stdin.write(data)
+
+    def kill(self) -> None:
+        # The worker leads a process group, so the processes that the reward has started are killed with it.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def ended(self) -> int:
+        """Waits for the process to exit and for the last lines that it printed; returns the exit code.
+
+        Both waits have a limit: a process that the reward started outside of its group may keep the pipes open.
+        """
+        ending = asyncio.create_task(self.process.wait(), name="end of a reward worker")
+        for task, timeout_s in ((ending, EXIT_S), (self.listener, LAST_OUTPUT_S)):
+            await asyncio.wait([task], timeout=timeout_s)
+            task.cancel()
+        await asyncio.gather(ending, self.listener, return_exceptions=True)
+        if not self.listener.cancelled() and (error := self.listener.exception()) is not None:
+            raise error
+        code = self.process.returncode
+        return -signal.SIGKILL if code is None else code
+
+
+class RewardPool:
+    """Scores completions with `spec`, a `def` or `async def` called as `reward(prompt, completion, **row)`.
+
+    A function without `**row` gets only the columns that it has parameters for. It returns a finite number whose
+    magnitude is at most `MAX_REWARD`; anything else is a `RewardError` of that one item. Every item gets exactly one
+    result. Only the items that share a batch with one that hangs or kills the worker may be scored more than once.
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        *,
+        workers: int = 1,
+        deadline_s: float = 10.0,
+        columns: Columns | None = None,
+        on_output: Callable[[str], None] | None = None,
+        extra_environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Checks the options; `start` starts the workers.
+
+        `columns` maps each column of the rows to a row that lacks it, or to None if all rows have it. With it, `start`
+        refuses a function that cannot be called with these columns.
+        `on_output` gets every line that the function prints; by default lines are logged.
+        `extra_environment` holds variables for the workers beside those that every worker gets.
+        """
+        if not is_spec(spec):
+            raise RecipeError(f"`task.reward = {spec!r}` is not a function: write it as `package.module:function`")
+        if workers < 1:
+            raise RecipeError(f"`task.reward_workers = {workers}` must be at least 1")
+        if not deadline_s > 0:
+            raise RecipeError(f"`task.reward_seconds = {deadline_s}` must be more than 0")
+        self._spec = spec
+        self._num_workers = workers
+        self._deadline_s = deadline_s
+        self._columns = None if columns is None else dict(sorted(columns.items()))
+        self._on_output = on_output if on_output is not None else _log_line
+        self._extra_environment = dict(extra_environment or {})
+        self._late = f"`{spec}` did not return within `task.reward_seconds = {deadline_s:g}`"
+        self._ids = itertools.count()
+        self._queue: deque[_Pending] = deque()
+        self._workers: dict[int, _Worker] = {}  # by slot
+        self._tasks: list[asyncio.Task[None]] = []
+        self._dispatching = False
+        self._work = asyncio.Event()  # set while anything is queued or in flight
+        self._item_s = 0.0  # running mean of the time of one item in a `def` reward
+        self._closed = False
+        self._warned = False  # about a worker that wrote something else than results
+        self._failure: StrettoError | None = None  # of the pool itself, not of a reward
+        self.replaced = 0  # workers that were killed or died
+
+    @property
+    def longest_s(self) -> float:
+        """The longest that one item can occupy a worker, in seconds, including the start of a replacement."""
+        return self._deadline_s + max(1.0, self._deadline_s) + START_S
+
+    async def start(self) -> None:
+        """Starts the workers. Raises `RecipeError` if `spec` cannot be imported or called."""
+        loop = asyncio.get_running_loop()
+        ready: list[asyncio.Future[None]] = [loop.create_future() for _ in range(self._num_workers)]
+        self._tasks = [
+            asyncio.create_task(self._serve(slot, ready[slot]), name=f"reward worker {slot}")
+            for slot in range(self._num_workers)
+        ]
+        self._tasks.append(asyncio.create_task(self._watch(), name="reward deadlines"))
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
+        try:
+            outcomes = await asyncio.gather(*ready, return_exceptions=True)
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+        except BaseException:
+            await self.close()
+            raise
+
+    async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+        """Returns the reward of one completion. Raises `RewardError`, which names the cause, if it has none."""
+        if self._failure is not None:
+            raise self._failure
+        if self._closed or not self._tasks:
+            raise RewardError(f"`{self._spec}` was asked for a reward while its workers were not running")
+        future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._queue.append(_Pending((next(self._ids), prompt, completion, row), future))
+        self._schedule()
+        return await future
+
+    async def close(self) -> None:
+        """Kills the workers. Pending calls raise `RewardError`. Safe to call twice."""
+        self._closed = True
+        for worker in self._workers.values():
+            worker.kill()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # errors are in `_failure`
+        self._tasks = []
+        self._fail_all(RewardError(f"`{self._spec}` was stopped before it returned"))
+        self._workers.clear()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = StrettoError(f"the pool of reward workers failed in `{task.get_name()}`: {error!r}")
+            self._failure.__cause__ = error
+            self._fail_all(self._failure)
+
+    def _fail_all(self, error: StrettoError) -> None:
+        left = [*self._queue, *(p for worker in self._workers.values() for p in worker.in_flight.values())]
+        for pending in left:
+            if not pending.future.done():
+                pending.future.set_exception(error)
+        self._queue.clear()
+
+    # -- out: from the queue to the workers ---------------------------------------------------------------------------
+
+    def _schedule(self) -> None:
+        # All requests of this turn of the event loop go out in one frame.
+        if not self._dispatching:
+            self._dispatching = True
+            self._work.set()
+            asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        self._dispatching = False
+        alive = [worker for worker in self._workers.values() if worker.killed_for is None]
+        free = [(capacity, worker) for worker in alive if (capacity := self._capacity(worker)) > 0]
+        for num_left in range(len(free), 0, -1):
+            capacity, worker = free[num_left - 1]
+            if batch := self._next_batch(worker, min(capacity, math.ceil(len(self._queue) / num_left))):
+                self._send(worker, batch)
+
+    def _next_batch(self, worker: _Worker, size: int) -> list[_Pending]:
+        """Takes the next items for a worker out of the queue.
+
+        Items that may have cost a worker go only with items that were suspected as often, to an idle worker.
+        """
+        batch: list[_Pending] = []
+        deaths = self._queue[0].deaths if self._queue else 0
+        if deaths:
+            size = 0 if worker.in_flight else min(size, BATCH_AFTER_DEATHS[deaths])
+        while self._queue and len(batch) < size and self._queue[0].deaths == deaths:
+            pending = self._queue.popleft()
+            if not pending.future.done():
+                batch.append(pending)
+        return batch
+
+    def _send(self, worker: _Worker, batch: list[_Pending]) -> None:
+        try:
+            worker.send(batch)
+        except Exception as error:  # pickling a row can raise anything
+            if len(batch) == 1:
+                _fail(batch[0], f"a row cannot be sent to `{self._spec}`: {last_line(error)}")
+                return
+            for pending in batch:
+                self._send(worker, [pending])
+
+    def _capacity(self, worker: _Worker) -> int:
+        """The number of items that a worker can take now."""
+        if worker.asynchronous:
+            first = next(iter(worker.in_flight.values()), None)  # all items in flight have the same `deaths`
+            return 0 if first is not None and first.deaths else MAX_CONCURRENT - len(worker.in_flight)
+        if worker.in_flight:
+            return 0
+        # A single worker takes all. Until a reward has been timed, it is assumed to be fast.
+        return (
+            MAX_BATCH
+            if self._num_workers == 1 or self._item_s == 0
+            else max(1, min(MAX_BATCH, int(BATCH_S / self._item_s)))
+        )
+
+    # -- back: from the workers to the futures ------------------------------------------------------------------------
+
+    async def _serve(self, slot: int, ready: asyncio.Future[None]) -> None:
+        """Keeps one worker alive until the pool is closed."""
+        while True:
+            try:
+                worker = await self._spawn()
+            except RecipeError as error:
+                if not ready.done():
+                    ready.set_exception(error)
+                    return
+                await self._fail_queue(str(error))
+                continue
+            self._workers[slot] = worker
+            try:
+                if not ready.done():
+                    ready.set_result(None)
+                self._schedule()
+                await self._deliver(worker)
+            except BrokenFrameError as error:
+                worker.broken = str(error)
+                if not self._warned:  # once: each completion that fails because of it has the reason too
+                    self._warned = True
+                    log.warning("a reward worker is replaced: %s", self._broken_text(worker))
+            finally:
+                worker.kill()  # its output or the pool has ended
+                code = await worker.ended()
+            self._handle_exit(slot, worker, code)
+
+    async def _fail_queue(self, reason: str) -> None:
+        """Fails the queued items, unless another worker is alive, because a replacement did not start."""
+        if not self._workers:
+            while self._queue:
+                _fail(self._queue.popleft(), reason)
+        await asyncio.sleep(RETRY_S)
+
+    async def _spawn(self) -> _Worker:
+        with tempfile.TemporaryFile() as memory:
+            memory.truncate(mmap.PAGESIZE)
+            marks = mmap.mmap(memory.fileno(), MARK.size)
+            MARK.pack_into(marks, 0, time.monotonic(), NOTHING)
+            paths = [os.getcwd(), *(path or os.getcwd() for path in sys.path)]
+            call = f"from stretto.environments.reward_worker import main; main({memory.fileno()})"
+            printed, prints = os.pipe()
+            listener = asyncio.create_task(self._listen(printed), name="reward output")
+            try:
+                # Not `multiprocessing`: its `spawn` runs the parent's main module again, and imports torch with it.
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-c",
+                    f"import sys; sys.path[:] = {list(dict.fromkeys(paths))!r}; {call}",
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=prints,  # not asyncio's pipe: `wait` would block while another process has it open
+                    pass_fds=[memory.fileno()],
+                    start_new_session=True,
+                    env=worker_environment(self._extra_environment),
+                )
+            finally:
+                os.close(prints)  # the listener ends when no process has it open
+        worker = _Worker(process, marks, listener, asynchronous=False)
+        try:
+            assert process.stdin is not None
+            process.stdin.write(request_frame((self._spec, self._columns, self._deadline_s, self._late)))
+            async with asyncio.timeout(START_S):
+                error, worker.asynchronous = read_greeting(await _read(process, {}))
+        except TimeoutError:
+            error = f"it could not be imported within {START_S:g} s"
+        except BrokenFrameError as broken:
+            error = f"its module wrote something to the worker's pipe while it was imported: {broken}"
+        except asyncio.IncompleteReadError:
+            error = f"it {_how_it_ended(await worker.ended())} while it was imported"
+        except BaseException:
+            worker.kill()
+            await worker.ended()
+            raise
+        if error is not None:
+            worker.kill()
+            await worker.ended()
+            raise RecipeError(f"`task.reward = {self._spec!r}` cannot be used: {error}")
+        return worker
+
+    async def _listen(self, printed: int) -> None:
+        """Passes what the reward prints on, line by line, until its process has ended."""
+        reader = asyncio.StreamReader()
+        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(printed, "rb", buffering=0)
+        )
+        rest = b""
+        try:
+            while piece := await reader.read(1 << 16):
+                *lines, rest = (rest + piece).split(b"\n")
+                if len(rest) > MAX_LINE:
+                    lines, rest = [*lines, rest], b""
+                for line in lines:
+                    self._print_line(line)
+        finally:
+            pipe.close()
+            if rest:
+                self._print_line(rest)
+
+    def _print_line(self, line: bytes) -> None:
+        text = line.decode("utf-8", errors="replace").rstrip()[:MAX_LINE]
+        if text:
+            self._on_output(text)
+
+    async def _deliver(self, worker: _Worker) -> None:
+        """Delivers results until the worker's output ends. Raises `BrokenFrameError` for anything but results."""
+        while True:
+            try:
+                body = await _read(worker.process, worker.in_flight)
+            except asyncio.IncompleteReadError:
+                return
+            results = read_results(body, worker.in_flight.keys())
+            self._measure(worker, len(results))
+            for identity, value, error in results:
+                pending = worker.in_flight.pop(identity)
+                if pending.future.done():
+                    continue
+                if value is None:
+                    pending.future.set_exception(RewardError(error))
+                else:
+                    pending.future.set_result(value)
+            if self._queue:
+                self._schedule()
+
+    def _measure(self, worker: _Worker, num_results: int) -> None:
+        if worker.asynchronous:
+            return
+        now = time.monotonic()
+        sent_at = next(iter(worker.in_flight.values())).sent_at
+        item_s = (now - sent_at) / num_results
+        self._item_s = item_s if self._item_s == 0 else 0.8 * self._item_s + 0.2 * item_s
+        for pending in worker.in_flight.values():
+            pending.sent_at = now
+
+    def _handle_exit(self, slot: int, worker: _Worker, code: int) -> None:
+        """Fails the item that cost a worker, and puts its other items back at the head of the queue, in order."""
+        del self._workers[slot]
+        self.replaced += 1
+        marked = MARK.unpack_from(worker.marks)[1]
+        no_item: frozenset[int] = frozenset()
+        if worker.killed_for:  # the exit code says only that it was killed
+            died, blamed = self._late, worker.killed_for
+        elif worker.broken is not None:  # perhaps an earlier item wrote to the pipe
+            died, blamed = self._broken_text(worker), no_item
+        else:
+            died = f"`{self._spec}` {_how_it_ended(code)}"
+            blamed = frozenset([marked]) if worker.killed_for is None else no_item
+        found = not blamed.isdisjoint(worker.in_flight)  # if not, any of them may be the cause
+        again = []
+        for identity, pending in worker.in_flight.items():
+            if identity in blamed:
+                _fail(pending, self._late if worker.killed_for else f"{died} while it scored this completion")
+                continue
+            pending.deaths += not found
+            if pending.deaths >= MAX_UNEXPLAINED_DEATHS:
+                _fail(pending, f"{died}; {MAX_UNEXPLAINED_DEATHS} workers were lost while they had this completion")
+            else:
+                again.append(pending)
+        self._queue.extendleft(reversed(again))
+
+    def _broken_text(self, worker: _Worker) -> str:
+        return f"`{self._spec}` wrote something else than results to its pipe ({worker.broken})"
+
+    # -- deadlines ----------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Kills workers that are stuck. Sleeps while no item is queued or in flight."""
+        while True:
+            await self._work.wait()
+            await asyncio.sleep(min(1.0, self._deadline_s / 10))
+            for worker in self._workers.values():
+                if worker.in_flight and worker.killed_for is None:
+                    worker.killed_for = self._late_items(worker)
+                    if worker.killed_for is not None:
+                        worker.kill()
+            if not self._queue and not any(worker.in_flight for worker in self._workers.values()):
+                self._work.clear()
+
+    def _late_items(self, worker: _Worker) -> frozenset[int] | None:
+        """Returns the items that a worker must be killed for, or None if it is not stuck.
+
+        The set is empty if the worker is stuck and no item is known to be the cause.
+        """
+        since, marked = MARK.unpack_from(worker.marks)
+        now = time.monotonic()
+        # The mark is two words and may be read half written, so an item counts only if two checks in a row see it.
+        previous, worker.last_mark = worker.last_mark, marked
+        if marked != NOTHING:
+            return frozenset([marked]) if marked == previous and now - since > self._deadline_s else None
+        limit_s = self._deadline_s + max(1.0, self._deadline_s)
+        overdue = frozenset(i for i, pending in worker.in_flight.items() if now - pending.sent_at > limit_s)
+        if not overdue:
+            return None
+        # An `async def` that ignores its cancellation is the cause; a `def` that was never started is not.
+        return overdue if worker.asynchronous else frozenset()
+
+
+async def _read(process: asyncio.subprocess.Process, asked: Sized) -> bytes:
+    """Reads a worker's next frame. Raises `BrokenFrameError` if it is longer than results for `asked` can be."""
+    assert process.stdout is not None
+    (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+    if size > (limit := max_frame_bytes(len(asked))):
+        raise BrokenFrameError(f"a frame of {size} bytes, more than the limit of {limit}")
+    return await process.stdout.readexactly(size)
+
+
+def _log_line(line: str) -> None:
+    log.warning("the reward function printed: %s", line)
+
+
+def _fail(pending: _Pending, reason: str) -> None:
+    if not pending.future.done():
+        pending.future.set_exception(RewardError(reason))
+
+
+def _how_it_ended(code: int) -> str:
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended its process with exit code {code}"

@@ -1,0 +1,104 @@
+"""The options of the tasks: the table `[task]` of a recipe, by its `type`. `tasks.py` loads the task."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from stretto.options import Options
+
+
+class SharedTaskOptions(Options):
+    """The options that every task has."""
+
+    type: str
+    order: Literal["shuffled", "pass-rate"] = Field(
+        "shuffled",
+        description="`shuffled`: every row once an epoch. `pass-rate`: the less a row is solved, the more often",
+    )
+    pass_reward: float | None = Field(
+        None, gt=0, description='Lowest reward that counts as solved, for `order = "pass-rate"`; default: 1'
+    )
+
+    @property
+    def max_turns(self) -> int:
+        """The most turns of one episode."""
+        return 1
+
+
+class ScoredTaskOptions(SharedTaskOptions):
+    """A task of one turn that is scored by a reward function."""
+
+    reward_seconds: float = Field(10.0, gt=0, description="Deadline of a call of the reward function")
+    reward_workers: int = Field(1, ge=1, description="Processes that run the reward function")
+    pass_env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = Field(
+        (), description="Environment variables that the reward process sees too; may change at `--resume`"
+    )
+
+
+class EpisodeTaskOptions(SharedTaskOptions):
+    """A task whose episodes, of one turn or several, are played and rewarded by an environment."""
+
+    turns: int = Field(ge=1, description="Most turns of an episode")
+
+    @property
+    def max_turns(self) -> int:
+        return self.turns
+
+
+class CountdownChainOptions(ScoredTaskOptions):
+    """The task of the quickstart: `4+3*17?` asks for (4 + 3*17) mod 10, solved by a chain of steps."""
+
+    type: Literal["countdown-chain"] = "countdown-chain"
+    size: int = Field(4_096, ge=1, description="Number of rows")
+
+
+class ReasoningGymOptions(ScoredTaskOptions):
+    """Any task of the package reasoning-gym."""
+
+    type: Literal["reasoning-gym"] = "reasoning-gym"
+    name: str = Field(description="Name of the data set, such as `chain_sum`")
+    size: int = Field(10_000, ge=1, description="Number of rows")
+    config: dict[str, Any] = Field(default_factory=dict, description="Options of the data set")
+    scoring: Literal["exact", "scorer"] = Field(
+        "exact", description="`exact`: exact match. `scorer`: the data set's scorer"
+    )
+    instruction: str | None = Field(
+        None, description="Text before the problem; default: asks for a last line `Answer: ...`"
+    )
+
+
+class FileOptions(ScoredTaskOptions):
+    """A JSONL or Parquet file of prompts with a reward function."""
+
+    type: Literal["file"] = "file"
+    path: str = Field(description="File with a column `prompt` or `messages`")
+    reward: str = Field(description="`package.module:function`")
+    evaluation_path: str | None = Field(None, description="File of held-out prompts; default: split from `path`")
+    system: str | None = Field(None, description="System message; every `prompt` becomes a user message after it")
+
+
+class GuessOptions(EpisodeTaskOptions):
+    """A small task of several turns: find numbers from 1 to 7 by guesses, which are answered with `>`, `<` or `!`."""
+
+    type: Literal["guess"] = "guess"
+    size: int = Field(4_096, ge=1, description="Number of rows")
+    turns: int = Field(6, ge=1, description="Most guesses of an episode")
+
+
+class EnvironmentOptions(EpisodeTaskOptions):
+    """A JSONL or Parquet file of prompts with your own environment."""
+
+    type: Literal["environment"] = "environment"
+    path: str = Field(description="File with a column `prompt` or `messages`")
+    environment: str = Field(description="`package.module:Class`")
+    config: dict[str, Any] = Field(default_factory=dict, description="Options of the class")
+    evaluation_path: str | None = Field(None, description="File of held-out prompts; default: split from `path`")
+    system: str | None = Field(None, description="System message; every `prompt` becomes a user message after it")
+
+
+TaskOptions = Annotated[
+    CountdownChainOptions | ReasoningGymOptions | FileOptions | GuessOptions | EnvironmentOptions,
+    Field(discriminator="type"),
+]

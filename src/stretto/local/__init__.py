@@ -1,0 +1,1 @@
+"""Instances and trainer as threads of one process."""

@@ -1,0 +1,44 @@
+"""The backend of a run in one process: instances and trainer are threads, rewards have processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stretto.local.components import LocalComponents
+from stretto.local.pool import LocalPool
+from stretto.local.trainer import ThreadedTrainer
+from stretto.observe.progress import Observer
+from stretto.recipe.schema import Recipe
+from stretto.run.protocols import NoRewards, TrainerBackend
+from stretto.setup.backend import Backend
+from stretto.setup.device import on_device
+from stretto.setup.inputs import reward_pool
+from stretto.setup.memory_sizes import longest_trajectory
+from stretto.store.journal import Journal
+from stretto.store.version_files import VersionFiles
+
+
+def local_backend(
+    recipe: Recipe, parts: LocalComponents, observer: Observer, said: Callable[[str], None], versions: VersionFiles
+) -> Backend:
+    """Makes the backend of a run from its components. Starts nothing."""
+    driver = parts.driver
+    pool = LocalPool(
+        parts.next_engine,
+        threads=driver.threads.engine,
+        longest=longest_trajectory(recipe, driver.inputs.longest_prompt),
+    )
+
+    def make_trainer(journal: Journal) -> TrainerBackend:
+        return ThreadedTrainer(
+            parts.trainer,
+            driver.threads.trainer,
+            deadline_s=recipe.runtime.update_seconds,
+            engine_s=recipe.runtime.instance_seconds,
+            engines=pool.engines.values(),
+            notice=observer.message,
+        )
+
+    task = driver.inputs.task
+    rewards = NoRewards() if task.reward is None else reward_pool(recipe, task, said)
+    return Backend(driver, rewards, pool, make_trainer, lambda weights: on_device(weights, parts.trainer.device))

@@ -1,0 +1,60 @@
+"""Engines and trainer of a run in one process, which share one copy of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from stretto.engines.native.engine import NativeEngine
+from stretto.models.loading import load_config, load_model, second_tree
+from stretto.recipe.schema import Recipe
+from stretto.setup.device import choose_device, choose_dtype
+from stretto.setup.factories import DriverInputs, load_driver_inputs, make_native_engine, make_trainer
+from stretto.setup.memory import footprint, out_of_memory
+from stretto.training.trainer import LocalTrainer
+
+
+@dataclass(slots=True)
+class LocalComponents:
+    """Made before the run writes anything, so that bad input and a lack of memory show first."""
+
+    driver: DriverInputs
+    engines: list[NativeEngine]  # of the instances that the run begins with
+    make_engine: Callable[[], NativeEngine]  # for an instance that joins later
+    trainer: LocalTrainer
+
+    def next_engine(self) -> NativeEngine:
+        """Returns the engine of the next instance: one that was made before the run, or a new one.
+
+        For one thread at a time.
+        """
+        return self.engines.pop(0) if self.engines else self.make_engine()
+
+    @classmethod
+    def build(cls, recipe: Recipe, model_path: str) -> LocalComponents:
+        """Loads the inputs and the model, and makes engines and trainer. Raises `RecipeError` if they do not fit."""
+        config, device = load_config(model_path), choose_device(recipe.runtime.device)
+        dtype = choose_dtype(recipe.model.dtype, device)
+        driver = load_driver_inputs(recipe, model_path)
+        need = footprint(recipe, config, driver.inputs.longest_prompt, device)
+        try:
+            model = load_model(model_path, dtype, device)
+            torch.set_num_threads(driver.threads.engine)  # a new engine measures how this number of threads rounds
+            # The engines' module trees first: the trainer replaces linear layers in the tree that was loaded.
+            engines = [
+                make_native_engine(recipe, model, need.kv_tokens, driver.decode)
+                for _ in range(recipe.runtime.instances)
+            ]
+            base = None if recipe.model.lora is None else second_tree(model, share=True)
+            trainer = make_trainer(recipe, model, model_path)
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(recipe, need, error) from error
+
+        def make_engine() -> NativeEngine:
+            # Weights that are being trained are no base for an engine: full training loads the model again.
+            tree = load_model(model_path, dtype, device) if base is None else base
+            return make_native_engine(recipe, tree, need.kv_tokens, driver.decode)
+
+        return cls(driver, engines, make_engine, trainer)

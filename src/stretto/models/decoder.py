@@ -1,0 +1,239 @@
+"""The trainer's decoder of plain models: a layer is one function of tensors, compiled once for all layers.
+
+A layer of transformers is dozens of small kernels that are bound by memory (norms, rotary embedding, SwiGLU, residuals)
+between the products. Compiled, the operations between two products are one kernel. The function takes the weights as
+arguments, so all layers share one compiled graph. The numbers of tokens and of sequences are dynamic, so no batch
+compiles again. Layer 0 of a model whose embedding is frozen gets a graph of its own, because its input needs no
+gradient.
+
+With half-precision weights the residual stream is float32 (`wide_products.py`), because bfloat16 loses the most there.
+
+Attention (`varlen_attention.py`) and adapted linear layers (`adapted_linear.py`) are operators that are opaque to the
+compiler. `PackedModel` compares the result with the modules of transformers before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from stretto.models.adapted_linear import AdapterGroup, adapted_linear, adapted_wide
+from stretto.models.lora import LoraLinear
+from stretto.models.packed_attention import PackedLayout
+from stretto.models.plain import activations, is_plain, linear_groups, same_adapters
+from stretto.models.varlen_attention import causal_varlen
+from stretto.models.wide_products import HALF, wide_linear, wide_type
+
+SILU = {"SiLU", "SiLUActivation"}
+
+
+class Projection(NamedTuple):
+    """Linear layers over one input, as `project` takes them. The adapters' lists are empty if there are none."""
+
+    weights: list[Tensor]
+    biases: list[Tensor]
+    downs: list[Tensor]
+    ups: list[Tensor]
+    down: Tensor | None
+    ups_cast: list[Tensor]
+
+
+class LayerWeights(NamedTuple):
+    """Every tensor of a layer."""
+
+    before: Tensor  # norms
+    between: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    attention_in: Projection  # query, key, value
+    attention_out: Projection
+    mlp_in: Projection  # gate, up
+    mlp_out: Projection
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The constants of all layers."""
+
+    head_size: int
+    epsilon: float
+    scaling: float
+    owners: tuple[tuple[int, ...], ...]  # of the adapters in each of the four projections
+    adapter_scale: float
+
+
+def normalized(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Returns the root-mean-square norm in `wide_type`; the caller rounds it, once.
+
+    The factor is computed in float32 whatever the type, as in transformers.
+    """
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return wide.to(wide_type(x.dtype)) * weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies the rotary embedding to [T, heads, head size]; `cos` and `sin` are [T, 1, head size]."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def project(x: Tensor, projection: Projection, owners: tuple[int, ...], scale: float) -> Sequence[Tensor]:
+    """Returns the output of each linear layer [T, out]."""
+    weights = projection.weights
+    if projection.down is None:
+        biases: Sequence[Tensor | None] = projection.biases or [None] * len(weights)
+        return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    y, _ = adapted_linear(
+        x, weights, projection.downs, projection.ups, projection.down, projection.ups_cast, list(owners), scale
+    )
+    parts = y.split_with_sizes([weight.shape[0] for weight in weights], 1)
+    return [part + bias for part, bias in zip(parts, projection.biases, strict=True)] if projection.biases else parts
+
+
+def add_projected(hidden: Tensor, x: Tensor, projection: Projection, owners: tuple[int, ...], scale: float) -> Tensor:
+    """Returns the stream [T, width] plus the output of the one linear layer of `projection`."""
+    if x.dtype not in HALF:
+        (y,) = project(x, projection, owners, scale)
+        return hidden + y
+    (weight,) = projection.weights
+    if projection.down is None:
+        hidden = hidden + wide_linear(x, weight)
+    else:
+        base, added, _ = adapted_wide(
+            x, weight, projection.downs[0], projection.ups[0], projection.down, projection.ups_cast[0], scale
+        )
+        hidden = hidden + base + added
+    return hidden + projection.biases[0] if projection.biases else hidden
+
+
+def decoder_layer(
+    shape: LayerShape, hidden: Tensor, cos: Tensor, sin: Tensor, ends: Tensor, limit: Tensor, weights: LayerWeights
+) -> Tensor:
+    """Returns `hidden` [T, width] after the layer, in `wide_type`. `ends` and `limit` are those of the layout.
+
+    The input of a product or of attention is rounded to the type of the weights, once, as in the engine's kernels.
+    """
+    size, dtype = shape.head_size, weights.attention_in.weights[0].dtype
+    x = normalized(hidden, weights.before, shape.epsilon).to(dtype)
+    q, k, v = project(x, weights.attention_in, shape.owners[0], shape.adapter_scale)
+    q, k, v = (part.view(len(part), -1, size) for part in (q, k, v))
+    q, k = q.to(hidden.dtype), k.to(hidden.dtype)
+    if weights.query_norm is not None and weights.key_norm is not None:
+        q, k = normalized(q, weights.query_norm, shape.epsilon), normalized(k, weights.key_norm, shape.epsilon)
+    q, k = rotate(q, cos, sin).to(dtype), rotate(k, cos, sin).to(dtype)
+    y, _ = causal_varlen(q, k, v, ends, limit, shape.scaling)
+    hidden = add_projected(hidden, y.flatten(1), weights.attention_out, shape.owners[1], shape.adapter_scale)
+    x = normalized(hidden, weights.between, shape.epsilon).to(dtype)
+    gate, up = project(x, weights.mlp_in, shape.owners[2], shape.adapter_scale)
+    x = (F.silu(gate.to(hidden.dtype)) * up).to(dtype)
+    return add_projected(hidden, x, weights.mlp_out, shape.owners[3], shape.adapter_scale)
+
+
+class PlainDecoder:
+    """The decoder of a plain model, over the Parameters of its module tree, in fewer operations.
+
+    It is made after the adapters are in place. `compiled` runs the layers through `torch.compile` if gradients are
+    enabled; `checkpointing` stores one hidden state a layer and computes the rest again in the backward pass.
+    """
+
+    def __init__(self, model: Any, *, compiled: bool, checkpointing: bool, backend: str = "inductor") -> None:
+        assert fits(model)
+        self._decoder = model.model
+        self._checkpointing = checkpointing
+        first = self._decoder.layers[0].self_attn
+        self._groups: list[AdapterGroup] = []
+        self._layers = [self._weights_of(layer) for layer in self._decoder.layers]
+        owners = tuple(self._owners_of(group) for group in linear_groups(self._decoder.layers[0]))
+        self._shape = LayerShape(
+            head_size=first.head_dim,
+            epsilon=float(self._decoder.norm.variance_epsilon),
+            scaling=float(first.scaling),
+            owners=owners,
+            adapter_scale=self._groups[0].scale if self._groups else 1.0,
+        )
+        copies = [group.copies for group in self._groups]
+        self._cast = [each for into, _ in copies for each in into]
+        self._values = [each for _, values in copies for each in values]
+        self._compiled: Callable[..., Tensor] | None = None
+        if compiled:
+            self._compiled = torch.compile(self._own_layer(), backend=backend, fullgraph=True)
+
+    def _layer(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, ends: Tensor, limit: Tensor, weights: LayerWeights
+    ) -> Tensor:
+        return decoder_layer(self._shape, hidden, cos, sin, ends, limit, weights)
+
+    def _own_layer(self) -> Callable[..., Tensor]:
+        """Returns `_layer` with a code object of its own: torch stores and limits graphs by code object."""
+        shared = PlainDecoder._layer
+        own = FunctionType(shared.__code__.replace(), shared.__globals__, shared.__name__)
+        return MethodType(own, self)
+
+    @property
+    def compiled(self) -> bool:
+        """True if layers run compiled, which they do only with gradients enabled."""
+        return self._compiled is not None
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: PackedLayout) -> Tensor:
+        """Returns the last hidden state of every token [T, width]."""
+        with torch.no_grad():
+            if self._cast:
+                torch._foreach_copy_(self._cast, self._values)
+            # It reads only the type and the device of its first argument.
+            cos, sin = self._decoder.rotary_emb(self._decoder.embed_tokens.weight, position_ids[None])
+            cos, sin = cos[0, :, None], sin[0, :, None]
+        hidden = F.embedding(input_ids, self._decoder.embed_tokens.weight)
+        dtype = hidden.dtype
+        hidden = hidden.to(wide_type(dtype))
+        training = torch.is_grad_enabled()
+        layer = self._compiled if self._compiled is not None and training else self._layer
+        for weights in self._layers:
+            if layer is not self._layer:
+                for tensor in (hidden, cos, sin, layout.ends):
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            arguments = (hidden, cos, sin, layout.ends, layout.limit, weights)
+            if self._checkpointing and training:
+                hidden = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                hidden = layer(*arguments)
+        return normalized(hidden, self._decoder.norm.weight, self._shape.epsilon).to(dtype)
+
+    def _weights_of(self, layer: Any) -> LayerWeights:
+        own = layer.self_attn
+        query_norm, key_norm = getattr(own, "q_norm", None), getattr(own, "k_norm", None)
+        return LayerWeights(
+            layer.input_layernorm.weight,
+            layer.post_attention_layernorm.weight,
+            None if query_norm is None else query_norm.weight,
+            None if key_norm is None else key_norm.weight,
+            *(self._projection(linears) for linears in linear_groups(layer)),
+        )
+
+    def _projection(self, linears: Sequence[nn.Linear]) -> Projection:
+        weights: list[Tensor] = [linear.weight for linear in linears]
+        biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+        if not self._owners_of(linears):
+            return Projection(weights, biases, [], [], None, [])
+        group = AdapterGroup(linears)
+        self._groups.append(group)
+        return Projection(weights, biases, group.downs, group.ups, group.down, group.ups_cast)
+
+    @staticmethod
+    def _owners_of(linears: Sequence[nn.Linear]) -> tuple[int, ...]:
+        return tuple(place for place, linear in enumerate(linears) if isinstance(linear, LoraLinear))
+
+
+def fits(model: Any) -> bool:
+    """True if `PlainDecoder` can run the model: a plain one with SiLU, and the same adapters in every layer.
+
+    The adapted layers are a constant of the graph that all layers share.
+    """
+    return is_plain(model) and activations(model) <= SILU and same_adapters(model, LoraLinear)

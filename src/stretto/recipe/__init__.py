@@ -1,0 +1,1 @@
+"""Recipes: schema, overrides, checks, error messages, and the generated reference of the keys."""

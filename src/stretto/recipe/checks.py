@@ -1,0 +1,182 @@
+"""Checks of a recipe as a whole: keys that have no effect in combination, and recipes that cannot run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from stretto.recipe.algorithm_checks import impossible_algorithm, options_without_effect
+
+if TYPE_CHECKING:
+    from stretto.core.plan import Plan
+    from stretto.recipe.schema import Recipe
+
+RAY_ONLY = ("address", "instance_cpus", "instance_gpus", "trainers", "trainer_cpus", "trainer_gpus")
+
+
+def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
+    """The keys that have no effect in this recipe, set or not, each with the reason."""
+    rollout, paradigm = recipe.rollout, recipe.paradigm
+    found: dict[tuple[str, str], str] = {}
+    if paradigm.staleness is not None:
+        found["rollout", "staleness"] = (
+            f"`rollout.staleness = {rollout.staleness!r}` has no effect: `{paradigm.name}` always has "
+            f'{paradigm.staleness}; leave it out, or choose `paradigm = "multi-version"`'
+        )
+    if paradigm.one_batch:
+        found["rollout", "in_flight"] = (
+            f"`rollout.in_flight = {rollout.in_flight}` has no effect: `{paradigm.name}` always has one batch of "
+            "groups in flight; leave it out"
+        )
+    if rollout.staleness != "auto":
+        found["rollout", "staleness_cap"] = (
+            '`rollout.staleness_cap` has no effect without `staleness = "auto"`; set that, or leave the cap out'
+        )
+    if recipe.model.path != "tiny":
+        found["model", "warm_start"] = (
+            f'`model.warm_start` has no effect on `model.path = {recipe.model.path!r}`: only "tiny" is warm-started'
+        )
+    if rollout.filter == "none":
+        found["rollout", "filter_limit"] = (
+            '`rollout.filter_limit` has no effect without `filter = "no-signal"`; set that, or leave the limit out'
+        )
+    if recipe.task.order == "shuffled":
+        found["task", "pass_reward"] = (
+            '`task.pass_reward` has no effect without `order = "pass-rate"`; set that, or leave it out'
+        )
+    if reason := replays_nothing(recipe):
+        found["training", "replay"] = f"`training.replay` has no effect: {reason}; leave it out"
+    if recipe.training.schedule == "constant":
+        found["training", "final_fraction"] = (
+            '`training.final_fraction` has no effect with `schedule = "constant"`; choose "linear" or "cosine"'
+        )
+    if recipe.evaluation.prompts == 0:
+        for name in ("every", "temperature", "max_tokens"):
+            found["evaluation", name] = f"`evaluation.{name}` has no effect with `evaluation.prompts = 0`"
+        found["task", "evaluation_path"] = "`task.evaluation_path` has no effect with `evaluation.prompts = 0`"
+    elif recipe.evaluation.every >= recipe.training.steps:
+        found["evaluation", "every"] = (
+            f"`evaluation.every = {recipe.evaluation.every}` has no effect in a run of `training.steps = "
+            f"{recipe.training.steps}`, which is always evaluated before and after; use less, or leave it out"
+        )
+    if recipe.runtime.slots is not None and (most := _versions_at_once(recipe)) < recipe.runtime.slots:
+        found["runtime", "slots"] = (
+            f"`runtime.slots = {recipe.runtime.slots}` has no effect above {most}, the most versions of the run at "
+            f"once; use at most {most}, or leave it out"
+        )
+    if recipe.model.lora is not None:
+        found["runtime", "durable_versions"] = (
+            "`runtime.durable_versions = false` has no effect with `model.lora`: adapters are small and always written "
+            "before a group starts on them; leave it out"
+        )
+    if recipe.runtime.type == "local":
+        for name in RAY_ONLY:
+            found["runtime", name] = (
+                f'`runtime.{name}` has no effect with `runtime.type = "local"`: it is for a cluster; '
+                'choose `type = "ray"`, or leave it out'
+            )
+    return found | options_without_effect(recipe)
+
+
+def _versions_at_once(recipe: Recipe) -> float:
+    try:
+        return recipe.plan.slots
+    except ValueError:  # there is no plan: reported by `_impossible`
+        return math.inf
+
+
+def replays_nothing(recipe: Recipe) -> str:
+    """The reason why no group can be reused under this staleness; empty if groups can be."""
+    if recipe.paradigm.one_batch:
+        return (
+            f"under `{recipe.paradigm.name}` every group has reached its largest age when it is trained, so none can "
+            'be reused (`paradigm = "multi-version"` allows it)'
+        )
+    if recipe.rollout.staleness == 0:
+        return "with `rollout.staleness = 0` a group is too old after its first update; allow staleness"
+    return ""
+
+
+def ineffective_keys(recipe: Recipe) -> dict[tuple[str, str], str]:
+    """The keys that are set and have no effect, each with the reason. A key that is set to its default is allowed."""
+    found = {}
+    for (name, key), reason in without_effect(recipe).items():
+        section = getattr(recipe, name)
+        if key in section.model_fields_set and getattr(section, key) != type(section).model_fields[key].default:
+            found[name, key] = reason
+    return found
+
+
+def refusals(recipe: Recipe) -> list[str]:
+    """The reasons why a recipe is refused, one sentence each."""
+    return [*ineffective_keys(recipe).values(), *_impossible(recipe)]
+
+
+def _impossible(recipe: Recipe) -> Iterable[str]:
+    rollout = recipe.rollout
+    if rollout.filter == "no-signal" and rollout.group == 1:
+        yield (
+            '`rollout.filter = "no-signal"` with `rollout.group = 1` would filter everything: the rewards of a group '
+            "of one are always equal; use at least 2, or leave the filter out"
+        )
+    if rollout.top_k == 1:
+        yield (
+            "`rollout.top_k = 1` leaves nothing to learn from: every token is certain, so none has a gradient; use at "
+            "least 2, or 0 to sample from all"
+        )
+    advantage = recipe.algorithm.advantage
+    if rollout.filter == "no-signal" and advantage in ("whiten", "gae"):
+        yield (
+            f'`rollout.filter = "no-signal"` is refused with `algorithm.advantage = "{advantage}"`, which compares '
+            "different groups: a group whose rewards are all equal does carry a signal; use an advantage relative to "
+            "the group, or leave the filter out"
+        )
+    replay = recipe.training.replay
+    if replay is not None and replay.ratio * rollout.prompts < 0.5:
+        yield (
+            f"`training.replay.ratio = {replay.ratio}` of `rollout.prompts = {rollout.prompts}` is less than one "
+            f"group; use at least {0.5 / rollout.prompts:.3g}, or leave `training.replay` out"
+        )
+    yield from impossible_algorithm(recipe)
+    try:
+        plan = recipe.plan
+    except ValueError as error:
+        yield str(error)
+        return
+    most = plan.in_flight * plan.group_size
+    if plan.rows > most:
+        yield (
+            f"`rollout.rows = {plan.rows}` has no effect above {most}, the trajectories of the {plan.in_flight} groups "
+            f"in flight; use at most {most}, or raise `rollout.in_flight`"
+        )
+    yield from _impossible_pool(recipe, plan)
+    longest = max(rollout.max_tokens, recipe.evaluation.max_tokens or 0)
+    least = (longest + 16) * recipe.runtime.instances
+    if rollout.kv_tokens is not None and rollout.kv_tokens < least:
+        each = f" on each of `runtime.instances = {recipe.runtime.instances}`" if recipe.runtime.instances > 1 else ""
+        yield (
+            f"`rollout.kv_tokens = {rollout.kv_tokens}` is too small for one completion of `max_tokens = {longest}` "
+            f"and a prompt{each}; use at least {least}, or leave it out"
+        )
+
+
+def _impossible_pool(recipe: Recipe, plan: Plan) -> Iterable[str]:
+    runtime = recipe.runtime
+    if runtime.trainers > 1 and runtime.trainer_gpus is not None and 0 < runtime.trainer_gpus < 1:
+        yield (
+            f"`runtime.trainer_gpus = {runtime.trainer_gpus:g}` with `runtime.trainers = {runtime.trainers}` would put "
+            "two ranks on one GPU, where NCCL does not work; give each rank a whole GPU, or use fewer ranks"
+        )
+    if runtime.instances > plan.rows:
+        yield (
+            f"`runtime.instances = {runtime.instances}` has no effect above `rollout.rows = {plan.rows}`, the "
+            "trajectories that run at once; use fewer instances, or raise `rollout.rows`"
+        )
+    if runtime.slots is not None and runtime.instances * runtime.slots < plan.slots:
+        included = ", evaluation's included" if plan.evaluate_every else ""
+        yield (
+            f"`runtime.instances = {runtime.instances}` of `runtime.slots = {runtime.slots}` hold "
+            f"{runtime.instances * runtime.slots} versions at once, and the run needs {plan.slots}{included} (K = "
+            f"{plan.staleness}); raise one of them, lower `rollout.staleness`, or leave `runtime.slots` out"
+        )

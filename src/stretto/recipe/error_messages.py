@@ -1,0 +1,147 @@
+"""Turns pydantic's validation errors into sentences: the option, the value it got, and what to do instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+_KINDS = {"constrained-int"}  # pydantic's names of union members that are not tables
+
+
+def explain(problems: Iterable[Mapping[str, Any]], recipe: type[BaseModel], raw: Mapping[str, Any]) -> list[str]:
+    """Returns one line for each option. `recipe` is the model that validated `raw`."""
+    return _joined(_sentence(problem, recipe, raw) for problem in problems)
+
+
+def _joined(lines: Iterable[str]) -> list[str]:
+    """Joins the errors of one option: pydantic has one for every type that the option may have."""
+    by_option: dict[str, list[str]] = {}
+    for line in lines:
+        option, separator, expected = line.partition(": input should be ")
+        by_option.setdefault(option + separator, []).append(expected)
+    return [option + " or ".join(expected) for option, expected in by_option.items()]
+
+
+def _sentence(problem: Mapping[str, Any], recipe: type[BaseModel], raw: Mapping[str, Any]) -> str:
+    # Pydantic's location includes the variant of a union.
+    tags = _KINDS | tags_of(recipe)
+    location = [str(part) for part in problem["loc"] if part not in tags and "[" not in str(part)]
+    name = ".".join(location)
+    kind, got = problem["type"], problem.get("input")
+    if kind == "extra_forbidden":
+        return f"`{name}` is not an option{_instead(location, recipe, raw)}"
+    if kind == "missing":
+        return f"`{name}` is missing"
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        return f"`{name}.type` must be one of {', '.join(f'`{tag}`' for tag in _variants(recipe, location))}"
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        keys = sorted(key for key in all_keys(recipe) if key.startswith(f"{name}."))
+        example = f"; set one of its options, such as `{keys[0]}`" if keys else ""
+        return f"`{name} = {got!r}`: `{name}` is a table, not a value{example}"
+    if kind == "value_error":
+        return str(problem["msg"]).removeprefix("Value error, ")
+    message = str(problem["msg"])
+    return f"`{name} = {got!r}`: {message[:1].lower()}{message[1:]}"
+
+
+def _instead(location: Sequence[str], recipe: type[BaseModel], raw: Mapping[str, Any]) -> str:
+    """A suggestion for an unknown key: it belongs to another type of the table, to another table, or is misspelled."""
+    *table, leaf = location
+    keys = all_keys(recipe)
+    tags = keys.get(".".join(location))
+    if tags:
+        types = " or ".join(f'`{location[0]}.type = "{tag}"`' for tag in tags)
+        return f" here: it belongs to {types}, and this recipe has `{_type_of(location[0], recipe, raw)}`"
+    same = [key for key in keys if key.rpartition(".")[2] == leaf]
+    if same:
+        return f"; did you mean {' or '.join(f'`{key}`' for key in same)}?"
+    tag = _type_of(location[0], recipe, raw) if table else ""
+    siblings = [
+        key.rpartition(".")[2]
+        for key, of in keys.items()
+        if key.rpartition(".")[0] == ".".join(table) and (not of or tag in of)
+    ]
+    siblings += [name for name in sections(recipe) if not table]
+    nearest = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.5)
+    if nearest:
+        return f"; did you mean `{'.'.join([*table, nearest[0]])}`?"
+    leaves = {key.rpartition(".")[2]: key for key in keys}
+    nearest = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)
+    return f"; did you mean `{leaves[nearest[0]]}`?" if nearest else ""
+
+
+def _type_of(section: str, recipe: type[BaseModel], raw: Mapping[str, Any]) -> str:
+    """The type of a table in a recipe, or its default."""
+    table = raw.get(section)
+    given = table.get("type") if isinstance(table, Mapping) else None
+    if given is None and section in recipe.model_fields:
+        given = getattr(recipe.model_fields[section].default, "type", None)
+    return str(given)
+
+
+def _variants(recipe: type[BaseModel], location: Sequence[str]) -> list[str]:
+    """The possible types of the table at a location."""
+    models: list[type[BaseModel]] = [recipe]
+    for name in location:
+        fields = [model.model_fields[name] for model in models if name in model.model_fields]
+        models = list(dict.fromkeys(inner for field in fields for inner in _models_of(field.annotation)))
+    return [_tag(model) for model in models]
+
+
+def tags_of(model: type[BaseModel]) -> set[str]:
+    """The types of all tables in a model, at any depth."""
+    found = {_tag(model)} if "type" in model.model_fields else set()
+    for field in model.model_fields.values():
+        for inner in _models_of(field.annotation):
+            found |= tags_of(inner)
+    return found
+
+
+def _tag(model: type[BaseModel]) -> str:
+    return str(model.model_fields["type"].annotation.__args__[0])  # type: ignore[union-attr]
+
+
+def sections(recipe: type[BaseModel]) -> dict[str, dict[str, type[BaseModel]]]:
+    """The tables of a recipe with their variants by type; a table without types has one, under the empty string."""
+    found: dict[str, dict[str, type[BaseModel]]] = {}
+    for name, field in recipe.model_fields.items():
+        models = list(_models_of(field.annotation))
+        if len(models) > 1:
+            found[name] = {_tag(model): model for model in models}
+        elif models:
+            found[name] = {"": models[0]}
+    return found
+
+
+def all_keys(recipe: type[BaseModel]) -> dict[str, tuple[str, ...]]:
+    """Every dotted key, with the types of its table that have it; empty if all have."""
+    keys: dict[str, tuple[str, ...]] = {}
+    tables = sections(recipe)
+    for name in recipe.model_fields:
+        if name not in tables:
+            keys[name] = ()
+            continue
+        variants = {tag: list(_keys_of(model)) for tag, model in tables[name].items()}
+        for key in dict.fromkeys(key for leaves in variants.values() for key in leaves):
+            having = tuple(tag for tag, leaves in variants.items() if key in leaves)
+            keys[f"{name}.{key}"] = having if len(having) < len(variants) else ()
+    return keys
+
+
+def _keys_of(model: type[BaseModel]) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield name
+        inner = (key for each in _models_of(field.annotation) for key in _keys_of(each))
+        yield from (f"{name}.{key}" for key in dict.fromkeys(inner))
+
+
+def _models_of(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models in an annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+        return
+    for part in getattr(annotation, "__args__", ()):
+        yield from _models_of(part)

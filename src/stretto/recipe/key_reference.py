@@ -1,0 +1,118 @@
+"""Generates the reference of a recipe's keys from the models that validate it.
+
+    python -m stretto.recipe.key_reference docs/recipes.md
+
+writes it between the two marks of that file.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from stretto.recipe.error_messages import sections
+from stretto.recipe.schema import Recipe
+
+HEAD = 2  # lines of a Markdown table before its first row
+BEGIN, END = "<!-- keys: begin -->", "<!-- keys: end -->"
+
+
+def describe_keys() -> str:
+    """Returns a Markdown table for each section, with a line for each key. Keys of all types come once."""
+    parts = ["### Outside of the tables\n", *table(_plain(Recipe), "")]
+    for name, variants in sections(Recipe).items():
+        default_type = getattr(Recipe.model_fields[name].default, "type", None)
+        tables = {tag: table(rows(model), name, default_type) for tag, model in variants.items()}
+        first, *others = tables.values()
+        shared = [line for line in first[HEAD:] if all(line in other for other in others)] if others else []
+        if shared:
+            parts += [f"\n### `[{name}]`, for every type\n", *first[:HEAD], *shared]
+        for tag, model in variants.items():
+            title = f"### `[{name}]`" + (f', `type = "{tag}"`' if tag else "")
+            own = [line for line in tables[tag] if line not in shared]
+            parts += [f"\n{title}\n", f"{inspect.cleandoc(model.__doc__ or '')}\n", *own]
+    return "\n".join(parts) + "\n"
+
+
+def _plain(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+    tables = sections(model)
+    return ((name, field) for name, field in model.model_fields.items() if name not in tables)
+
+
+def rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """The keys of a table; the keys of an inner table follow its own key."""
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}", field
+        for inner in models(field.annotation):
+            yield from rows(inner, f"{prefix}{name}.")
+
+
+def models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models in an annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from models(part)
+
+
+def table(rows: Iterable[tuple[str, FieldInfo]], section: str, default_type: str | None = None) -> list[str]:
+    """The lines of a Markdown table, one for each key. `default_type` is the type of a section that names none."""
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for name, field in rows:
+        key = f"{section}.{name}" if section else name
+        meaning, _, stated = (field.description or "Selects this table").replace("|", "\\|").partition("; default: ")
+        # The model of a table has its type as a default, but a recipe must name it, to select the model.
+        is_tag = key.endswith(".type") and len(get_args(field.annotation)) == 1 and field.default != default_type
+        default = stated or ("required" if is_tag else _default(field))
+        lines.append(f"| `{key}` | {_type(field.annotation)} | {default} | {meaning} |")
+    return lines
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.default if field.default is not PydanticUndefined else field.get_default(call_default_factory=True)
+    if value is None:
+        return "none"
+    if isinstance(value, BaseModel):
+        return "its defaults"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, str):
+        return f'`"{value}"`'
+    return f"`{list(value)}`" if isinstance(value, tuple) else f"`{value}`"
+
+
+def _type(annotation: Any) -> str:
+    """The name of a type in TOML."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type(arguments[0])
+    if origin is Literal:
+        return ", ".join(f'`"{value}"`' for value in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(_type(part) for part in arguments if part is not NoneType))
+    if origin is tuple:
+        return f"array of {_type(arguments[0])}s"
+    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        return "table"
+    return {int: "integer", float: "number", str: "string", bool: "true or false"}[annotation]
+
+
+def write_between_marks(path: Path, describe: Callable[[], str] = describe_keys) -> None:
+    """Replaces the text between the marks of a file."""
+    before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    path.write_text(f"{before}{BEGIN}\n\n{describe()}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_between_marks(Path(sys.argv[1]))

@@ -1,0 +1,365 @@
+"""The recipe: strict, typed, without torch. An unknown key is an error, and so is a key that has no effect.
+
+`load_recipe` reads TOML, applies `--set key=value` (`recipe/overrides.py`), validates (`recipe/checks.py`), and raises
+`RecipeError` with a line for each problem. Tables that belong to a lower package are its options: `[task]`,
+`[model.lora]`, `[algorithm]`, `[training]`. `paradigm_overrides` serves `compare`, which runs one recipe under every
+paradigm: it drops the keys that a paradigm fixes itself instead of refusing them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import Field, ValidationError, ValidationInfo, model_validator
+
+from stretto.core.paradigms import PARADIGMS, Paradigm
+from stretto.core.plan import Plan, resolve_plan
+from stretto.environments.task_options import TaskOptions
+from stretto.errors import RecipeError
+from stretto.models.lora_options import LoraOptions
+from stretto.objectives import AlgorithmOptions
+from stretto.objectives.grpo import GrpoOptions
+from stretto.options import Options
+from stretto.recipe.checks import ineffective_keys, refusals, replays_nothing, without_effect
+from stretto.recipe.error_messages import explain
+from stretto.recipe.overrides import apply_override
+from stretto.training.options import TrainingOptions
+
+PARADIGM_NAMES = tuple(PARADIGMS)
+UNREFUSED = "unrefused"  # a validation context: checks types only
+MAX_SEED = 2**63 - 1  # the limit of torch generators and of TOML
+
+
+class WarmStartSection(Options):
+    """Supervised training of the `tiny` model before the run, so that it knows the form of an answer. Cached."""
+
+    steps: int | None = Field(None, ge=0, description="Supervised steps; 0: random weights; default: enough")
+    seed: int = Field(0, ge=0, le=MAX_SEED, description="Seed of the initial weights and the demonstrations")
+
+
+class ModelSection(Options):
+    """The model to train."""
+
+    path: str = Field(min_length=1, description='A folder, a hub name, or "tiny" (created on the spot)')
+    lora: LoraOptions | None = Field(None, description="Leave out for full-parameter training")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description='Type of the weights; "auto": bfloat16 on CUDA, float32 on the CPU; "float16" has the smallest '
+        "difference between engine and trainer",
+    )
+    warm_start: WarmStartSection | None = Field(None, description='Only for `path = "tiny"`')
+
+
+class RolloutSection(Options):
+    """Generation of trajectories."""
+
+    paradigm: Literal["synchronous", "one-step-off", "partial", "drop", "multi-version"] = Field(
+        "multi-version", description="Decides what happens to running trajectories when a version is published"
+    )
+    staleness: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] | None = Field(
+        None, description='K: the largest age of a trajectory in versions when it is trained, or "auto"; default: 2'
+    )
+    staleness_cap: int | None = Field(None, ge=1, le=64, description='Upper bound of "auto"; default: 4')
+    prompts: int = Field(16, ge=1, description="Prompts per update, one group each (B)")
+    group: int = Field(8, ge=1, description="Trajectories per prompt (G)")
+    rows: int | None = Field(None, ge=1, description="Target number of running trajectories; default: B * G")
+    in_flight: int | None = Field(
+        None, ge=1, description="Most groups started and not yet in a batch; default: 1.5 * B"
+    )
+    max_tokens: int = Field(
+        256, ge=1, description="Most tokens of a completion; with several turns, of everything after the prompt"
+    )
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Sample from the likeliest tokens with this total probability; 1: from all"
+    )
+    top_k: int = Field(0, ge=0, le=4_096, description="Sample from this many of the likeliest tokens; 0: from all")
+    min_p: float = Field(
+        0.0, ge=0, lt=1, description="Sample from tokens at least this fraction as likely as the likeliest; 0: from all"
+    )
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="Strings that end a completion")
+    retries: int = Field(2, ge=0, description="Retries of a failed request, and again of a failed reward")
+    filter: Literal["none", "no-signal"] = Field(
+        "none", description="`no-signal`: replace groups whose rewards are all equal by new prompts (dynamic sampling)"
+    )
+    filter_limit: int | None = Field(
+        None, ge=1, description="Most groups filtered for one update; further ones are trained; default: 10 * B"
+    )
+    kv_tokens: int | None = Field(
+        None, ge=16, description="KV cache of all instances together, in tokens; default: enough for `rows`"
+    )
+    prefill_tokens: int = Field(2_048, ge=16, description="Most prompt tokens prefilled in one engine step")
+
+
+class ReplaySection(Options):
+    """Reuses trained groups in later updates, as long as they are not older than `staleness`."""
+
+    ratio: float = Field(gt=0, description="Reused groups in an update, as a fraction of `prompts`")
+    uses: int = Field(1, ge=1, description="Most later uses of a group")
+
+
+class TrainingSection(TrainingOptions):
+    """Updates of the policy."""
+
+    replay: ReplaySection | None = Field(None, description="Leave out to train on every group once")
+
+
+class EvaluationSection(Options):
+    """Evaluation on held-out prompts, before and after training and optionally in between."""
+
+    every: int = Field(0, ge=0, description="Updates between evaluations; 0: only before and after")
+    prompts: int = Field(64, ge=0, description="Held-out prompts; 0: never evaluate")
+    temperature: float | None = Field(None, ge=0, description="Sampling temperature; 0: greedy; default: as in rollout")
+    max_tokens: int | None = Field(None, ge=1, description="Most tokens of a completion; default: as in rollout")
+
+
+class RuntimeSection(Options):
+    """Execution of a run. May change at `--resume`.
+
+    `local` is one process: the trainer and every instance have a thread, and share the base weights on one device.
+    `ray` places instances, rewards and trainer as actors on a Ray cluster (`docs/cluster.md`).
+    """
+
+    type: Literal["local", "ray"] = Field("local", description="`local`: threads of one process; `ray`: a Ray cluster")
+    instances: int = Field(
+        1, ge=1, description="Rollout instances; `stretto pool` adds and removes some during the run"
+    )
+    slots: int | None = Field(
+        None,
+        ge=1,
+        description="Versions that an instance holds at once; default: all that the run needs, K + 1 or K + 2",
+    )
+    instance_seconds: float = Field(
+        120.0, gt=0, description="An instance that makes no progress on its work for this long is replaced"
+    )
+    replacements: int = Field(16, ge=0, description="Most lost instances that are replaced")
+    rebalance_seconds: float = Field(
+        5.0, gt=0, description="Time between two checks of how versions and trajectories are spread over the instances"
+    )
+    address: str | None = Field(
+        None,
+        min_length=1,
+        description='Address of a Ray cluster; "local": start one; default: one that runs here, else start one',
+    )
+    instance_cpus: float = Field(1.0, ge=0, description="CPUs of an instance; may be a fraction")
+    instance_gpus: float | None = Field(
+        None, ge=0, description="GPUs of an instance; may be a fraction; default: 1 on CUDA, else 0"
+    )
+    trainers: int = Field(1, ge=1, description="Ranks of the trainer, which share every update")
+    trainer_cpus: float = Field(1.0, ge=0, description="CPUs of a rank; may be a fraction")
+    trainer_gpus: float | None = Field(
+        None, ge=0, description="GPUs of a rank; may be a fraction; default: 1 on CUDA, else 0"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description='"auto": cuda if torch finds one')
+    deterministic: bool = Field(
+        False,
+        description="On CUDA: a trajectory never depends on its neighbours, bit for bit; slower. Always so on the CPU",
+    )
+    engine_threads: int | None = Field(
+        None,
+        ge=1,
+        description="Torch threads of an instance; default: 1 on CUDA; on the CPU its share of all cores if rollout "
+        "and training take turns, else of half of them",
+    )
+    trainer_threads: int | None = Field(
+        None,
+        ge=1,
+        description="Torch threads of the trainer; default: 1 on CUDA; on the CPU all cores if rollout and training "
+        "take turns, else half of them",
+    )
+    checkpoint_seconds: float = Field(
+        600.0, gt=0, description="Time between checkpoints, taken after an update; a stopped run always leaves one"
+    )
+    durable_versions: bool = Field(
+        True,
+        description="Write full weights to disk before a group starts on them. If false, a killed run trains the "
+        "versions it needs again from its journal. Adapters are always written",
+    )
+    stall_seconds: float = Field(
+        900.0, gt=0, description="A run in which nothing happens for this long ends with an error"
+    )
+    update_seconds: float = Field(
+        3_600.0, gt=0, description="An update or a checkpoint that takes longer ends the run with an error"
+    )
+
+
+class Recipe(Options):
+    """A run."""
+
+    seed: int = Field(
+        0, ge=0, le=MAX_SEED, description="Seeds the order of the data, the trajectories and the initial adapters"
+    )
+    model: ModelSection
+    task: TaskOptions
+    rollout: RolloutSection = RolloutSection()
+    algorithm: AlgorithmOptions = GrpoOptions()
+    training: TrainingSection = TrainingSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    runtime: RuntimeSection = RuntimeSection()
+
+    @model_validator(mode="after")
+    def _refuse_what_cannot_work(self, info: ValidationInfo) -> Recipe:
+        if info.context != UNREFUSED and (problems := refusals(self)):
+            raise RecipeError("\n".join(problems))
+        return self
+
+    @property
+    def paradigm(self) -> Paradigm:
+        return PARADIGMS[self.rollout.paradigm]
+
+    @property
+    def plan(self) -> Plan:
+        """The parameters of the core."""
+        rollout = self.rollout
+        staleness = rollout.staleness
+        auto = staleness == "auto"
+        replay = None if replays_nothing(self) else self.training.replay
+        reused = 0 if replay is None else math.floor(replay.ratio * rollout.prompts + 0.5)
+        bound: int | None = (rollout.staleness_cap or 4) if auto else (2 if staleness is None else int(staleness))
+        return resolve_plan(
+            rollout.paradigm,
+            batch=rollout.prompts,
+            group_size=rollout.group,
+            updates=self.training.steps,
+            staleness=None if self.paradigm.staleness is not None else bound,
+            auto=auto,
+            rows=rollout.rows,
+            in_flight=rollout.in_flight,
+            retries=rollout.retries,
+            evaluate_every=self.evaluation.every if self.evaluation.prompts else 0,
+            filter_limit=0 if rollout.filter == "none" else rollout.filter_limit or 10 * rollout.prompts,
+            replay_groups=reused,
+            replay_uses=replay.uses if replay is not None and reused else 0,
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """Version slots of an instance; by default all that the run needs."""
+        return self.runtime.slots or self.plan.slots
+
+    def dumps(self) -> str:
+        """The recipe as TOML with every default that has an effect. Parses to the same run."""
+        values = _without_none(self.model_dump(mode="json"))
+        for section, name in without_effect(self):
+            values[section].pop(name, None)
+        return tomli_w.dumps(values)
+
+    def source_toml(self) -> str:
+        """The recipe as TOML with only the keys that were set. Parses to the same recipe."""
+        return tomli_w.dumps(_without_none(self.model_dump(mode="json", exclude_unset=True)))
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, compare_as: str | None = None) -> Recipe:
+    """Reads and validates a recipe.
+
+    `overrides` are `key=value` with dotted keys; `key=` removes a key. `compare_as` changes the recipe to another
+    paradigm. Raises `RecipeError`, which names the overrides as the cause if the file alone is valid.
+    """
+    path = Path(path)
+    try:
+        raw = tomllib.loads(path.read_bytes().decode("utf-8-sig"))  # some editors write a byte-order mark
+    except FileNotFoundError:
+        raise RecipeError(f"recipe `{path}` does not exist") from None
+    except IsADirectoryError:
+        raise RecipeError(f"recipe `{path}` is a folder; name a TOML file") from None
+    except OSError as error:
+        raise RecipeError(
+            f"recipe `{path}` cannot be read: {error.strerror}; name a TOML file that you can read"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"recipe `{path}` is not valid TOML: {error}") from error
+    source = str(path)
+    if overrides:
+        written, raw = raw, _overridden(raw, overrides)
+        typed = " ".join(f"--set {override}" for override in overrides)
+        source = f"`{typed}` on `{path}`" if _is_recipe(written) else f"`{path}` with `{typed}`"
+    if compare_as is not None:
+        raw = paradigm_overrides(raw, compare_as)
+    return parse_recipe(raw, source=source)
+
+
+def _is_recipe(raw: Mapping[str, Any]) -> bool:
+    try:
+        parse_recipe(raw)
+    except RecipeError:
+        return False
+    return True
+
+
+def parse_recipe(raw: Mapping[str, Any], source: str = "recipe") -> Recipe:
+    """Validates a recipe given as nested tables."""
+    try:
+        return Recipe.model_validate(_tuples(raw))
+    except ValidationError as error:
+        lines = explain(error.errors(include_url=False), Recipe, raw)
+        if any("has no effect" in line for line in lines):
+            lines.append("(`--set KEY=`, with nothing after it, removes a key for one run)")
+        raise RecipeError(f"{source}:\n{_indented(chr(10).join(lines))}") from None
+
+
+def paradigm_overrides(raw: Mapping[str, Any], paradigm: str) -> dict[str, Any]:
+    """Returns the recipe under another paradigm, without the keys that the paradigm fixes."""
+    row = PARADIGMS[paradigm]
+    result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in raw.items()}
+    rollout = result.setdefault("rollout", {})
+    rollout["paradigm"] = paradigm
+    if row.staleness is not None:
+        for key in ("staleness", "staleness_cap"):
+            rollout.pop(key, None)
+    if row.one_batch:
+        rollout.pop("in_flight", None)
+        if isinstance(result.get("training"), dict):
+            result["training"].pop("replay", None)
+        defaults = RolloutSection()
+        most = rollout.get("prompts", defaults.prompts) * rollout.get("group", defaults.group)
+        if rollout.get("rows", 0) > most:  # more than one batch has
+            rollout.pop("rows")
+    for section, key in ineffective_in(result) - ineffective_in(raw):
+        if section in ("algorithm", "runtime"):  # such as clips, which have no effect without staleness
+            del result[section][key]
+    return result
+
+
+def _overridden(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Applies `key=value` to a recipe. Removes keys that lost their effect by that, unless they were set with it."""
+    result = copy.deepcopy(dict(raw))
+    asked = {tuple(apply_override(result, override)) for override in overrides}
+    for section, key in ineffective_in(result) - ineffective_in(raw) - asked:
+        del result[section][key]
+    return result
+
+
+def ineffective_in(raw: Mapping[str, Any]) -> set[tuple[str, ...]]:
+    """The keys that are set and have no effect; none if the recipe is invalid, which `parse_recipe` explains."""
+    try:
+        return set(ineffective_keys(Recipe.model_validate(_tuples(raw), context=UNREFUSED)))
+    except ValidationError:
+        return set()
+
+
+def _tuples(value: Any) -> Any:
+    """Turns the arrays of TOML into tuples, which strict models need."""
+    if isinstance(value, Mapping):
+        return {key: _tuples(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return tuple(_tuples(item) for item in value)
+    return value
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())

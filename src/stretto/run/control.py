@@ -1,0 +1,187 @@
+"""`stretto pool`: requests about the instances of a live run, through files in its folder.
+
+    stretto pool            the run
+    N.request.json  ----->  looked for every `POLL_S`, deleted, carried out
+    N.answer.json   <-----  written when that is done; for a removal, when all trajectories were handed over
+
+A file gets its name only when it is complete. A run is alive while its lock is held (`store/lock.py`). This module
+imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from stretto.errors import RunError, StrettoError
+from stretto.run.folder import standing
+from stretto.store.lock import is_alive
+
+if TYPE_CHECKING:
+    from stretto.run.instances import Instances
+
+log = logging.getLogger(__name__)
+
+FOLDER = "pool"  # in the run's
+REQUEST, ANSWER = ".request.json", ".answer.json"
+POLL_S = 1.0
+ASK_POLL_S = 0.1
+LONGEST_S = 600.0  # for an answer: an instance that is made may have to load a large model
+
+
+class Control:
+    """Carries out requests, in the process of the run, until it is cancelled."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._folder = run_folder / FOLDER
+
+    def open(self) -> None:
+        """Makes the folder, and deletes the files that an earlier session left in it.
+
+        For a resumed run, call it before the run takes its lock: then every request made after that is carried out,
+        however long the run takes to start. To a new run no request can be made before this folder exists.
+        """
+        if self._folder.is_dir() and is_alive(self._folder.parent):
+            return  # another process runs it, and will refuse this one
+        try:
+            self._folder.mkdir(exist_ok=True)
+            for left in self._folder.iterdir():
+                left.unlink()
+        except OSError as error:
+            raise RunError(f"`{self._folder}` cannot be used: {error}") from error
+
+    async def serve(self, instances: Instances) -> None:
+        """Carries out requests, each in a task: a removal that takes long holds up no other request."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                for path in sorted(self._folder.glob(f"*{REQUEST}")):
+                    try:
+                        text = path.read_bytes()
+                        path.unlink()
+                    except OSError as error:  # it may be found the next time
+                        log.warning("request `%s` cannot be read: %s", path, error)
+                        continue
+                    name = path.name.removesuffix(REQUEST)
+                    tasks.create_task(self._serve(instances, name, text), name=f"control {name}")
+                await asyncio.sleep(POLL_S)
+
+    async def _serve(self, instances: Instances, name: str, text: bytes) -> None:
+        """Carries out a request and answers it. An error of the request is the answer, and does not affect the run."""
+        answer: dict[str, Any] = {"error": "the run ended before it was done"}
+        try:
+            done = await _do(instances, text)
+            answer = {"done": done, "instances": instances.describe()}
+        except StrettoError as error:
+            answer = {"error": str(error)}
+        finally:
+            try:
+                _write(self._folder / f"{name}{ANSWER}", answer)
+            except OSError as error:
+                log.warning("request `%s` was answered with %s, which cannot be written: %s", name, answer, error)
+
+
+async def _do(instances: Instances, text: bytes) -> str:
+    try:
+        request = json.loads(text)
+    except ValueError as error:
+        raise RunError(f"the request is no JSON: {error}") from error
+    match request:
+        case {"do": "list"}:
+            return ""
+        case {"do": "add", "count": int(count)} if count > 0:
+            return await _add(instances, count)
+        case {"do": "remove", "instance": int(instance)}:
+            return await _remove(instances, instance)
+    raise RunError(f"the run does not know the request `{request}`")
+
+
+async def _add(instances: Instances, count: int) -> str:
+    added: list[int] = []
+    for _ in range(count):
+        try:
+            added.append(await instances.add())
+        except StrettoError as error:
+            raise RunError(f"{len(added)} of {count} instances were added; then: {error}") from error
+    return f"added {'instance' if count == 1 else 'instances'} {', '.join(map(str, added))}"
+
+
+async def _remove(instances: Instances, instance: int) -> str:
+    lost = await instances.remove(instance)
+    if lost:
+        return f"instance {instance} was lost as it left: {lost}; its trajectories begin again elsewhere"
+    return f"instance {instance} has handed its trajectories over and is gone"
+
+
+def _write(path: Path, value: Mapping[str, Any]) -> None:
+    scratch = path.with_suffix(".partial")
+    scratch.write_text(json.dumps(value), encoding="utf-8")
+    scratch.replace(path)
+
+
+# -- the side of the command -------------------------------------------------------------------------------------------
+
+
+def ask(run_folder: Path, request: Mapping[str, Any], *, longest_s: float = LONGEST_S) -> dict[str, Any]:
+    """Sends a request to a live run and returns its answer. Raises `RunError` if that is an error, or is late."""
+    folder = run_folder / FOLDER
+    if not is_alive(run_folder) or not folder.is_dir():
+        _refuse(run_folder)
+    name = uuid.uuid4().hex
+    try:
+        _write(folder / f"{name}{REQUEST}", request)
+    except OSError as error:
+        raise RunError(
+            f"the run in `{run_folder}` cannot be asked: nothing can be written to `{folder}`: {error.strerror}"
+        ) from error
+    deadline = time.monotonic() + longest_s
+    path = folder / f"{name}{ANSWER}"
+    while not path.exists():
+        if not is_alive(run_folder):
+            raise RunError(f"the run in `{run_folder}` ended before it answered")
+        if time.monotonic() > deadline:
+            raise RunError(f"the run in `{run_folder}` has not answered for {longest_s:g} s; it may still do it")
+        time.sleep(ASK_POLL_S)
+    answer: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    path.unlink()
+    if "error" in answer:
+        raise RunError(answer["error"])
+    return answer
+
+
+def _refuse(run_folder: Path) -> NoReturn:
+    """Raises `RunError` that says why there is no live run."""
+    match standing(run_folder):
+        case "empty":
+            raise RunError(
+                f"no run has begun in `{run_folder}` yet: a run makes its folder once its instances have started; wait "
+                "for it, or give the folder of another run"
+            )
+        case "foreign":
+            raise RunError(f"`{run_folder}` is no run folder; give the folder that `stretto train` made")
+        case "finished":
+            raise RunError(f"the run in `{run_folder}` is finished, so it has no instances")
+        case _:
+            raise RunError(
+                f"the run in `{run_folder}` is not running (or has not begun yet), so it has no instances; one that "
+                "was stopped or killed continues with `stretto train` and `--resume`"
+            )
+
+
+def describe(answer: Mapping[str, Any]) -> str:
+    """Returns an answer as lines of text."""
+    lines = [answer["done"]] if answer["done"] else []
+    head = f"{'instance':>8}  {'running':>7}  {'queued':>6}  {'KV':>5}  {'tokens':>12}  {'minutes':>7}"
+    lines.append(f"{head}  versions (and trajectories of each)")
+    for each in answer["instances"]:
+        versions = ", ".join(f"{version} ({count})" for version, count in each["versions"].items()) or "none"
+        lines.append(
+            f"{each['instance']:>8}  {each['running']:>7}  {each['queued']:>6}  {each['kv_share']:>5.0%}  "
+            f"{each['tokens']:>12,}  {each['seconds'] / 60:>7.1f}  {versions}{'; leaving' if each['leaving'] else ''}"
+        )
+    return "\n".join(lines) + "\n"

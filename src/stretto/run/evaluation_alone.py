@@ -1,0 +1,85 @@
+"""Evaluation while nothing else runs: of the first version before the run, and of the last one after it.
+
+The loop evaluates the versions between these two (`run/evaluation.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from stretto.engines.protocol import Engine
+from stretto.errors import EngineError
+from stretto.observe.metrics import Tally
+from stretto.observe.progress import Observer
+from stretto.run.evaluation import Evaluator
+from stretto.run.instance import Instance, unload_all, watch_progress
+from stretto.run.protocols import Pool
+from stretto.run.version_loader import send
+from stretto.types import EvaluationResult, Moment, Weights, WeightsRef
+
+TRIES = 3  # of one evaluation, each on another instance
+
+
+async def evaluate_alone(
+    pool: Pool,
+    evaluator: Evaluator,
+    weights: Weights | WeightsRef,
+    moment: Moment,
+    *,
+    instance_s: float,
+    reward_s: float,
+    tally: Tally,
+    observer: Observer,
+) -> None:
+    """Evaluates `weights` on an instance of the pool; if that is lost, on another one. Raises `EngineError` at last.
+
+    `instance_s`: for an instance that makes no progress. `reward_s`: how much longer an instance may have nothing to
+    do, as rewards have a deadline that counts apart.
+    """
+    for attempt in range(TRIES):
+        id, engine = next(iter(pool.engines.items()), None) or await pool.add()
+        try:
+            result = await _evaluate_on(id, engine, evaluator, weights, moment, instance_s, reward_s)
+            break
+        except EngineError as error:
+            await pool.remove(id)
+            if attempt + 1 == TRIES:
+                raise
+            observer.message(f"instance {id} was lost while it evaluated: {error}; another does it")
+    evaluator.record(result, tally.evaluated(result))
+    observer.evaluated(result)
+
+
+async def _evaluate_on(
+    id: int,
+    engine: Engine,
+    evaluator: Evaluator,
+    weights: Weights | WeightsRef,
+    moment: Moment,
+    instance_s: float,
+    reward_s: float,
+) -> EvaluationResult:
+    """One try. Raises `EngineError` if the instance is late, makes no progress, or refuses something."""
+    instance = Instance(id, engine, deadline_s=instance_s)
+
+    def check(now: float, held_up_s: float) -> None:
+        error = instance.check_progress(now, held_up_s, also=evaluator.num_ended, idle_s=reward_s)
+        if error is not None and not instance.is_gone:
+            instance.end(error)
+
+    watching = asyncio.create_task(watch_progress(check, instance_s), name=f"watch the evaluation {moment}")
+    try:
+        await instance.call_in_order("unload", unload_all)
+        await send(
+            weights,
+            lambda: instance.call_in_order("load", lambda engine: engine.load(weights)),
+            lambda kind, text: None,
+        )
+        result = await instance.call(
+            lambda engine: evaluator.evaluate(engine, weights.version, moment, weights.checksum)
+        )
+        await instance.call_in_order("unload", lambda engine: engine.unload(weights.version))
+        return result
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)

@@ -1,0 +1,68 @@
+"""Load samples: how long the contexts of rollouts are, and which instances are short of KV memory.
+
+They are estimated from what engines report anyway, so no engine is called for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from stretto.core import messages as core
+from stretto.core.migration import MoveRates
+from stretto.run.instances import Instances
+from stretto.run.rollout import Placement, Rollout
+from stretto.types import EngineStats
+
+CROWDED_SHARE = 0.9  # of an instance's KV memory; above it, queued requests wait for memory
+ENDING_SHARE = 0.05  # of `max_tokens`; a rollout with no more than this left is not worth moving
+
+
+class LoadSampler:
+    """Samples the load of the rollouts in progress. For the loop's thread only."""
+
+    def __init__(self, in_progress: Mapping[int, Rollout], instances: Instances, max_tokens: int) -> None:
+        self.rates = MoveRates()  # of carrying KV and of prefilling
+        self._in_progress = in_progress
+        self._instances = instances
+        self._max_tokens = max_tokens
+        self._last: dict[int, EngineStats] = {}  # the report of each instance in the last sample
+        self._prefill_rate = 0.0  # the highest so far
+
+    def context(self, rollout: Rollout, placement: Placement, load: EngineStats) -> int:
+        """Estimates the tokens of a rollout's context: while an instance generates for it, a step adds one token."""
+        grown = 0 if placement.pending is None else max(0, load.steps - placement.pending.engine_steps)
+        return min(rollout.context + grown, len(rollout.prompt.tokens) + self._max_tokens)
+
+    def sample(self) -> core.LoadSampled:
+        """Returns a load sample, and measures the rate of prefilling since the last one."""
+        tokens: dict[int, int] = {}
+        now = {instance: engine.report() for instance, engine in self._instances.engines.items()}
+        for rollout in self._in_progress.values():
+            if (placement := rollout.placement) is not None and placement.instance in now and rollout.context:
+                tokens[rollout.id] = self.context(rollout, placement, now[placement.instance])
+        crowded = frozenset(instance for instance, load in now.items() if self._is_crowded(instance, load))
+        for instance, load in now.items():
+            if (before := self._last.get(instance)) is not None:
+                self._measure_prefill(before, load)
+        self._last = now
+        ending = frozenset(
+            id
+            for id, context in tokens.items()
+            if len(self._in_progress[id].prompt.tokens) + self._max_tokens - context <= ENDING_SHARE * self._max_tokens
+        )
+        return core.LoadSampled(tokens, crowded, ending)
+
+    def _is_crowded(self, instance: int, load: EngineStats) -> bool:
+        """True if requests wait there for KV memory, or some were preempted for it since the last sample."""
+        if load.queued and load.kv_tokens > CROWDED_SHARE * self._instances.engines[instance].capacity.kv_tokens:
+            return True
+        before = self._last.get(instance)
+        return before is not None and load.preemptions > before.preemptions
+
+    def _measure_prefill(self, before: EngineStats, load: EngineStats) -> None:
+        """Keeps the highest rate: decoding takes part of the time, so every measured rate is too low."""
+        prefilled, busy_s = load.prefilled - before.prefilled, load.busy_s - before.busy_s
+        if busy_s > 0 and prefilled / busy_s > self._prefill_rate:
+            self._prefill_rate = prefilled / busy_s
+            self.rates = replace(self.rates, prefill_tokens_per_s=self._prefill_rate)

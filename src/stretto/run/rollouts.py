@@ -1,0 +1,396 @@
+"""Rollouts from their admission to their reward, over the instances that live.
+
+Nothing is decided here: what happens to a trajectory, or to an instance under it, is posted to the core as an event.
+
+A rollout runs its episode on one instance at a time (`Placement`). If the core moves it, it leaves the instance at once
+(`run/suspensions.py`), and its episode is run again on the next one. There the turns that are done are handed back to
+the environment, and the unfinished turn continues: with its KV if carrying that is cheaper than prefilling again
+(`core/migration.py`), else without; from the context of the turn if the instance that it left was lost. Version and
+seed stay, so the tokens are the same in every case.
+
+An episode may take several turns, each with a request for it. To the core it is one trajectory that runs on its
+instance from its first turn to its last, whether the engine or the environment is at work. If an episode fails before
+its last turn, an attempt to generate has failed; the turns that are done are kept. A trajectory has its last token when
+its turns or its tokens are used up, or when its episode returns.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from stretto import clock
+from stretto.core import messages as core
+from stretto.environments.protocol import Environment, earned
+from stretto.environments.reward_worker import last_line
+from stretto.environments.single_turn import Decode
+from stretto.errors import (
+    AbortedError,
+    EngineError,
+    RequestError,
+    RewardError,
+    StrettoError,
+    SuspendedError,
+    TransitionError,
+    VersionNotResidentError,
+)
+from stretto.observe.metrics import Tally
+from stretto.observe.tail_latency import Tail
+from stretto.run.episodes import Episode
+from stretto.run.instances import Instances
+from stretto.run.load_sampler import LoadSampler
+from stretto.run.output_checks import refuse_output
+from stretto.run.quarantine import Quarantine
+from stretto.run.rollout import PendingTurn, Placement, Rollout, RolloutState
+from stretto.run.seeds import turn_seed
+from stretto.run.settings import Settings
+from stretto.run.suspensions import Suspensions, all_done
+from stretto.run.turns import other_tokens
+from stretto.run.version_loader import VersionLoader
+from stretto.store.journal import Journal
+from stretto.types import Completion, Request, Suspended
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _EpisodeRun:
+    """One run of a rollout's episode: on a placement, or on none to score what has its last token."""
+
+    rollout: Rollout
+    placement: Placement | None
+    completed: bool = False  # the rollout had its last token in this run
+
+    @property
+    def outdated(self) -> bool:
+        """True if the rollout has left this placement, or has ended."""
+        if self.rollout.state is RolloutState.ENDED:
+            return True
+        return self.placement is not None and self.rollout.placement is not self.placement
+
+    @property
+    def counts(self) -> bool:
+        """True if the rollout gets what this run of its episode returns."""
+        return not self.outdated or (self.completed and self.rollout.state is not RolloutState.ENDED)
+
+
+class Rollouts:
+    """All rollouts in progress, and the requests for them. For the loop's thread only."""
+
+    def __init__(
+        self,
+        in_progress: Mapping[int, Rollout],
+        *,
+        instances: Instances,
+        version_loader: VersionLoader,
+        environment: Environment,
+        decode: Decode,
+        settings: Settings,
+        pinned: bool,
+        journal: Journal,
+        tally: Tally,
+        tail: Tail,
+        post: Callable[[core.Event], None],
+    ) -> None:
+        """`pinned`: a trajectory keeps its version for life."""
+        self.in_progress: dict[int, Rollout] = dict(in_progress)
+        self.instances = instances
+        self.failed_in_a_row = 0  # trajectories that failed for good since the last reward
+        self._version_loader = version_loader
+        self._environment = environment
+        self._decode = decode
+        self._sampling = settings.sampling
+        self._journal = journal
+        self._tally = tally
+        self._tail = tail
+        self._post = post
+        self._pinned = pinned
+        self._episode_s = settings.episode_s
+        self._max_turns = settings.max_turns
+        self._check = partial(
+            refuse_output, checksums=version_loader.checksums, vocabulary=settings.vocabulary, continued=not pinned
+        )
+        self._load_sampler = LoadSampler(self.in_progress, instances, settings.sampling.max_tokens)
+        self.suspensions = Suspensions(
+            self.in_progress,
+            instances=instances,
+            load_sampler=self._load_sampler,
+            journal=journal,
+            tally=tally,
+            check=self._check,
+            pinned=pinned,
+        )
+        self._episodes: set[Episode] = set()  # those that are played now
+        self._quarantine = Quarantine(self.in_progress, post)
+        instances.on_loss = self._instance_lost
+
+    def remove(self, id: int) -> Rollout:
+        """Ends a rollout and returns it: it is trained, or is not going to be."""
+        rollout = self.in_progress.pop(id)
+        rollout.end()
+        return rollout
+
+    @property
+    def environment_works(self) -> bool:
+        """True while an environment does anything but wait for tokens; that has a deadline of its own."""
+        return any(episode.environment_works for episode in self._episodes)
+
+    def sample_load(self) -> core.LoadSampled:
+        """Returns how far the rollouts are, and which instances are short of KV memory."""
+        sample = self._load_sampler.sample()
+        self._quarantine.note_progress(sample.tokens)
+        return sample
+
+    def note_failure(self, rollout: Rollout) -> None:
+        """Counts a rollout that failed for good."""
+        self.failed_in_a_row += 1
+        self._quarantine.note_failure(rollout)
+
+    # -- an episode ----------------------------------------------------------------------------------------------------
+
+    def launch(
+        self, rollout: Rollout, version: int, instance: int, *, resumed: bool = False, reason: str = ""
+    ) -> Coroutine[Any, Any, None]:
+        """Places a rollout on an instance; the coroutine that is returned runs its episode there."""
+        placement = Placement(instance, version, resumed, reason)
+        rollout.place(placement)
+        if instance not in self.instances.engines:  # it was lost, and the core has not heard of that yet
+            rollout.interrupt()
+        return self._play(_EpisodeRun(rollout, placement))
+
+    def score(self, rollout: Rollout) -> Coroutine[Any, Any, None]:
+        """Scores a rollout that has its last token."""
+        return self._play(_EpisodeRun(rollout, None))
+
+    async def _play(self, run: _EpisodeRun) -> None:
+        """Runs an episode to its reward. Whatever goes wrong with this trajectory alone becomes an event."""
+        rollout, placement = run.rollout, run.placement
+        await all_done(rollout.departures)
+        if placement is not None and placement.resumed:
+            await self._journal.room()  # thousands may be resumed at once
+            if not run.outdated:
+                where, why = placement.instance, placement.reason
+                self._journal.moved(rollout.id, "running", at=clock.now(), reason=why, instance=where)
+        if run.outdated:
+            return
+        episode = Episode(
+            rollout.turns, partial(self._turn, run), max_tokens=self._sampling.max_tokens, deadline_s=self._episode_s
+        )
+        self._episodes.add(episode)
+        try:
+            outcome = await episode.play(self._environment, rollout.prompt)
+            reward, turn_rewards = self._earned(rollout, outcome, episode.num_asked)
+        except (SuspendedError, AbortedError, EngineError) as error:
+            self._interrupted(run, error)
+            return
+        except Exception as error:
+            ours = isinstance(error, StrettoError) and not isinstance(error, RewardError | RequestError)
+            if ours or (isinstance(error, AssertionError) and error is episode.fault):
+                raise  # not of this trajectory: of the journal, of the reward pool itself, of this package
+            self._failed(run, error)
+            return
+        finally:
+            self._episodes.discard(episode)
+        if not run.counts:
+            return  # dropped while it was scored, or its episode is run again elsewhere
+        if rollout.completion is None:
+            self._complete(run)
+        rollout.score(reward, turn_rewards)
+        self.failed_in_a_row = 0
+        self._tail.member_ended(rollout.group, scored=True)
+        self._journal.scored(rollout.id, reward, at=clock.now(), turns=turn_rewards)
+        self._post(core.Scored(rollout.id, reward))
+
+    @staticmethod
+    def _earned(rollout: Rollout, outcome: object, num_turns: int) -> tuple[float, tuple[float, ...] | None]:
+        """Returns the reward of an episode, and of each turn if it says so. Raises `RewardError` for anything else."""
+        if 0 < num_turns < (had := len(rollout.turns.done)):
+            raise RewardError(
+                f"the environment returned after {num_turns} turns, and had asked for {had} the first time: an "
+                "episode that is run again must ask for the same"
+            )
+        return earned(outcome, num_turns)
+
+    def _interrupted(self, run: _EpisodeRun, error: SuspendedError | AbortedError | EngineError) -> None:
+        """A turn was not generated, for a reason that is not of this trajectory."""
+        instance = None if run.placement is None else run.placement.instance
+        if isinstance(error, EngineError):
+            assert instance is not None, "a rollout that has its last token asks no engine"
+            self.instances.lose(instance, error)
+        elif instance in self.instances.engines and not run.outdated:  # else it was suspended, or ended
+            text = f"it handed trajectory {run.rollout.id} back, which nobody asked for: {error}"
+            self.instances.lose(instance, EngineError(text))
+
+    def _failed(self, run: _EpisodeRun, error: Exception) -> None:
+        """An attempt to generate or to score failed."""
+        rollout = run.rollout
+        reason = str(error) if isinstance(error, StrettoError) else last_line(error)
+        if rollout.state is RolloutState.ENDED:
+            return
+        instance = None if run.placement is None else run.placement.instance
+        if not run.counts:
+            text = "trajectory %d failed as it left instance %s, and continues elsewhere: %s"
+            log.info(text, rollout.id, instance, reason)
+        elif rollout.completion is not None:
+            self._post(core.ScoringFailed(rollout.id, reason))
+        else:
+            rollout.interrupt()
+            rollout.suspended = None
+            self._post(core.GenerationFailed(rollout.id, reason, instance))
+
+    def _instance_lost(self, instance: int, error: EngineError) -> None:
+        """Takes a lost instance away from the rollouts on it. One of those that it generated for may be the cause."""
+        here = [rollout for rollout in self.in_progress.values() if rollout.instance == instance]
+        load = self.instances.report_of(instance)
+        contexts = {
+            rollout.id: self._load_sampler.context(rollout, placement, load)
+            for rollout in here
+            if (placement := rollout.placement) is not None and placement.pending is not None
+        }
+        for rollout in here:
+            rollout.interrupt()
+        self._quarantine.note_loss(instance, error, contexts)
+
+    # -- a turn --------------------------------------------------------------------------------------------------------
+
+    async def _turn(self, run: _EpisodeRun, number: int, tokens: tuple[int, ...]) -> Completion:
+        """Returns turn `number` of an episode: the one that is done, or a new one of the rollout's instance."""
+        rollout, placement = run.rollout, run.placement
+        if not run.counts:
+            raise AbortedError(f"trajectory {rollout.id} continues elsewhere, or has ended")
+        if (done := rollout.turns.get(number, tokens)) is not None:
+            return done
+        room = rollout.turns.room(number, tokens, max_turns=self._max_turns, max_tokens=self._sampling.max_tokens)
+        if placement is None or rollout.completion is not None:
+            raise RewardError(
+                f"the environment asked for turn {number}, and its episode had ended before: an episode that is run "
+                "again must ask for the same"
+            )
+        instance = placement.instance
+        async with self._quarantine.generating(rollout):
+            if number:
+                await self._version_loader.swapped(instance)  # only then is it known which version the instance holds
+            if run.outdated or instance not in self.instances.engines:
+                raise AbortedError(f"trajectory {rollout.id} has no instance any more")
+            work = self._work(rollout, placement, tokens, room)
+            request = work.request if isinstance(work, Suspended) else work
+            pending = self._ask(rollout, placement, work)
+            try:
+                completion = await self.instances.call(
+                    instance,
+                    lambda engine: engine.resume(work) if isinstance(work, Suspended) else engine.generate(work),
+                )
+            except VersionNotResidentError as error:
+                if not self._pinned:
+                    raise
+                lost = EngineError(f"it had confirmed version {request.version}, and says now: {error}")
+                self.instances.lose(instance, lost)
+                raise lost from error
+            except EngineError as error:
+                self.instances.lose(instance, error)  # here, as the quarantine is still on this rollout
+                raise
+            finally:
+                pending.answered.set_result(None)
+            return self._answered(run, placement, request, completion)
+
+    def _work(self, rollout: Rollout, placement: Placement, tokens: tuple[int, ...], room: int) -> Request | Suspended:
+        """Returns a request for the next turn, or the turn that was suspended before its end.
+
+        Raises `TransitionError` if the version is older than the newest that the rollout has tokens of.
+        """
+        instance, version, number = placement.instance, placement.version, len(rollout.turns.done)
+        if number and not self._pinned:  # between two turns the instance may have got newer weights
+            version = max(version, self._version_loader.newest.get(instance, version))
+        newest = rollout.newest_version
+        if newest is not None and version < newest:  # the core does not let this happen
+            raise TransitionError(
+                f"trajectory {rollout.id} has tokens of version {newest} and was to go on under version {version} on "
+                f"instance {instance}, which is older"
+            )
+        if rollout.suspended is not None:  # its request may be of a session with other options
+            if rollout.suspended.request.prompt != tokens:
+                raise other_tokens(number)
+            return _under(rollout.suspended, version)
+        sampling = self._sampling if room == self._sampling.max_tokens else replace(self._sampling, max_tokens=room)
+        seed = turn_seed(rollout.seed, number)
+        keep = number + 1 < self._max_turns
+        return Request(rollout.id, version, tokens, seed, sampling, group=rollout.group, keep=keep)
+
+    def _ask(self, rollout: Rollout, placement: Placement, work: Request | Suspended) -> PendingTurn:
+        """Notes that an instance is asked for a turn, and counts the move if the rollout was on another one before."""
+        suspended = work if isinstance(work, Suspended) else None
+        request = work.request if isinstance(work, Suspended) else work
+        context = len(request.prompt) + (0 if suspended is None else len(suspended.tokens))
+        if suspended is not None or rollout.source not in (None, placement.instance):
+            self._count_move(rollout, placement, suspended, context)
+        if suspended is not None:  # if this instance is lost too, the turn continues from these tokens, prefilled again
+            rollout.suspended = replace(suspended, kv=None)
+        steps = self.instances.engines[placement.instance].report().steps
+        return rollout.ask(request, context=context, engine_steps=steps)
+
+    def _count_move(self, rollout: Rollout, placement: Placement, suspended: Suspended | None, context: int) -> None:
+        """Records that a rollout continues elsewhere: with so many bytes of KV, or so many tokens prefilled again."""
+        kv = None if suspended is None else suspended.kv
+        num_bytes = 0 if kv is None else kv.nbytes
+        prefilled = context if kv is None else 0
+        self._tally.moved(num_bytes, prefilled)
+        self._journal.trajectory_moved(
+            rollout.id,
+            version=placement.version,
+            source=rollout.source,
+            target=placement.instance,
+            context=context,
+            num_bytes=num_bytes,
+            prefilled=prefilled,
+            reason=placement.reason,
+            at=clock.now(),
+        )
+        rollout.source = None
+
+    def _answered(self, run: _EpisodeRun, placement: Placement, request: Request, completion: Completion) -> Completion:
+        """Adds a turn to the rollout; if no other can follow, the rollout has its last token.
+
+        Raises `EngineError`, and the instance is lost, if the answer cannot be that to the request.
+        """
+        rollout = run.rollout
+        try:
+            self._check(completion, request)
+        except EngineError as error:
+            rollout.suspended = None  # it may be the cause: the turn begins again
+            self.instances.lose(placement.instance, error)
+            raise
+        if completion.version != rollout.version and completion.token_versions is None:
+            # `partial` began it under newer weights than it was admitted with: all of its tokens are of that version.
+            versions = np.full(len(completion.tokens), completion.version, dtype=np.int32)
+            completion = replace(completion, token_versions=versions)
+        rollout.end_turn(placement, request.prompt, completion)
+        if rollout.state is RolloutState.ENDED:
+            raise AbortedError(f"trajectory {rollout.id} was dropped as it ended")
+        if len(rollout.turns.done) == self._max_turns or completion.finish == "length":
+            self._complete(run)
+        elif run.outdated:
+            raise AbortedError(f"trajectory {rollout.id} continues elsewhere")
+        return completion
+
+    def _complete(self, run: _EpisodeRun) -> None:
+        """A rollout has its last token."""
+        id, completion = run.rollout.id, run.rollout.complete()
+        run.completed = True
+        text = self._decode(completion.tokens.tolist())
+        self._journal.generated(id, completion, text, at=clock.now())
+        self._post(core.Generated(id, completion.num_sampled))
+
+
+def _under(suspended: Suspended, version: int) -> Suspended:
+    """Returns a suspended turn that is to continue under `version`: its own, or under `partial` perhaps a newer one."""
+    if suspended.request.version == version:
+        return suspended
+    versions = suspended.token_versions
+    if versions is None:
+        versions = np.full(len(suspended.tokens), suspended.request.version, dtype=np.int32)
+    return replace(suspended, request=replace(suspended.request, version=version), token_versions=versions, kv=None)

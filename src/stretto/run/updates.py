@@ -1,0 +1,114 @@
+"""Updates: from the batch to the weights of the next version, and what the trainer waited for before each.
+
+Nothing is decided here: the core says which trajectories are the batch, and gets an event when they are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from stretto import clock
+from stretto.core import messages as core
+from stretto.core.waits import Wait
+from stretto.observe.metrics import Tally
+from stretto.observe.progress import Observer
+from stretto.observe.tail_latency import Tail
+from stretto.run.protocols import TrainerBackend, VersionStore
+from stretto.run.rollout import Rollout
+from stretto.run.rollouts import Rollouts
+from stretto.store.journal import Journal
+from stretto.types import Batch, Sample, Weights, WeightsRef
+
+
+class Updates:
+    """The trainer's side of a run. For the loop's thread only."""
+
+    def __init__(
+        self,
+        trainer: TrainerBackend,
+        rollouts: Rollouts,
+        weights: dict[int, Weights | WeightsRef],
+        *,
+        kept: Mapping[int, Rollout] | None,
+        journal: Journal,
+        tally: Tally,
+        tail: Tail,
+        observer: Observer,
+        post: Callable[[core.Event], None],
+        versions: VersionStore | None = None,
+    ) -> None:
+        """`kept` are trained rollouts that may be trained again; None: none ever is."""
+        self.idle_since = 0.0
+        self._reuses = kept is not None
+        self._kept: dict[int, Rollout] = dict(kept or {})
+        self._trainer = trainer
+        self._rollouts = rollouts
+        self._weights = weights  # the weight store: a new version is put into it
+        self._journal = journal
+        self._tally = tally
+        self._tail = tail
+        self._observer = observer
+        self._post = post
+        self._versions = versions
+        self._batch: tuple[int, ...] = ()  # the trajectories that are trained for the first time
+        self._waits_for = ""  # why the next update has not begun yet
+
+    def note_wait(self, waits: Sequence[Wait]) -> None:
+        """Keeps the reason why the trainer waits, until the update that it waits for begins."""
+        self._waits_for = next((wait.reason for wait in waits if wait.owner == "trainer"), self._waits_for)
+
+    def begin(self, command: core.Train) -> Coroutine[Any, Any, None]:
+        """Records the batch, in the order of the core's decisions; the coroutine that is returned trains it."""
+        waited_for, self._waits_for = self._waits_for, ""
+        self._batch = command.trajectories
+        uses = [0] * len(command.trajectories) + [use for _, use in command.again]
+        ids = [*command.trajectories, *(id for id, _ in command.again)]
+        self._journal.batch_taken(command.update, ids, at=clock.now(), uses=uses)
+        return self._update(command, waited_for)
+
+    def end(self) -> None:
+        """Ends the rollouts of the batch that was trained, at the moment at which the core counts them as trained."""
+        for id in self._batch:
+            rollout = self._rollouts.remove(id)
+            if self._reuses:
+                self._kept[id] = rollout
+        self._batch = ()
+
+    def forget(self, trajectories: Sequence[int]) -> None:
+        """Drops trained rollouts that are not trained again."""
+        for id in trajectories:
+            del self._kept[id]
+
+    async def _update(self, command: core.Train, waited_for: str) -> None:
+        samples = [_sample(self._rollouts.in_progress[id], 0) for id in command.trajectories]
+        samples += [_sample(self._kept[id], use) for id, use in command.again]
+        idle_s = clock.now() - self.idle_since
+        await self._journal.durable()
+        started = clock.now()
+        report, weights = await self._trainer.update(Batch(command.update, samples))
+        ended = clock.now()
+
+        self._weights[weights.version] = weights
+        if self._versions is not None:
+            self._versions.write(weights)  # durable before an engine loads it
+        self._tail.updated(ended - started)
+        line = self._tally.trained(samples, report, started=started, ended=ended, idle_s=idle_s, waited_for=waited_for)
+        loads = self._rollouts.instances.reports()
+        totals = self._tally.carried(loads, ended).sums()
+        self._journal.update_done(command.update, line, at=ended, checksum=weights.checksum, totals=totals)
+        self._observer.updated(line)
+        self.idle_since = ended
+        self._tally.mark(loads, ended)
+        self._post(core.Updated(command.update))
+        if (measured := self._tail.measure()) is not None:
+            self._post(core.Measured(*measured))
+
+
+def _sample(rollout: Rollout, use: int) -> Sample:
+    assert rollout.completion is not None, rollout
+    assert rollout.reward is not None, rollout
+    return Sample(
+        rollout.id, rollout.group, rollout.version, rollout.prompt.tokens, rollout.completion, rollout.reward, use,
+        turn_rewards=rollout.turn_rewards,
+    )  # fmt: skip

@@ -1,1 +1,0 @@
-"""How the parts are put together: one process, or a cluster."""

@@ -1,0 +1,159 @@
+"""Factories for the driver's inputs, rollout engines and trainers. Local runs and runs on a cluster share them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from stretto.engines.native.engine import NativeEngine
+from stretto.environments.single_turn import Decode
+from stretto.models.loading import load_config, load_model, load_tokenizer
+from stretto.models.tiny import WarmStart, tiny_model
+from stretto.observe.progress import Observer
+from stretto.recipe.schema import Recipe
+from stretto.setup.device import choose_device, choose_dtype
+from stretto.setup.inputs import Inputs, load_inputs
+from stretto.setup.memory import footprint, free_for_instance, out_of_memory
+from stretto.setup.memory_sizes import context_length, engine_rows
+from stretto.setup.threads import ThreadCounts, thread_counts
+from stretto.training.parallel import Ranks
+from stretto.training.trainer import LocalTrainer
+from stretto.types import Sampling
+
+
+@dataclass(slots=True)
+class DriverInputs:
+    """Tokenizer, prompts and sampling defaults. Read before anything runs, so that bad input shows first."""
+
+    inputs: Inputs
+    decode: Decode  # tokens to text
+    sampling: Sampling
+    threads: ThreadCounts
+    vocabulary: int  # rows of the embedding: every token id is below
+    tokenizer: Any
+
+
+def load_driver_inputs(recipe: Recipe, model_path: str) -> DriverInputs:
+    """Reads the inputs of a run and checks them against tokenizer and configuration. Does not read the weights."""
+    tokenizer, config = load_tokenizer(model_path), load_config(model_path)
+    inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=model_path)
+    sampling = Sampling(
+        max_tokens=recipe.rollout.max_tokens,
+        temperature=recipe.rollout.temperature,
+        top_p=recipe.rollout.top_p,
+        top_k=recipe.rollout.top_k,
+        min_p=recipe.rollout.min_p,
+        stop_tokens=_stop_tokens(model_path, config, tokenizer),
+        stop_strings=recipe.rollout.stop,
+    )
+    vocabulary = int(config.get_text_config().vocab_size)
+    return DriverInputs(inputs, decoder_of(tokenizer), sampling, thread_counts(recipe), vocabulary, tokenizer)
+
+
+def decoder_of(tokenizer: Any) -> Decode:
+    """Returns a function from tokens to text without special tokens."""
+
+    @lru_cache(maxsize=8)  # journal and environment need the same text, one right after the other
+    def text_of(tokens: tuple[int, ...]) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def decode(tokens: Sequence[int]) -> str:
+        return text_of(tuple(tokens))
+
+    return decode
+
+
+def make_native_engine(recipe: Recipe, model: nn.Module, kv_tokens: int, decode: Decode) -> NativeEngine:
+    """Makes the engine of a rollout instance from a model that is loaded."""
+    lora = recipe.model.lora
+    return NativeEngine(
+        model,
+        kind="full" if lora is None else "lora",
+        slots=recipe.num_slots,
+        rows=engine_rows(recipe),
+        kv_tokens=kv_tokens,
+        max_context=context_length(model.config),
+        lora_rank=None if lora is None else lora.rank,
+        lora_targets=None if lora is None else lora.targets or None,
+        prefill_tokens=recipe.rollout.prefill_tokens,
+        decode=decode,
+        deterministic=recipe.runtime.deterministic,
+    )
+
+
+def make_instance_engine(recipe: Recipe, model_path: str, longest_prompt: int) -> NativeEngine:
+    """Loads the model and makes the engine of a rollout instance that has a process for itself."""
+    config, device = load_config(model_path), choose_device(recipe.runtime.device)
+    free = free_for_instance(recipe, device)
+    need = footprint(recipe, config, longest_prompt, device, free=free, trains=False)
+    try:
+        model = load_model(model_path, choose_dtype(recipe.model.dtype, device), device)
+        return make_native_engine(recipe, model, need.kv_tokens, decoder_of(load_tokenizer(model_path)))
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(recipe, need, error) from error
+
+
+def make_trainer(
+    recipe: Recipe, model: nn.Module, model_path: str, *, base: str | None = None, ranks: Ranks | None = None
+) -> LocalTrainer:
+    """Makes the trainer of a policy that begins as `model`, and that it changes in place. `ranks`: one of several.
+
+    `base` is the name of the base model in an exported adapter; None: `model_path`.
+    """
+    return LocalTrainer(
+        model,
+        lora=recipe.model.lora,
+        options=recipe.training,
+        algorithm=recipe.algorithm,
+        reference=_reference(recipe, model_path, choose_device(recipe.runtime.device)),
+        tokenizer=load_tokenizer(model_path),
+        base=base or model_path,
+        ranks=ranks,
+        temperature=recipe.rollout.temperature,
+        max_tokens=recipe.rollout.max_tokens,
+        seed=recipe.seed,
+    )
+
+
+def _reference(recipe: Recipe, model_path: str, device: torch.device) -> nn.Module | None:
+    """Loads the reference model of the KL penalty. None if there is none, or it is the policy without adapters."""
+    kl = recipe.algorithm.kl
+    if kl is None or kl.reference is None:
+        return None
+    path = model_path if kl.reference == recipe.model.path else kl.reference
+    return load_model(path, choose_dtype(recipe.model.dtype, device), device, option="algorithm.kl.reference")
+
+
+def model_path_of(recipe: Recipe, observer: Observer) -> str:
+    """Returns where the model is loaded from. Makes the tiny model if the recipe names that, and shows its progress."""
+    if recipe.model.path != "tiny":
+        return recipe.model.path
+    options = recipe.model.warm_start
+    shown_at = time.monotonic()
+
+    def progress(step: int, steps: int, loss: float) -> None:
+        nonlocal shown_at
+        if time.monotonic() - shown_at >= 5.0 or step == steps:
+            shown_at = time.monotonic()
+            observer.message(f"warm start of the tiny model: step {step}/{steps}, loss {loss:.3f}")
+
+    warm_start = WarmStart() if options is None or options.steps is None else WarmStart(steps=options.steps)
+    return str(tiny_model(seed=0 if options is None else options.seed, warm_start=warm_start, progress=progress))
+
+
+def _stop_tokens(model_path: str, config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Returns the tokens that end a text, by the model's generation configuration and by its tokenizer."""
+    try:
+        generation = GenerationConfig.from_pretrained(model_path)
+    except OSError:  # the model has no generation configuration
+        generation = GenerationConfig.from_model_config(config)
+    found = generation.eos_token_id
+    tokens = set(found if isinstance(found, list | tuple) else [found]) | {tokenizer.eos_token_id}
+    return tuple(sorted(token for token in tokens if token is not None))

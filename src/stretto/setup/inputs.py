@@ -1,0 +1,143 @@
+"""The inputs of a run, read before a model is built: data set, prompts and reward. `check` reads them too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from stretto.environments.custom import load_environment
+from stretto.environments.data import PromptStream
+from stretto.environments.prompt_order import PassRates
+from stretto.environments.reward_environment import named_variables
+from stretto.environments.reward_pool import RewardPool
+from stretto.environments.reward_worker import Columns
+from stretto.environments.task_options import ScoredTaskOptions
+from stretto.environments.tasks import Task, load_task
+from stretto.errors import RecipeError
+from stretto.recipe.schema import Recipe
+
+SAMPLED_ROWS = 64  # of a generated task, to compare their columns with the parameters of the reward function
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The task and its prompts. Those that were checked are neither empty nor too long."""
+
+    task: Task
+    prompts: PromptStream
+    held_out: PromptStream | None
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest checked prompt, which the engine must be able to hold."""
+        return max(self.prompts.longest_checked, 0 if self.held_out is None else self.held_out.longest_checked)
+
+    @property
+    def templated(self) -> bool:
+        """True if the tokenizer's chat template makes the prompts; otherwise they are raw text."""
+        return self.prompts.templated
+
+    def notes(self, recipe: Recipe) -> Iterator[str]:
+        """Yields sentences that the user should read before the run, although nothing is wrong."""
+        wanted = recipe.evaluation.prompts
+        if self.held_out is not None and self.held_out.num_rows < wanted:
+            path = getattr(recipe.task, "evaluation_path", None)
+            why = f"{self.task.name} has no more to spare" if path is None else f"`{path}` has no more"
+            yield (
+                f"{self.held_out.num_rows} prompts are held out for evaluation, fewer than `evaluation.prompts = "
+                f"{wanted}`: {why}"
+            )
+        checked, num_rows = self.prompts.num_checked, self.prompts.num_rows
+        if checked < num_rows:
+            yield (
+                f"{checked:,} of {num_rows:,} prompts of {self.task.name} were checked for their length; "
+                "a later one that is too long fails, is counted, and the next takes its place"
+            )
+
+
+def load_inputs(recipe: Recipe, tokenizer: Any, *, context: int, model_path: str) -> Inputs:
+    """Reads the data set and checks it against the tokenizer and the model's `context`. Raises `RecipeError`."""
+    limits = _prompt_limits(recipe, model_path, context)
+    task = load_task(recipe.task, seed=recipe.seed, num_evaluation=recipe.evaluation.prompts)
+    rates = None
+    if recipe.task.order == "pass-rate":
+        rates = PassRates(len(task.train), seed=recipe.seed, pass_reward=recipe.task.pass_reward or 1.0)
+    prompts = PromptStream(
+        task.train, tokenizer, seed=recipe.seed, max_prompt_tokens=limits[0], pass_rates=rates, name=task.name
+    )
+    held_out = None
+    if recipe.evaluation.prompts:
+        if not task.evaluation:
+            raise RecipeError(
+                f"`evaluation.prompts = {recipe.evaluation.prompts}`, but {task.name} has too few rows to hold any "
+                "out; name a file of them in `task.evaluation_path`, or set `evaluation.prompts = 0`"
+            )
+        name = f"the held-out rows of {task.name}"
+        held_out = PromptStream(
+            task.evaluation, tokenizer, seed=recipe.seed, max_prompt_tokens=limits[1], shuffle=False, name=name
+        )
+    return Inputs(task, prompts, held_out)
+
+
+def reward_columns(task: Task) -> Columns:
+    """Returns the columns of all rows that are in memory, or of the first `SAMPLED_ROWS` that are generated."""
+    in_memory = isinstance(task.train, list)
+    rows = [*task.train, *task.evaluation] if in_memory else list(islice(task.train, SAMPLED_ROWS))
+    names = {name for row in rows for name in row.columns}
+    return {name: next((row.where for row in rows if name not in row.columns), None) for name in names}
+
+
+def passed_variables(recipe: Recipe) -> dict[str, str]:
+    """The variables of `task.pass_env`. Raises `RecipeError` for one that is not set."""
+    return named_variables(recipe.task.pass_env) if isinstance(recipe.task, ScoredTaskOptions) else {}
+
+
+def reward_pool(recipe: Recipe, task: Task, said: Callable[[str], None] | None = None) -> RewardPool:
+    """Makes the pool that scores `task`. `said` gets every line that the reward function prints."""
+    assert task.reward is not None
+    assert isinstance(recipe.task, ScoredTaskOptions)
+    return RewardPool(
+        task.reward,
+        workers=recipe.task.reward_workers,
+        deadline_s=recipe.task.reward_seconds,
+        columns=reward_columns(task),
+        on_output=said,
+        extra_environment=passed_variables(recipe),
+    )
+
+
+def check_scoring(recipe: Recipe, task: Task, tokenizer: Any) -> str:
+    """Imports the reward function in a process, as a run does, and ends that process; or makes the environment.
+
+    Returns a phrase on how the task is scored.
+    """
+    if task.environment is not None:
+        load_environment(task.environment, tokenizer)
+        return f"episodes of up to {task.max_turns} turns played by `{task.environment.name}`"
+
+    async def start_and_close() -> None:
+        pool = reward_pool(recipe, task)
+        try:
+            await pool.start()
+        finally:
+            await pool.close()
+
+    asyncio.run(start_and_close())
+    return f"scored by `{task.reward}`"
+
+
+def _prompt_limits(recipe: Recipe, model_path: str, context: int) -> tuple[int, int]:
+    """Returns the longest prompts of rollout and of evaluation that context and KV cache leave room for."""
+    evaluation = recipe.evaluation.max_tokens or recipe.rollout.max_tokens
+    asked = {"rollout.max_tokens": recipe.rollout.max_tokens, "evaluation.max_tokens": evaluation}
+    for name, tokens in asked.items():
+        if tokens >= context:
+            raise RecipeError(
+                f"`{name} = {tokens}` leaves no room for a prompt: the context of `{model_path}` is {context} tokens"
+            )
+    kv_tokens = recipe.rollout.kv_tokens
+    room = context if kv_tokens is None else min(context, kv_tokens // recipe.runtime.instances)
+    return room - recipe.rollout.max_tokens, room - evaluation

@@ -1,0 +1,254 @@
+"""The memory plan of a run, made before anything starts.
+
+On CUDA the KV cache gets the memory that the rest leaves free. The rest is:
+
+| purpose       | bytes                                                                                            |
+|---------------|--------------------------------------------------------------------------------------------------|
+| base          | the parameters, once: engine and trainer share them. On CUDA every further instance has its own  |
+|               | copy of the layers' matrices, because they lie in one block with its adapters                    |
+| versions      | a slot each, of every instance: adapters, or a whole set of weights                              |
+| weight store  | a copy of every live version, and of the one that is being published                             |
+| trained       | float32 adapters and their rounded copies, or float32 masters                                    |
+| reference     | a second model, if the KL penalty is measured against one                                        |
+| undo          | a copy of the trained weights and AdamW's averages, if an update has several steps or a critic   |
+| optimizer     | AdamW's two averages, float32                                                                    |
+| gradients     | float32; with full half-precision weights also those of one backward pass                        |
+| working       | activations and logits of a micro-batch, or a checkpoint's copy of the trainer: never both; and  |
+|               | values for each token that are computed before the first step                                    |
+| engine        | captured graphs, workspaces, logits of every row, and buffers to sort them if `rollout` truncates |
+| slack         | memory that the allocator cannot use                                                             |
+
+Versions, engine and KV are those of all instances that share the device. Activations are an estimate. If it is too low,
+an update runs out of memory and the engines give KV back (`local/trainer.py`). If it is too high, the cache is smaller
+than it could be. The sizes themselves are in `memory_sizes.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from stretto.engines.native.fused import fits
+from stretto.engines.native.kernels.choice import TRITON
+from stretto.errors import RecipeError, first_line
+from stretto.models import decoder
+from stretto.models.lora import inject_lora
+from stretto.models.varlen_attention import flash_fits
+from stretto.recipe.schema import Recipe
+from stretto.setup.device import choose_dtype
+from stretto.setup.memory_sizes import (
+    GIB,
+    activation_bytes,
+    engine_bytes,
+    engine_rows,
+    gib,
+    head_size,
+    kv_bytes_per_token,
+    longest_trajectory,
+    matrix_elements,
+    micro_batch_tokens,
+    reference_bytes,
+    scored_ahead_bytes,
+)
+
+KV_BYTES_BY_DEFAULT = 4 * GIB  # cap of the KV cache on the CPU, unless the recipe sets one
+SLACK_SHARE = 0.05  # of the memory that is free at the start
+MIN_TRAJECTORIES = 2  # of the longest kind that must fit at once; one alone is never batched
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes by purpose, as in the table above."""
+
+    base: int
+    versions: int
+    store: int
+    trained: int  # 0 if the base itself is trained in float32
+    reference: int
+    undo: int
+    optimizer: int
+    gradients: int
+    working: int
+    engine: int
+    slack: int
+    kv: int  # of all instances on the device
+    kv_tokens: int  # of one instance
+
+    @property
+    def total(self) -> int:
+        return self.without_kv + self.kv
+
+    @property
+    def without_kv(self) -> int:
+        return sum(num_bytes for _, num_bytes in self._purposes())
+
+    def _purposes(self) -> Iterator[tuple[str, int]]:
+        yield "base", self.base
+        yield "versions", self.versions
+        yield "weight store", self.store
+        yield "trained", self.trained
+        yield "reference", self.reference
+        yield "undo", self.undo
+        yield "optimizer", self.optimizer
+        yield "gradients", self.gradients
+        yield "working (estimate)", self.working
+        yield "engine", self.engine
+        yield "slack", self.slack
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in self._purposes() if num_bytes)
+
+
+def instances_per_device(recipe: Recipe) -> int:
+    """Returns the number of instances that share one device: all of them in one process, one on a cluster."""
+    return recipe.runtime.instances if recipe.runtime.type == "local" else 1
+
+
+def free_for_instance(recipe: Recipe, device: torch.device) -> int | None:
+    """Returns the free bytes of an instance on a cluster, which may have a fraction of a GPU; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    left, total = torch.cuda.mem_get_info(device)
+    share = 1.0 if recipe.runtime.instance_gpus is None else min(1.0, recipe.runtime.instance_gpus)
+    return min(left, int(total * share))
+
+
+def footprint(
+    recipe: Recipe,
+    config: Any,
+    longest_prompt: int,
+    device: torch.device,
+    *,
+    free: int | None = None,
+    trains: bool = True,
+) -> Footprint:
+    """Plans the memory of a run on `device`.
+
+    `free` are the bytes to plan with on CUDA; None asks the device. Without `trains` the plan is for an instance alone:
+    trainer and weight store are in other processes. Raises `RecipeError` with all sizes and the options to change if
+    too little is left for the KV cache on CUDA.
+    """
+    on_cuda, instances = device.type == "cuda", instances_per_device(recipe)
+    if on_cuda and free is None:
+        free = torch.cuda.mem_get_info(device)[0]
+    need = _without_kv(recipe, config, longest_prompt, device, free or 0)
+    if not trains:
+        need = replace(need, store=0, trained=0, reference=0, undo=0, optimizer=0, gradients=0, working=0)
+    text = config.get_text_config()
+    if free is not None and on_cuda:
+        per_token = kv_bytes_per_token(text, choose_dtype(recipe.model.dtype, device))
+        tokens = _kv_tokens_on_cuda(recipe, need, longest_trajectory(recipe, longest_prompt), per_token, free)
+    else:
+        per_token = kv_bytes_per_token(text)
+        tokens = kv_tokens(recipe, text, longest_prompt)
+    return replace(need, kv=instances * tokens * per_token, kv_tokens=tokens)
+
+
+def _without_kv(recipe: Recipe, config: Any, longest_prompt: int, device: torch.device, free: int) -> Footprint:
+    """Returns the plan with no KV cache in it."""
+    dtype, on_cuda = choose_dtype(recipe.model.dtype, device), device.type == "cuda"
+    text = config.get_text_config()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    packed = decoder.fits(model) and flash_fits(device, dtype, head_size(text))
+    lora, instances = recipe.model.lora, instances_per_device(recipe)
+    base = one_base = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    if on_cuda and lora is not None and fits(model, TRITON):
+        base += (instances - 1) * matrix_elements(model) * dtype.itemsize
+    if lora is not None:
+        inject_lora(model, lora.rank, 2.0 * lora.rank, lora.targets)
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    version, trained = num_trained * dtype.itemsize, num_trained * torch.float32.itemsize
+    half, full = dtype != torch.float32, lora is None
+    activations = activation_bytes(
+        text,
+        micro_batch_tokens(recipe, longest_trajectory(recipe, longest_prompt)),
+        dtype,
+        device,
+        packed=packed,
+        trains_head=full,
+        checkpointing=recipe.training.checkpointing,
+    )
+    return Footprint(
+        base=base,
+        versions=instances * recipe.num_slots * version,
+        store=(recipe.plan.slots + 1) * version,
+        trained=(trained if half else 0) if full else trained + (version if half else 0),
+        reference=reference_bytes(recipe, one_base, dtype),
+        undo=3 * trained if recipe.training.optimizer_steps > 1 or recipe.algorithm.uses_critic else 0,
+        optimizer=2 * trained,
+        gradients=trained + (version if half and full else 0),
+        working=(max(activations, 3 * trained) if on_cuda else activations) + scored_ahead_bytes(recipe),
+        engine=instances * engine_bytes(recipe, text, model, dtype) if on_cuda else 0,
+        slack=int(SLACK_SHARE * free) if on_cuda else 0,
+        kv=0,
+        kv_tokens=0,
+    )
+
+
+def kv_tokens(recipe: Recipe, config: Any, longest_prompt: int) -> int:
+    """Returns the KV tokens of an instance on the CPU: its share of the recipe's, or what its rows need under a cap."""
+    if recipe.rollout.kv_tokens is not None:
+        return recipe.rollout.kv_tokens // recipe.runtime.instances
+    one = longest_trajectory(recipe, longest_prompt)
+    cap = KV_BYTES_BY_DEFAULT // (kv_bytes_per_token(config) * instances_per_device(recipe))
+    return max(one, min(engine_rows(recipe) * one, cap))
+
+
+def _kv_tokens_on_cuda(recipe: Recipe, need: Footprint, one: int, per_token: int, free: int) -> int:
+    """Returns the KV tokens of one instance: its share of the memory that is left, at most what its rows can need.
+
+    `one` is the length of the longest trajectory. Raises `RecipeError` if too little memory is left.
+    """
+    rows, instances = engine_rows(recipe), instances_per_device(recipe)
+    left = max(0, free - need.without_kv) // (per_token * instances)
+    asked = None if recipe.rollout.kv_tokens is None else recipe.rollout.kv_tokens // recipe.runtime.instances
+    least = min(MIN_TRAJECTORIES, rows) * one if asked is None else asked
+    if left < least:
+        what = (
+            f"{min(MIN_TRAJECTORIES, rows)} trajectories of up to {one:,} tokens need"
+            if asked is None
+            else f"`rollout.kv_tokens = {recipe.rollout.kv_tokens}` needs"
+        )
+        if instances > 1:
+            what = f"on each of `runtime.instances = {instances}` {what}"
+        raise RecipeError(
+            f"the run does not fit: {gib(free)} of the device are free; {need}; that leaves "
+            f"{gib(max(0, free - need.without_kv))} for KV, and {what} {gib(least * per_token)}. {_remedies(recipe)}"
+        )
+    return asked or min(rows * one, left)
+
+
+def _remedies(recipe: Recipe) -> str:
+    """Returns the options to change if a run does not fit, with their values."""
+    rollout = recipe.rollout
+    lower = [
+        f"`training.micro_tokens` (now {recipe.training.micro_tokens})",
+        f"`rollout.rows` (now {recipe.plan.rows})",
+        f"`rollout.max_tokens` (now {rollout.max_tokens})",
+        f"`rollout.staleness` (now {recipe.plan.staleness}: {recipe.num_slots} versions)",
+    ]
+    if instances_per_device(recipe) > 1:
+        lower.insert(0, f"`runtime.instances` (now {recipe.runtime.instances})")
+    if rollout.kv_tokens is not None:
+        lower.insert(0, f"`rollout.kv_tokens` (now {rollout.kv_tokens}; left out, it is what fits)")
+    adapters = " or train adapters, `model.lora = { rank = 16 }`," if recipe.model.lora is None else ""
+    return f"Lower {', '.join(lower)},{adapters} or free memory that other processes hold"
+
+
+def out_of_memory(recipe: Recipe, need: Footprint, error: BaseException) -> RecipeError:
+    """Returns the error for a run whose plan was too low: memory ran out while engines and trainer were made."""
+    return RecipeError(
+        f"the run does not fit: memory ran out while it was built ({first_line(error)}). Planned were {need}, "
+        f"{describe_kv(recipe, need)}; together {gib(need.total)}. {_remedies(recipe)}"
+    )
+
+
+def describe_kv(recipe: Recipe, need: Footprint) -> str:
+    """Returns the size of the KV cache as text."""
+    each = f" on each of {recipe.runtime.instances} instances" if instances_per_device(recipe) > 1 else ""
+    return f"KV {gib(need.kv)} for {need.kv_tokens:,} tokens{each}"

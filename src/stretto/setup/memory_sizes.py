@@ -1,0 +1,159 @@
+"""The size of each thing that a run keeps in memory, in bytes, from the model's configuration and the recipe.
+
+Nothing is allocated: parameters are counted on the meta device. Activations and the engine's buffers are estimates;
+`tests/setup/test_memory.py` compares them with what the parts really hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from stretto.engines.native.cache import PAGE
+from stretto.engines.native.prefill import CHUNKS as PREFILL_CHUNKS
+from stretto.engines.native.prefill import SIZES as PREFILL_SIZES
+from stretto.models.loading import load_config
+from stretto.models.varlen_attention import HALF
+from stretto.recipe.schema import Recipe
+from stretto.training.logprobs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_TRAINED_HEAD
+
+GIB = 1 << 30
+ENGINE_BYTES = 2 * GIB  # graphs, workspaces of libraries, plans of attention
+STOCK_FACTORS = (1.4, 2.0)  # stock modules against the lean decoder: in float32, and in half precision
+TRUNCATION_BYTES = 60  # for each logit, to sample from a part of the vocabulary: sorted values and places, sums
+SPARE_TOKENS = 32  # beside prompt and completion: pages that are not full
+
+
+def context_length(config: Any) -> int:
+    """Returns the longest prompt plus completion that the model was made for."""
+    return int(getattr(config, "max_position_embeddings", 1 << 20))
+
+
+def head_size(config: Any) -> int:
+    """Returns the size of one attention head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def longest_trajectory(recipe: Recipe, longest_prompt: int) -> int:
+    """Returns the most tokens that one trajectory may need in the cache."""
+    return longest_prompt + max(recipe.rollout.max_tokens, recipe.evaluation.max_tokens or 0) + SPARE_TOKENS
+
+
+def engine_rows(recipe: Recipe) -> int:
+    """Returns the rows of one instance: twice its share of the rollout's target, and some for evaluation beside it.
+
+    Trajectories are not spread evenly over versions, so an instance may have to take more than its share, but never
+    more than the whole target.
+    """
+    rows = min(recipe.plan.rows, 2 * -(-recipe.plan.rows // recipe.runtime.instances))
+    return rows + (min(recipe.evaluation.prompts, max(8, rows // 4)) if recipe.evaluation.prompts else 0)
+
+
+def kv_bytes_per_token(config: Any, dtype: torch.dtype = torch.float32) -> int:
+    """Returns the bytes of keys and values of one token over all layers. On the CPU they are always float32."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * head_size(config) * dtype.itemsize)
+
+
+def matrix_elements(model: Any) -> int:
+    """Returns the number of weights in all linear layers but the output layer."""
+    head = model.get_output_embeddings()
+    return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m is not head)
+
+
+def reference_bytes(recipe: Recipe, base: int, dtype: torch.dtype) -> int:
+    """Returns the size of the model for the KL penalty. The policy without its adapters needs no second model."""
+    kl = recipe.algorithm.kl
+    if kl is None or kl.reference is None:
+        return 0
+    if kl.reference == recipe.model.path:
+        return base
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_config(kl.reference, option="algorithm.kl.reference"))
+    return int(sum(parameter.numel() for parameter in model.parameters())) * dtype.itemsize
+
+
+def scored_ahead_bytes(recipe: Recipe) -> int:
+    """Returns the size of the float32 values for each completion token that are computed before the first step.
+
+    The passes that compute them need less than training: one micro-batch at a time, and no backward pass.
+    """
+    algorithm, plan = recipe.algorithm, recipe.plan
+    values = (recipe.training.optimizer_steps > 1) + 2 * algorithm.uses_critic + (algorithm.kl is not None)
+    tokens = (plan.batch + plan.replay_groups) * plan.group_size * recipe.rollout.max_tokens
+    return values * tokens * torch.float32.itemsize
+
+
+def micro_batch_tokens(recipe: Recipe, longest: int) -> int:
+    """Returns the tokens of the largest micro-batch: at least one whole trajectory, at most a batch of them."""
+    batch = recipe.rollout.prompts * recipe.rollout.group * longest
+    return min(max(recipe.training.micro_tokens, longest), batch)
+
+
+def activation_bytes(
+    config: Any,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    packed: bool,
+    trains_head: bool,
+    checkpointing: bool,
+) -> int:
+    """Estimates what a micro-batch of so many tokens needs between its forward and its backward pass.
+
+    A layer keeps, in elements a token: its input, the stream after attention and both norms (4 widths); queries, keys
+    and values before and after their rotation, and the output of attention; gate, up and their product. The backward
+    pass of one layer has as much again in gradients. `packed` is the lean decoder with flash attention: compiled, it
+    keeps that to within 2 %, with adapters and without. The stock modules keep 1.2 to 1.4 times as many elements, in
+    half precision many of them in float32. With `checkpointing` every layer keeps its input alone.
+    """
+    width, size = config.hidden_size, head_size(config)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    experts = getattr(config, "num_experts_per_tok", None) or 0
+    dense = getattr(config, "intermediate_size", None) or 4 * width
+    feed_forward = max(dense, experts * (getattr(config, "moe_intermediate_size", None) or dense))
+    stream = 2 if packed and dtype in HALF else 1  # the lean decoder's is float32
+    layer = (2 + 2 * stream) * width + (3 * heads + 4 * kv_heads) * size + 3 * feed_forward
+    layer = int(layer * (1.0 if packed else STOCK_FACTORS[dtype != torch.float32]))
+    layers = config.num_hidden_layers
+    kept = layers * stream * width + layer if checkpointing else layers * layer
+    ends = 4 * width  # embedding, last norm, directions or their gradient
+    total = tokens * (kept + layer + ends) * dtype.itemsize
+    chunks = CHUNK_ELEMENTS_TRAINED_HEAD if trains_head else CHUNK_ELEMENTS
+    logits = min(chunks[device.type], tokens * config.vocab_size)
+    total += 2 * logits * torch.float32.itemsize
+    if trains_head:
+        total += config.vocab_size * width * torch.float32.itemsize  # the head's gradient, summed over chunks
+    return int(total)
+
+
+def engine_bytes(recipe: Recipe, config: Any, model: Any, dtype: torch.dtype) -> int:
+    """Estimates the buffers of one instance on CUDA: graphs, and what grows with rows, prefills and the context."""
+    rows, rollout = engine_rows(recipe), recipe.rollout
+    # Captured steps keep their buffers, those of each module tree in a separate pool.
+    pools = recipe.num_slots if recipe.model.lora is None else 1
+    logits = (pools + 2) * rows * config.vocab_size * torch.float32.itemsize  # gathered, and sampled from
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    widest = max(linear.out_features for linear in linears)
+    prefill = (rollout.prefill_tokens + rows) * 4 * min(widest, 1 << 15) * dtype.itemsize
+    # Captured prefills keep what a layer makes of each token, and the logits of finished prompts.
+    inner = max(linear.out_features for linear in linears if linear is not model.get_output_embeddings())
+    largest = next((size for size in PREFILL_SIZES if size >= rollout.prefill_tokens), PREFILL_SIZES[-1])
+    captured = largest * 6 * inner * dtype.itemsize
+    captured += PREFILL_CHUNKS * config.vocab_size * torch.float32.itemsize
+    prefill += pools * captured
+    tables = context_length(config) * (2 * head_size(config) + rows // PAGE) * torch.float32.itemsize
+    truncation = 0
+    if rollout.top_k > 0 or rollout.top_p < 1.0 or rollout.min_p > 0.0:
+        truncation = (pools + 1) * rows * config.vocab_size * TRUNCATION_BYTES  # one more for the first draws
+    return int(ENGINE_BYTES + logits + prefill + tables + truncation)
+
+
+def gib(num_bytes: int) -> str:
+    """Returns a size as text."""
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / (1 << 20):.1f} MiB"

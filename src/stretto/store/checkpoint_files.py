@@ -1,0 +1,206 @@
+"""Checkpoints: the state that a run needs to resume and that its journal does not hold, written atomically.
+
+```
+RUN/checkpoints/000042/           after 42 updates
+  state.json                      the trajectories in the other files; the digest of every other file
+  trainer/                        the trainer's state (in its own format)
+  suspended.safetensors           tokens and log-probabilities so far of trajectories that were taken out of an engine
+  turns.safetensors               those of the finished turns of episodes that continue
+```
+
+A checkpoint is written into a folder with a temporary name and renamed when it is complete, so a folder with the final
+name is complete. Digests are checked when it is read. The last two are kept. If the newest is damaged, the run resumes
+from the one before; if there is none, from its beginning: the journal has every batch that was trained on since. The
+rest of a run's state is in the journal (`run/recovery.py`), and the weights are in version files (`version_files.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from stretto.errors import RunError
+from stretto.store.version_files import sync
+from stretto.types import Completion, Request, Sampling, Supports, Suspended
+
+FORMAT = 4
+KEPT = 2  # checkpoints
+STATE_FILE = "state.json"
+ARRAYS = ("tokens", "logprobs", "token_versions", "turns")  # of a completion; a suspended one has no turns
+TURN_FACTS = ("id", "version", "finish", "checksum", "started_at", "finished_at", "prefilled")
+SUSPENDED_FILE = "suspended.safetensors"
+TURNS_FILE = "turns.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that was read. The trainer reads `folder / "trainer"` itself."""
+
+    folder: Path
+    updates: int  # finished before it
+    suspended: Mapping[int, Suspended]
+    turns: Mapping[int, Completion] = field(default_factory=dict)  # the finished turns of each, as one completion
+
+
+def begin_checkpoint(root: Path, updates: int) -> Path:
+    """Creates a temporary folder. The trainer saves into its `trainer/`, then `complete_checkpoint` is called."""
+    scratch = root / f".{updates:06d}.partial"
+    try:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+    except OSError as error:
+        raise RunError(f"checkpoint `{root / f'{updates:06d}'}` could not be started: {error}") from error
+    return scratch
+
+
+def complete_checkpoint(scratch: Path, suspended: Sequence[Suspended], turns: Sequence[Completion] = ()) -> Path:
+    """Completes the checkpoint that `begin_checkpoint` started, then removes old ones. Flush the journal before.
+
+    `turns` has the finished turns of each episode that continues, as one completion.
+    """
+    root, name = scratch.parent, scratch.name.removeprefix(".").removesuffix(".partial")
+    final = root / name
+    try:
+        save_file(_joined(_tensors_of(each, each.request.id) for each in suspended), scratch / SUSPENDED_FILE)
+        save_file(_joined(_tensors_of(each, each.id) for each in turns), scratch / TURNS_FILE)
+        files = sorted(path for path in scratch.rglob("*") if path.is_file())
+        state = {
+            "format": FORMAT,
+            "updates": int(name),
+            "suspended": [_facts_of(each) for each in suspended],
+            "turns": [{name: getattr(each, name) for name in TURN_FACTS} for each in turns],
+            "files": {str(path.relative_to(scratch)): _digest(path) for path in files},
+        }
+        (scratch / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+        for path in sorted(scratch.rglob("*"), reverse=True):  # files before the folders that name them
+            sync(path)
+        sync(scratch)
+        # A run that stops twice at one update replaces its checkpoint. If it is killed between these two calls, it
+        # resumes from the checkpoint before and the journal.
+        shutil.rmtree(final, ignore_errors=True)
+        scratch.rename(final)
+        sync(root)
+    except (OSError, SafetensorError) as error:
+        abandon_checkpoint(scratch)
+        raise RunError(f"checkpoint `{final}` could not be written ({error}); the previous one is untouched") from error
+    for older in complete_checkpoints(root)[KEPT:]:
+        shutil.rmtree(older, ignore_errors=True)
+    return final
+
+
+def abandon_checkpoint(scratch: Path) -> None:
+    """Removes the folder of a checkpoint that could not be completed."""
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def abandon_checkpoints(root: Path) -> None:
+    """Removes the incomplete checkpoints of killed processes. No process may be writing one now."""
+    for scratch in root.glob(".*.partial"):
+        abandon_checkpoint(scratch)
+
+
+def complete_checkpoints(root: Path) -> list[Path]:
+    """Returns the folders of complete checkpoints, the newest first."""
+    return sorted((path for path in root.glob("[0-9]*") if (path / STATE_FILE).exists()), reverse=True)
+
+
+def find_checkpoint(root: Path, most: int) -> tuple[Checkpoint | None, list[str]]:
+    """Returns the newest undamaged checkpoint after at most `most` updates, and the errors of damaged newer ones."""
+    problems: list[str] = []
+    for folder in complete_checkpoints(root):
+        if int(folder.name) > most:
+            continue
+        try:
+            return load_checkpoint(folder), problems
+        except RunError as error:
+            problems.append(str(error))
+    return None, problems
+
+
+def load_checkpoint(folder: Path) -> Checkpoint:
+    """Reads a checkpoint. Raises `RunError` if it is damaged."""
+    try:
+        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        if state["format"] != FORMAT:
+            raise RunError(f"checkpoint `{folder}` has format {state['format']}, this version reads {FORMAT}")
+        for name, digest in state["files"].items():
+            if _digest(folder / name) != digest:
+                raise RunError(f"checkpoint `{folder}` is damaged: `{name}` has changed since it was written")
+        tensors = load_file(folder / SUSPENDED_FILE)
+        suspended = {facts["request"]["id"]: _suspended_from(facts, tensors) for facts in state["suspended"]}
+        tensors = load_file(folder / TURNS_FILE)
+        turns = {facts["id"]: Completion(**facts, **_arrays(facts["id"], tensors)) for facts in state["turns"]}
+        return Checkpoint(folder, state["updates"], suspended, turns)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"checkpoint `{folder}` is damaged: {error}") from error
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _joined(parts: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+def _tensors_of(item: Suspended | Completion, name: int) -> dict[str, torch.Tensor]:
+    arrays: dict[str, Any] = {what: getattr(item, what, None) for what in ARRAYS}
+    if item.supports is not None:
+        arrays |= {"support_counts": item.supports.counts, "support_tokens": item.supports.tokens}
+    return {
+        f"{name}.{what}": torch.from_numpy(np.ascontiguousarray(each))
+        for what, each in arrays.items()
+        if each is not None
+    }
+
+
+def _arrays(name: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Returns the arrays of an item from the tensors that `_tensors_of` made."""
+    found: dict[str, Any] = {what: tensors[f"{name}.{what}"].numpy() for what in ARRAYS if f"{name}.{what}" in tensors}
+    if f"{name}.support_counts" in tensors:
+        found["supports"] = Supports(*(tensors[f"{name}.support_{each}"].numpy() for each in ("counts", "tokens")))
+    return found
+
+
+def _facts_of(item: Suspended) -> dict[str, Any]:
+    request, sampling = item.request, item.request.sampling
+    return {
+        "request": {
+            "id": request.id,
+            "version": request.version,
+            "prompt": list(request.prompt),
+            "seed": request.seed,
+            "group": request.group,
+            "priority": request.priority,
+        },
+        "sampling": {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__},
+        "checksum": item.checksum,
+        "started_at": item.started_at,
+        "prefilled": item.prefilled,
+    }
+
+
+def _suspended_from(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Suspended:
+    sampling = dict(facts["sampling"])
+    for name in ("stop_tokens", "stop_strings"):
+        sampling[name] = tuple(sampling[name])
+    asked = dict(facts["request"])
+    asked["prompt"] = tuple(asked["prompt"])
+    return Suspended(
+        request=Request(sampling=Sampling(**sampling), **asked),
+        checksum=facts["checksum"],
+        started_at=facts["started_at"],
+        prefilled=facts["prefilled"],
+        **_arrays(asked["id"], tensors),
+    )

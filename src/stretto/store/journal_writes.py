@@ -1,0 +1,460 @@
+"""The changes of a journal: one function each, which is the only declaration of that change.
+
+`Journal` has a method of the same name and parameters (without `db`) that records the change. The writer's thread calls
+the function later, in the transaction of the changes around it. `at` is the time of the change, in seconds since 1970.
+
+A change that contradicts the journal (a second end, a completion of a trajectory that was never admitted) is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sqlite3
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto import __version__
+from stretto.errors import JournalError
+from stretto.store.schema import ENDS, Attempt, Departure, EvaluationKind, RunFacts, State
+from stretto.types import Completion, Prompt
+
+_NOT_ENDED = f"state NOT IN {ENDS!r}"
+_LAST = "COALESCE((SELECT MAX(seq) FROM transitions), 0)"
+_SESSION = "(SELECT MAX(session) FROM sessions)"
+
+
+def blob(values: Sequence[int] | NDArray[Any], kind: str) -> bytes:
+    """Returns values as little-endian bytes of `kind` (`<i4`, `<f4`, `<f8`)."""
+    return np.ascontiguousarray(values, dtype=kind).tobytes()
+
+
+def storable(text: str) -> str:
+    """Returns `text` with lone surrogates replaced, which SQLite cannot store as UTF-8."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def json_or_null(values: Mapping[str, Any] | None) -> str | None:
+    """Returns the JSON of a mapping, or None for a NULL."""
+    return None if values is None else json.dumps(dict(values))
+
+
+# -- the run and its versions ------------------------------------------------------------------------------------------
+
+
+def begin(db: sqlite3.Connection, facts: RunFacts, at: float) -> None:
+    """Starts a session with the facts of the run."""
+    values = {**dataclasses.asdict(facts), "stretto_version": __version__}
+    db.executemany("INSERT OR REPLACE INTO run VALUES (?, ?)", [(k, json.dumps(v)) for k, v in values.items()])
+    db.execute("INSERT INTO sessions (started_at) VALUES (?)", (at,))
+
+
+def based_on(db: sqlite3.Connection, checksum: str) -> None:
+    """Records the checksum of the base model that the adapters of a LoRA run belong to."""
+    db.execute("INSERT OR REPLACE INTO run VALUES ('base', ?)", (json.dumps(checksum),))
+
+
+def finished(db: sqlite3.Connection, stopped: bool, at: float, totals: Mapping[str, Any] | None = None) -> None:
+    """Ends the session: all updates are done, or (`stopped`) the run was asked to stop. `totals` are its sums."""
+    db.execute(
+        f"UPDATE sessions SET ended_at = ?, outcome = ?, totals = ? WHERE session = {_SESSION}",
+        (at, "stopped" if stopped else "finished", json_or_null(totals)),
+    )
+
+
+def settle(db: sqlite3.Connection, retries: int, drops: bool, at: float) -> None:
+    """Completes the decisions of a killed run that were only partly recorded.
+
+    A trajectory whose last attempt failed becomes `failed`. A group that is partly filtered becomes `filtered`. With
+    `drops`, trajectories past their deadline become `dropped`. Without such decisions, nothing changes.
+    """
+    tried = db.execute(
+        "SELECT trajectory, (SELECT reason FROM failures f WHERE f.trajectory = t.trajectory ORDER BY id DESC LIMIT 1) "
+        f"FROM trajectories t WHERE {_NOT_ENDED} AND trajectory IN "
+        "(SELECT trajectory FROM failures GROUP BY trajectory, kind HAVING COUNT(*) > ?)",
+        (retries,),
+    )
+    for trajectory, reason in tried.fetchall():
+        failed(db, trajectory, reason, at)
+    half_filtered = db.execute(
+        "SELECT trajectory, (SELECT error FROM trajectories f WHERE f.group_id = t.group_id AND f.state = 'filtered') "
+        "FROM trajectories t WHERE state = 'scored' AND group_id IN "
+        "(SELECT group_id FROM trajectories WHERE state = 'filtered')"
+    )
+    for trajectory, reason in half_filtered.fetchall():
+        filtered(db, trajectory, reason or "", at)
+    if drops:
+        past = db.execute(
+            "SELECT trajectory, num_sampled FROM trajectories t JOIN groups USING (group_id) LEFT JOIN completions "
+            f"USING (trajectory) WHERE {_NOT_ENDED} AND state <> 'training' "
+            "AND deadline <= (SELECT MAX(update_id) FROM updates)"
+        )
+        for trajectory, num_sampled in past.fetchall():
+            dropped(db, trajectory, "past its age limit", at, num_sampled)
+
+
+def version_published(db: sqlite3.Connection, version: int, checksum: str, at: float) -> None:
+    """Records that a version exists, with the checksum of its weights."""
+    db.execute(
+        f"INSERT OR IGNORE INTO versions (version, checksum, published_at, published_after) VALUES (?, ?, ?, {_LAST})",
+        (version, checksum, at),
+    )
+    _expect_checksum(db, version, checksum, "published")
+
+
+def version_made_again(db: sqlite3.Connection, version: int, checksum: str, at: float) -> None:
+    """Records that lost weights of a version were made again with other bits. The old checksum is kept too."""
+    db.execute(
+        "INSERT INTO remade SELECT update_id + 1, checksum, ? FROM updates WHERE update_id + 1 = ? AND checksum <> ?",
+        (at, version, checksum),
+    )
+    db.execute("UPDATE updates SET checksum = ? WHERE update_id = ?", (checksum, version - 1))
+    db.execute("UPDATE versions SET checksum = ? WHERE version = ?", (checksum, version))
+
+
+def version_loaded(db: sqlite3.Connection, version: int, checksum: str, at: float) -> None:
+    """Records that an engine confirmed the checksum of a version. The first time is kept."""
+    db.execute(
+        f"UPDATE versions SET loaded_at = ?, loaded_after = {_LAST} WHERE version = ? AND loaded_at IS NULL",
+        (at, version),
+    )
+    _expect_checksum(db, version, checksum, "loaded")
+
+
+def _expect_checksum(db: sqlite3.Connection, version: int, checksum: str, what: str) -> None:
+    recorded = db.execute("SELECT checksum FROM versions WHERE version = ?", (version,)).fetchone()
+    if recorded != (checksum,):
+        was = recorded[0] if recorded else "never published"
+        raise JournalError(f"version {version} was {what} with checksum {checksum}, but is recorded as {was}")
+
+
+# -- groups and trajectories -------------------------------------------------------------------------------------------
+
+
+def group_admitted(
+    db: sqlite3.Connection,
+    group: int,
+    *,
+    version: int,
+    deadline: int,
+    staleness: int,
+    prompt: Prompt,
+    epoch: int | None,
+    row_number: int,
+    trajectories: Sequence[int],
+    seeds: Sequence[int],
+    at: float,
+    draw: str = "shuffled",
+    instance: int | None = None,
+) -> None:
+    """Starts a group: its trajectories, in the order of members and with one seed each, are `running`.
+
+    `row_number` is the row of the data set, from 0, and `draw` why it was drawn. `epoch` is None if rows are drawn by
+    pass rate.
+    """
+    tokens = blob(prompt.tokens, "<i4")
+    row = json.dumps(dict(prompt.row), default=str)  # only to read: a resumed run draws its prompts from the task
+    numbers = (group, epoch, prompt.index, row_number, version, deadline, staleness)
+    db.execute(
+        "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL)",
+        (*numbers, storable(prompt.text), tokens, row, at, draw),
+    )
+    db.executemany(
+        "INSERT INTO trajectories (trajectory, group_id, member, version, seed, state, instance) "
+        "VALUES (?, ?, ?, ?, ?, 'running', ?)",
+        [
+            (trajectory, group, member, version, seed, instance)
+            for member, (trajectory, seed) in enumerate(zip(trajectories, seeds, strict=True))
+        ],
+    )
+    db.executemany(
+        "INSERT INTO transitions (trajectory, from_state, to_state, at, reason) VALUES (?, NULL, 'running', ?, '')",
+        [(trajectory, at) for trajectory in trajectories],
+    )
+
+
+def _change_state(db: sqlite3.Connection, trajectory: int, to_state: State, at: float, reason: str = "") -> None:
+    """Records a transition from the current state. Raises `JournalError` after an end."""
+    added = db.execute(
+        "INSERT INTO transitions (trajectory, from_state, to_state, at, reason) "
+        f"SELECT trajectory, state, ?, ?, ? FROM trajectories WHERE trajectory = ? AND {_NOT_ENDED}",
+        (to_state, at, storable(reason), trajectory),
+    )
+    if added.rowcount != 1:
+        found = db.execute("SELECT state FROM trajectories WHERE trajectory = ?", (trajectory,)).fetchone()
+        was = "was never admitted" if found is None else f"has already ended as `{found[0]}`"
+        raise JournalError(f"trajectory {trajectory} {was} and cannot become `{to_state}`")
+    db.execute("UPDATE trajectories SET state = ? WHERE trajectory = ?", (to_state, trajectory))
+
+
+def _change_members(db: sqlite3.Connection, update: int, to_state: State, at: float, only: str = "") -> int:
+    """Changes the state of the first uses in a batch, in order, with two statements; returns how many changed."""
+    added = db.execute(
+        "INSERT INTO transitions (trajectory, from_state, to_state, at, reason) SELECT t.trajectory, t.state, ?, ?, '' "
+        "FROM members m JOIN trajectories t USING (trajectory) "
+        f"WHERE m.update_id = ? AND m.use = 0 AND t.{_NOT_ENDED} {only} ORDER BY m.position",
+        (to_state, at, update),
+    )
+    db.execute(
+        f"UPDATE trajectories AS t SET state = ? WHERE t.{_NOT_ENDED} {only} AND t.trajectory IN "
+        "(SELECT trajectory FROM members WHERE update_id = ? AND use = 0)",
+        (to_state, update),
+    )
+    return added.rowcount
+
+
+def moved(
+    db: sqlite3.Connection,
+    trajectory: int,
+    to_state: State,
+    at: float,
+    reason: str = "",
+    instance: int | None = None,
+) -> None:
+    """Changes the state of a trajectory, and its instance if one is given."""
+    _change_state(db, trajectory, to_state, at, reason)
+    db.execute("UPDATE trajectories SET instance = COALESCE(?, instance) WHERE trajectory = ?", (instance, trajectory))
+
+
+def attempt_failed(db: sqlite3.Connection, trajectory: int, kind: Attempt, reason: str, at: float) -> None:
+    """Records a failed attempt to generate or to score a trajectory. Another attempt or `failed` follows."""
+    db.execute(
+        "INSERT INTO failures (trajectory, kind, at, reason) VALUES (?, ?, ?, ?)",
+        (trajectory, kind, at, storable(reason)),
+    )
+
+
+def generated(db: sqlite3.Connection, trajectory: int, completion: Completion, text: str, at: float) -> None:
+    """Stores the completion of a trajectory, which has its last token and is `scoring` now."""
+    _change_state(db, trajectory, "scoring", at)
+    versions, supports, turns = completion.token_versions, completion.supports, completion.turns
+    db.execute(
+        "INSERT INTO completions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            trajectory,
+            completion.version,
+            completion.checksum,
+            len(completion.tokens),
+            completion.finish,
+            completion.started_at,
+            completion.finished_at,
+            completion.prefilled,
+            storable(text),
+            blob(completion.tokens, "<i4"),
+            blob(completion.logprobs, "<f4"),
+            None if versions is None else blob(versions, "<i4"),
+            None if supports is None else blob(supports.counts, "<i4") + blob(supports.tokens, "<i4"),
+            completion.num_sampled,
+            None if turns is None else blob(turns, "<i4"),
+        ),
+    )
+
+
+def scored(
+    db: sqlite3.Connection, trajectory: int, reward: float, at: float, turns: tuple[float, ...] | None = None
+) -> None:
+    """Gives a trajectory its reward, and the rewards of its turns if it has them."""
+    _change_state(db, trajectory, "scored", at)
+    by_turn = None if turns is None else np.asarray(turns, dtype="<f8").tobytes()
+    db.execute(
+        "UPDATE trajectories SET reward = ?, scored_at = ?, turn_rewards = ? WHERE trajectory = ?",
+        (float(reward), at, by_turn, trajectory),
+    )
+
+
+def score_again(db: sqlite3.Connection, trajectory: int, reason: str, at: float, num_failures: int = 1) -> None:
+    """Takes back a recorded reward that cannot be trained on, and counts it as `num_failures` failed attempts.
+
+    The trajectory is `scoring` again. If it is in a batch that was not trained, that batch is removed: its members are
+    `scored` again, and its update takes a new batch.
+    """
+    if db.execute("SELECT 1 FROM trajectories WHERE trajectory = ? AND state = 'training'", (trajectory,)).fetchone():
+        _remove_batch(db, trajectory, at)
+    _change_state(db, trajectory, "scoring", at, reason)
+    db.execute(
+        "UPDATE trajectories SET reward = NULL, scored_at = NULL, turn_rewards = NULL WHERE trajectory = ?",
+        (trajectory,),
+    )
+    for _ in range(num_failures):
+        attempt_failed(db, trajectory, "scoring", reason, at)
+    # Its group may have to be filtered now.
+    db.execute(
+        "UPDATE groups SET spared = NULL WHERE group_id = (SELECT group_id FROM trajectories WHERE trajectory = ?)",
+        (trajectory,),
+    )
+
+
+def _remove_batch(db: sqlite3.Connection, trajectory: int, at: float) -> None:
+    """Removes the batch of a trajectory that was taken and not trained. Its members are `scored` again."""
+    (update,) = db.execute(
+        "SELECT update_id FROM members JOIN updates USING (update_id) "
+        "WHERE trajectory = ? AND use = 0 AND finished_at IS NULL",
+        (trajectory,),
+    ).fetchone()
+    reason = f"the batch of update {update} is taken again"
+    db.execute(
+        "INSERT INTO transitions (trajectory, from_state, to_state, at, reason) "
+        "SELECT trajectory, state, 'scored', ?, ? FROM members JOIN trajectories USING (trajectory) "
+        "WHERE update_id = ? AND use = 0 ORDER BY position",
+        (at, reason, update),
+    )
+    db.execute(
+        "UPDATE trajectories SET state = 'scored' WHERE trajectory IN "
+        "(SELECT trajectory FROM members WHERE update_id = ? AND use = 0)",
+        (update,),
+    )
+    db.execute("DELETE FROM members WHERE update_id = ?", (update,))
+    db.execute("DELETE FROM updates WHERE update_id = ?", (update,))
+
+
+def failed(db: sqlite3.Connection, trajectory: int, reason: str, at: float, num_tokens: int = 0) -> None:
+    """Ends a trajectory as `failed`. `num_tokens` were sampled and are in no completion."""
+    _end(db, trajectory, "failed", reason, at, num_tokens or None)
+
+
+def filtered(db: sqlite3.Connection, trajectory: int, reason: str, at: float) -> None:
+    """Ends a scored trajectory as `filtered`: its group has no signal, and the recipe replaces such groups."""
+    _end(db, trajectory, "filtered", reason, at, None)
+
+
+def dropped(db: sqlite3.Connection, trajectory: int, reason: str, at: float, num_tokens: int | None = None) -> None:
+    """Ends a trajectory as `dropped` (the `drop` paradigm). `num_tokens` were sampled so far."""
+    _end(db, trajectory, "dropped", reason, at, num_tokens)
+
+
+def _end(db: sqlite3.Connection, trajectory: int, end: State, reason: str, at: float, lost_tokens: int | None) -> None:
+    _change_state(db, trajectory, end, at, reason)
+    db.execute(
+        "UPDATE trajectories SET ended_at = ?, error = ?, lost_tokens = ? WHERE trajectory = ?",
+        (at, storable(reason) or None, lost_tokens, trajectory),
+    )
+
+
+def group_spared(db: sqlite3.Connection, group: int, update: int, text: str, at: float) -> None:
+    """Keeps a group without signal for the batch of `update`, because the limit of filtered groups is reached."""
+    db.execute("UPDATE groups SET spared = ? WHERE group_id = ?", (update, group))
+    note(db, "filter limit", text, at)
+
+
+def trajectory_moved(
+    db: sqlite3.Connection,
+    trajectory: int,
+    *,
+    version: int,
+    source: int | None,
+    target: int,
+    context: int,
+    num_bytes: int,
+    prefilled: int,
+    reason: str,
+    at: float,
+) -> None:
+    """Records that a trajectory moved to another instance, with `num_bytes` of KV or `prefilled` tokens."""
+    db.execute(
+        "INSERT INTO moves (at, trajectory, version, source, target, context, num_bytes, prefilled, reason) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (at, trajectory, version, source, target, context, num_bytes, prefilled, reason),
+    )
+
+
+# -- updates and evaluations -------------------------------------------------------------------------------------------
+
+
+def batch_taken(
+    db: sqlite3.Connection, update: int, trajectories: Sequence[int], at: float, uses: Sequence[int] | None = None
+) -> None:
+    """Makes these trajectories, in this order, the batch of `update`. Await `durable()` before it trains.
+
+    `uses` is 0 for a trajectory that is trained for the first time, and counts up each time it is used again; None
+    means all 0. If a killed run had recorded the same batch, nothing changes; another batch is an error.
+    """
+    uses = uses or (0,) * len(trajectories)
+    taken = db.execute(
+        "SELECT trajectory, use FROM members WHERE update_id = ? ORDER BY position", (update,)
+    ).fetchall()
+    if taken:
+        if taken != list(zip(trajectories, uses, strict=True)):
+            raise JournalError(f"update {update} has a recorded batch, and is about to train another one")
+        return
+    db.execute("INSERT INTO updates (update_id, taken_at) VALUES (?, ?)", (update, at))
+    db.executemany(
+        "INSERT INTO members VALUES (?, ?, ?, ?)",
+        [(update, position, *member) for position, member in enumerate(zip(trajectories, uses, strict=True))],
+    )
+    first_uses = [trajectory for trajectory, use in zip(trajectories, uses, strict=True) if use == 0]
+    if _change_members(db, update, "training", at) != len(first_uses):
+        for trajectory in first_uses:  # raises for the one that has ended
+            _change_state(db, trajectory, "training", at)
+
+
+def update_done(
+    db: sqlite3.Connection,
+    update: int,
+    metrics: Mapping[str, Any],
+    at: float,
+    checksum: str | None = None,
+    totals: Mapping[str, Any] | None = None,
+) -> None:
+    """Finishes `update`: every member of its batch ends as `trained`.
+
+    `checksum` is that of the weights that it made, version `update + 1`; `totals` are the sums of the run.
+    """
+    done = db.execute(
+        "UPDATE updates SET finished_at = ?, metrics = ?, checksum = ?, totals = ? WHERE update_id = ?",
+        (at, json_or_null(metrics), checksum, json_or_null(totals), update),
+    )
+    if done.rowcount != 1:
+        raise JournalError(f"update {update} is done, but its batch was never recorded")
+    _change_members(db, update, "trained", at, only="AND t.state = 'training'")
+    db.execute(
+        "UPDATE trajectories SET ended_at = ? WHERE state = 'trained' AND ended_at IS NULL AND trajectory IN "
+        "(SELECT trajectory FROM members WHERE update_id = ? AND use = 0)",
+        (at, update),
+    )
+
+
+def evaluation(
+    db: sqlite3.Connection,
+    version: int,
+    kind: EvaluationKind,
+    at: float,
+    reward: float | None = None,
+    num: int = 0,
+    seconds: float = 0.0,
+    line: Mapping[str, Any] | None = None,
+) -> None:
+    """Records an evaluation of `version` over `num` prompts with its mean reward, or that it was skipped.
+
+    `line` is its line of `metrics.jsonl`.
+    """
+    db.execute(
+        "INSERT INTO evaluations (version, kind, at, reward, num, seconds, line) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (version, kind, at, reward, num, seconds, json_or_null(line)),
+    )
+
+
+# -- instances and notes -----------------------------------------------------------------------------------------------
+
+
+def instance_joined(db: sqlite3.Connection, instance: int, slots: int, at: float) -> None:
+    """Records an instance that takes part in this session, with its version slots."""
+    db.execute(
+        f"INSERT INTO instances (session, instance, slots, joined_at) VALUES ({_SESSION}, ?, ?, ?)",
+        (instance, slots, at),
+    )
+
+
+def instance_left(db: sqlite3.Connection, instance: int, outcome: Departure, reason: str, at: float) -> None:
+    """Records that an instance takes part no more."""
+    db.execute(
+        f"UPDATE instances SET left_at = ?, outcome = ?, reason = ? WHERE session = {_SESSION} AND instance = ?",
+        (at, outcome, storable(reason), instance),
+    )
+
+
+def note(db: sqlite3.Connection, kind: str, text: str, at: float) -> None:
+    """Records something for a person to read: a wait, a failed attempt to write a checkpoint."""
+    db.execute("INSERT INTO notes (at, kind, text) VALUES (?, ?, ?)", (at, kind, storable(text)))

@@ -1,0 +1,30 @@
+"""Averages token losses into the loss of an optimizer step, `sum(weight * loss)`. Pure.
+
+The weights depend only on the whole mini-batch of the step, so the loss does not depend on how it is split into
+micro-batches. The loss of a token comes from the objective (`stretto.objectives`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.objectives.base import Average
+
+
+def token_weights(
+    lengths: NDArray[np.int64], average: Average, average_tokens: int | None = None
+) -> NDArray[np.float64]:
+    """The weight of each token of a sequence in the loss, by sequence [n].
+
+    `token`: the mean over all tokens. `sequence`: the mean over sequences of the mean over their tokens; an empty
+    sequence counts as one. `constant`: the sum over tokens, divided by `average_tokens` times the sequences.
+    """
+    count = max(1, len(lengths))
+    if average == "token":
+        return np.full(len(lengths), 1.0 / max(1, int(lengths.sum())))
+    if average == "sequence":
+        return np.where(lengths > 0, 1.0 / (np.maximum(lengths, 1) * count), 0.0)
+    if average_tokens is None:
+        raise ValueError('`average = "constant"` needs `average_tokens`')
+    return np.full(len(lengths), 1.0 / (average_tokens * count))

@@ -1,0 +1,91 @@
+"""Splits the batch of an update into mini-batches, one an optimizer step, and those into micro-batches.
+
+A mini-batch has whole groups in the order of the batch, so the samples of a step do not depend on their lengths. Each
+step minimizes the average over its own tokens, so the loss weights are those of the mini-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stretto.objectives.base import ObjectiveOptions
+from stretto.training.loss_averaging import token_weights
+from stretto.training.packing import first_fit_decreasing, input_lengths, sampled_lengths
+from stretto.training.parallel import shares
+from stretto.training.regularizers import imitation_weights
+from stretto.types import Sample
+
+
+@dataclass(slots=True)
+class MicroBatchPlan:
+    """The samples of one micro-batch, and what is computed of their completion tokens [C] before the first step."""
+
+    samples: tuple[int, ...]  # indices into the batch
+    proximal: torch.Tensor | None = None  # None: the update has one step, whose own log-probabilities are used
+    reference: torch.Tensor | None = None  # log-probabilities under the reference, if a divergence is measured
+    values: torch.Tensor | None = None  # the critic's values at the start of the update
+    returns: torch.Tensor | None = None  # the targets of the critic's values
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """The samples of one optimizer step. Weights are indexed by the samples of the whole batch."""
+
+    micro_batches: list[MicroBatchPlan]  # of this rank
+    num_micro_batches: int  # of all ranks together
+    max_micro_batches: int  # of the rank with the most
+    weights: NDArray[np.float64]  # [n], the loss weight of each token of a sample; 0 outside of the mini-batch
+    imitation: NDArray[np.float64] | None  # [n], the weight of each token in `[algorithm.supervised]`
+
+
+def micro_batch_plans(mini_batches: Iterable[MiniBatch]) -> Iterator[MicroBatchPlan]:
+    """Iterates over the micro-batches of an update."""
+    return (plan for mini_batch in mini_batches for plan in mini_batch.micro_batches)
+
+
+def split_groups(groups: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Divides samples, given by their groups, into parts of consecutive whole groups; returns the indices of each part.
+
+    The parts differ by at most one group. If there are fewer groups than parts, each group is a part.
+    """
+    distinct = list(dict.fromkeys(groups))
+    num_parts = min(num_parts, len(distinct))
+    part_of = {group: part for part, ids in enumerate(np.array_split(distinct, num_parts)) for group in ids.tolist()}
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    for index, group in enumerate(groups):
+        parts[part_of[group]].append(index)
+    return parts
+
+
+def split_batch(
+    samples: Sequence[Sample],
+    algorithm: ObjectiveOptions,
+    *,
+    num_steps: int,
+    micro_tokens: int,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> list[MiniBatch]:
+    """Returns the mini-batches of an update, with the micro-batches of one rank: its share has whole sequences."""
+    sizes = input_lengths(samples)
+    lengths = sampled_lengths(samples)
+    rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
+    mini_batches = []
+    for indices in split_groups([sample.group for sample in samples], num_steps):
+        inside = np.asarray(indices, dtype=np.int64)
+        shared = [inside[share] for share in shares(sizes[inside], num_ranks)]
+        bins = [first_fit_decreasing(sizes[share], micro_tokens) for share in shared]
+        weights = np.zeros(len(samples))
+        weights[inside] = token_weights(lengths[inside], algorithm.average, algorithm.average_tokens)
+        imitation = None
+        if algorithm.supervised is not None:
+            imitation = np.zeros(len(samples))
+            imitation[inside] = imitation_weights(rewards[inside], lengths[inside], algorithm.supervised.threshold)
+        plans = [MicroBatchPlan(tuple(shared[rank][chosen].tolist())) for chosen in bins[rank]]
+        mini_batches.append(MiniBatch(plans, sum(map(len, bins)), max(map(len, bins)), weights, imitation))
+    return mini_batches

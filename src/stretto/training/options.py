@@ -1,0 +1,54 @@
+"""The options of the trainer: the table `[training]` of a recipe. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from stretto.options import Options
+
+
+class TrainingOptions(Options):
+    """Updates of the policy, whatever the algorithm."""
+
+    steps: int = Field(100, ge=1, description="Number of updates")
+    optimizer_steps: int = Field(
+        1, ge=1, description="Optimizer steps an update; each trains on a mini-batch of whole groups"
+    )
+    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate")
+    warmup_steps: int = Field(0, ge=0, description="Updates of linear warm-up")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning-rate schedule after the warm-up"
+    )
+    final_fraction: float = Field(
+        0.0, ge=0, le=1, description="Learning rate at the end of the schedule, as a fraction of the peak"
+    )
+    weight_decay: float = Field(
+        0.0, ge=0, description="Weight decay of AdamW for matrices; vectors such as norms and biases do not decay"
+    )
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.95), description="Betas of AdamW"
+    )
+    epsilon: float = Field(1e-8, gt=0, description="Epsilon of AdamW")
+    max_grad_norm: float = Field(
+        1.0,
+        ge=0,
+        description="Clip the gradient to this norm, a critic's apart from the policy's; 0: no clipping",
+    )
+    micro_tokens: int = Field(8_192, ge=1, description="Most tokens of a packed micro-batch")
+    checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass: much less memory, about a third more time"
+    )
+    compile: bool | None = Field(
+        None, description="Compile the decoder layer; default: only on CUDA in half precision, for plain decoders"
+    )
+
+    @model_validator(mode="after")
+    def _warm_up_ends(self) -> TrainingOptions:
+        if self.warmup_steps >= self.steps:
+            raise ValueError(
+                f"`training.warmup_steps = {self.warmup_steps}` never ends in a run of `training.steps = "
+                f"{self.steps}`; use fewer"
+            )
+        return self

@@ -1,0 +1,69 @@
+"""The weights of the policy as the trainer hands them out: adapters or every parameter, whole on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stretto.models.checksums import checksum
+from stretto.models.lora import lora_tensors, write_adapter
+from stretto.models.lora_options import LoraOptions
+from stretto.training.parallel import Ranks
+from stretto.training.sharding import Sharding
+from stretto.types import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyWeights:
+    """The weights of a trainer's model. With several ranks, all of them call every method."""
+
+    model: Any
+    lora: LoraOptions | None
+    adapted: tuple[str, ...]  # the modules that have adapters
+    base: str  # the base model that an exported adapter names
+    ranks: Ranks
+    sharding: Sharding | None
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the weights' tensors."""
+        if self.lora is None:
+            return [name for name, _ in self.model.named_parameters()]
+        return [f"{name}.{leaf}" for name in self.adapted for leaf in ("lora_A", "lora_B")]
+
+    def base_checksum(self) -> str | None:
+        """The checksum of the frozen weights under the adapters; None if every weight is trained."""
+        if self.lora is None:
+            return None
+        return checksum({name: p for name, p in self.model.named_parameters() if not p.requires_grad})
+
+    def weights(self, version: int) -> Weights:
+        """Returns a copy. If the model is sharded, it is in the host memory of rank 0, and other ranks get none."""
+        if self.lora is not None:
+            tensors = lora_tensors(self.model, self.adapted)
+            return Weights(version, "lora", tensors, checksum(tensors, self.lora.scale), self.lora.scale)
+        if self.sharding is not None:
+            tensors = self.sharding.parameters(self.model)
+            return Weights(version, "full", tensors, self.ranks.gathered(checksum(tensors))[0])
+        parameters = {name: p.detach() for name, p in self.model.named_parameters()}
+        tensors = {name: torch.empty_like(p) for name, p in parameters.items()}
+        torch._foreach_copy_(list(tensors.values()), list(parameters.values()))
+        return Weights(version, "full", tensors, checksum(tensors))
+
+    def export(self, folder: Path, *writers: Callable[[Path], object]) -> None:
+        """Writes the weights for other programs, on rank 0; `writers` add further files: a critic, a tokenizer."""
+        whole = None if self.sharding is None else self.sharding.parameters(self.model)
+        with self.ranks.together():
+            if self.ranks.rank:
+                return
+            if self.lora is not None:
+                tensors = lora_tensors(self.model, self.adapted)
+                write_adapter(folder, tensors, options=self.lora, base=self.base, names=self.adapted)
+            else:
+                self.model.save_pretrained(folder, state_dict=whole)
+            for write in writers:
+                write(folder)

@@ -1,0 +1,107 @@
+"""What `compare` makes of the summaries of its runs."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.assembly import compare
+from stretto.assembly.compare import _add_time_to_target, comparison
+from stretto.errors import RunError
+
+RECIPE = '[model]\npath = "tiny"\n[task]\ntype = "countdown-chain"\n'
+
+
+def row(paradigm: str, *scores: tuple[float, float | None]) -> dict[str, Any]:
+    evaluations = [{"elapsed_s": at, "score": score} for at, score in scores]
+    return {
+        "paradigm": paradigm,
+        "evaluations": evaluations,
+        "eval_before": evaluations[0]["score"],
+        "eval_after": evaluations[-1]["score"],
+    }
+
+
+def test_the_target_is_nine_tenths_of_the_way_to_the_best_unless_it_is_given() -> None:
+    rows = [row("drop", (0.0, 0.0), (5.0, None), (9.0, 0.5)), row("partial", (0.0, 0.0), (4.0, 0.9), (8.0, 1.0))]
+    _add_time_to_target(rows, None)
+    assert [(each["target"], each["seconds_to_target"]) for each in rows] == [(0.9, None), (0.9, 4.0)]
+    _add_time_to_target(rows, 0.5)
+    assert [each["seconds_to_target"] for each in rows] == [9.0, 4.0]
+
+
+def test_without_a_score_there_is_no_target() -> None:
+    rows = [row("drop", (0.0, None), (9.0, None))]
+    _add_time_to_target(rows, None)
+    assert (rows[0]["target"], rows[0]["seconds_to_target"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(130, compare.ComparisonStoppedError), (2, RunError), (-15, RunError), (-9, RunError)]
+)
+def test_a_run_that_did_not_come_to_its_end_is_never_tabled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, error: type[Exception]
+) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    monkeypatch.setattr(compare, "_train", lambda words: status)
+    rows = comparison(
+        tmp_path / "recipe.toml", [], paradigms=["partial"], folder=tmp_path / "out", say=lambda text: None
+    )
+    with pytest.raises(error):
+        next(rows)
+    assert not (tmp_path / "out" / "compare.json").exists()
+
+
+@pytest.mark.parametrize("status", [0, 130])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_stops_compare_alone_stops_the_run_that_it_waits_for(number: signal.Signals, status: int) -> None:
+    child = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        f"signal.signal(signal.SIGTERM, lambda *_: sys.exit({status}))\n"  # 0: its last update was done
+        "print('ready', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from stretto.assembly.compare import _train\n"
+        f"sys.exit(_train([sys.executable, '-c', {child!r}]) == 130)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    assert process.wait(20) == 1, "it was told that the run stopped, and begins no other"
+    process.communicate()
+
+
+def test_a_comparison_can_be_run_from_any_thread() -> None:
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(compare._train, [sys.executable, "-c", "raise SystemExit(3)"]).result() == 3
+
+
+def test_a_run_that_failed_is_told_with_the_command_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    monkeypatch.setattr(compare, "_train", lambda words: 2)
+    with pytest.raises(RunError, match=r"`drop` ended with status 2(.|\n)*continue with\n.*--paradigms drop --out"):
+        compare.compare_from_command_line(
+            tmp_path / "recipe.toml", [], paradigms=["drop"], folder=tmp_path / "out", target=None
+        )
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"nothing can be written to .*choose another `--out`"):
+        compare.compare_from_command_line(
+            tmp_path / "recipe.toml", [], paradigms=["drop"], folder=tmp_path / "file" / "out", target=None
+        )

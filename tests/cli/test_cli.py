@@ -1,0 +1,440 @@
+"""The command line: fast, and clear about what is wrong."""
+
+import errno
+import json
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import tomli_w
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import stretto.assembly.compare
+from stretto.assembly import export
+from stretto.cli import COMMANDS, main
+from stretto.recipe.schema import load_recipe
+from stretto.store.lock import Lock
+
+RECIPE = '[model]\npath = "tiny"\nlora = { rank = 4 }\nwarm_start = { steps = 2 }\n[task]\ntype = "countdown-chain"\n'
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_help_imports_neither_torch_nor_pydantic() -> None:
+    code = (
+        "import sys, contextlib, stretto.cli\n"
+        "with contextlib.suppress(SystemExit): stretto.cli.main(['--help'])\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'rich'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "train" in done.stdout
+    assert time.perf_counter() - started < 5.0, "a generous bound; the import check above is the real one"
+
+
+def test_it_is_a_module_that_runs() -> None:
+    done = subprocess.run([sys.executable, "-m", "stretto", "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"stretto {stretto.__version__}\n"), done.stderr
+
+
+def test_every_command_has_its_own_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as ended:
+            main([name, "--help"])
+        assert ended.value.code == 0
+        assert f"usage: stretto {name} " in capsys.readouterr().out
+
+
+def test_check_prints_the_resolved_recipe_and_its_memory_and_starts_nothing(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", str(recipe), "--set", "rollout.staleness=3"]) == 0
+    out = capsys.readouterr().out
+    assert "staleness = 3" in out
+    assert 'paradigm = "multi-version"' in out, "defaults are spelled out"
+    assert "memory: base" in out
+    assert "4 version slots" in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["recipe.toml"]
+
+
+def test_a_bad_recipe_is_an_error_on_one_line_without_a_traceback(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(recipe), "--set", "rollout.stalenes=3"]) == 2
+    error = capsys.readouterr().err
+    assert "did you mean `rollout.staleness`" in error
+    assert "Traceback" not in error
+
+
+def test_a_recipe_that_may_not_be_read_is_bad_input(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def close(method: str) -> None:
+        real = getattr(Path, method)
+
+        def refused(path: Path, *rest: Any, **named: Any) -> Any:
+            if path == recipe:
+                raise PermissionError(errno.EACCES, "Permission denied")
+            return real(path, *rest, **named)
+
+        monkeypatch.setattr(Path, method, refused)
+
+    for method in ("open", "exists"):  # the file itself, then a folder above it too
+        close(method)
+        for command in ("check", "train", "compare"):
+            assert main([command, str(recipe)]) == 2
+            assert "recipe.toml` cannot be read: Permission denied; name a TOML file" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    path = tmp_path / "r.toml"
+    path.write_text(f'[model]\npath = "{tmp_path / "empty"}"\n[task]\ntype = "countdown-chain"\n')
+    assert main(["check", str(path)]) == 2
+    assert "is no model" in capsys.readouterr().err
+    assert main(["train", str(path), "--out", str(tmp_path / "run")]) == 2
+    assert "is no model" in capsys.readouterr().err
+
+
+def test_a_run_folder_that_exists_is_refused_and_left_alone(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "precious").write_text("data")
+    assert main(["train", str(recipe), "--out", str(tmp_path / "run")]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["precious"]
+
+
+def test_there_must_be_a_run_to_resume(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(recipe), "--out", str(tmp_path / "none"), "--resume"]) == 2
+    assert "nothing to resume" in capsys.readouterr().err
+
+
+def test_giving_up_needs_a_run_to_resume(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(recipe), "--out", str(tmp_path / "new"), "--give-up", "3"]) == 2
+    assert "`--give-up ID` needs `--resume`" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_resume_needs_the_folder_of_the_run(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(recipe), "--resume"]) == 2
+    assert "`--resume` needs `--out RUN`" in capsys.readouterr().err
+
+
+def test_verify_and_show_of_something_else_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "no run folder" in capsys.readouterr().err
+    assert main(["show", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"SQLite format 3\0", b"no journal at all\n" * 1000])
+@pytest.mark.parametrize("words", [["verify"], ["show"], ["replay"], ["train"]], ids=lambda words: words[0])
+def test_a_journal_that_is_none_is_an_error_by_its_name_and_no_broken_law(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], content: bytes
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("config.toml", "metrics.jsonl"):
+        (run / name).write_text("")
+    (run / "journal.sqlite").write_bytes(content)
+    resume = [str(recipe), "--out", str(run), "--resume"]
+    assert main([*words, *(resume if words == ["train"] else [str(run)])]) == 2
+    said = capsys.readouterr().err
+    assert f"`{run / 'journal.sqlite'}` " in said
+    assert "put the journal back from a copy" in said
+    assert (run / "journal.sqlite").read_bytes() == content
+
+
+def test_compare_refuses_an_unknown_paradigm(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(recipe), "--paradigms", "synchronous,sideways", "--out", str(tmp_path / "c")]) == 2
+    assert "`--paradigms` names `sideways`" in capsys.readouterr().err
+
+
+SHORT = ["training.steps=2", "rollout.prompts=2", "rollout.group=2", "rollout.max_tokens=8", "evaluation.prompts=2"]
+
+
+def settings() -> list[str]:
+    chosen = [*SHORT, "runtime.engine_threads=1", "runtime.trainer_threads=1"]
+    return [word for setting in chosen for word in ("--set", setting)]
+
+
+def test_train_verify_and_show_follow_one_another(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run = tmp_path / "run"
+    assert main(["train", str(recipe), *settings(), "--out", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "2 of 2 updates done" in said
+    assert "summary of the run" in said
+    assert f"try next: stretto verify {run}" in said
+    assert main(["verify", str(run)]) == 0
+    assert "law 3  nothing old   holds" in capsys.readouterr().out
+    assert main(["show", str(run), "--update", "1", "--samples", "2"]) == 0
+    assert capsys.readouterr().out
+    assert main(["train", str(recipe), *settings(), "--out", str(run), "--resume"]) == 2
+    assert "is finished" in capsys.readouterr().err
+    assert main(["train", str(recipe), *settings(), "--out", str(run)]) == 2
+    assert capsys.readouterr().err.endswith("exists already; choose another `--out`\n"), "nothing to resume in it"
+
+
+def test_the_policy_of_the_tiny_model_travels_with_its_base_and_says_how_it_was_asked(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert main(["train", str(recipe), *settings(), "--out", str(tmp_path / "run")]) == 0
+    shutil.rmtree(tmp_path / "cache")
+    policy = tmp_path / "elsewhere"
+    (tmp_path / "run" / "policy").rename(policy)
+    base = AutoModelForCausalLM.from_pretrained(policy / "base")
+    adapted = peft.PeftModel.from_pretrained(base, policy)
+    tokens = AutoTokenizer.from_pretrained(policy)("4+3*2?", return_tensors="pt")
+    assert adapted(**tokens).logits.shape[1] == 6
+    readme = (policy / "README.md").read_text()
+    assert "raw text" in readme
+    assert "as seen from" not in readme, "its paths are whole"
+    assert "PeftModel.from_pretrained(AutoModelForCausalLM" in readme
+    assert not list(policy.rglob("chat_template.jinja")), "no prompt of the run went through it"
+    modes = {path.stat().st_mode & 0o777 for path in policy.rglob("*") if path.is_file()}
+    assert modes == {ordinary_mode(tmp_path)}
+
+
+def test_the_readme_of_a_policy_says_where_its_paths_are_seen_from(recipe: Path) -> None:
+    said = export._readme(Path("runs/mine/policy"), load_recipe(recipe, []), templated=False, with_base=True)
+    assert f"as seen from `{Path.cwd()}`" in said
+
+
+def ordinary_mode(folder: Path) -> int:
+    """The mode of a file that is written in the ordinary way."""
+    path = folder / "ordinary"
+    path.write_text("")
+    return path.stat().st_mode & 0o777
+
+
+def in_this_process(words: Sequence[str]) -> int:
+    assert words[1:3] == ["-m", "stretto"]
+    return main(words[3:])
+
+
+def test_compare_runs_one_recipe_under_several_paradigms(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(stretto.assembly.compare, "_train", in_this_process)
+    recipe.write_text(recipe.read_text() + "[rollout]\nstaleness = 3\n[algorithm]\nclip_low = 0.3\n")
+    folder = tmp_path / "compared"
+    command = ["compare", str(recipe), *settings(), "--out", str(folder)]
+    assert main([*command, "--paradigms", "synchronous,partial,multi-version"]) == 0
+    said = capsys.readouterr().out
+    assert "paradigms on the same recipe" in said
+    rows = json.loads((folder / "compare.json").read_text())
+    assert [(row["paradigm"], row["staleness_bound"]) for row in rows] == [
+        ("synchronous", 0),
+        ("partial", 3),
+        ("multi-version", 3),
+    ]
+    assert {row["steps"] for row in rows} == {2}
+    assert len({row["eval_before"] for row in rows}) == 1, "all begin with the same policy"
+    for row in rows:
+        assert main(["verify", str(folder / row["paradigm"])]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert "it holds runs; give one of them" in said
+    assert all(f"`{folder / row['paradigm']}`" in said for row in rows)
+
+
+def test_the_same_compare_goes_on_where_it_was_interrupted(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "compared"
+    command = ["compare", str(recipe), *settings(), "--paradigms", "synchronous,drop", "--out", str(folder)]
+    started: list[str] = []
+
+    def interrupted_at_the_second(words: Sequence[str]) -> int:
+        started.append(Path(words[4]).stem)
+        if len(started) == 2:
+            (folder / "drop").mkdir()
+            begun = load_recipe(folder / "drop.toml", ["model.dtype=float32"])  # as it came out on this machine
+            (folder / "drop" / "config.toml").write_text(begun.dumps())
+            return 130
+        return in_this_process(words)
+
+    monkeypatch.setattr(stretto.assembly.compare, "_train", interrupted_at_the_second)
+    assert main(command) == 130
+    said = capsys.readouterr().out
+    assert f"stretto {' '.join(command)}" in " ".join(said.split()), "the command that goes on, whole"
+    assert "--resume" not in said
+    assert [row["paradigm"] for row in json.loads((folder / "compare.json").read_text())] == ["synchronous"]
+
+    started.clear()
+    monkeypatch.setattr(
+        stretto.assembly.compare, "_train", lambda words: started.append(words[4]) or in_this_process(words)
+    )
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "synchronous: finished before" in said
+    assert "drop: continued in" in said
+    assert [Path(path).stem for path in started] == ["drop"]
+    assert [row["paradigm"] for row in json.loads((folder / "compare.json").read_text())] == ["synchronous", "drop"]
+
+    assert main(command) == 0, "all of it is there: the table again"
+    assert len(started) == 1
+    assert main([*command, "--set", "training.learning_rate=0.5"]) == 2
+    said = capsys.readouterr().err
+    assert "`training.learning_rate` is 0.5, and the run in" in said
+    assert said.endswith("compare with the settings that it was started with, or choose another `--out`\n")
+
+
+def test_a_paradigm_named_twice_is_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(recipe), "--paradigms", "drop,drop"]) == 2
+    assert "`--paradigms` names `drop` more than once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "none.toml"], "`none.toml` does not exist"),
+        (["train", "recipe.toml", "--set", "staleness=3"], "did you mean `rollout.staleness`"),
+        (["train", "recipe.toml", "--out", "taken"], "exists already"),
+        (["train", "recipe.toml", "--out", "nothing", "--resume"], "leave `--resume` out to start one"),
+        (["train", "recipe.toml", "--out", "taken", "--resume"], "`taken` holds no run"),
+        (["train", "recipe.toml", "--out", "taken", "--resume"], "or choose another `--out`"),
+        (["train", "recipe.toml", "--out", "dead"], "add `--resume` to continue the run in it"),
+        (["train", "recipe.toml", "--out", "live"], "a process runs the run in it; choose another `--out`"),
+        (["train", "recipe.toml", "--out", "live", "--resume"], "the run in `live` goes on in another process"),
+        (
+            ["train", "recipe.toml", "--out", "lost", "--resume"],
+            "`lost/journal.sqlite` does not exist, but `lost/",
+        ),
+        (["train", "recipe.toml", "--out", "lost"], "`lost` exists already; choose another `--out`"),
+        (["compare", "recipe.toml", "--out", "comparison"], "`comparison/drop/journal.sqlite` does not exist, but"),
+        (["verify", "lost"], "the run in `lost` has no `journal.sqlite`: put the journal back from a copy"),
+        (["show", "lost"], "the run in `lost` has no `journal.sqlite`: put the journal back from a copy"),
+        (["pool", "taken", "--list"], "`taken` is no run folder"),
+        (["pool", "nowhere", "--list"], "no run has begun in `nowhere` yet"),
+        (["pool", "dead", "--list"], "the run in `dead` is not running"),
+        (["compare", "recipe.toml", "--paradigms", "drop,drop"], "more than once"),
+        (["compare", "recipe.toml", "--paradigms", ""], "`--paradigms ''` leaves a name empty"),
+        (["compare", "recipe.toml", "--paradigms", "drop,"], "`--paradigms 'drop,'` leaves a name empty"),
+        (["show", "dead", "--samples", "5"], "`--samples 5` has no effect without `--update N`"),
+    ],
+)
+def test_mistakes_in_what_was_typed_are_told_before_torch_is_imported(
+    recipe: Path, tmp_path: Path, arguments: list[str], words: str
+) -> None:
+    for folder, name in (("taken", "file"), ("dead", "config.toml"), ("live", "config.toml")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text("")
+    for folder in ("lost", "comparison/drop"):
+        (tmp_path / folder).mkdir(parents=True)
+        for name in ("config.toml", "metrics.jsonl"):
+            (tmp_path / folder / name).write_text("")
+    lock = Lock(tmp_path / "live" / "journal.sqlite")
+    code = (
+        f"import sys, stretto.cli\nstatus = stretto.cli.main({arguments!r})\n"
+        "sys.exit('torch was imported' if 'torch' in sys.modules else status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    lock.close()
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+
+
+def test_check_prints_what_a_run_would_use_where_the_recipe_says_nothing(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(recipe)]) == 0
+    out = capsys.readouterr().out
+    printed = tomllib.loads(out)
+    assert printed["rollout"]["rows"] == 16 * 8
+    assert printed["rollout"]["in_flight"] == 24
+    assert printed["rollout"]["staleness"] == 2
+    assert printed["model"]["lora"]["alpha"] == 8.0
+    assert "all linear layers but the output layer" in out
+    again = recipe.with_name("again.toml")
+    again.write_text(out)
+    assert load_recipe(again).plan == load_recipe(recipe).plan, "what it prints is a recipe of the same run"
+    assert "scored by `stretto.environments.countdown:reward`" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"reward": "own_reward:rewrad"}, "did you mean `reward`?"),
+        ({"reward": "own_reward:other"}, "missing a required argument: 'solution'"),
+        ({"path": "holes.jsonl"}, "takes the column `answer`, which holes.jsonl:99 does not have"),
+        ({"evaluation_path": "held.jsonl"}, "takes the column `answer`, which held.jsonl:4 does not have"),
+        ({"path": "holes.jsonl", "reward": "own_reward:open"}, "takes the column `answer`, which holes.jsonl:99"),
+        ({"path": "none.jsonl"}, "`none.jsonl` is not a file"),
+        ({"path": "few.jsonl"}, "too few rows to hold any out"),
+        ({"path": "long.jsonl"}, "its prompt has 5000 tokens"),
+    ],
+)
+def test_check_refuses_what_train_refuses_and_prints_no_configuration(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    change: dict[str, str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_reward.py").write_text(
+        "def reward(prompt, completion, answer):\n    return 1.0\n"
+        "def other(prompt, completion, solution):\n    return 1.0\n"
+        "def open(prompt, completion, *, answer, **row):\n    return 1.0\n"
+    )
+    row = '{"prompt": "1+1=", "answer": 2}\n'
+    (tmp_path / "rows.jsonl").write_text(row * 100)
+    (tmp_path / "few.jsonl").write_text(row * 3)
+    (tmp_path / "held.jsonl").write_text(row * 3 + '{"prompt": "1+2="}\n')
+    (tmp_path / "holes.jsonl").write_text(row * 98 + '{"prompt": "1+2="}\n' * 2)
+    (tmp_path / "long.jsonl").write_text(row * 99 + '{"prompt": "%s", "answer": 2}\n' % ("1" * 5000))
+    task = {"type": "file", "path": "rows.jsonl", "reward": "own_reward:reward"}
+    for number, (changed, status) in enumerate([({}, 0), (change, 2)]):
+        path = tmp_path / f"{number}.toml"
+        path.write_text(tomli_w.dumps({"model": {"path": "tiny"}, "task": {**task, **changed}}))
+        assert main(["check", str(path)]) == status
+        out, err = capsys.readouterr()
+        assert bool(out) == (status == 0)
+        assert status == 0 or words in err
+
+
+def test_pool_says_what_is_wrong_before_it_asks_anybody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pool", str(tmp_path), "--add", "0"]) == 2
+    assert "`--add 0` adds nothing" in capsys.readouterr().err
+    assert main(["pool", str(tmp_path), "--list"]) == 2
+    assert "no run has begun in" in capsys.readouterr().err
+
+
+def test_a_home_that_the_shell_left_is_expanded_on_the_command_line_and_refused_by_name_in_a_recipe(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine").touch()
+    assert main(["train", "~/recipe.toml", "--out=~/run"]) == 2
+    assert f"`{tmp_path / 'run'}` exists already" in capsys.readouterr().err
+    assert main(["verify", "~nobody-of-that-name/run"]) == 2
+    assert "no run folder" in capsys.readouterr().err
+    task = '{ type = "file", path = "~/rows.jsonl", reward = "examples.reward:names_the_capital" }'
+    recipe.write_text(f'model.path = "tiny"\ntask = {task}\n')
+    assert main(["check", str(recipe)]) == 2
+    assert "`~` is not expanded" in capsys.readouterr().err

@@ -1,0 +1,131 @@
+"""Rewards on a cluster: those of a local run, and another machine when theirs dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import ray
+from ray_cases import small_cluster
+
+from stretto.cluster.rewards import RayRewards, RewardOptions
+from stretto.errors import RecipeError, RewardError
+
+REWARDS = """
+import os, time
+
+def process(prompt, completion, **row):
+    print("scored", completion)
+    return os.getppid()
+
+def slow(prompt, completion, seconds):
+    time.sleep(seconds)
+    return float(os.getppid())
+
+def variables(prompt, completion, **row):
+    seen = {name: value for name, value in os.environ.items() if name.startswith(("RAY", "OUR"))}
+    raise ValueError(" ".join(f"{name}={value}" for name, value in seen.items()))
+
+def large(prompt, completion, **row):
+    return 1e101
+
+def forked(prompt, completion, **row):
+    return 1.0 if os.fork() else 2.0
+
+def bad(prompt, completion, **row):
+    raise ValueError("no idea")
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    with small_cluster():
+        yield
+
+
+def rewards(
+    folder: Path, function: str, said: list[str] | None = None, passed: Mapping[str, str] | None = None
+) -> RayRewards:
+    (folder / "cluster_rewards.py").write_text(REWARDS)
+    chosen = RewardOptions(f"cluster_rewards:{function}", 1, 20.0, None, str(folder), passed or {})
+    return RayRewards(chosen, said=(said if said is not None else []).append, instance_seconds=10.0)
+
+
+def test_rewards_are_computed_and_their_output_heard_and_a_lost_host_costs_no_reward(tmp_path: Path) -> None:
+    async def main() -> None:
+        said: list[str] = []
+        pool = rewards(tmp_path, "slow", said)
+        await pool.start()
+        first = await pool.score("p", "c", {"seconds": 0.0})
+        pending = [asyncio.ensure_future(pool.score("p", "c", {"seconds": 0.3})) for _ in range(4)]
+        await asyncio.sleep(0.5)
+        os.kill(int(first), signal.SIGKILL)
+        later = await asyncio.wait_for(asyncio.gather(*pending), 120.0)
+        assert pool.replaced == 1
+        assert int(first) not in {int(reward) for reward in later[2:]}
+        with pytest.raises(RewardError, match=r"slow.*"):
+            await pool.score("p", "c", {"seconds": "long"})
+        await pool.close()
+        await pool.close()
+        with pytest.raises(RewardError, match="after it was stopped"):
+            await pool.score("p", "c", {"seconds": 0.0})
+
+    asyncio.run(main())
+
+
+def test_what_a_reward_prints_is_heard_and_its_failures_are_its_own(tmp_path: Path) -> None:
+    async def main() -> None:
+        said: list[str] = []
+        pool = rewards(tmp_path, "process", said)
+        await pool.start()
+        assert await pool.score("p", "one", {}) > 0
+        late = time.monotonic() + 20.0
+        while not said and time.monotonic() < late:
+            await asyncio.sleep(0.05)
+        assert said == ["scored one"]
+        await pool.close()
+
+    asyncio.run(main())
+
+
+def test_a_worker_on_the_cluster_sees_the_variables_that_the_recipe_names_and_none_of_ray(tmp_path: Path) -> None:
+    async def main() -> None:
+        pool = rewards(tmp_path, "variables", passed={"OUR_KEY": "secret"})
+        await pool.start()
+        with pytest.raises(RewardError, match=r"raised ValueError: OUR_KEY=secret \("):
+            await pool.score("p", "one", {})
+        await pool.close()
+        assert "secret" not in repr(pool._options)
+
+    asyncio.run(main())
+
+
+def test_on_the_cluster_too_a_reward_has_a_bound_and_a_copy_of_its_process_no_say(tmp_path: Path) -> None:
+    async def main() -> None:
+        pool = rewards(tmp_path, "large")
+        await pool.start()
+        with pytest.raises(RewardError, match=r"returned 1e\+101 \(float\), beyond 1e\+09"):
+            await pool.score("p", "one", {})
+        await pool.close()
+        pool = rewards(tmp_path, "forked")
+        await pool.start()
+        assert [await pool.score("p", "one", {}) for _ in range(5)] == [1.0] * 5
+        await pool.close()
+
+    asyncio.run(main())
+
+
+def test_a_function_that_cannot_be_imported_is_refused_by_name(tmp_path: Path) -> None:
+    async def main() -> None:
+        pool = rewards(tmp_path, "nothing")
+        with pytest.raises(RecipeError, match="nothing"):
+            await pool.start()
+        await pool.close()
+
+    asyncio.run(main())
+    assert ray.is_initialized()

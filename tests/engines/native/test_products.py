@@ -1,0 +1,68 @@
+"""Linear layers as one product: their memory, and the adapters of each layer and slot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stretto.engines.native.lora_slots import SlotMask, SlottedLinear
+from stretto.engines.native.products import JoinedProduct, StackedProduct, joined
+
+
+def test_joined_weights_follow_what_is_written_into_the_parts() -> None:
+    parts = [torch.nn.Parameter(torch.randn(n, 5), requires_grad=False) for n in (4, 2, 3)]
+    whole = joined(parts)
+    assert torch.equal(whole, torch.cat([p.detach() for p in parts]).t())
+    parts[1].copy_(torch.full((2, 5), 7.0))
+    assert (whole[:, 4:6] == 7.0).all()
+    assert joined(parts).data_ptr() == whole.data_ptr()
+    assert joined(parts[:2]).data_ptr() != whole.data_ptr()  # a part of the storage is not the matrix they make
+
+
+def put(layer: SlottedLinear, slot: int, a: torch.Tensor, b: torch.Tensor) -> None:
+    for place, part in zip(layer.resident(slot), (a, b), strict=True):
+        place.copy_(part)
+
+
+def test_adapters_in_a_fused_product_are_those_of_their_layer_and_slot() -> None:
+    generator = torch.Generator().manual_seed(0)
+    mask = SlotMask(2, 3, torch.device("cpu"))
+    bases = [torch.nn.Linear(8, n, bias=False) for n in (6, 4, 5)]
+    layers: list[Any] = [SlottedLinear(bases[0], 2, 3, mask), bases[1], SlottedLinear(bases[2], 2, 3, mask)]
+    put(layers[0], 1, torch.randn(3, 8, generator=generator), torch.randn(6, 3, generator=generator))
+    fused = JoinedProduct(*layers)
+    put(layers[2], 0, torch.randn(3, 8, generator=generator), torch.randn(5, 3, generator=generator))
+    x = torch.randn(7, 8, generator=generator)
+    with torch.inference_mode():
+        mask.choose(torch.tensor([0, 1, 0, 1, 1, 0, 0]))
+        mask.scale = 2.0
+        expected = torch.cat([layer(x) for layer in layers], dim=1)
+        torch.testing.assert_close(fused(x), expected)
+        stream = torch.ones(7, 15)
+        assert fused.add_to(stream, x) is None
+        torch.testing.assert_close(stream, expected + 1)
+        put(layers[2], 0, torch.zeros(3, 8), torch.zeros(5, 3))
+        assert not fused.b[3:, 10:].any()
+
+
+def test_stacked_weights_stay_the_parameters_of_their_layers() -> None:
+    mask = SlotMask(2, 3, torch.device("cpu"))
+    bases = [torch.nn.Linear(8, n) for n in (6, 4)]
+    values = [base.weight.detach().clone() for base in bases]
+    layers: list[Any] = [SlottedLinear(bases[0], 2, 3, mask), bases[1]]
+    product = StackedProduct(*layers)
+    put(layers[0], 1, torch.full((3, 8), 2.0), torch.full((6, 3), 5.0))
+    x = torch.randn(7, 8, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        y = product(x)
+        torch.testing.assert_close(y[:, :10], torch.cat([base(x) for base in bases], 1))
+        torch.testing.assert_close(y[:, 13:16], 2.0 * x.sum(1, keepdim=True).expand(-1, 3))
+        assert not y[:, 16:].any(), "a layer without an adapter has columns of zeros"
+        torch.testing.assert_close(product.add_to(torch.ones(7, 10), x), y)
+    assert all(
+        torch.equal(base.weight, value) and base.weight.is_contiguous()
+        for base, value in zip(bases, values, strict=True)
+    )
+    assert product.bs[0] is layers[0].lora_b
+    assert product.bs[1] is None

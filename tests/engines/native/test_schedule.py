@@ -1,0 +1,250 @@
+"""KV that is retained for the next turn: the same tokens with less to prefill, and no page is lost by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import build, drive, native, prompt_of, weights_of
+from kernel_references import REFERENCE
+
+from stretto.engines.native.cache import PAGE
+from stretto.engines.native.kernels.choice import CPU, TRITON, Kernels
+from stretto.models.checksums import checksum
+from stretto.types import Request, Sampling, Weights
+
+KINDS = [
+    pytest.param((CPU, "cpu"), id="mixed"),
+    pytest.param((REFERENCE, "cpu"), id="overlapped"),
+    pytest.param((TRITON, "cuda"), id="cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
+pytestmark = pytest.mark.parametrize("how", KINDS)
+OBSERVED = (7, 3, 5)
+
+
+def made(how: tuple[Kernels, str], versions: tuple[int, ...] = (0,), **options: Any) -> Any:
+    kernels, device = how
+    engine = native(build("qwen3").to(device), "lora", (), kernels=kernels, **options)
+    for version in versions:
+        engine.load(weights(version, device))
+    return engine
+
+
+def weights(version: int, device: str) -> Weights:
+    given = weights_of("lora", build("qwen3"), version)
+    tensors = {name: tensor.to(device) for name, tensor in given.tensors.items()}
+    return Weights(version, given.kind, tensors, checksum(tensors, given.scale), given.scale)
+
+
+def first(number: int, *, keep: bool = True, tokens: int = 30, version: int = 0, group: int = -1) -> Request:
+    prompt = prompt_of(21, number if group < 0 else group)
+    return Request(number, version, prompt, 50 + number, Sampling(tokens), group=group, keep=keep)
+
+
+def after(request: Request, done: Any, observed: tuple[int, ...] = OBSERVED) -> Request:
+    """The turn behind a turn."""
+    prompt = (*request.prompt, *done.tokens.tolist(), *observed)
+    return replace(request, prompt=prompt, seed=request.seed + 1000)
+
+
+def turns(engine: Any, requests: list[Request], count: int = 3) -> list[dict[int, Any]]:
+    """So many turns of all, each begun when all have ended the one before."""
+    found = []
+    for _ in range(count):
+        done = drive(engine, requests)
+        found.append(done)
+        requests = [after(request, done[request.id]) for request in requests]
+    return found
+
+
+@pytest.mark.parametrize("group", [-1, 0])
+def test_a_turn_prefills_what_is_new_and_draws_the_same_tokens(how, group):
+    kept, again = (turns(made(how), [first(i, keep=keep, group=group) for i in range(4)]) for keep in (True, False))
+    for ours, theirs in zip(kept, again, strict=True):
+        for number, expected in theirs.items():
+            assert ours[number].tokens.tolist() == expected.tokens.tolist()
+            assert np.allclose(ours[number].logprobs, expected.logprobs, atol=1e-4)
+    for turn, (ours, theirs) in enumerate(zip(kept[1:], again[1:], strict=True), 1):
+        context = 21 + turn * (30 + len(OBSERVED))
+        pages = (context - len(OBSERVED) - 1) // PAGE * PAGE
+        assert {done.prefilled for done in theirs.values()} == {context}
+        assert {done.prefilled for done in ours.values()} == {context - pages}
+
+
+def test_what_is_kept_counts_as_free_and_goes_with_its_version(how):
+    engine = made(how, versions=(0, 1))
+    drive(engine, [first(i, version=i % 2) for i in range(4)])
+    assert engine.report().kv_tokens == 0
+    held = engine._cache.num_pages - engine._cache.num_free
+    assert held == 4 * ((21 + 30 - 1) // PAGE) == engine._cache.num_idle
+    engine.unload(1)
+    assert engine._cache.num_pages - engine._cache.num_free == held // 2
+    engine.unload(0)
+    assert engine._cache.num_free == engine._cache.num_pages
+
+
+def test_pages_of_a_prompt_that_several_left_behind_count_as_free_too(how):
+    engine = made(how)
+    drive(engine, [first(i, group=0) for i in range(4)])
+    assert engine.report().kv_tokens == 0
+    # One full page of the prompt for all, and two more of each.
+    assert engine._cache.num_pages - engine._cache.num_free == 1 + 4 * 2
+
+
+def test_whoever_needs_the_pages_gets_them_and_nobody_is_preempted_for_what_is_kept(how):
+    requests = [first(i) for i in range(4)]
+    room = 4 * 96
+    engine, plenty = made(how, kv_tokens=room, rows=4), made(how)
+    done = drive(engine, requests)
+    assert engine._cache.num_idle == 12
+    others = [Request(100 + i, 0, prompt_of(40, 90 + i), i, Sampling(50)) for i in range(4)]
+    expected = drive(plenty, others)
+    for number, completion in drive(engine, others).items():
+        assert completion.tokens.tolist() == expected[number].tokens.tolist()
+    assert engine.report().preemptions == 0
+    assert engine._cache.num_idle < 12
+    second = [after(request, done[request.id]) for request in requests]
+    expected = drive(plenty, second)
+    for number, completion in drive(engine, second).items():
+        assert completion.tokens.tolist() == expected[number].tokens.tolist()
+
+
+def test_what_is_kept_is_not_given_up_for_one_that_cannot_start_all_the_same(how):
+    engine = made(how, kv_tokens=256, rows=4)
+    long = Request(50, 0, prompt_of(150, 50), 50, Sampling(60))
+    request = first(0)
+    done = drive(engine, [request])[0]
+    engine.add(long)
+    engine.step()
+    engine.add(replace(long, id=51))  # has to wait until the first has ended
+    engine.step()
+    assert engine.report().queued == 1
+    assert engine._cache.num_idle == 3
+    second = after(request, done)
+    assert (
+        drive(engine, [second])[0].tokens.tolist() == drive(made(how), [replace(second, keep=False)])[0].tokens.tolist()
+    )
+
+
+def test_what_does_not_begin_with_it_all_starts_from_its_prompt(how):
+    engine, request = made(how, versions=(0, 1)), first(0)
+    done = drive(engine, [request])[0]
+    follows = after(request, done)
+    for other in (
+        replace(follows, prompt=(follows.prompt[0] + 1, *follows.prompt[1:])),
+        replace(follows, version=1),
+        replace(follows, prompt=follows.prompt[:48]),
+    ):
+        drive(engine, [replace(request, keep=True)])
+        plain = drive(made(how, versions=(0, 1)), [replace(other, keep=False)])[0]
+        ours = drive(engine, [replace(other, keep=False)])[0]
+        assert ours.prefilled == len(other.prompt)
+        assert ours.tokens.tolist() == plain.tokens.tolist()
+        assert engine._cache.num_free == engine._cache.num_pages, "and what was kept is gone"
+
+
+def test_a_turn_that_is_withdrawn_before_it_starts_gives_back_what_it_was_to_begin_with(how):
+    engine, request = made(how, rows=1), first(0)
+    done = drive(engine, [request])[0]
+    engine.add(Request(9, 0, prompt_of(5, 9), 9, Sampling(20)))
+    engine.step()
+    engine.add(after(request, done))
+    assert engine.abort([0]) == [0]
+    drive(engine)
+    assert engine._cache.num_free == engine._cache.num_pages
+
+
+def test_memory_that_is_given_back_takes_along_what_was_kept(how):
+    engine, request = made(how), first(0)
+    done = drive(engine, [request])[0]
+    engine.shrink(256)
+    assert engine._cache.num_free == engine._cache.num_pages
+    second = after(request, done)
+    assert drive(engine, [second])[0].prefilled == len(second.prompt)
+
+
+def test_new_weights_under_a_version_drop_what_the_old_ones_made(how):
+    engine, request = made(how), first(0)
+    done = drive(engine, [request])[0]
+    engine.swap(0, weights(5, how[1]))
+    second = replace(after(request, done), version=5)
+    assert drive(engine, [second])[0].prefilled == len(second.prompt)
+
+
+def test_where_results_must_not_depend_on_neighbours_every_turn_is_prefilled(how):
+    if how[0].mixed_batches:
+        pytest.skip("mixed batches are deterministic by how they are computed")
+    engine = made(how, deterministic=True)
+    found = turns(engine, [first(0)], 2)
+    assert found[1][0].prefilled == 21 + 30 + len(OBSERVED)
+
+
+def test_a_turn_that_comes_back_with_its_cache_replaces_what_was_kept_before_it_went(how):
+    engine, other, request = made(how), made(how), first(0)
+    second = after(request, drive(engine, [request])[0])
+    other.add(second)
+    for _ in range(4):
+        other.step()
+    drive(engine, other.suspend([0], kv=True))
+    assert len(engine._schedule._retained) == 1
+    engine.unload(0)
+    assert (engine._cache.num_free, engine._cache.num_idle) == (engine._cache.num_pages, 0)
+
+
+def test_a_turn_whose_prefill_gives_way_leaves_nothing_behind(how):
+    engine, request = made(how, prefill_tokens=16), first(0, group=0)
+    second = after(request, drive(engine, [request])[0], prompt_of(40, 5))
+    engine.add(second)
+    engine.step()
+    engine.shrink(256)
+    assert len(drive(engine)[0].tokens) == 30
+    assert not engine._schedule._prefixes
+
+
+def test_logits_that_are_no_numbers_leave_nothing_behind(how):
+    engine = made(how)
+    for linear in engine._slots._linears.values():
+        linear.resident(0)[1].fill_(float("nan"))
+    drive(engine, [first(0)])
+    assert engine._cache.num_free == engine._cache.num_pages
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_happens_between_turns_tokens_are_the_same_and_no_page_is_lost(how, seed):
+    draw = np.random.default_rng(seed)
+    engine, plenty = made(how, kv_tokens=320, rows=5, prefill_tokens=32), made(how, rows=16)
+    episodes = {i: first(i, tokens=int(draw.integers(3, 40)), group=i // 3) for i in range(9)}
+    done_turns, running, finished = dict.fromkeys(episodes, 0), set[int](), 0
+    while episodes:
+        waiting = [i for i in episodes if i not in running]
+        what = draw.choice(["start", "step", "step", "step", "abort", "suspend"])
+        if what == "start" and waiting:
+            number = int(draw.choice(waiting))
+            engine.add(episodes[number])
+            running.add(number)
+        elif what == "abort" and running and draw.random() < 0.2:
+            number = int(draw.choice(sorted(running)))
+            assert engine.abort([number]) == [number], "one that has ended unseen too"
+            running.discard(number)
+        elif what == "suspend" and running and draw.random() < 0.4:
+            for out in engine.suspend([int(draw.choice(sorted(running)))], kv=bool(draw.integers(2))):
+                engine.add(out)
+        elif engine.has_work:
+            for done in engine.step():
+                expected = drive(plenty, [replace(episodes[done.id], keep=False)])[done.id]
+                assert done.tokens.tolist() == expected.tokens.tolist()
+                running.discard(done.id)
+                done_turns[done.id] += 1
+                finished += 1
+                episodes[done.id] = after(episodes[done.id], done)
+                if done_turns[done.id] == 3 or len(episodes[done.id].prompt) > 200:
+                    del episodes[done.id]
+    drive(engine)
+    cache = engine._cache
+    assert finished >= 9
+    assert cache.num_free + cache.num_idle == cache.num_pages
+    engine.unload(0)
+    assert (cache.num_free, cache.num_idle) == (cache.num_pages, 0)

@@ -1,0 +1,257 @@
+"""An update that finds no memory: the engine gives KV back, and it is made again."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stretto.engines.fake import FakeEngine
+from stretto.engines.native.capture import CAPTURE
+from stretto.errors import EngineError, RunError, TrainerError
+from stretto.local.trainer import KEPT_SHARE, RETRIES, ThreadedTrainer
+from stretto.training.fake import FakeTrainer
+from stretto.types import Batch, Completion, Sample, UpdateReport, Weights
+
+
+def batch(update: int = 0) -> Batch:
+    done = Completion(0, update, np.array([1, 2], np.int32), np.zeros(2, np.float32), "stop", "")
+    return Batch(update, [Sample(0, 0, update, (1,), done, 1.0)])
+
+
+class Activations:
+    """Something that an update makes."""
+
+
+class Hungry(FakeTrainer):
+    """Runs out of memory `updates` times in an update, and `copies` times while it copies weights."""
+
+    def __init__(self, updates: int = 0, copies: int = 0) -> None:
+        super().__init__()
+        self.updates, self.copies, self.tries = updates, copies, 0
+        self.left_alive: list[bool] = []
+        self._made: weakref.ref[Activations] | None = None
+
+    def update(self, batch: Batch) -> UpdateReport:
+        self.tries += 1
+        if self._made is not None:
+            self.left_alive.append(self._made() is not None)
+        held = Activations()
+        self._made = weakref.ref(held)
+        if self.tries <= self.updates:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nand much more")
+        return super().update(batch)
+
+    def weights(self, version: int) -> Weights:
+        if self.copies:
+            self.copies -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        return super().weights(version)
+
+
+def updated(
+    trainer: FakeTrainer, engine: FakeEngine | None
+) -> tuple[UpdateReport, Weights, ThreadedTrainer, list[str]]:
+    async def main() -> tuple[UpdateReport, Weights, ThreadedTrainer, list[str]]:
+        notices: list[str] = []
+        engines = [] if engine is None else [engine]
+        role = ThreadedTrainer(trainer, 1, deadline_s=10.0, engine_s=0.2, engines=engines, notice=notices.append)
+        try:
+            report, weights = await role.update(batch())
+        finally:
+            role.close()
+            for each in engines:
+                await each.close()
+        return report, weights, role, notices
+
+    return asyncio.run(main())
+
+
+def test_the_engine_gives_kv_back_and_the_update_is_made_again() -> None:
+    trainer, engine = Hungry(updates=1), FakeEngine(kv_tokens=100_000, max_context=1000)
+    report, weights, role, notices = updated(trainer, engine)
+    assert (report.update, weights.version, trainer.tries, len(trainer.batches)) == (0, 1, 2, 1)
+    assert engine.capacity.kv_tokens == int(KEPT_SHARE * 100_000)
+    assert role.kv_given_back == 100_000 - engine.capacity.kv_tokens
+    assert notices == [
+        "update 0 ran out of memory (CUDA out of memory. Tried to allocate 2.00 GiB): the engine keeps 70,000 of "
+        "100,000 tokens of KV; try 2 of 4"
+    ]
+
+
+def test_nothing_that_a_failed_try_had_made_is_alive_in_the_next() -> None:
+    trainer = Hungry(updates=2)
+    updated(trainer, FakeEngine())
+    assert trainer.left_alive == [False, False]
+
+
+def test_weights_that_find_no_memory_are_copied_again_and_the_update_is_not() -> None:
+    trainer = Hungry(copies=2)
+    _, weights, role, notices = updated(trainer, FakeEngine(kv_tokens=100_000, max_context=1000))
+    assert (trainer.tries, weights.version, len(notices)) == (1, 1, 2)
+    assert role.kv_given_back == 100_000 - int(KEPT_SHARE * int(KEPT_SHARE * 100_000))
+
+
+def test_after_the_last_try_the_error_has_the_numbers_and_the_options() -> None:
+    trainer, engine = Hungry(updates=RETRIES + 1), FakeEngine(kv_tokens=2000, max_context=1500)
+    with pytest.raises(TrainerError) as failed:
+        updated(trainer, engine)
+    assert trainer.tries == RETRIES + 1
+    said = str(failed.value)
+    assert "update 0 ran out of memory 4 times" in said
+    assert "500 tokens of KV back" in said, "never below what the longest request needs"
+    assert "Tried to allocate 2.00 GiB." in said
+    assert "`training.micro_tokens`" in said
+    assert trainer.version == 0
+
+
+def test_an_engine_that_has_nothing_to_give_back_is_told_as_such() -> None:
+    trainer, engine = Hungry(updates=1), FakeEngine(kv_tokens=1000, max_context=1000)
+    _, _, role, notices = updated(trainer, engine)
+    assert role.kv_given_back == 0
+    assert "the engine has no KV to give back, its longest trajectory needs all 1,000 tokens; try 2 of 4" in notices[0]
+    with pytest.raises(TrainerError, match=r"4 times, and no engine has KV to give back: .* 2.00 GiB\. Lower"):
+        updated(Hungry(updates=RETRIES + 1), FakeEngine(kv_tokens=1000, max_context=1000))
+
+
+def test_without_an_engine_there_is_still_another_try() -> None:
+    _, _, role, notices = updated(Hungry(updates=1), None)
+    assert role.kv_given_back == 0
+    assert "no engine that could give any back" in notices[0]
+
+
+def test_an_engine_that_does_not_answer_or_is_lost_is_left_out() -> None:
+    class Stuck(FakeEngine):
+        async def shrink(self, share: float) -> int:
+            await asyncio.sleep(3600)
+            return 0
+
+    class Lost(FakeEngine):
+        async def shrink(self, share: float) -> int:
+            raise EngineError("gone")
+
+    _, weights, _, notices = updated(Hungry(updates=1), Stuck())
+    assert weights.version == 1
+    assert "an engine has not given any back after 0.2 s (`runtime.instance_seconds`)" in notices[0]
+    _, weights, _, notices = updated(Hungry(updates=1), Lost())
+    assert weights.version == 1
+    assert "an engine that is lost gives none back (gone)" in notices[0]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("file write failed")])
+def test_a_state_that_cannot_be_written_is_no_failure_of_the_trainer(error: Exception, tmp_path: Path) -> None:
+    class Full(FakeTrainer):
+        def capture(self) -> Callable[[Path], None]:
+            def write(folder: Path) -> None:
+                raise error
+
+            return write
+
+    async def main() -> None:
+        role = ThreadedTrainer(Full(), 1, deadline_s=10.0)
+        try:
+            with pytest.raises(RunError, match="the trainer's state cannot be written"):
+                await role.save(tmp_path)
+            assert (await role.weights(0)).version == 0
+        finally:
+            role.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("on_a_gpu", "captures"), [(True, [False, True]), (False, [True, True])])
+def test_no_engine_captures_while_the_first_update_compiles(
+    monkeypatch: pytest.MonkeyPatch, on_a_gpu: bool, captures: list[bool]
+) -> None:
+    found: list[bool] = []
+
+    def engine() -> None:
+        found.append(CAPTURE.acquire(blocking=False))
+        if found[-1]:
+            CAPTURE.release()
+
+    class Watched(FakeTrainer):
+        def update(self, batch: Batch) -> UpdateReport:
+            thread = threading.Thread(target=engine)
+            thread.start()
+            thread.join()
+            return super().update(batch)
+
+    async def main() -> None:
+        role = ThreadedTrainer(Watched(), 1, deadline_s=10.0)
+        try:
+            for update in range(2):
+                await role.update(batch(update))
+        finally:
+            role.close()
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: on_a_gpu)
+    asyncio.run(main())
+    assert found == captures
+
+
+def test_other_errors_are_not_tried_again() -> None:
+    class Broken(Hungry):
+        def update(self, batch: Batch) -> UpdateReport:
+            self.tries += 1
+            raise RuntimeError("out of memory")
+
+    trainer = Broken()
+    with pytest.raises(TrainerError, match=r"update 0 failed: RuntimeError: out of memory"):
+        updated(trainer, FakeEngine())
+    assert trainer.tries == 1
+
+
+def test_anything_else_that_finds_no_memory_is_an_error_by_name() -> None:
+    async def main() -> None:
+        role = ThreadedTrainer(Hungry(copies=1), 1, deadline_s=10.0)
+        try:
+            with pytest.raises(TrainerError, match=r"weights of version 0 ran out of memory: .* 1.00 GiB\. Lower"):
+                await role.weights(0)
+        finally:
+            role.close()
+
+    asyncio.run(main())
+
+
+def test_what_was_handed_over_is_not_kept_by_the_trainers_thread() -> None:
+    async def main() -> None:
+        role = ThreadedTrainer(FakeTrainer(), 1, deadline_s=10.0)
+        weights = await role.weights(0)
+        alive = weakref.ref(weights.tensors["values"])
+        del weights
+        for _ in range(500):  # the thread may be on its way out of the call
+            gc.collect()
+            if alive() is None:
+                break
+            await asyncio.sleep(0.01)
+        assert alive() is None
+        role.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_weights_that_are_handed_over_can_be_read_on_any_stream() -> None:
+    class Slow(FakeTrainer):
+        def weights(self, version: int) -> Weights:
+            big = torch.ones(4096, 4096, device="cuda")
+            for _ in range(200):
+                big = (big @ big).clamp_(0, 1)
+            return Weights(version, "lora", {"values": big}, "")
+
+    async def main() -> None:
+        role = ThreadedTrainer(Slow(), 1, deadline_s=60.0)
+        weights = await role.weights(0)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            assert bool((weights.tensors["values"] == 1).all())
+        role.close()
+
+    asyncio.run(main())

@@ -1,0 +1,150 @@
+"""Module trees over shared Parameters, and the checksum of weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.errors import ModelError
+from stretto.models.checksums import checksum
+from stretto.models.loading import load_config, load_model, load_tokenizer, second_tree
+from stretto.models.tiny import random_model
+
+CPU = torch.device("cpu")
+
+
+def test_a_second_tree_shares_parameters_and_neither_config_nor_buffers() -> None:
+    model = random_model()
+    other = second_tree(model, share=True)
+    ours, theirs = dict(model.named_parameters()), dict(other.named_parameters())
+    assert ours.keys() == theirs.keys()
+    assert all(theirs[name] is ours[name] for name in ours)
+    assert other.config is not model.config
+    modules = dict(model.named_modules())
+    for name, module in other.named_modules():
+        assert module is not modules[name]
+        if hasattr(module, "config"):
+            assert module.config is not modules[name].config, name
+    buffers = dict(model.named_buffers())
+    assert buffers, "a model without buffers shows nothing"
+    for name, buffer in other.named_buffers():
+        assert buffer.data_ptr() != buffers[name].data_ptr()
+        assert torch.equal(buffer, buffers[name])
+    other.config._attn_implementation = "eager"
+    assert model.config._attn_implementation != "eager"
+
+
+def test_tied_weights_stay_tied_in_a_second_tree() -> None:
+    for share in (True, False):
+        other = second_tree(random_model(), share=share)
+        assert other.lm_head.weight is other.model.embed_tokens.weight
+
+
+def test_a_second_tree_of_copies_can_change_by_itself() -> None:
+    model = random_model()
+    other = second_tree(model, share=False)
+    before = checksum(dict(model.named_parameters()))
+    assert checksum(dict(other.named_parameters())) == before
+    with torch.no_grad():
+        next(other.parameters()).add_(1.0)
+    assert checksum(dict(model.named_parameters())) == before
+    assert checksum(dict(other.named_parameters())) != before
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int64]),
+    size=st.integers(2, 40),
+    seed=st.integers(0, 2**31),
+    data=st.data(),
+)
+def test_any_bit_and_any_exchange_of_two_values_changes_the_checksum(
+    dtype: torch.dtype, size: int, seed: int, data: st.DataObject
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tensor = (torch.randn(size, generator=generator) * 100).to(dtype)
+    before = checksum({"a": tensor})
+    assert checksum({"a": tensor.clone()}) == before
+    place = data.draw(st.integers(0, size - 1))
+    bit = data.draw(st.integers(0, 8 * tensor.element_size() - 1))
+    flipped = tensor.clone().view(torch.uint8)
+    flipped[place * tensor.element_size() + bit // 8] ^= 1 << (bit % 8)
+    assert checksum({"a": flipped.view(dtype)}) != before
+    other = data.draw(st.integers(0, size - 1))
+    exchanged = tensor.clone()
+    exchanged[place], exchanged[other] = tensor[other], tensor[place]
+    assert (checksum({"a": exchanged}) == before) == torch.equal(exchanged, tensor)
+
+
+def test_names_types_shapes_and_the_scale_are_part_of_the_checksum() -> None:
+    zeros = torch.zeros(4, 6)
+    seen = {
+        checksum({"a": zeros}),
+        checksum({"b": zeros}),
+        checksum({"a": zeros.view(6, 4)}),
+        checksum({"a": zeros.view(-1)}),
+        checksum({"a": zeros.to(torch.int32)}),
+        checksum({"a": zeros.bfloat16()}),
+        checksum({"a": zeros}, scale=2.0),
+        checksum({"a": zeros, "b": zeros}),
+        checksum({}),
+    }
+    assert len(seen) == 9
+
+
+def test_the_checksum_depends_on_values_alone_not_on_order_strides_or_gradients() -> None:
+    a, b = torch.randn(3, 5), torch.randn(7)
+    expected = checksum({"a": a, "b": b})
+    assert checksum({"b": b, "a": a}) == expected
+    strided = torch.empty(5, 3).t()
+    strided.copy_(a)
+    assert not strided.is_contiguous()
+    assert checksum({"a": strided, "b": torch.nn.Parameter(b)}) == expected
+
+
+def test_minus_zero_and_zero_differ() -> None:
+    assert checksum({"a": torch.tensor([0.0])}) != checksum({"a": torch.tensor([-0.0])})
+
+
+def test_what_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no `config.json`"):
+        load_model(str(tmp_path), torch.float32, torch.device("cpu"))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="cannot be loaded as a causal LM"):
+        load_model(str(tmp_path), torch.float32, torch.device("cpu"))
+    with pytest.raises(ModelError, match="no tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("load", [load_config, load_tokenizer, lambda path: load_model(path, torch.float32, CPU)])
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("models/smollm2-135m", "there is no folder `models/smollm2-135m`; `make smollm2` makes it"),
+        ("./mine", r"there is no folder `\./mine` \(seen from "),
+        ("/nowhere/mine", "there is no folder `/nowhere/mine`"),
+        ("a/b/c", "there is no folder `a/b/c`"),
+        ("~/mine", "`~` is not expanded"),
+    ],
+)
+def test_a_path_that_can_only_be_a_folder_is_never_asked_of_the_hub(
+    load: Any, path: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.file_download.hf_hub_download", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(ModelError, match=words):
+        load(path)
+
+
+def test_what_is_neither_a_folder_nor_on_the_hub_is_first_said_to_be_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="there is no folder `someone/nothing`, and as a hub name it has no config"):
+        load_config("someone/nothing")

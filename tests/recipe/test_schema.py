@@ -1,0 +1,382 @@
+"""Recipes: what is read, what is refused, and in which words."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.environments.task_options import FileOptions, ScoredTaskOptions
+from stretto.errors import RecipeError
+from stretto.recipe.error_messages import all_keys
+from stretto.recipe.schema import PARADIGM_NAMES, Recipe, load_recipe, paradigm_overrides, parse_recipe
+from stretto.types import MAX_SUPPORT
+
+MINIMAL: dict[str, Any] = {"model": {"path": "tiny"}, "task": {"type": "countdown-chain"}}
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+
+
+def with_(**sections: dict[str, Any]) -> dict[str, Any]:
+    return {**MINIMAL, **sections}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_shipped_recipe_parses_and_survives_being_written_out(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert parse_recipe(tomllib.loads(recipe.source_toml())) == recipe
+
+
+def test_twenty_lines_are_a_complete_run_and_the_rest_has_defaults() -> None:
+    recipe = parse_recipe(MINIMAL)
+    assert recipe.rollout.paradigm == "multi-version"
+    assert recipe.plan.staleness == 2
+    assert recipe.plan.in_flight == 24
+    assert recipe.plan.rows == 16 * 8
+
+
+def test_an_unknown_key_names_the_nearest_real_one() -> None:
+    with pytest.raises(RecipeError, match=r"`rollout.stalenes` is not an option; did you mean `rollout.staleness`"):
+        parse_recipe(with_(rollout={"stalenes": 2}))
+    with pytest.raises(RecipeError, match=r"`model\.lora\.rnak` is not an option; did you mean `model\.lora\.rank`"):
+        parse_recipe({**MINIMAL, "model": {"path": "tiny", "lora": {"rnak": 8}}})
+    with pytest.raises(RecipeError, match=r"did you mean `task\.reward_seconds`"):
+        parse_recipe({**MINIMAL, "task": {"type": "countdown-chain", "reward_second": 1.0}})
+    with pytest.raises(RecipeError, match="`trainig` is not an option; did you mean `training`"):
+        parse_recipe(with_(trainig={"steps": 2}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"rollout": {"paradigm": "synchronous", "staleness": 2}}, "`rollout.staleness = 2` has no effect"),
+        ({"rollout": {"paradigm": "one-step-off", "in_flight": 20}}, "`rollout.in_flight = 20` has no effect"),
+        ({"rollout": {"staleness_cap": 3}}, "`rollout.staleness_cap` has no effect"),
+        ({"training": {"final_fraction": 0.1}}, "`training.final_fraction` has no effect"),
+        ({"rollout": {"filter_limit": 3}}, "`rollout.filter_limit` has no effect"),
+        ({"task": {"type": "countdown-chain", "pass_reward": 2.0}}, "`task.pass_reward` has no effect"),
+        (
+            {"rollout": {"paradigm": "synchronous"}, "training": {"replay": {"ratio": 0.25}}},
+            "`training.replay` has no effect: under `synchronous` every group has reached its largest age",
+        ),
+        (
+            {"rollout": {"paradigm": "one-step-off"}, "training": {"replay": {"ratio": 0.25}}},
+            "`training.replay` has no effect: under `one-step-off` every group",
+        ),
+        (
+            {"rollout": {"staleness": 0}, "training": {"replay": {"ratio": 0.25}}},
+            "with `rollout.staleness = 0` a group is too old after its first update",
+        ),
+        ({"training": {"replay": {"ratio": 0.03}}}, "`training.replay.ratio = 0.03` of `rollout.prompts = 16` is less"),
+        ({"rollout": {"filter": "no-signal", "group": 1}}, "`rollout.group = 1` would filter everything"),
+        (
+            {"rollout": {"filter": "no-signal"}, "algorithm": {"type": "grpo", "advantage": "whiten"}},
+            '`rollout.filter = "no-signal"` is refused with `algorithm.advantage = "whiten"`',
+        ),
+        ({"evaluation": {"prompts": 0, "every": 5}}, "`evaluation.every` has no effect"),
+        (
+            {"evaluation": {"every": 5}, "training": {"steps": 5}},
+            "`evaluation.every = 5` has no effect in a run of `training.steps = 5`",
+        ),
+        (
+            {"rollout": {"paradigm": "synchronous"}, "algorithm": {"clip_low": 0.1}},
+            "`algorithm.clip_low` has no effect",
+        ),
+        ({"rollout": {"staleness": 0}, "algorithm": {"clip_high": 0.3}}, "`algorithm.clip_high` has no effect"),
+        (
+            {"model": {"path": "somewhere", "warm_start": {"steps": 3}}},
+            "`model.warm_start` has no effect on `model.path = 'somewhere'`",
+        ),
+    ],
+)
+def test_a_key_without_effect_is_an_error(sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(with_(**sections))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"rollout": {"top_k": MAX_SUPPORT + 1}}, "`rollout.top_k"),
+        ({"rollout": {"top_k": 1}}, "`rollout.top_k = 1` leaves nothing to learn from"),
+        ({"rollout": {"stop": ["a", ""]}}, "`rollout.stop.1 = ''`: string should have at least 1 character"),
+        ({"rollout": {"rows": 193}}, "`rollout.rows = 193` has no effect above 192"),
+        ({"rollout": {"kv_tokens": 271}}, "`rollout.kv_tokens = 271` is too small for one completion"),
+        ({"training": {"steps": 5, "warmup_steps": 5}}, "`training.warmup_steps = 5` never ends"),
+        ({"runtime": {"instances": 129}}, "`runtime.instances = 129` has no effect above `rollout.rows = 128`"),
+        (
+            {"model": {"path": "tiny", "lora": {"rank": 4}}, "runtime": {"durable_versions": False}},
+            "`runtime.durable_versions = false` has no effect with `model.lora`",
+        ),
+        ({"runtime": {"instances": 4, "slots": 4}}, "`runtime.slots = 4` has no effect above 3"),
+        ({"runtime": {"instances": 2, "slots": 1}}, "hold 2 versions at once, and the run needs 3 (K = 2)"),
+        ({"runtime": {"slots": 3}, "evaluation": {"every": 2}}, "the run needs 4, evaluation's included"),
+        ({"runtime": {"trainers": 2}}, '`runtime.trainers` has no effect with `runtime.type = "local"`'),
+        ({"runtime": {"instance_cpus": 0.5}}, "`runtime.instance_cpus` has no effect with `runtime.type"),
+        ({"rollout": {"in_flight": 100}}, "in_flight"),
+        ({"rollout": {"in_flight": 3}}, "in_flight"),
+        ({"rollout": {"group": 1}}, "`rollout.group = 1`"),
+        ({"rollout": {"temperature": 0.0}}, "`rollout.temperature = 0.0`"),
+        ({"training": {"learning_rate": -1.0}}, "`training.learning_rate = -1.0`: input should be greater than 0"),
+        ({"training": {"betas": [0.9, 1.0]}}, "`training.betas.1 = 1.0`: input should be less than 1"),
+        ({"training": {"micro_token": 5}}, "`training.micro_token` is not an option; did you mean `training.micro_t"),
+        ({"model": {"path": "tiny", "lora": {"rank": 0}}}, "`model.lora.rank = 0`: input should be greater than or"),
+        ({"task": {"type": "guess", "size": 0}}, "`task.size = 0`: input should be greater than or equal to 1"),
+        ({"training": {"steps": "many"}}, "`training.steps = 'many'`"),
+        ({"task": {"type": "unheard-of"}}, "`task.type` must be one of"),
+        ({"rollout": {"paradigm": "asynchronous"}}, "`rollout.paradigm = 'asynchronous'`"),
+        (
+            {"runtime": {"type": "ray", "trainers": 2, "trainer_gpus": 0.5}},
+            "`runtime.trainer_gpus = 0.5` with `runtime.trainers = 2`",
+        ),
+    ],
+)
+def test_what_cannot_be_run_is_refused_by_the_name_of_its_option(sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(with_(**sections))
+    assert words in str(caught.value)
+
+
+def test_instances_of_few_slots_are_a_pool_that_holds_all_versions_together() -> None:
+    recipe = parse_recipe(with_(runtime={"instances": 3, "slots": 1}))
+    assert (recipe.num_slots, recipe.plan.slots) == (1, 3)
+    assert parse_recipe(with_(runtime={"instances": 3})).num_slots == 3
+
+
+def test_every_problem_is_told_at_once() -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(with_(rollout={"stalenes": 2}, training={"step": 3}))
+    assert "stalenes" in str(caught.value)
+    assert "training.step" in str(caught.value)
+
+
+def test_an_option_with_several_kinds_of_values_is_told_on_one_line() -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(with_(rollout={"staleness": -1}))
+    assert str(caught.value).splitlines()[1:] == [
+        "  `rollout.staleness = -1`: input should be greater than or equal to 0 or 'auto'"
+    ]
+
+
+@pytest.mark.parametrize("sections", [{}, {"evaluation": {"prompts": 0}}, {"training": {"schedule": "cosine"}}])
+@pytest.mark.parametrize("paradigm", PARADIGM_NAMES)
+def test_what_is_written_out_whole_is_a_recipe_of_the_same_run(paradigm: str, sections: dict[str, Any]) -> None:
+    recipe = parse_recipe(with_(rollout={"paradigm": paradigm}, **sections))
+    again = parse_recipe(tomllib.loads(recipe.dumps()))
+    assert again.plan == recipe.plan
+    assert again.dumps() == recipe.dumps()
+    assert again.model_dump() == recipe.model_dump()
+
+
+def test_set_overrides_a_key_with_a_toml_value_or_a_bare_word(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text('[model]\npath = "tiny"\n[task]\ntype = "countdown-chain"\n')
+    recipe = load_recipe(path, ["training.steps=7", "rollout.paradigm=synchronous", "model.lora={rank = 4}"])
+    assert (recipe.training.steps, recipe.rollout.paradigm) == (7, "synchronous")
+    assert recipe.model.lora is not None
+    assert recipe.model.lora.rank == 4
+
+
+EVALUATES = """
+[model]
+path = "tiny"
+[task]
+type = "countdown-chain"
+[rollout]
+staleness = 3
+in_flight = 20
+[evaluation]
+every = 20
+temperature = 0.0
+"""
+
+
+def test_a_key_that_is_set_to_its_default_is_never_without_effect() -> None:
+    off = parse_recipe(with_(evaluation={"prompts": 0, "every": 0}, training={"schedule": "constant"}))
+    assert off.plan.evaluate_every == 0
+    parse_recipe(with_(rollout={"paradigm": "synchronous"}, algorithm={"clip_low": 0.2}))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "every", "staleness"),
+    [
+        (["evaluation.prompts=0"], 0, 3),
+        (["evaluation.every=0"], 0, 3),
+        (["evaluation.prompts=0", "evaluation.every=0"], 0, 3),
+        (["training.steps=20"], 0, 3),
+        (["training.steps=21"], 20, 3),
+        (["rollout.paradigm=synchronous"], 20, 0),
+    ],
+)
+def test_what_an_override_leaves_without_effect_gives_way_to_it(
+    tmp_path: Path, overrides: list[str], every: int, staleness: int
+) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text(EVALUATES)
+    recipe = load_recipe(path, overrides)
+    assert (recipe.plan.evaluate_every, recipe.plan.staleness) == (every, staleness)
+    assert recipe.evaluation.temperature == (None if "evaluation.prompts=0" in overrides else 0.0)
+    assert parse_recipe(tomllib.loads(recipe.dumps())).plan == recipe.plan
+
+
+def test_what_the_overrides_or_the_recipe_itself_leave_without_effect_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text(EVALUATES)
+    with pytest.raises(RecipeError, match=r"`evaluation.every` has no effect with `evaluation.prompts = 0`"):
+        load_recipe(path, ["evaluation.prompts=0", "evaluation.every=5"])
+    path.write_text(EVALUATES + "prompts = 0\n")
+    with pytest.raises(RecipeError, match=r"`evaluation.every` has no effect"):
+        load_recipe(path, ["training.steps=7"])
+
+
+def test_held_out_rows_of_a_run_without_evaluation_are_an_error_or_give_way(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    task = '[task]\ntype = "file"\npath = "a.jsonl"\nreward = "m:f"\nevaluation_path = "b.jsonl"\n'
+    path.write_text(f'[model]\npath = "tiny"\n{task}')
+    recipe = load_recipe(path, ["evaluation.prompts=0"])
+    assert isinstance(recipe.task, FileOptions)
+    assert recipe.task.evaluation_path is None
+    path.write_text(f'[model]\npath = "tiny"\n{task}[evaluation]\nprompts = 0\n')
+    with pytest.raises(RecipeError, match=r"`task.evaluation_path` has no effect with `evaluation.prompts = 0`"):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize("override", ["training.steps", "=3", "training..steps=3"])
+def test_an_override_of_another_form_is_an_error(tmp_path: Path, override: str) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text('[model]\npath = "tiny"\n[task]\ntype = "countdown-chain"\n')
+    with pytest.raises(RecipeError, match="--set"):
+        load_recipe(path, [override])
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("{rank = 4", r"`\{rank = 4` is not valid TOML: .*end of document"),
+        ("{rank = 4, rank = 5}", r"is not valid TOML: .*\(at character 20\)"),
+        ("[1, 2", "is not valid TOML"),
+        ('"quo', "is not valid TOML"),
+        ("'quo", "is not valid TOML"),
+    ],
+)
+def test_an_override_that_is_broken_toml_says_where(tmp_path: Path, value: str, words: str) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text('[model]\npath = "tiny"\n[task]\ntype = "countdown-chain"\n')
+    with pytest.raises(RecipeError, match=rf"`--set model.lora=.*{words}"):
+        load_recipe(path, [f"model.lora={value}"])
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="does not exist"):
+        load_recipe(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("[model\n")
+    with pytest.raises(RecipeError, match="not valid TOML"):
+        load_recipe(tmp_path / "bad.toml")
+
+
+def test_a_seed_that_no_generator_takes_is_refused() -> None:
+    assert parse_recipe({**MINIMAL, "seed": 2**63 - 1}).seed == 2**63 - 1
+    with pytest.raises(RecipeError, match=r"`seed = 9223372036854775808`: input should be less than or equal"):
+        parse_recipe({**MINIMAL, "seed": 2**63})
+
+
+def test_a_recipe_that_an_editor_of_windows_wrote_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_bytes(b'\xef\xbb\xbf[model]\r\npath = "tiny"\r\n[task]\r\ntype = "countdown-chain"\r\n')
+    assert load_recipe(path).model.path == "tiny"
+
+
+@pytest.mark.parametrize("paradigm", PARADIGM_NAMES)
+def test_compare_drops_what_a_paradigm_fixes_itself(paradigm: str) -> None:
+    chosen = {"staleness": 2, "in_flight": 20, "rows": 160}
+    raw = with_(rollout=chosen, algorithm={"clip_low": 0.1}, runtime={"instances": 2, "slots": 3})
+    recipe = parse_recipe(paradigm_overrides(raw, paradigm))
+    assert recipe.rollout.paradigm == paradigm
+    assert raw["rollout"] == {"staleness": 2, "in_flight": 20, "rows": 160}, "the recipe itself is not changed"
+
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("staleness=3", "`staleness` is not an option; did you mean `rollout.staleness`?"),
+        ("prompts=3", "did you mean `rollout.prompts` or `evaluation.prompts`?"),
+        ("task.path=x", '`task.type = "file"` or `task.type = "environment"`, and this recipe has `countdown-chain`'),
+        ("rollout=3", "`rollout` is a table, not a value; set one of its options, such as `rollout."),
+        ("training.steps=abc", "`training.steps = 'abc'`: input should be a valid integer"),
+        ("rollout.temprature=2", "did you mean `rollout.temperature`?"),
+    ],
+)
+def test_an_override_is_blamed_by_its_own_words_and_the_nearest_key_is_named_at_any_depth(
+    override: str, words: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(QUICKSTART, [override])
+    assert str(caught.value).startswith(f"`--set {override}` on `{QUICKSTART}`:\n")
+    assert words in str(caught.value)
+
+
+def test_a_recipe_that_is_wrong_by_itself_is_blamed_with_the_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text('[model]\npath = "tiny"\n[task]\ntype = "countdown-chain"\nsiez = 3\n')
+    with pytest.raises(RecipeError, match=r"^`.*r\.toml` with `--set seed=3`:\n  `task\.siez` is not an option"):
+        load_recipe(path, ["seed=3"])
+
+
+def test_an_override_without_a_value_takes_the_key_out() -> None:
+    assert load_recipe(QUICKSTART).rollout.staleness == 2
+    assert load_recipe(QUICKSTART, ["rollout.staleness="]).rollout.staleness is None
+    assert load_recipe(QUICKSTART, ["model.lora="]).model.lora is None
+    with pytest.raises(RecipeError, match=r"`--set rollout.rows=` removes `rollout.rows` from .* has no such key"):
+        load_recipe(QUICKSTART, ["rollout.rows="])
+
+
+def test_where_a_key_has_no_effect_the_error_says_how_to_take_it_out(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    rollout = '[rollout]\nparadigm = "synchronous"\nstaleness = 3\n'
+    path.write_text(f'[model]\npath = "tiny"\n[task]\ntype = "countdown-chain"\n{rollout}')
+    with pytest.raises(RecipeError, match=r"`rollout.staleness = 3` has no effect[\s\S]*`--set KEY=`, with nothing"):
+        load_recipe(path)
+    assert load_recipe(path, ["rollout.staleness="]).plan.staleness == 0
+
+
+def test_every_key_is_known_with_the_types_of_task_that_have_it() -> None:
+    keys = all_keys(Recipe)
+    assert keys["seed"] == keys["task.order"] == keys["model.lora.rank"] == ()
+    assert keys["task.path"] == ("file", "environment")
+    assert keys["task.size"] == ("countdown-chain", "reasoning-gym", "guess")
+    assert keys["task.reward_seconds"] == ("countdown-chain", "reasoning-gym", "file")
+    assert keys["task.turns"] == ("guess", "environment")
+
+
+@pytest.mark.parametrize("names", [["OUR_KEY=secret"], [""], ["OUR KEY"], "OUR_KEY"])
+def test_variables_to_pass_are_a_list_of_names(names: Any) -> None:
+    recipe = parse_recipe({**MINIMAL, "task": {"type": "countdown-chain", "pass_env": ["OUR_KEY", "_other2"]}})
+    assert isinstance(recipe.task, ScoredTaskOptions)
+    assert recipe.task.pass_env == ("OUR_KEY", "_other2")
+    with pytest.raises(RecipeError, match=r"`task\.pass_env"):
+        parse_recipe({**MINIMAL, "task": {"type": "countdown-chain", "pass_env": names}})
+
+
+def test_variables_to_pass_are_refused_where_no_reward_has_a_process() -> None:
+    with pytest.raises(RecipeError, match=r"`task\.pass_env` is not an option here: .*this recipe has `guess`"):
+        parse_recipe({**MINIMAL, "task": {"type": "guess", "pass_env": ["OUR_KEY"]}})
+
+
+def test_the_rules_of_the_data_reach_the_plan() -> None:
+    plan = parse_recipe(MINIMAL).plan
+    assert (plan.filter_limit, plan.replay_groups, plan.replay_uses) == (0, 0, 0)
+    asked = with_(rollout={"filter": "no-signal"}, training={"replay": {"ratio": 0.25, "uses": 2}})
+    plan = parse_recipe(asked).plan
+    assert (plan.filter_limit, plan.replay_groups, plan.replay_uses) == (160, 4, 2)
+    assert parse_recipe(with_(rollout={"filter": "no-signal", "filter_limit": 7})).plan.filter_limit == 7
+    assert parse_recipe(with_(rollout={"prompts": 6}, training={"replay": {"ratio": 0.25}})).plan.replay_groups == 2
+
+
+def test_compare_leaves_a_replay_out_where_nothing_can_be_used_again() -> None:
+    raw = with_(training={"replay": {"ratio": 0.5}})
+    for paradigm in PARADIGM_NAMES:
+        plan = parse_recipe(paradigm_overrides(raw, paradigm)).plan
+        assert plan.replay_groups == (0 if paradigm in ("synchronous", "one-step-off") else 8)

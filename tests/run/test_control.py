@@ -1,0 +1,110 @@
+"""What people ask of a live run, and that nothing they write can end it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.errors import RunError
+from stretto.run import control
+from stretto.run.control import ANSWER, FOLDER, REQUEST, Control
+from stretto.store.journal import Journal
+from stretto.store.lock import Lock, is_alive
+from stretto.store.schema import JOURNAL_NAME
+
+
+class Instances:
+    def describe(self) -> list[Any]:
+        return []
+
+
+def serve(folder: Path, seconds: float = 0.3) -> None:
+    """Serve for a while; fails if that ends by itself."""
+
+    async def main() -> None:
+        serving = asyncio.create_task(Control(folder).serve(Instances()))  # type: ignore[arg-type]
+        done, _ = await asyncio.wait({serving}, timeout=seconds)
+        assert not done, serving.exception()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("request_text", "answer"),
+    [
+        ('{"do": "list"}', None),
+        ("{", "the request is no JSON"),
+        ("[]", "does not know the request"),
+        ('{"do": "fly"}', "does not know the request"),
+        ('{"do": "add", "count": "many"}', "does not know the request"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_answered_and_the_run_goes_on(
+    request_text: str, answer: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "POLL_S", 0.02)
+    Control(tmp_path).open()
+    (tmp_path / FOLDER / f"1{REQUEST}").write_text(request_text)
+    serve(tmp_path)
+    found = json.loads((tmp_path / FOLDER / f"1{ANSWER}").read_text())
+    assert found == {"done": "", "instances": []} if answer is None else answer in found["error"]
+
+
+def test_an_answer_that_cannot_be_written_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(path: Path, value: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(control, "POLL_S", 0.02)
+    monkeypatch.setattr(control, "_write", full)
+    Control(tmp_path).open()
+    (tmp_path / FOLDER / f"1{REQUEST}").write_text('{"do": "list"}')
+    serve(tmp_path)
+    assert "No space left on device" in caplog.text
+
+
+def test_what_is_asked_while_a_run_begins_is_done_and_what_was_asked_of_an_earlier_session_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "POLL_S", 0.02)
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / f"old{REQUEST}").write_text('{"do": "list"}')
+    Control(tmp_path).open()
+    with Journal.open(tmp_path / "journal.sqlite"):
+        (tmp_path / FOLDER / f"new{REQUEST}").write_text('{"do": "list"}')
+        Control(tmp_path).open()  # of a second process, which is about to be refused
+        serve(tmp_path)
+    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == [f"new{ANSWER}"]
+
+
+def test_a_run_that_may_only_be_read_is_told_apart_from_one_that_ended_and_cannot_be_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Control(tmp_path).open()
+    opened = os.open
+
+    def read_only(path: str, flags: int, *rest: int) -> int:
+        if flags & (os.O_RDWR | os.O_WRONLY):
+            raise PermissionError(13, "Permission denied", path)
+        return opened(path, flags, *rest)
+
+    def refused(path: Path, value: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with contextlib.closing(Lock(tmp_path / JOURNAL_NAME)), monkeypatch.context() as patched:
+        patched.setattr(os, "access", lambda path, mode: False)
+        patched.setattr(os, "open", read_only)
+        assert is_alive(tmp_path)
+        patched.setattr(control, "_write", refused)
+        with pytest.raises(RunError, match=r"cannot be asked: nothing can be written to .*: Permission denied"):
+            control.ask(tmp_path, {"do": "list"})
+    assert not is_alive(tmp_path)

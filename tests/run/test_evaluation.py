@@ -1,0 +1,204 @@
+"""An evaluation over a fake engine: the same prompts and seeds whatever the version, and what failed is counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stretto.environments.data import PromptStream, Row
+from stretto.environments.protocol import Outcome, Policy
+from stretto.errors import EngineError, RequestError, RewardError, VersionNotResidentError
+from stretto.run.evaluation import PRIORITY, Evaluator
+from stretto.store.journal import Journal, JournalReader
+from stretto.store.schema import RunFacts
+from stretto.types import Completion, EvaluationResult, Prompt, Request, Sampling
+
+
+class Characters:
+    """A tokenizer: one token a character."""
+
+    chat_template = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(character) for character in text]
+
+    def __call__(self, texts: Sequence[str], add_special_tokens: bool = True) -> dict[str, list[list[int]]]:
+        return {"input_ids": [self.encode(text) for text in texts]}
+
+
+class Answers:
+    """As much of an engine as an evaluation uses: ten tokens for each request, or what `trouble` raises."""
+
+    def __init__(self, trouble: Callable[[Request], None], checksum: str = "sum") -> None:
+        self.requests: list[Request] = []
+        self._trouble = trouble
+        self._checksum = checksum
+
+    async def generate(self, request: Request) -> Completion:
+        self.requests.append(request)
+        self._trouble(request)
+        length = min(10, request.sampling.max_tokens)
+        empty = np.zeros(length, dtype=np.float32)
+        return Completion(request.id, request.version, np.zeros(length, dtype=np.int32), empty, "stop", self._checksum)
+
+
+class Huge:
+    """An environment whose second prompt earns more than can be trained on."""
+
+    async def episode(self, prompt: Prompt, policy: Policy) -> float:
+        await policy.generate(prompt.tokens)
+        return 1e200 if prompt.index == 1 else 1.0
+
+
+class Scores:
+    """An environment whose reward is 1 for the first prompt and less for those after it."""
+
+    async def episode(self, prompt: Prompt, policy: Policy) -> float:
+        await policy.generate(prompt.tokens)
+        if prompt.index == 3:
+            raise RewardError("no idea")
+        return 1.0 - prompt.index / 4
+
+
+def evaluate(
+    folder: Path,
+    version: int = 4,
+    trouble: Callable[[Request], None] = lambda request: None,
+    checksum: str = "sum",
+    **options: Any,
+) -> tuple[EvaluationResult, list[Request], list[Any]]:
+    rows = [Row(text=f"{number}+{number}=") for number in range(8)]
+    prompts = PromptStream(rows, Characters(), seed=0, max_prompt_tokens=64, shuffle=False)
+    engine: Any = Answers(trouble, checksum)
+    with Journal.open(folder / f"{version}.sqlite") as journal:
+        journal.begin(RunFacts("synchronous", 0, False, 1, 1, 1, 0, 9, 0), at=1.0)
+        options = {"environment": Scores(), **options}
+        evaluator = Evaluator(prompts, 4, sampling=Sampling(max_tokens=16), seed=5, journal=journal, **options)
+        result = asyncio.run(evaluator.evaluate(engine, version, "during", "sum"))
+        evaluator.record(result)
+    with JournalReader(folder / f"{version}.sqlite") as reader:
+        recorded = [(each.version, each.kind, each.reward, each.num) for each in reader.evaluations()]
+    return result, engine.requests, recorded
+
+
+def test_prompts_and_seeds_are_the_same_for_every_version(tmp_path: Path) -> None:
+    _, first, _ = evaluate(tmp_path, version=4)
+    _, second, _ = evaluate(tmp_path, version=9)
+    assert [(each.prompt, each.seed) for each in first] == [(each.prompt, each.seed) for each in second]
+    assert ({each.version for each in first}, {each.version for each in second}) == ({4}, {9})
+    assert len({each.seed for each in first}) == 4
+    assert all(each.id < 0 and each.priority == PRIORITY for each in first), "no trajectory of rollout, and after it"
+
+
+def test_what_failed_is_neither_in_the_score_nor_in_the_lengths(tmp_path: Path) -> None:
+    def trouble(request: Request) -> None:
+        if request.id == -2:
+            raise RequestError("too long")
+
+    result, _, recorded = evaluate(tmp_path, trouble=trouble)
+    assert (result.num_scored, result.num_failed) == (2, 2), "a request and a reward"
+    assert result.score == pytest.approx((1.0 + 0.5) / 2)
+    assert result.mean_tokens == 10.0, "a request that failed is no completion of 0 tokens"
+    assert recorded == [(4, "during", result.score, 2)]
+
+
+def test_where_nothing_could_be_generated_there_is_no_score(tmp_path: Path) -> None:
+    def trouble(request: Request) -> None:
+        raise RequestError("too long")
+
+    result, _, recorded = evaluate(tmp_path, trouble=trouble)
+    assert (result.score, result.num_scored, result.num_failed, result.mean_tokens) == (None, 0, 4, 0.0)
+    assert recorded == [(4, "during", None, 0)]
+
+
+def test_an_engine_that_dies_is_no_failed_request(tmp_path: Path) -> None:
+    def trouble(request: Request) -> None:
+        raise EngineError("gone")
+
+    with pytest.raises(EngineError, match="gone"):
+        evaluate(tmp_path, trouble=trouble)
+
+
+def test_an_engine_that_answers_with_other_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="answered with weights `other`; version 4 is `sum`"):
+        evaluate(tmp_path, checksum="other")
+
+
+@pytest.mark.parametrize("error", [VersionNotResidentError("not here"), KeyError("what")])
+def test_an_engine_that_does_not_hold_what_it_had_confirmed_or_breaks_has_failed(
+    error: Exception, tmp_path: Path
+) -> None:
+    def trouble(request: Request) -> None:
+        raise error
+
+    with pytest.raises(EngineError, match=r"not here|KeyError"):
+        evaluate(tmp_path, trouble=trouble)
+
+
+class Talks:
+    """Two turns with three tokens between them; prompts from the second on go wrong in their own ways."""
+
+    async def episode(self, prompt: Prompt, policy: Policy) -> Outcome:
+        assert policy.left == 16
+        first = await policy.generate(prompt.tokens)
+        assert policy.left == 6
+        match prompt.index:
+            case 1:
+                raise KeyError("a mistake in the environment")
+            case 2:
+                await asyncio.sleep(60)
+        await policy.generate([*prompt.tokens, *first.tokens.tolist(), 1, 2, 3])
+        return Outcome((0.25, 0.5))
+
+
+def test_an_episode_of_several_turns_is_evaluated_and_what_goes_wrong_in_one_is_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def trouble(request: Request) -> None:
+        if request.id == -4 and len(request.prompt) > 10:
+            raise RequestError("too long")
+
+    result, requests, _ = evaluate(tmp_path, trouble=trouble, environment=Talks(), max_turns=2, episode_s=0.2)
+    assert (result.num_scored, result.num_failed, result.score) == (1, 3, 0.75)
+    assert "KeyError: 'a mistake in the environment' (test_evaluation.py:" in caplog.text
+    first = [request for request in requests if request.id == -1]
+    assert [request.sampling.max_tokens for request in first] == [16, 3]
+    assert first[1].prompt == (*first[0].prompt, *[0] * 10, 1, 2, 3)
+    assert first[0].seed != first[1].seed
+    assert result.mean_tokens == (13 + 10 + 10 + 10) / 4
+
+
+class Mistakes:
+    """Each prompt goes wrong in its own way, none of which is the engine's fault."""
+
+    async def episode(self, prompt: Prompt, policy: Policy) -> float:
+        match prompt.index:
+            case 0:
+                await asyncio.gather(policy.generate(prompt.tokens), policy.generate(prompt.tokens))
+            case 1:
+                await policy.generate([*prompt.tokens, "more"])  # type: ignore[list-item]
+            case 2:
+                await policy.generate("text")  # type: ignore[arg-type]
+        return 1.0
+
+
+def test_mistakes_of_an_environment_are_counted_and_told_and_cost_no_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    result, requests, _ = evaluate(tmp_path, environment=Mistakes(), max_turns=2)
+    assert (result.num_scored, result.num_failed, result.score) == (0, 4, None)
+    assert [request.id for request in requests] in ([], [-1])
+    assert (
+        "4 of 4 held-out prompts failed in the evaluation of version 4, the first of them: the environment asked"
+        in (caplog.text)
+    )
+
+
+def test_a_reward_that_cannot_be_trained_on_is_no_score(tmp_path: Path) -> None:
+    result, _, _ = evaluate(tmp_path, environment=Huge())
+    assert (result.score, result.num_scored, result.num_failed) == (1.0, 3, 1)

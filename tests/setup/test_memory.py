@@ -1,0 +1,291 @@
+"""What a run is told to need in memory, against what its parts hold."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from stretto.engines.native.cache import KVCache
+from stretto.errors import ModelError, RecipeError
+from stretto.models.loading import load_model
+from stretto.models.tiny import WarmStart, tiny_config, tiny_model
+from stretto.recipe.schema import Recipe, parse_recipe
+from stretto.setup.device import CUDA
+from stretto.setup.memory import footprint, kv_tokens, out_of_memory
+from stretto.setup.memory_report import describe_memory
+from stretto.setup.memory_sizes import GIB, activation_bytes, engine_rows, kv_bytes_per_token, longest_trajectory
+from stretto.training.trainer import LocalTrainer, LoraOptions
+
+CPU = torch.device("cpu")
+BILLIONS = Qwen3Config(
+    vocab_size=151_936,
+    hidden_size=2048,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=6144,
+    max_position_embeddings=40_960,
+    tie_word_embeddings=True,
+)
+"""The shapes of Qwen3-1.7B."""
+
+
+def recipe(dtype: str = "auto", lora: bool = False, **sections: Any) -> Recipe:
+    model: dict[str, Any] = {"path": "tiny", "dtype": dtype}
+    if lora:
+        model["lora"] = {"rank": 4}
+    return parse_recipe({"model": model, "task": {"type": "countdown-chain"}, **sections})
+
+
+def test_on_the_cpu_keys_and_values_are_float32_whatever_the_weights_are() -> None:
+    need = {dtype: footprint(recipe(dtype), tiny_config(), 16, CPU) for dtype in ("float32", "bfloat16")}
+    assert need["float32"].kv == need["bfloat16"].kv
+    assert need["float32"].base == 2 * need["bfloat16"].base
+
+
+def test_full_training_in_bfloat16_has_masters_moments_and_gradients_in_float32() -> None:
+    plain, half = (footprint(recipe(dtype), tiny_config(), 16, CPU) for dtype in ("float32", "bfloat16"))
+    assert (plain.trained, half.trained) == (0, plain.base)
+    assert half.optimizer == plain.optimizer == 2 * plain.base
+    assert plain.gradients == plain.base
+    assert half.gradients == plain.base + half.base, "a backward pass leaves them in bfloat16, and they are summed"
+    assert footprint(recipe("float16"), tiny_config(), 16, CPU) == half
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_the_weight_store_has_a_copy_of_every_live_version(lora: bool) -> None:
+    made = recipe("bfloat16", lora, rollout={"staleness": 3})
+    need = footprint(made, tiny_config(), 16, CPU)
+    assert made.num_slots == 4
+    assert need.store * 4 == need.versions * 5
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_what_is_planned_for_a_version_is_what_the_trainer_publishes(lora: bool, tmp_path: Any) -> None:
+    made = recipe("float32", lora)
+    model = load_model(str(tiny_model(tmp_path / "tiny", warm_start=WarmStart(steps=0))), torch.float32, CPU)
+    need = footprint(made, model.config, 16, CPU)
+    trainer = LocalTrainer(model, lora=LoraOptions(rank=4) if lora else None)
+    published = sum(tensor.numel() * tensor.element_size() for tensor in trainer.weights(0).tensors.values())
+    assert published * made.num_slots == need.versions
+
+
+def test_the_cache_has_room_for_the_longest_completion_of_evaluation() -> None:
+    made = recipe(rollout={"rows": 1, "max_tokens": 8}, evaluation={"prompts": 1, "max_tokens": 500})
+    assert kv_tokens(made, tiny_config(), 16) >= 516
+
+
+# -- a GPU, planned anywhere -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_on_cuda_the_cache_gets_what_the_rest_leaves_and_all_of_it_fits(lora: bool) -> None:
+    made = recipe(lora=lora, rollout={"prompts": 64, "group": 8, "max_tokens": 4096})
+    need = footprint(made, BILLIONS, 512, CUDA, free=100 * GIB)
+    per_token = kv_bytes_per_token(BILLIONS, torch.bfloat16)
+    assert per_token == 28 * 2 * 8 * 128 * 2
+    assert need.kv == need.kv_tokens * per_token
+    assert need.kv_tokens < engine_rows(made) * longest_trajectory(made, 512), "memory is what bounds it"
+    assert 0 <= 100 * GIB - need.total < per_token
+    assert need.slack == 5 * GIB
+    parameters = need.base // 2
+    assert 1.6e9 < parameters < 1.8e9
+    if not lora:
+        assert need.trained + need.optimizer == 3 * 4 * parameters
+
+
+def test_on_cuda_no_more_is_taken_than_every_row_can_need() -> None:
+    made = recipe(lora=True)
+    need = footprint(made, BILLIONS, 100, CUDA, free=140 * GIB)
+    assert need.kv_tokens == engine_rows(made) * longest_trajectory(made, 100)
+    cache = KVCache(28, 8, 128, need.kv_tokens // 16, torch.bfloat16, torch.device("meta"))
+    assert cache.storage.numel() * 2 <= need.kv + 32 * kv_bytes_per_token(BILLIONS, torch.bfloat16)
+
+
+def test_where_two_of_the_longest_trajectories_do_not_fit_every_number_is_said() -> None:
+    made = recipe(lora=True, rollout={"max_tokens": 30_000})
+    with pytest.raises(RecipeError) as refused:
+        footprint(made, BILLIONS, 1000, CUDA, free=24 * GIB)
+    said = str(refused.value)
+    for part in ("24.00 GiB of the device are free", "base 3.20 GiB", "versions ", "weight store ", "optimizer "):
+        assert part in said, said
+    for part in ("gradients ", "working (estimate) ", "engine ", "slack 1.20 GiB", "2 trajectories of up to 31,032"):
+        assert part in said, said
+    for option in ("`rollout.rows`", "`training.micro_tokens`", "`rollout.max_tokens`", "`rollout.staleness`"):
+        assert option in said, said
+    assert "`model.lora" not in said, "it has adapters already"
+    with pytest.raises(RecipeError, match=r"train adapters, `model.lora = \{ rank = 16 \}`"):
+        footprint(recipe(), BILLIONS, 1000, CUDA, free=24 * GIB)
+
+
+def test_a_cache_that_the_recipe_names_is_taken_or_refused_by_name() -> None:
+    made = recipe(lora=True, rollout={"kv_tokens": 50_000})
+    assert footprint(made, BILLIONS, 100, CUDA, free=100 * GIB).kv_tokens == 50_000
+    with pytest.raises(RecipeError, match=r"`rollout.kv_tokens = 50000` needs 5.34 GiB"):
+        footprint(made, BILLIONS, 100, CUDA, free=30 * GIB)
+
+
+@pytest.mark.parametrize("how", [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1}])
+def test_sorting_logits_is_planned_for_where_a_recipe_truncates(how: dict[str, Any]) -> None:
+    for lora in (True, False):
+        plain, cut = recipe(lora=lora), recipe(lora=lora, rollout=how)
+        more = (
+            footprint(cut, BILLIONS, 100, CUDA, free=140 * GIB).engine
+            - footprint(plain, BILLIONS, 100, CUDA, free=140 * GIB).engine
+        )
+        draws = 2 if lora else 1 + cut.num_slots
+        assert more == draws * engine_rows(cut) * 151_936 * 60
+
+
+def test_memory_that_runs_out_while_the_run_is_built_is_said_with_the_plan() -> None:
+    made = recipe(lora=True)
+    need = footprint(made, BILLIONS, 100, CUDA, free=140 * GIB)
+    said = str(
+        out_of_memory(made, need, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore"))
+    )
+    assert "CUDA out of memory. Tried to allocate 2.00 GiB)" in said
+    assert "base 3.20 GiB" in said
+    assert "`training.micro_tokens` (now 8192)" in said
+
+
+def test_activations_grow_with_the_micro_batch_and_shrink_with_checkpointing() -> None:
+    def held(tokens: int, checkpointing: bool = False, packed: bool = True) -> int:
+        return activation_bytes(
+            BILLIONS, tokens, torch.bfloat16, CUDA, packed=packed, trains_head=False, checkpointing=checkpointing
+        )
+
+    assert 16 * GIB < held(8192) < 20 * GIB, "2.4 MB a token"
+    assert held(16_384) - held(8192) == held(24_576) - held(16_384)
+    assert held(8192, checkpointing=True) < held(8192) / 4
+    assert held(8192, packed=False) > 1.6 * held(8192), "in half precision"
+
+
+def test_a_micro_batch_holds_a_whole_sequence_and_no_more_than_the_batch() -> None:
+    small = {"prompts": 2, "group": 2}
+    shorter, short, long = (
+        footprint(recipe(lora=True, rollout={**small, "max_tokens": m}), BILLIONS, 100, CUDA, free=140 * GIB).working
+        for m in (60, 300, 20_000)
+    )
+    assert shorter < short < long
+
+
+def test_the_plan_says_which_device_it_is_for() -> None:
+    text = describe_memory(recipe(runtime={"device": "cpu"}))
+    assert "# device: cpu, weights in float32" in text
+    assert "# memory: base" in text
+
+
+def test_on_a_cluster_instances_and_trainer_are_planned_apart() -> None:
+    text = describe_memory(recipe(runtime={"type": "ray", "device": "cpu"}))
+    instance, trainer = (line for line in text.splitlines() if line.startswith("# memory of"))
+    assert instance.startswith("# memory of an instance: base")
+    assert "KV" in instance
+    assert "optimizer" not in instance
+    assert trainer.startswith("# memory of the trainer: base")
+    assert "optimizer" in trainer
+    assert not any(word in trainer for word in ("versions", "KV", "engine", "slack"))
+
+
+def test_what_does_not_fit_on_one_gpu_together_may_fit_on_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.setup.memory_report.tiny_config", lambda: BILLIONS)
+    monkeypatch.setattr("stretto.setup.memory_report.choose_device", lambda name: CUDA)
+    monkeypatch.setattr("stretto.setup.memory_report.describe_device", lambda device: "a GPU")
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (40 * GIB, 40 * GIB))
+    with pytest.raises(RecipeError, match="the run does not fit"):
+        describe_memory(recipe())
+    assert "# memory of the trainer" in describe_memory(recipe(runtime={"type": "ray"}))
+    with pytest.raises(RecipeError, match=r"the run does not fit: 8\.00 GiB"):
+        describe_memory(recipe(runtime={"type": "ray", "instance_gpus": 0.2}))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_plan_for_a_gpu_has_its_free_memory() -> None:
+    text = describe_memory(recipe(lora=True))
+    assert "# device: cuda (" in text
+    assert "weights in bfloat16" in text
+    assert "GiB free" in text
+
+
+def test_a_model_of_its_own_to_stay_near_and_several_steps_are_planned_for() -> None:
+    kl = {"coefficient": 0.1}
+    own = footprint(recipe(algorithm={"kl": kl | {"reference": "tiny"}}), tiny_config(), 16, CPU)
+    assert own.reference == own.base
+    assert footprint(recipe(lora=True, algorithm={"kl": kl}), tiny_config(), 16, CPU).reference == 0
+    one, several = (
+        footprint(recipe(lora=True, training={"optimizer_steps": n}), tiny_config(), 16, CPU) for n in (1, 4)
+    )
+    assert (one.undo, several.undo) == (0, several.optimizer * 3 // 2)
+
+
+def test_the_passes_of_a_critic_of_several_steps_and_of_a_reference_are_planned_for() -> None:
+    def need(type: str = "grpo", steps: int = 1, **beside: Any) -> Any:
+        made = recipe(lora=True, algorithm={"type": type, **beside}, training={"optimizer_steps": steps})
+        return footprint(made, tiny_config(), 16, CPU)
+
+    plain, a_value_a_token = need(), 16 * 8 * 256 * 4
+    critic = need("ppo")
+    assert critic.undo == need(steps=4).undo == 3 * plain.optimizer // 2, "a critic that fails undoes the policy's step"
+    assert critic.working - plain.working == 2 * a_value_a_token, "values and returns"
+    assert need(steps=4).working - plain.working == a_value_a_token
+    assert need("ppo", 4, kl={"coefficient": 0.1}).working - plain.working == 4 * a_value_a_token
+
+
+def test_a_model_to_stay_near_that_is_not_there_is_named_by_its_option() -> None:
+    made = recipe(algorithm={"kl": {"coefficient": 0.1, "reference": "./nowhere"}})
+    with pytest.raises(ModelError, match=r"`algorithm\.kl\.reference = '\./nowhere'`: there is no folder"):
+        footprint(made, tiny_config(), 16, CPU)
+
+
+# -- several instances -------------------------------------------------------------------------------------------------
+
+
+def test_instances_divide_rows_and_cache_and_each_has_its_own_slots() -> None:
+    one, four = recipe(lora=False), recipe(lora=False, runtime={"instances": 4})
+    alone, shared = footprint(one, tiny_config(), 16, CPU), footprint(four, tiny_config(), 16, CPU)
+    assert shared.versions == 4 * alone.versions
+    assert shared.store == alone.store
+    assert engine_rows(one) // 2 <= engine_rows(four) < engine_rows(one), "twice its share, and evaluation's rows"
+    assert shared.kv == 4 * shared.kv_tokens * kv_bytes_per_token(tiny_config())
+    single = footprint(recipe(lora=False, runtime={"instances": 4, "slots": 1}), tiny_config(), 16, CPU)
+    assert single.versions * 3 == shared.versions
+
+
+def test_on_cuda_instances_share_what_is_left_for_the_cache() -> None:
+    made = recipe(lora=True, rollout={"prompts": 64, "group": 8, "max_tokens": 4096}, runtime={"instances": 2})
+    need = footprint(made, BILLIONS, 512, CUDA, free=100 * GIB)
+    per_token = kv_bytes_per_token(BILLIONS, torch.bfloat16)
+    assert need.kv == 2 * need.kv_tokens * per_token
+    assert 0 <= 100 * GIB - need.total < 2 * per_token
+    with pytest.raises(RecipeError, match=r"on each of `runtime.instances = 2`"):
+        footprint(made, BILLIONS, 512, CUDA, free=30 * GIB)
+    named = recipe(lora=True, rollout={"kv_tokens": 100_000}, runtime={"instances": 2})
+    assert footprint(named, BILLIONS, 100, CUDA, free=140 * GIB).kv_tokens == 50_000
+
+
+def test_on_cuda_every_instance_with_adapters_has_the_matrices_of_the_layers_for_itself() -> None:
+    one, three = recipe(lora=True), recipe(lora=True, runtime={"instances": 3})
+    alone, shared = (footprint(made, BILLIONS, 100, CUDA, free=140 * GIB) for made in (one, three))
+    matrices = 28 * (2048 * (16 + 2 * 8 + 16) * 128 + 3 * 2048 * 6144)
+    assert shared.base - alone.base == 2 * matrices * 2
+    assert footprint(three, tiny_config(), 16, CPU).base == footprint(one, tiny_config(), 16, CPU).base
+    full = recipe(runtime={"instances": 3})
+    assert footprint(full, BILLIONS, 100, CUDA, free=140 * GIB).base == alone.base, "they have slots of their own"
+
+
+def test_on_cuda_every_slot_of_full_weights_has_what_its_captured_steps_and_prefills_hold() -> None:
+    few, many = (recipe(rollout={"staleness": staleness, "prefill_tokens": 4_096}) for staleness in (1, 3))
+    more = [footprint(made, BILLIONS, 100, CUDA, free=200 * GIB).engine for made in (few, many)]
+    assert engine_rows(few) == engine_rows(many)
+    logits, prefill = (engine_rows(few) + 32) * 151_936 * 4, 2_048 * 6 * 6_144 * 2
+    assert more[1] - more[0] == (many.num_slots - few.num_slots) * (logits + prefill)
+
+
+def test_an_instance_without_a_trainer_beside_it_has_the_trainers_memory_for_its_cache() -> None:
+    made = recipe(lora=True, rollout={"prompts": 64, "max_tokens": 4_000})
+    both = footprint(made, BILLIONS, 100, CUDA, free=40 * GIB)
+    alone = footprint(made, BILLIONS, 100, CUDA, free=40 * GIB, trains=False)
+    assert alone.optimizer == alone.gradients == alone.working == alone.trained == alone.store == 0
+    assert (alone.base, alone.versions) == (both.base, both.versions)
+    assert alone.kv_tokens > both.kv_tokens
