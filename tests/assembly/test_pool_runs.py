@@ -21,7 +21,7 @@ from stretto.errors import RunError, SuspendedError
 from stretto.local.components import LocalComponents
 from stretto.models.loading import load_model
 from stretto.models.lora_options import LoraOptions
-from stretto.run import control
+from stretto.run import pool_requests
 from stretto.training.trainer import LocalTrainer
 from stretto.types import Request, Sampling
 
@@ -133,7 +133,7 @@ def _updates(folder: Path) -> int:
 def test_a_run_whose_instances_come_and_go_generates_what_one_instance_does(
     lora: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(control, "POLL_S", 0.02)
+    monkeypatch.setattr(pool_requests, "POLL_S", 0.02)
     options = ("rollout.paradigm=synchronous", "training.steps=6", "rollout.max_tokens=96", "evaluation.prompts=0")
     run(recipe(model, tmp_path, *options, lora=lora), tmp_path / "one")
     folder = tmp_path / "many"
@@ -144,9 +144,9 @@ def test_a_run_whose_instances_come_and_go_generates_what_one_instance_does(
         assert main(["pool", str(folder), "--remove", "0"]) == 0
         assert main(["pool", str(folder), "--list"]) == 0
         with pytest.raises(RunError, match="instance 2 is the last one"):
-            control.ask(folder, {"do": "remove", "instance": 2})
+            pool_requests.ask(folder, {"do": "remove", "instance": 2})
         with pytest.raises(RunError, match="there is no instance 7; there are: 2"):
-            control.ask(folder, {"do": "remove", "instance": 7})
+            pool_requests.ask(folder, {"do": "remove", "instance": 7})
 
     thread = beside(folder, come_and_go)
     run(recipe(model, tmp_path, *options, "runtime.instances=2", lora=lora), folder)
@@ -159,19 +159,19 @@ def test_a_run_whose_instances_come_and_go_generates_what_one_instance_does(
     assert "added instance 2\n" in said
     assert "instance 1 has handed its trajectories over and is gone" in said
     with pytest.raises(RunError, match="is finished, so it has no instances"):
-        control.ask(folder, {"do": "list"})
+        pool_requests.ask(folder, {"do": "list"})
 
 
 def test_a_run_that_dies_before_it_answers_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.toml").touch()
     (tmp_path / "pool").mkdir()
     alive = iter([True, True, False])
-    monkeypatch.setattr(control, "is_alive", lambda folder: next(alive))
+    monkeypatch.setattr(pool_requests, "is_alive", lambda folder: next(alive))
     with pytest.raises(RunError, match="ended before it answered"):
-        control.ask(tmp_path, {"do": "list"})
-    monkeypatch.setattr(control, "is_alive", lambda folder: True)
+        pool_requests.ask(tmp_path, {"do": "list"})
+    monkeypatch.setattr(pool_requests, "is_alive", lambda folder: True)
     with pytest.raises(RunError, match=r"has not answered for 0\.2 s"):
-        control.ask(tmp_path, {"do": "list"}, longest_s=0.2)
+        pool_requests.ask(tmp_path, {"do": "list"}, longest_s=0.2)
 
 
 def test_an_instance_that_dies_in_a_real_run_is_replaced(

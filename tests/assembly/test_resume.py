@@ -20,7 +20,7 @@ from stretto.errors import JournalError, RunError, TrainerError
 from stretto.local.components import LocalComponents
 from stretto.observe.progress import Observer, Silent
 from stretto.recipe.schema import Recipe, load_recipe
-from stretto.run.folder import standing
+from stretto.run.folder_checks import standing
 from stretto.store.journal import Journal
 from stretto.store.lock import Lock, is_alive
 from stretto.store.version_files import VersionFiles

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.engines.native.cache import PAGE
-from stretto.engines.native.kernels.choice import TRITON, PagedKernels
+from stretto.engines.native.kernels.decode_work_list import DecodePlan, Sharing, check_plan
+from stretto.engines.native.kernels.kernel_set import TRITON, PagedKernels
 from stretto.engines.native.kernels.layers import check_activation
-from stretto.engines.native.kernels.plan import DecodePlan, Sharing, check_plan
 from stretto.engines.native.sampling import sample, uniforms
 
 

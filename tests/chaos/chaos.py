@@ -36,7 +36,7 @@ from machines import INSTANCE, RANK, Machines, machines  # noqa: E402 - the test
 from run_cases import recipe, write_task  # noqa: E402
 
 from stretto.assembly.retrain import retrain  # noqa: E402
-from stretto.run.folder import standing  # noqa: E402
+from stretto.run.folder_checks import standing  # noqa: E402
 from stretto.store.reader import JournalReader  # noqa: E402
 from stretto.store.traces import recorded_in  # noqa: E402
 from stretto.store.verify import exit_code, format_findings, verify  # noqa: E402

@@ -31,7 +31,7 @@ from run_cases import recipe, rows, run, write_task  # noqa: E402 - the tests ar
 from stretto.engines.native.engine import NativeEngine  # noqa: E402
 from stretto.errors import RunError  # noqa: E402
 from stretto.observe.progress import Silent  # noqa: E402
-from stretto.run import control  # noqa: E402
+from stretto.run import pool_requests  # noqa: E402
 from stretto.store.verify import exit_code, format_findings, verify  # noqa: E402
 
 PROMPTS, GROUP = 3, 4
@@ -120,25 +120,25 @@ class _Person(threading.Thread):
 
     def run(self) -> None:
         try:
-            while not control.is_alive(self._folder) and not self.over.wait(0.02):
+            while not pool_requests.is_alive(self._folder) and not self.over.wait(0.02):
                 pass
             while not self.over.wait(self._chance.uniform(0.0, PAUSE_S)):
                 self._ask()
         except RunError as error:
-            if control.is_alive(self._folder) and "the run ended" not in str(error):
+            if pool_requests.is_alive(self._folder) and "the run ended" not in str(error):
                 self.error = error
         except Exception as error:
             self.error = error
 
     def _ask(self) -> None:
-        there = [each["instance"] for each in control.ask(self._folder, {"do": "list"})["instances"]]
+        there = [each["instance"] for each in pool_requests.ask(self._folder, {"do": "list"})["instances"]]
         adds = len(there) <= FEWEST or (len(there) < MOST and self._chance.random() < 0.5)
         try:
             if adds:
-                control.ask(self._folder, {"do": "add", "count": 1})
+                pool_requests.ask(self._folder, {"do": "add", "count": 1})
                 self.added += 1
             else:
-                control.ask(self._folder, {"do": "remove", "instance": self._chance.choice(there)})
+                pool_requests.ask(self._folder, {"do": "remove", "instance": self._chance.choice(there)})
                 self.removed += 1
         except RunError as error:  # another has removed it meanwhile, or it died
             if not any(refusal in str(error) for refusal in REFUSALS):

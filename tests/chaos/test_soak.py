@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import soak
 
-from stretto.run import control
+from stretto.run import pool_requests
 
 
 def test_a_run_whose_instances_join_leave_and_die_is_whole(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "POLL_S", 0.02)
+    monkeypatch.setattr(pool_requests, "POLL_S", 0.02)
     monkeypatch.setattr(soak, "PAUSE_S", 0.2)
     monkeypatch.setattr(soak, "MORTAL_SHARE", 0.7)
     monkeypatch.setattr(soak, "LIFE_STEPS", (60, 260))

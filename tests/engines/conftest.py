@@ -21,7 +21,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     pytest.importorskip("triton")
     from triton.runtime import interpreter
 
-    from stretto.engines.native.kernels.plan import _plan_kernel
+    from stretto.engines.native.kernels.decode_work_list import _plan_kernel
 
     if not isinstance(_plan_kernel, interpreter.InterpretedFunction):
         if not torch.cuda.is_available():

@@ -19,7 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.environments.reward_environment import PASSED, named_variables
-from stretto.environments.reward_frames import (
+from stretto.environments.reward_output import MAX_SHOWN, RewardOutput
+from stretto.environments.reward_pipes import (
     LENGTH,
     MAX_REASON,
     BrokenFrameError,
@@ -29,7 +30,6 @@ from stretto.environments.reward_frames import (
     read_results,
     results_frame,
 )
-from stretto.environments.reward_output import MAX_SHOWN, RewardOutput
 from stretto.environments.reward_pool import RewardPool
 from stretto.errors import RecipeError, RewardError
 

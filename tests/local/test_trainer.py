@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from stretto.engines.fake import FakeEngine
-from stretto.engines.native.capture import CAPTURE
+from stretto.engines.native.capture_lock import CAPTURE
 from stretto.errors import EngineError, RunError, TrainerError
 from stretto.local.trainer import KEPT_SHARE, RETRIES, ThreadedTrainer
 from stretto.training.fake import FakeTrainer

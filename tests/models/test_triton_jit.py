@@ -8,7 +8,7 @@ import sys
 sys.modules["triton"] = None
 import torch
 from stretto.engines.native.kernels import layers
-from stretto.engines.native.kernels.choice import CPU, TRITON
+from stretto.engines.native.kernels.kernel_set import CPU, TRITON
 import stretto.models.checksums
 x, slots, out = torch.ones(1, 4), torch.zeros(1, dtype=torch.int64), torch.empty(1, 2)
 CPU.gate(x, 2, torch.nn.functional.silu, slots, (), 1, 1.0)

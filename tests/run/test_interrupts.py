@@ -17,7 +17,7 @@ from run_cases import assert_verifies, recipe
 import stretto.assembly.train as module
 from stretto.cli import main
 from stretto.observe import waiting
-from stretto.run.folder import standing
+from stretto.run.folder_checks import standing
 
 
 @pytest.fixture(autouse=True)

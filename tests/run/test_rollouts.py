@@ -27,7 +27,7 @@ from stretto.errors import (
     SuspendedError,
     TransitionError,
 )
-from stretto.run.instances import Instances
+from stretto.run.instance_membership import Instances
 from stretto.run.output_checks import refuse_output
 from stretto.run.protocols import FixedPool
 from stretto.run.rollout import Placement, Rollout, RolloutState

@@ -14,8 +14,8 @@ import pytest
 from stretto.core.ledger import TRANSITIONS, TrajectoryState
 from stretto.core.paradigms import PARADIGMS
 from stretto.errors import JournalError, RunError
-from stretto.store.checks import LEGAL_MOVES
 from stretto.store.journal import JOURNAL_NAME, RunFacts
+from stretto.store.law_checks import LEGAL_MOVES
 from stretto.store.schema import ENDS, LAWS_GIVEN_UP, UNDER_WAY, State
 from stretto.store.verify import Finding, exit_code, format_findings, verify
 

@@ -24,7 +24,7 @@ from stretto.local.trainer import ThreadedTrainer
 from stretto.models.loading import load_model
 from stretto.observe.progress import Silent
 from stretto.recipe.schema import load_recipe
-from stretto.run.folder import refuse_unwritable
+from stretto.run.folder_checks import refuse_unwritable
 from stretto.run.protocols import TrainerBackend
 from stretto.setup.device import choose_device, choose_dtype
 from stretto.setup.factories import make_trainer, model_path_of

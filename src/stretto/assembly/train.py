@@ -29,9 +29,9 @@ from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from stretto import clock
+from stretto.assembly.checkpoint_writer import make_folder, take_checkpoint, write_json
 from stretto.assembly.export import export_policy
 from stretto.assembly.resume import Resumed, take_up, tries_to_score
-from stretto.assembly.run_folder import make_folder, take_checkpoint, write_json
 from stretto.core.controller import Controller
 from stretto.environments.custom import load_environment
 from stretto.environments.protocol import Environment
@@ -44,21 +44,21 @@ from stretto.observe.progress import Observer, Silent, make_observer
 from stretto.observe.summary import summary_table
 from stretto.observe.waiting import report_wait
 from stretto.recipe.schema import Recipe
-from stretto.run.control import Control
 from stretto.run.evaluation import Evaluator
-from stretto.run.evaluation_alone import evaluate_alone
-from stretto.run.folder import (
+from stretto.run.folder_checks import (
     facts_of,
     refuse_another_recipe,
     refuse_nothing_to_resume,
     refuse_occupied,
     standing,
 )
+from stretto.run.idle_evaluation import evaluate_alone
 from stretto.run.interrupts import ignore_interrupts, stopped_by_interrupts
-from stretto.run.invocation import command
 from stretto.run.loop import Loop, Settings
 from stretto.run.loop_watchdog import warn_when_blocked
+from stretto.run.pool_requests import Control
 from stretto.run.protocols import Pool, TrainerBackend
+from stretto.run.user_command import command
 from stretto.setup.backend import Backend, MakeBackend
 from stretto.setup.device import as_begun, choose_device, resolved
 from stretto.setup.factories import DriverInputs, load_driver_inputs, model_path_of

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from stretto.run.control import ask, describe
+    from stretto.run.pool_requests import ask, describe
 
     if options.add is not None and options.add < 1:
         raise RunError(f"`--add {options.add}` adds nothing; use at least 1")

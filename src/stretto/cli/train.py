@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _recipe_and_folder(options: argparse.Namespace) -> tuple[Recipe, Path]:
     """Checks both before torch is imported, which takes seconds."""
-    from stretto.run.folder import (
+    from stretto.run.folder_checks import (
         default_run_folder,
         refuse_another_recipe,
         refuse_nothing_to_resume,

@@ -2,7 +2,7 @@
 
 Nothing in here blocks. `report` returns the last status of the actor. An instance is lost, and every call raises
 `EngineError`, when its process or its machine dies, and when it does not answer for `runtime.instance_seconds`. An
-instance that answers but makes no tokens is found by its reports (`run/instances.py`).
+instance that answers but makes no tokens is found by its reports (`run/instance_membership.py`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from stretto.cluster.instance_actor import InstanceOptions, Started
 from stretto.cluster.weights import WeightsStore
 from stretto.engines.protocol import Engine
 from stretto.errors import EngineError, describe, first_line
-from stretto.run.instance_pool import InstancePool
+from stretto.run.pool_base import InstancePool
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ with a `RewardError`. Processes also keep a slow reward from delaying decoding a
 
 - One item fails, not its batch. The worker marks the item that it is scoring. If the worker hangs or dies, that item
   fails, the other items of the batch are queued again, and a new worker replaces the old one.
-- A worker that writes anything but results to its pipe (`reward_frames.py`) is killed too.
+- A worker that writes anything but results to its pipe (`reward_pipes.py`) is killed too.
 - If it is unknown which item cost a worker, its items are sent again in smaller batches, finally one by one, until the
   item that does it fails alone.
 - An `async def` reward is cancelled at its deadline inside the worker. The pool kills the worker only if the function
@@ -42,7 +42,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stretto.environments.reward_environment import worker_environment
-from stretto.environments.reward_frames import (
+from stretto.environments.reward_pipes import (
     LENGTH,
     BrokenFrameError,
     Item,

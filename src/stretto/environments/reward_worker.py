@@ -1,7 +1,7 @@
 """The process that runs a reward function for `RewardPool`.
 
 - It imports only the standard library and the user's module, so it starts fast.
-- Frames (`reward_frames.py`) arrive on standard input and leave on standard output. What the reward prints goes to
+- Frames (`reward_pipes.py`) arrive on standard input and leave on standard output. What the reward prints goes to
   standard error, which the pool reads.
 - Before it scores an item, it marks the item in memory shared with the pool. So the pool knows which item hangs or has
   killed the process.
@@ -34,8 +34,8 @@ from collections.abc import Awaitable, Callable, Generator, Mapping
 from queue import SimpleQueue
 from typing import Any, BinaryIO, NoReturn
 
-from stretto.environments.reward_bound import BEYOND, is_trainable
-from stretto.environments.reward_frames import LENGTH, Item, Result, greeting_frame, results_frame
+from stretto.environments.reward_limit import BEYOND, is_trainable
+from stretto.environments.reward_pipes import LENGTH, Item, Result, greeting_frame, results_frame
 
 MARK = struct.Struct("<dq")  # the time (`time.monotonic()`) since which this item is being scored
 NOTHING = -1
@@ -363,7 +363,7 @@ def main(mark_fd: int) -> None:
     """Serves until the pool is gone.
 
     The first request is (spec, columns of the rows or None, deadline in seconds, error text of a late item). The reply
-    is the greeting (`reward_frames.py`).
+    is the greeting (`reward_pipes.py`).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
     requests = os.fdopen(os.dup(0), "rb", buffering=0)

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from stretto.engines.protocol import Engine
 from stretto.engines.threaded import SteppedEngine, ThreadedEngine
 from stretto.errors import EngineError, describe
-from stretto.run.instance_pool import InstancePool
+from stretto.run.pool_base import InstancePool
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from stretto.engines.native.capture import CAPTURE, release_cached
+from stretto.engines.native.capture_lock import CAPTURE, release_cached
 from stretto.engines.protocol import Engine
 from stretto.errors import EngineError, RunError, StalledError, StrettoError, TrainerError, describe, first_line
 from stretto.training.trainer import Trainer

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import library, nn
 
+from stretto.models.float32_products import wide_mm, wide_type
 from stretto.models.lora import LoraLinear
-from stretto.models.wide_products import wide_mm, wide_type
 
 
 @library.custom_op(

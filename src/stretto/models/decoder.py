@@ -6,7 +6,7 @@ arguments, so all layers share one compiled graph. The numbers of tokens and of 
 compiles again. Layer 0 of a model whose embedding is frozen gets a graph of its own, because its input needs no
 gradient.
 
-With half-precision weights the residual stream is float32 (`wide_products.py`), because bfloat16 loses the most there.
+With half-precision weights the residual stream is float32 (`float32_products.py`), because bfloat16 loses most there.
 
 Attention (`varlen_attention.py`) and adapted linear layers (`adapted_linear.py`) are operators that are opaque to the
 compiler. `PackedModel` compares the result with the modules of transformers before it is used.
@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stretto.models.adapted_linear import AdapterGroup, adapted_linear, adapted_wide
+from stretto.models.decoder_support import activations, is_plain, linear_groups, same_adapters
+from stretto.models.float32_products import HALF, wide_linear, wide_type
 from stretto.models.lora import LoraLinear
 from stretto.models.packed_attention import PackedLayout
-from stretto.models.plain import activations, is_plain, linear_groups, same_adapters
 from stretto.models.varlen_attention import causal_varlen
-from stretto.models.wide_products import HALF, wide_linear, wide_type
 
 SILU = {"SiLU", "SiLUActivation"}
 

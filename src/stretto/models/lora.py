@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from stretto.errors import ModelError
+from stretto.models.float32_products import wide_type
 from stretto.models.lora_options import LoraOptions
-from stretto.models.wide_products import wide_type
 
 
 class LoraLinear(nn.Linear):

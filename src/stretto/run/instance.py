@@ -1,8 +1,8 @@
 """One rollout instance as a run sees it: calls to its engine, its progress, and its record once it is gone.
 
 A call may end in three ways: the engine answers, the engine raises, or the instance is lost meanwhile, which raises the
-`EngineError` that it was lost with. The loop (`run/instances.py`) and evaluations outside of it
-(`run/evaluation_alone.py`) watch the progress of an instance with the same code.
+`EngineError` that it was lost with. The loop (`run/instance_membership.py`) and evaluations outside of it
+(`run/idle_evaluation.py`) watch the progress of an instance with the same code.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from stretto.core import messages as core
 from stretto.core.migration import MoveRates
-from stretto.run.instances import Instances
+from stretto.run.instance_membership import Instances
 from stretto.run.rollout import Placement, Rollout
 from stretto.types import EngineStats
 

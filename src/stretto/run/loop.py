@@ -46,8 +46,8 @@ A failure of a request, a reward or an environment is data and goes to the core.
 long as another is there or can be made. A failure of the trainer, the journal, the reward pool itself or this package
 is stored once, wakes the loop, and ends the run with that error; one `finally` leaves no task behind.
 
-`run/rollouts.py` carries a trajectory from its prompt to its reward, `run/instances.py` knows the instances,
-`run/updates.py` trains batches, and `run/terminations.py` ends what is not trained.
+`run/rollouts.py` carries a trajectory from its prompt to its reward, `run/instance_membership.py` knows the instances,
+`run/updates.py` trains batches, and `run/untrained_trajectories.py` ends what is not trained.
 """
 
 from __future__ import annotations
@@ -70,19 +70,19 @@ from stretto.errors import EngineError
 from stretto.observe.metrics import Tally
 from stretto.observe.progress import Observer, Status
 from stretto.observe.tail_latency import Tail
-from stretto.run.admissions import Admissions
 from stretto.run.checkpoint_schedule import CheckpointSchedule
-from stretto.run.control import Control
 from stretto.run.evaluation import Evaluator
-from stretto.run.evaluations import Evaluations
-from stretto.run.instances import Instances
+from stretto.run.evaluation_requests import Evaluations
+from stretto.run.group_start import Admissions
+from stretto.run.instance_membership import Instances
+from stretto.run.pool_requests import Control
 from stretto.run.protocols import FixedPool, Pool, TrainerBackend, VersionStore
 from stretto.run.rollout import Rollout
 from stretto.run.rollouts import Rollouts
 from stretto.run.settings import Settings
 from stretto.run.stall_watchdog import StallWatchdog
 from stretto.run.task_group import TaskGroup
-from stretto.run.terminations import Terminations
+from stretto.run.untrained_trajectories import Terminations
 from stretto.run.updates import Updates
 from stretto.run.version_loader import VersionLoader
 from stretto.store.journal import Journal

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from stretto.engines.protocol import Engine
 from stretto.errors import EngineError
-from stretto.run.instance_pool import InstancePool
+from stretto.run.pool_base import InstancePool
 from stretto.types import Batch, UpdateReport, Weights, WeightsRef
 
 

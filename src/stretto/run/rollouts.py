@@ -42,7 +42,7 @@ from stretto.errors import (
 from stretto.observe.metrics import Tally
 from stretto.observe.tail_latency import Tail
 from stretto.run.episodes import Episode
-from stretto.run.instances import Instances
+from stretto.run.instance_membership import Instances
 from stretto.run.load_sampler import LoadSampler
 from stretto.run.output_checks import refuse_output
 from stretto.run.quarantine import Quarantine

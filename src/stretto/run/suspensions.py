@@ -21,7 +21,7 @@ from stretto.core.migration import carries_kv
 from stretto.engines.protocol import Engine
 from stretto.errors import EngineError
 from stretto.observe.metrics import Tally
-from stretto.run.instances import Instances
+from stretto.run.instance_membership import Instances
 from stretto.run.load_sampler import LoadSampler
 from stretto.run.rollout import Placement, Rollout
 from stretto.store.journal import Journal

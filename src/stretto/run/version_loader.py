@@ -16,7 +16,7 @@ from stretto import clock
 from stretto.core import messages as core
 from stretto.engines.protocol import Engine
 from stretto.errors import ChecksumError, EngineError, LostObjectError
-from stretto.run.instances import Instances
+from stretto.run.instance_membership import Instances
 from stretto.run.protocols import VersionStore
 from stretto.store.journal import Journal
 from stretto.types import Weights, WeightsRef

@@ -33,7 +33,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stretto.engines.native.fused import fits
-from stretto.engines.native.kernels.choice import TRITON
+from stretto.engines.native.kernels.kernel_set import TRITON
 from stretto.errors import RecipeError, first_line
 from stretto.models import decoder
 from stretto.models.lora import inject_lora

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import JournalError
-from stretto.store.checks import CHECKS
+from stretto.store.law_checks import CHECKS
 from stretto.store.schema import (
     LAWS_GIVEN_UP,
     RESTORE,

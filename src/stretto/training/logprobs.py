@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from stretto.models.wide_products import wide_logits, wide_type
+from stretto.models.float32_products import wide_logits, wide_type
 from stretto.training.logit_kernels import LogitScale, deltas_from, deltas_with_entropy, reduce_logits
 from stretto.training.logit_supports import PackedSupports, deltas_of_supports, reduce_supports
 

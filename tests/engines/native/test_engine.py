@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from stretto.engines.native import versions
-from stretto.engines.native.kernels.resident import PlainResident
+from stretto.engines.native.kernels.resident_weights import PlainResident
 from stretto.engines.threaded import Failed
 from stretto.errors import EngineError, ModelError, RequestError
 from stretto.models.checksums import checksum

@@ -13,7 +13,7 @@ from kernel_references import REFERENCE
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from stretto.engines.native.fused import FusedDecoder, fits
-from stretto.engines.native.kernels.choice import CPU, TRITON, Kernels
+from stretto.engines.native.kernels.kernel_set import CPU, TRITON, Kernels
 from stretto.types import Request, Sampling
 
 

@@ -9,8 +9,8 @@ import torch
 from engine_cases import build
 
 from stretto.engines.native import model_checks
+from stretto.engines.native.batched_linears import JoinedProduct
 from stretto.engines.native.model_checks import PADDINGS, exact_padding, refuse_other_logits
-from stretto.engines.native.products import JoinedProduct
 from stretto.errors import ModelError
 
 

@@ -12,7 +12,7 @@ from engine_cases import build, drive, native, prompt_of, weights_of
 from kernel_references import REFERENCE
 
 from stretto.engines.native.cache import PAGE
-from stretto.engines.native.kernels.choice import CPU, TRITON, Kernels
+from stretto.engines.native.kernels.kernel_set import CPU, TRITON, Kernels
 from stretto.models.checksums import checksum
 from stretto.types import Request, Sampling, Weights
 

@@ -18,11 +18,12 @@ from engine_cases import SHAPE, assert_same_supports, build, drive, native, prom
 from kernel_references import REFERENCE
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stretto.engines.native import graphs, prefill
+from stretto.engines.native import graph_cache as graphs
+from stretto.engines.native import prefill
 from stretto.engines.native.cache import PAGE
-from stretto.engines.native.capture import CAPTURE
-from stretto.engines.native.kernels.choice import TRITON
-from stretto.engines.native.kernels.plan import DecodePlan
+from stretto.engines.native.capture_lock import CAPTURE
+from stretto.engines.native.kernels.decode_work_list import DecodePlan
+from stretto.engines.native.kernels.kernel_set import TRITON
 from stretto.engines.threaded import Failed
 from stretto.errors import RequestError
 from stretto.models.checksums import checksum

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stretto.engines.native.capture import release_cached
+from stretto.engines.native.capture_lock import release_cached
 
 PAGE = 16  # tokens a page
 

@@ -19,10 +19,8 @@ from torch import Tensor
 from stretto.engines.native.cache import PAGE, KVCache
 from stretto.engines.native.decoder_protocol import Decoder
 from stretto.engines.native.device_memory import to_device
-from stretto.engines.native.graphs import Graphs
-from stretto.engines.native.kernels.choice import PagedKernels
-from stretto.engines.native.kernels.draw import draw_workspace
-from stretto.engines.native.kernels.plan import (
+from stretto.engines.native.graph_cache import Graphs
+from stretto.engines.native.kernels.decode_work_list import (
     CHUNKS,
     DecodePlan,
     Sharing,
@@ -30,6 +28,8 @@ from stretto.engines.native.kernels.plan import (
     items_bound,
     power_of_two,
 )
+from stretto.engines.native.kernels.kernel_set import PagedKernels
+from stretto.engines.native.kernels.token_draw import draw_workspace
 from stretto.engines.native.rows import (
     CONTEXT,
     LIVE,

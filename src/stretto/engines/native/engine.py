@@ -2,8 +2,8 @@
 
 A step admits requests, provides pages, chooses the tokens to prefill, runs one forward (with full weights one for each
 version), draws, and finishes trajectories (`steps.py`). The same code runs on a CPU and on a GPU: they differ by their
-set of kernels (`kernels/choice.py`). The engine is synchronous; `ThreadedEngine` runs it in a thread and implements the
-protocol of an engine.
+set of kernels (`kernels/kernel_set.py`). The engine is synchronous; `ThreadedEngine` runs it in a thread and implements
+the protocol of an engine.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from stretto.engines.native import model_checks
 from stretto.engines.native.cache import PAGE, KVCache, num_pages
 from stretto.engines.native.decoder_protocol import Decoder
 from stretto.engines.native.fused import FusedDecoder, fits
-from stretto.engines.native.kernels.choice import Kernels, kernels_for
+from stretto.engines.native.kernels.kernel_set import Kernels, kernels_for
 from stretto.engines.native.rows import Rows
 from stretto.engines.native.schedule import Schedule
 from stretto.engines.native.sequence import Ended, SequenceState
 from stretto.engines.native.steps import Steps
-from stretto.engines.native.stock import Attention, StockDecoder
-from stretto.engines.native.supports import support_width, too_wide
+from stretto.engines.native.token_supports import support_width, too_wide
+from stretto.engines.native.transformers_forward import Attention, StockDecoder
 from stretto.engines.native.versions import make_slots
 from stretto.engines.threaded import Failed
 from stretto.errors import ChecksumError, EngineError, ModelError, RequestError, VersionNotResidentError
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-CHECK_LENGTHS = (40, 80)  # prompt tokens of the check at construction, below and above `sparse_attention.SHORT`
+CHECK_LENGTHS = (40, 80)  # prompt tokens of the check at construction, below and above `cpu_attention.SHORT`
 TAIL = 8  # tokens decoded beyond the bytes of the longest stop string
 
 

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stretto.engines.native.batched_linears import Product
 from stretto.engines.native.cache import KVCache
 from stretto.engines.native.decoder_protocol import Attend
-from stretto.engines.native.kernels.choice import Kernels
+from stretto.engines.native.kernels.kernel_set import Kernels
 from stretto.engines.native.lora_slots import SlotMask, SlottedLinear
-from stretto.engines.native.products import Product
-from stretto.models.plain import is_plain
-from stretto.models.wide_products import wide_logits, wide_type
+from stretto.models.decoder_support import is_plain
+from stretto.models.float32_products import wide_logits, wide_type
 
 
 @dataclass(frozen=True, slots=True)

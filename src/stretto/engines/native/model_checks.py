@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stretto.engines.native.batched_linears import JoinedProduct, adapter_trials
 from stretto.engines.native.lora_slots import SlottedLinear
-from stretto.engines.native.products import JoinedProduct, adapter_trials
 from stretto.engines.native.rows import MAX_PADDING
-from stretto.engines.native.stock import Attention, use_paged_attention
+from stretto.engines.native.transformers_forward import Attention, use_paged_attention
 from stretto.errors import ModelError
 from stretto.models.float16_range import range_hint
 from stretto.models.loading import moving_rotary

@@ -17,9 +17,9 @@ from torch import Tensor
 from stretto.engines.native.cache import KVCache
 from stretto.engines.native.decoder_protocol import Decoder
 from stretto.engines.native.device_memory import copy_to_device, to_device
-from stretto.engines.native.graphs import Graphs
-from stretto.engines.native.kernels.choice import PagedKernels
-from stretto.engines.native.kernels.plan import power_of_two
+from stretto.engines.native.graph_cache import Graphs
+from stretto.engines.native.kernels.decode_work_list import power_of_two
+from stretto.engines.native.kernels.kernel_set import PagedKernels
 from stretto.engines.native.rows import Rows
 from stretto.engines.native.sequence import Chunk, Prefix
 

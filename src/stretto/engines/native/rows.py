@@ -23,7 +23,7 @@ from stretto.engines.native.device_memory import to_device
 from stretto.engines.native.sampling import mix_seed
 from stretto.engines.native.sequence import SequenceState
 from stretto.engines.native.shared_pages import SharedPages
-from stretto.engines.native.supports import NO_SUPPORTS, SupportTable, grown, support_width
+from stretto.engines.native.token_supports import NO_SUPPORTS, SupportTable, grown, support_width
 from stretto.types import MAX_SUPPORT, FinishReason
 
 TOKEN, CONTEXT, SLOT, SEED, TOP_K, MADE, LIVE = range(7)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from stretto.engines.native.cache import PAGE
 from stretto.engines.native.device_memory import to_device
-from stretto.engines.native.kernels.plan import Sharing
+from stretto.engines.native.kernels.decode_work_list import Sharing
 from stretto.engines.native.sequence import SequenceState
 
 PEERS = 8  # rows of a group that read their common pages together

@@ -26,9 +26,9 @@ from stretto.engines.native.cache import KVCache
 from stretto.engines.native.decode import Decodes
 from stretto.engines.native.decoder_protocol import Decoder
 from stretto.engines.native.device_memory import to_device
-from stretto.engines.native.graphs import Graphs
-from stretto.engines.native.kernels.choice import Kernels
-from stretto.engines.native.mixed import MixedForward
+from stretto.engines.native.graph_cache import Graphs
+from stretto.engines.native.kernels.kernel_set import Kernels
+from stretto.engines.native.mixed_batches import MixedForward
 from stretto.engines.native.prefill import Prefills
 from stretto.engines.native.rows import Drawn, Pending, Rows
 from stretto.engines.native.schedule import Schedule

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from stretto.engines.native.kernels.resident import DeviceResident, PlainResident, Resident, fits
+from stretto.engines.native.kernels.resident_weights import DeviceResident, PlainResident, Resident, fits
 from stretto.engines.native.lora_slots import SlotMask, SlottedLinear, slot_linears
 from stretto.errors import ChecksumError, ModelError
 from stretto.models.checksums import all_finite, checksum

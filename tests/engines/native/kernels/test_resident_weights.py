@@ -8,8 +8,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from stretto.engines.native.kernels import resident
-from stretto.engines.native.kernels.resident import DeviceResident, PlainResident, fits
+from stretto.engines.native.kernels import resident_weights as resident
+from stretto.engines.native.kernels.resident_weights import DeviceResident, PlainResident, fits
 from stretto.models.checksums import checksum
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

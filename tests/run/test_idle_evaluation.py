@@ -10,7 +10,7 @@ import pytest
 from stretto.engines.fake import FakeEngine
 from stretto.errors import ChecksumError, EngineError, RequestError
 from stretto.observe.progress import Silent
-from stretto.run.evaluation_alone import evaluate_alone
+from stretto.run.idle_evaluation import evaluate_alone
 from stretto.run.protocols import FixedPool
 from stretto.training.fake import FakeTrainer
 from stretto.types import Completion, Request, Sampling

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from stretto.engines.native.batched_linears import JoinedProduct, StackedProduct, joined
 from stretto.engines.native.lora_slots import SlotMask, SlottedLinear
-from stretto.engines.native.products import JoinedProduct, StackedProduct, joined
 
 
 def test_joined_weights_follow_what_is_written_into_the_parts() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.run.invocation import command, program
+from stretto.run.user_command import command, program
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from training_cases import tiny
 
 from stretto.engines.native.cache import KVCache
 from stretto.engines.native.fused import FusedDecoder
-from stretto.models import wide_products
+from stretto.models import float32_products as wide_products
 from stretto.models.adapted_linear import adapted_wide
+from stretto.models.float32_products import wide_linear, wide_mm
 from stretto.models.loading import second_tree
 from stretto.models.lora import inject_lora
 from stretto.models.packed_attention import layout_of
-from stretto.models.wide_products import wide_linear, wide_mm
 from stretto.training.forward import PackedModel
 from stretto.training.logprobs import token_logprobs
 

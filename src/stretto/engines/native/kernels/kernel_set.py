@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.engines.native.kernels import attention, cpu_layers, extend, layers, plan
-from stretto.engines.native.kernels.draw import draw
-from stretto.engines.native.products import JoinedProduct, Product, StackedProduct
+from stretto.engines.native.batched_linears import JoinedProduct, Product, StackedProduct
+from stretto.engines.native.kernels import cpu_layers, layers
+from stretto.engines.native.kernels.decode_attention import paged_decode
+from stretto.engines.native.kernels.decode_work_list import plan_items
+from stretto.engines.native.kernels.prefill_attention import paged_extend
+from stretto.engines.native.kernels.token_draw import draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ TRITON = Kernels(
     add_norm=layers.add_norm,
     split_heads=layers.split_heads,
     gate=layers.gate,
-    paged=PagedKernels(draw, plan.plan_items, attention.paged_decode, extend.paged_extend),
+    paged=PagedKernels(draw, plan_items, paged_decode, paged_extend),
     overlap=True,
     signed_sines=False,
     float32_stream=True,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stretto.engines.native.cache import KVCache
 from stretto.engines.native.decoder_protocol import Decoder
-from stretto.engines.native.kernels.sparse_attention import SparseAttention
+from stretto.engines.native.kernels.cpu_attention import SparseAttention
 from stretto.engines.native.rows import CONTEXT, MIN_P, SLOT, TEMPERATURE, TOKEN, TOP_K, TOP_P, Drawn, Rows
 from stretto.engines.native.sampling import Truncation, host_uniforms, sample
 from stretto.engines.native.sequence import Chunk

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.engines.native import graphs
-from stretto.engines.native.capture import CAPTURE, release_cached
-from stretto.engines.native.graphs import Graphs
+from stretto.engines.native import graph_cache as graphs
+from stretto.engines.native.capture_lock import CAPTURE, release_cached
+from stretto.engines.native.graph_cache import Graphs
 
 
 def test_cached_memory_is_released_only_when_nobody_captures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stretto.engines.native.cache import PAGE
-from stretto.engines.native.kernels import attention, extend
-from stretto.engines.native.kernels import plan as plans
-from stretto.engines.native.kernels.plan import DecodePlan, Sharing, choose_chunk, items_bound
+from stretto.engines.native.kernels import decode_attention as attention
+from stretto.engines.native.kernels import decode_work_list as plans
+from stretto.engines.native.kernels import prefill_attention as extend
+from stretto.engines.native.kernels.decode_work_list import DecodePlan, Sharing, choose_chunk, items_bound
 
 pytest.importorskip("triton")
 

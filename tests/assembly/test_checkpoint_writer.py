@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from stretto.assembly.run_folder import take_checkpoint
+from stretto.assembly.checkpoint_writer import take_checkpoint
 from stretto.cluster.rank_actor import TrainerRank
 from stretto.cluster.rank_group import RankOptions
 from stretto.cluster.trainer import RankedTrainer

@@ -11,7 +11,7 @@ from stretto.core import messages as core
 from stretto.observe.metrics import Tally
 from stretto.observe.progress import Observer
 from stretto.run.evaluation import Evaluator
-from stretto.run.instances import Instances
+from stretto.run.instance_membership import Instances
 from stretto.store.journal import Journal
 from stretto.types import EvaluationResult
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from stretto.errors import RunError, StalledError
 from stretto.recipe.schema import Recipe
-from stretto.run.folder import refuse_occupied
+from stretto.run.folder_checks import refuse_occupied
 from stretto.run.loop import Loop
 from stretto.run.protocols import TrainerBackend
 from stretto.store.checkpoint_files import abandon_checkpoint, begin_checkpoint, complete_checkpoint

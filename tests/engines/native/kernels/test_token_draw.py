@@ -12,8 +12,8 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from stretto.engines.native.kernels import draw as kernels  # noqa: E402
-from stretto.engines.native.kernels.draw import _uniform, draw, draw_workspace  # noqa: E402
+from stretto.engines.native.kernels import token_draw as kernels  # noqa: E402
+from stretto.engines.native.kernels.token_draw import _uniform, draw, draw_workspace  # noqa: E402
 from stretto.engines.native.sampling import mix_seed, uniforms  # noqa: E402
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from stretto.engines.native.capture import CAPTURE, release_cached
+from stretto.engines.native.capture_lock import CAPTURE, release_cached
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.engines.native.lora_slots import SlotMask, SlottedLinear
-from stretto.models.wide_products import wide_mm
+from stretto.models.float32_products import wide_mm
 
 Linear = nn.Linear | SlottedLinear
 

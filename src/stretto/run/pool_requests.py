@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from stretto.errors import RunError, StrettoError
-from stretto.run.folder import standing
+from stretto.run.folder_checks import standing
 from stretto.store.lock import is_alive
 
 if TYPE_CHECKING:
-    from stretto.run.instances import Instances
+    from stretto.run.instance_membership import Instances
 
 log = logging.getLogger(__name__)
 

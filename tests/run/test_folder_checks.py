@@ -8,7 +8,7 @@ import pytest
 
 from stretto.errors import RunError
 from stretto.recipe.schema import load_recipe, parse_recipe
-from stretto.run.folder import refuse_another_recipe, refuse_occupied
+from stretto.run.folder_checks import refuse_another_recipe, refuse_occupied
 
 RECIPE = """
 [model]

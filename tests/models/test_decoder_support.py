@@ -10,8 +10,8 @@ from engine_cases import SHAPE, build
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from stretto.models.decoder import fits
+from stretto.models.decoder_support import activations, is_plain, linear_groups, same_adapters
 from stretto.models.lora import LoraLinear, inject_lora
-from stretto.models.plain import activations, is_plain, linear_groups, same_adapters
 
 
 def llama(**options: Any) -> Any:

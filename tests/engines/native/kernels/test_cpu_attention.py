@@ -10,7 +10,7 @@ from kernel_references import dense_attention
 from torch import Tensor
 
 from stretto.engines.native.cache import PAGE, KVCache
-from stretto.engines.native.kernels.sparse_attention import SHORT, SparseAttention
+from stretto.engines.native.kernels.cpu_attention import SHORT, SparseAttention
 from stretto.engines.native.sequence import Chunk, Prefix
 
 HEADS, KV_HEADS, SIZE = 4, 2, 16

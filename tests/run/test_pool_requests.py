@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from stretto.errors import RunError
-from stretto.run import control
-from stretto.run.control import ANSWER, FOLDER, REQUEST, Control
+from stretto.run import pool_requests
+from stretto.run.pool_requests import ANSWER, FOLDER, REQUEST, Control
 from stretto.store.journal import Journal
 from stretto.store.lock import Lock, is_alive
 from stretto.store.schema import JOURNAL_NAME
@@ -50,7 +50,7 @@ def serve(folder: Path, seconds: float = 0.3) -> None:
 def test_a_request_that_makes_no_sense_is_answered_and_the_run_goes_on(
     request_text: str, answer: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "POLL_S", 0.02)
+    monkeypatch.setattr(pool_requests, "POLL_S", 0.02)
     Control(tmp_path).open()
     (tmp_path / FOLDER / f"1{REQUEST}").write_text(request_text)
     serve(tmp_path)
@@ -64,8 +64,8 @@ def test_an_answer_that_cannot_be_written_is_dropped(
     def full(path: Path, value: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(control, "POLL_S", 0.02)
-    monkeypatch.setattr(control, "_write", full)
+    monkeypatch.setattr(pool_requests, "POLL_S", 0.02)
+    monkeypatch.setattr(pool_requests, "_write", full)
     Control(tmp_path).open()
     (tmp_path / FOLDER / f"1{REQUEST}").write_text('{"do": "list"}')
     serve(tmp_path)
@@ -75,7 +75,7 @@ def test_an_answer_that_cannot_be_written_is_dropped(
 def test_what_is_asked_while_a_run_begins_is_done_and_what_was_asked_of_an_earlier_session_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "POLL_S", 0.02)
+    monkeypatch.setattr(pool_requests, "POLL_S", 0.02)
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / f"old{REQUEST}").write_text('{"do": "list"}')
     Control(tmp_path).open()
@@ -104,7 +104,7 @@ def test_a_run_that_may_only_be_read_is_told_apart_from_one_that_ended_and_canno
         patched.setattr(os, "access", lambda path, mode: False)
         patched.setattr(os, "open", read_only)
         assert is_alive(tmp_path)
-        patched.setattr(control, "_write", refused)
+        patched.setattr(pool_requests, "_write", refused)
         with pytest.raises(RunError, match=r"cannot be asked: nothing can be written to .*: Permission denied"):
-            control.ask(tmp_path, {"do": "list"})
+            pool_requests.ask(tmp_path, {"do": "list"})
     assert not is_alive(tmp_path)

@@ -74,7 +74,7 @@ def test_the_run_ends_with_its_error_where_none_is_left_and_no_more_are_replaced
 def test_one_that_cannot_be_replaced_is_missed_while_others_live(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stretto.run.instances.RETRY_S", (0.01, 0.02))
+    monkeypatch.setattr("stretto.run.instance_membership.RETRY_S", (0.01, 0.02))
 
     def make(instance: int) -> FakeSteppedEngine:
         if instance > 1:

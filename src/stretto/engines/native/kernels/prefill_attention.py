@@ -16,8 +16,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from stretto.engines.native.cache import PAGE
-from stretto.engines.native.kernels.attention import LOG2_E, check_operands, tile_tokens
-from stretto.engines.native.kernels.plan import power_of_two
+from stretto.engines.native.kernels.decode_attention import LOG2_E, check_operands, tile_tokens
+from stretto.engines.native.kernels.decode_work_list import power_of_two
 from stretto.models.triton_jit import kernel, tl
 
 EXTEND_PAIRS = 128  # (token, head) pairs a program; fewer for short chunks and for wide vectors

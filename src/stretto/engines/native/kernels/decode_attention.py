@@ -22,7 +22,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from stretto.engines.native.cache import PAGE
-from stretto.engines.native.kernels.plan import DecodePlan, Sharing, check_plan, power_of_two
+from stretto.engines.native.kernels.decode_work_list import DecodePlan, Sharing, check_plan, power_of_two
 from stretto.models.triton_jit import kernel, tl
 
 TILE_BYTES = 16384  # of keys, and of values, that a program has in a stage of its pipeline

@@ -11,10 +11,10 @@ import torch
 from engine_cases import adapter, drive, native, prompt_of, sets_of
 from kernel_references import REFERENCE
 
-from stretto.engines.native import supports as table_module
-from stretto.engines.native.kernels.choice import CPU, Kernels
+from stretto.engines.native import token_supports as table_module
+from stretto.engines.native.kernels.kernel_set import CPU, Kernels
 from stretto.engines.native.sampling import Truncation, truncate
-from stretto.engines.native.supports import SupportTable, support_width
+from stretto.engines.native.token_supports import SupportTable, support_width
 from stretto.engines.threaded import Failed
 from stretto.training.logit_kernels import LogitScale
 from stretto.types import MAX_SUPPORT, Request, Sampling, Supports
