@@ -172,6 +172,8 @@ class WeightsRef(Protocol):
     @property
     def version(self) -> int: ...
     @property
+    def kind(self) -> Literal["lora", "full"]: ...
+    @property
     def checksum(self) -> str: ...
     def fetch(self) -> Weights:
         """Returns the weights themselves. Raises `LostObjectError` if they are lost. Blocks."""
@@ -239,13 +241,25 @@ class Sample:
             return self.turn_rewards
         return (0.0,) * (len(self.completion.turn_lengths) - 1) + (self.reward,)
 
+    @property
+    def token_versions(self) -> NDArray[np.int64]:
+        """The version that each sampled token was drawn from."""
+        if self.completion.token_versions is None:
+            return np.full(self.completion.num_sampled, self.version, dtype=np.int64)
+        return self.completion.token_versions[self.completion.sampled].astype(np.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The samples of one update, ordered by (version, group, member); those that are used again follow, likewise."""
+    """The samples of one update, ordered by (version, group, member); those that are used again follow, likewise.
+
+    `versions` has the weights of the older versions that sampled it, for a trainer that scores tokens under them. It
+    may lack some, or all.
+    """
 
     update: int
     samples: Sequence[Sample]
+    versions: Mapping[int, Weights | WeightsRef] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

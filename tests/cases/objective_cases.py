@@ -13,6 +13,7 @@ VARIANTS = {
     "grpo": [
         {},
         {"anchor": "proximal"},
+        {"anchor": "sampled"},
         {"clip_low": 0.1, "clip_high": 0.4, "dual_clip": 1.3},
         {"dual_clip": 3.0, "average": "sequence"},
         {"average": "constant", "average_tokens": 7},
@@ -42,6 +43,7 @@ VARIANTS = {
         {},
         {"positive_weight": 0.3, "negative_weight": 1.7, "cap": 1.3},
         {"threshold": 0.5, "anchor": "proximal"},
+        {"level": "sequence", "cap": 1.2, "anchor": "sampled"},
     ],
     "decoupled-ppo": [{}, {"weight_cap": 1.1, "clip_low": 0.1, "clip_high": 0.15, "dual_clip": 1.2}],
     "kimi": [{}, {"tau": 1.5, "anchor": "proximal"}],
@@ -49,11 +51,19 @@ VARIANTS = {
         {"average_tokens": 9},
         {"average_tokens": 9, "weight_cap": 1.1, "clip_low": 0.1, "clip_high": 0.1, "dual_clip": 1.2},
         {"average": "token", "anchor": "behaviour", "clip_low": 0.1},
+        {"average_tokens": 9, "anchor": "proximal", "weight_cap": 1.2},
     ],
     "hispo": [
-        {},
-        {"sequence_bound": 0.3, "token_bound": 0.25},
-        {"sequence_bound": 5.0, "token_bound": 5.0, "clip_low": 0.1, "clip_high": 0.1, "dual_clip": 1.2},
+        {"average_tokens": 9},
+        {"average": "token", "sequence_bound": 0.3, "token_bound": 0.25},
+        {
+            "average_tokens": 9,
+            "sequence_bound": 5.0,
+            "token_bound": 5.0,
+            "clip_low": 0.1,
+            "clip_high": 0.1,
+            "dual_clip": 1.2,
+        },
     ],
     "ppo": [{}, {"clip_low": 0.15, "clip_high": 0.35, "dual_clip": 1.4, "anchor": "proximal"}],
     "naive": [{}, {"average": "sequence"}],
@@ -73,6 +83,7 @@ class Data:
     current: np.ndarray
     behaviour: np.ndarray
     proximal: np.ndarray
+    sampled: np.ndarray
     advantages: np.ndarray
     rewards: np.ndarray
     lengths: list
@@ -94,13 +105,14 @@ class Data:
             sequences=torch.tensor(self.owner),
             num_sequences=len(self.lengths),
             lengths=torch.tensor(self.lengths),
+            sampled=real(self.sampled),
         )
 
     def of_sequences(self, order):
         """The same data with only these sequences, in this order."""
         ends = np.cumsum(self.lengths)
         chosen = np.concatenate([np.arange(ends[i] - self.lengths[i], ends[i]) for i in order])
-        parts = (self.current, self.behaviour, self.proximal, self.advantages, self.rewards)
+        parts = (self.current, self.behaviour, self.proximal, self.sampled, self.advantages, self.rewards)
         return Data(*(part[chosen] for part in parts), [self.lengths[i] for i in order]), chosen
 
 
@@ -112,10 +124,12 @@ def random_data(seed, *, spread=0.4, sequences=6, by_token=False):
     current = -rng.exponential(1.0, count)
     advantages = rng.normal(size=count if by_token else sequences)
     rewards = rng.choice([-1.0, 0.0, 0.4, 1.0], size=sequences)
+    behaviour, proximal = (current + spread * rng.normal(size=count) for _ in range(2))
     return Data(
         current,
-        current + spread * rng.normal(size=count),
-        current + spread * rng.normal(size=count),
+        behaviour,
+        proximal,
+        behaviour + 0.5 * spread * rng.normal(size=count),
         advantages if by_token else np.repeat(advantages, lengths),
         np.repeat(rewards, lengths),
         lengths,
@@ -124,7 +138,7 @@ def random_data(seed, *, spread=0.4, sequences=6, by_token=False):
 
 def on_policy(data):
     """The same data, sampled from the current policy."""
-    return Data(data.current, data.current, data.current, data.advantages, data.rewards, data.lengths)
+    return Data(*[data.current] * 4, data.advantages, data.rewards, data.lengths)
 
 
 def gradient(options, data, shares):

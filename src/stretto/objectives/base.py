@@ -4,9 +4,15 @@ An objective is a table of the recipe, `[algorithm] type = "..."`, and one file 
 a micro-batch into a loss for each token, to be minimized. The trainer multiplies the losses by weights of the whole
 mini-batch (`average`) and sums them, so a mini-batch may be split into micro-batches between any two sequences.
 
-There are three policies: the *current* policy, which has the gradient; the *behaviour* policy, which sampled the
-tokens; and the *proximal* policy, at the start of the update. The ratio of an objective is the current policy over its
-`anchor`, which is one of the other two.
+Four log-probabilities of a token matter (`docs/algorithms.md` has a picture):
+
+- *behaviour* `mu`: the version that sampled the token, computed by the engine and recorded when it was drawn;
+- *sampled* `pi_w`: the same version, computed by the trainer;
+- *proximal* `pi_n`: the policy at the start of the update, computed by the trainer;
+- *current* `pi`: the policy in training, which has the gradient.
+
+`pi_w / mu` is the discrepancy between engine and trainer, `pi_n / pi_w` the staleness of the data. The ratio of an
+objective is the current policy over its `anchor`, which is one of the other three.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from stretto.objectives.correction_options import CorrectionOptions
+from stretto.objectives.correction_options import CorrectionOptions, DiscrepancyOptions, StalenessOptions
 from stretto.objectives.length_options import LengthOptions
 from stretto.objectives.regularizer_options import EntropyOptions, KlOptions, SupervisedOptions
 from stretto.objectives.turn_options import TurnOptions
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Average = Literal["token", "sequence", "constant"]
-Anchor = Literal["behaviour", "proximal"]
+Anchor = Literal["behaviour", "sampled", "proximal"]
 AdvantageName = Literal["group", "group-mean", "leave-one-out", "whiten", "gae"]
 
 MAX_LOG_RATIO = 20.0  # a ratio beyond exp(20) is meaningless as an importance weight; the bound keeps products finite
@@ -34,7 +40,8 @@ MAX_LOG_RATIO = 20.0  # a ratio beyond exp(20) is meaningless as an importance w
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The completion tokens of the whole sequences of one micro-batch, flat, without padding. All but the last are [C].
+    """The completion tokens of the whole sequences of one micro-batch, flat, without padding. All but
+    `lengths` are [C].
 
     Only `logprobs` has a gradient. `advantages` may differ between the tokens of a sequence.
     """
@@ -47,10 +54,20 @@ class Tokens:
     sequences: Tensor  # int64 index of the token's sequence in the micro-batch
     num_sequences: int
     lengths: Tensor  # [num_sequences] tokens of each sequence
+    sampled: Tensor | None = None  # the trainer's, under the version that sampled; None unless `needs_sampled`
+    turns: Tensor | None = None  # int64 index of the token's turn over the micro-batch; None unless `needs_turns`
 
     def anchor_logprobs(self, anchor: Anchor) -> Tensor:
         """The log-probabilities under the anchor."""
+        if anchor == "sampled":
+            return self.scored
         return self.behaviour if anchor == "behaviour" else self.proximal
+
+    @property
+    def scored(self) -> Tensor:
+        """The trainer's log-probabilities under the version that sampled, for an objective with `needs_sampled`."""
+        assert self.sampled is not None, "the objective must have `needs_sampled`"
+        return self.sampled
 
 
 Loss = tuple["Tensor", dict[str, "Tensor"]]
@@ -99,7 +116,7 @@ class ObjectiveOptions(Options):
         "over the sequences. `constant`: their sum divided by `average_tokens` times the number of sequences",
     )
     average_tokens: int | None = Field(
-        None, ge=1, description='Divisor of `average = "constant"`, such as `rollout.max_tokens`'
+        None, ge=1, description='Divisor of `average = "constant"`; default: `rollout.max_tokens`'
     )
     advantage: AdvantageName = Field(
         "group",
@@ -107,8 +124,29 @@ class ObjectiveOptions(Options):
         "without the division. `leave-one-out`: reward minus the mean of the others of its group. `whiten`: normalized "
         "over the batch. `gae`: from a critic",
     )
+    whiten_over: Literal["batch", "version"] = Field(
+        "batch",
+        description='The samples that `advantage = "whiten"` normalizes over: the whole batch, or those of one version',
+    )
     correction: CorrectionOptions | None = Field(
         None, description="Weights each token's loss by the policy before the update over the policy that sampled"
+    )
+    discrepancy: DiscrepancyOptions | None = Field(
+        None,
+        description="The part of the correction weight that engine and trainer cause: the trainer's probability over "
+        "the engine's, both under the version that sampled",
+    )
+    staleness: StalenessOptions | None = Field(
+        None,
+        description="The part of the correction weight that the age of the data causes: the policy before the update "
+        "over the version that sampled, both computed by the trainer",
+    )
+    mask_truncated: bool = Field(
+        False, description="Do not train on completions that reached `max_tokens`; they still count in advantages"
+    )
+    mask_older_tokens: bool = Field(
+        False,
+        description="Of a trajectory with tokens of several versions, train only on those of its newest version",
     )
     kl: KlOptions | None = Field(None, description="Penalizes the divergence from a reference policy")
     entropy: EntropyOptions | None = Field(None, description="Entropy bonus")
@@ -120,11 +158,6 @@ class ObjectiveOptions(Options):
 
     @model_validator(mode="after")
     def _refuse_what_cannot_work(self) -> ObjectiveOptions:
-        if self.average == "constant" and self.average_tokens is None:
-            raise ValueError(
-                '`algorithm.average_tokens` is missing: `algorithm.average = "constant"` divides by it; '
-                "set it to the value of `rollout.max_tokens`"
-            )
         if self.advantage == "gae" and not self.uses_critic:
             raise ValueError(
                 f'`algorithm.advantage = "gae"` needs a critic, and `algorithm.type = "{self.type}"` has none; '
@@ -135,18 +168,51 @@ class ObjectiveOptions(Options):
                 f"`algorithm.turns.gamma = {self.turns.gamma}` has no effect with a critic, which discounts by token; "
                 "leave it out and set `algorithm.critic.gamma`"
             )
-        if self.correction is not None and self.correction.mode == "cap" and self.corrects_off_policy:
+        if self.correction is not None and (self.discrepancy is not None or self.staleness is not None):
             raise ValueError(
-                '`algorithm.correction` with `mode = "cap"` would correct for staleness twice: '
-                f"`{self.type}`{self._anchored_by} already weights tokens by their ratio to the policy that sampled; "
-                'leave it out, choose `mode = "filter"`, or a type and an `algorithm.anchor` without that weight'
+                "`algorithm.correction` is the product of `algorithm.discrepancy` and `algorithm.staleness`: leave it "
+                "out, or leave out both of them"
             )
+        for name, twice in (
+            ("correction", self.corrects_off_policy),
+            ("staleness", self.corrects_off_policy),
+            ("discrepancy", self.corrects_discrepancy),
+        ):
+            table: CorrectionOptions | None = getattr(self, name)
+            if table is not None and table.mode == "cap" and twice:
+                what = "the discrepancy between engine and trainer" if name == "discrepancy" else "staleness"
+                raise ValueError(
+                    f'`algorithm.{name}` with `mode = "cap"` would correct for {what} twice: '
+                    f"`{self.type}`{self._anchored_by} already weights tokens by their ratio to the policy that "
+                    'sampled; leave it out, choose `mode = "filter"`, or a type and an `algorithm.anchor` without that '
+                    "weight"
+                )
         return self
 
     @property
     def corrects_off_policy(self) -> bool:
-        """True if the formula itself weights tokens by a newer policy over the behaviour policy."""
+        """True if the formula itself weights tokens by a newer policy over the version that sampled."""
         return False
+
+    @property
+    def corrects_discrepancy(self) -> bool:
+        """True if the formula itself weights tokens by a probability of the trainer over that of the engine."""
+        return self.corrects_off_policy
+
+    @property
+    def needs_sampled(self) -> bool:
+        """True if the loss uses the trainer's log-probabilities under the version that sampled (`Tokens.sampled`)."""
+        return self.discrepancy is not None or self.staleness is not None
+
+    @property
+    def needs_turns(self) -> bool:
+        """True if the loss uses the turn of each token (`Tokens.turns`)."""
+        return any(table is not None and table.level == "turn" for table in self.corrections)
+
+    @property
+    def corrections(self) -> tuple[CorrectionOptions | None, ...]:
+        """The tables of correction weights."""
+        return self.correction, self.discrepancy, self.staleness
 
     @property
     def _anchored_by(self) -> str:
@@ -154,12 +220,18 @@ class ObjectiveOptions(Options):
 
     def without_effect(self) -> dict[str, str]:
         """Options that have no effect given the other options, each with the reason, whether they are set or not."""
-        if self.average == "constant":
-            return {}
-        return {
-            "average_tokens": f"`algorithm.average_tokens = {self.average_tokens}` has no effect with "
-            f'`algorithm.average = "{self.average}"`; leave it out, or choose "constant"'
-        }
+        found = {}
+        if self.average != "constant":
+            found["average_tokens"] = (
+                f"`algorithm.average_tokens = {self.average_tokens}` has no effect with "
+                f'`algorithm.average = "{self.average}"`; leave it out, or choose "constant"'
+            )
+        if self.advantage != "whiten":
+            found["whiten_over"] = (
+                f'`algorithm.whiten_over = "{self.whiten_over}"` has no effect with `algorithm.advantage = '
+                f'"{self.advantage}"`; leave it out, or choose "whiten"'
+            )
+        return found
 
     def inactive_at_ratio_one(self) -> tuple[str, ...]:
         """Options that have no effect if every ratio is 1."""
@@ -175,13 +247,22 @@ class RatioOptions(ObjectiveOptions):
 
     anchor: Anchor = Field(
         "behaviour",
-        description="Denominator of the ratio. `behaviour`: the policy that sampled the token. `proximal`: the policy "
-        "at the start of the update",
+        description="Denominator of the ratio. `behaviour`: the version that sampled the token, as the engine computed "
+        "it. `sampled`: the same version, as the trainer computes it. `proximal`: the policy at the start of the "
+        "update",
     )
 
     @property
     def corrects_off_policy(self) -> bool:
+        return self.anchor != "proximal"
+
+    @property
+    def corrects_discrepancy(self) -> bool:
         return self.anchor == "behaviour"
+
+    @property
+    def needs_sampled(self) -> bool:
+        return super().needs_sampled or self.anchor == "sampled"
 
     @property
     def _anchored_by(self) -> str:

@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def truncated_weight(tokens: Tokens, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """`min(pi_old / mu, cap)` of each token [C], without gradient, and a diagnostic of the capped tokens."""
-    weights = ratio(tokens.proximal, tokens.behaviour).detach()
+def truncated_weight(logprobs: Tensor, tokens: Tokens, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """`min(exp(logprobs) / mu, cap)` of each token [C], without gradient, and a diagnostic of the capped tokens."""
+    weights = ratio(logprobs, tokens.behaviour).detach()
     return weights.clamp(max=cap), {"weight_capped_fraction": (weights > cap).to(weights.dtype)}
 
 
 class DecoupledPpoOptions(ClipOptions):
     """Clips the change of one update, whatever the age of the data; a capped weight corrects for the age."""
 
-    formula: ClassVar[str] = f"sg(min(w, weight_cap)) times {CLIP_FORMULA}; r = pi / pi_old, w = pi_old / mu"
+    formula: ClassVar[str] = f"sg(min(w, weight_cap)) times {CLIP_FORMULA}; r = pi / pi_n, w = pi_n / mu"
     when: ClassVar[str] = "Stale data with several optimizer steps an update: staleness does not use up the clip."
 
     type: Literal["decoupled-ppo"] = "decoupled-ppo"
@@ -36,6 +36,6 @@ class DecoupledPpoOptions(ClipOptions):
         return True
 
     def loss(self, tokens: Tokens) -> Loss:
-        weights, capped = truncated_weight(tokens, self.weight_cap)
+        weights, capped = truncated_weight(tokens.proximal, tokens, self.weight_cap)
         losses, diagnostics = super().loss(tokens)
         return weights * losses, {**diagnostics, **capped}

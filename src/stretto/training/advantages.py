@@ -131,6 +131,25 @@ def penalized_advantages(
     return replace(found, values=found.values - compared_penalties(name, penalties, groups))
 
 
+def join_advantages(parts: Sequence[tuple[NDArray[np.int64], Advantages]], lengths: NDArray[np.int64]) -> Advantages:
+    """Joins the advantages of parts of a batch, each with the indices of its samples. `lengths` [n] are tokens."""
+    values, starts = np.zeros(len(lengths)), np.cumsum(lengths) - lengths
+    by_token = any(part.tokens is not None for _, part in parts)
+    tokens = np.zeros(int(lengths.sum())) if by_token else None
+    for own, part in parts:
+        values[own] = part.values
+        if tokens is not None and part.tokens is not None:
+            ends = starts[own] + lengths[own]
+            spans = zip(starts[own].tolist(), ends.tolist(), strict=True)
+            tokens[np.concatenate([np.arange(start, end) for start, end in spans])] = part.tokens
+    return Advantages(
+        values,
+        sum(part.num_groups for _, part in parts),
+        sum(part.num_without_signal for _, part in parts),
+        tokens,
+    )
+
+
 def compared_penalties(name: AdvantageName, penalties: ArrayLike, groups: Groups) -> Reals:
     """Each penalty minus the mean penalty of the samples that the advantages called `name` compare with [n]."""
     given = _checked(penalties, groups)

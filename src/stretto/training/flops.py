@@ -13,6 +13,8 @@ Not counted are recomputation, padding, adapters, a critic's head, and everythin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,17 +70,27 @@ class Costs:
         return float(2.0 * self.attention_width * np.square(lengths).sum())
 
 
-def update_flops(costs: Costs, batch: Batch, *, num_steps: int, critic: bool, reference: Costs | None) -> float:
+def update_flops(
+    costs: Costs,
+    batch: Batch,
+    *,
+    num_steps: int,
+    critic: bool,
+    reference: Costs | None,
+    scored: Sequence[Sequence[int]] = (),  # the samples that were scored under each older version
+) -> float:
     """Operations of an update, with the passes before its first step.
 
     Several steps need the log-probabilities under the policy before the update, and a critic needs its values: one pass
-    computes both. A divergence needs a pass under the reference.
+    computes both. A divergence needs a pass under the reference, and samples may be scored under their own versions.
     """
     total = costs.update(batch)
     if num_steps > 1 or critic:
         total += costs.forward(batch, head=num_steps > 1)
     if reference is not None:
         total += reference.forward(batch)
+    for samples in scored:
+        total += costs.forward(replace(batch, samples=[batch.samples[index] for index in samples]))
     return total
 
 

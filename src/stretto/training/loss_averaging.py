@@ -17,8 +17,9 @@ def token_weights(
 ) -> NDArray[np.float64]:
     """The weight of each token of a sequence in the loss, by sequence [n].
 
-    `token`: the mean over all tokens. `sequence`: the mean over sequences of the mean over their tokens; an empty
-    sequence counts as one. `constant`: the sum over tokens, divided by `average_tokens` times the sequences.
+    `lengths` [n] are the tokens that are trained on. `token`: the mean over all of them. `sequence`: the mean over
+    sequences of the mean over their tokens; a sequence without tokens counts as one. `constant`: the sum over tokens,
+    divided by `average_tokens` times the sequences.
     """
     count = max(1, len(lengths))
     if average == "token":

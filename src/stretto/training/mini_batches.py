@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from stretto.objectives.base import ObjectiveOptions
 from stretto.training.loss_averaging import token_weights
-from stretto.training.packing import first_fit_decreasing, input_lengths, sampled_lengths
+from stretto.training.packing import first_fit_decreasing, input_lengths
 from stretto.training.parallel import shares
 from stretto.training.regularizers import imitation_weights
 from stretto.types import Sample
@@ -27,6 +27,8 @@ class MicroBatchPlan:
 
     samples: tuple[int, ...]  # indices into the batch
     proximal: torch.Tensor | None = None  # None: the update has one step, whose own log-probabilities are used
+    sampled: torch.Tensor | None = None  # log-probabilities under the versions that sampled, where `is_scored`
+    is_scored: torch.Tensor | None = None  # bool; None with `sampled`: no token is
     reference: torch.Tensor | None = None  # log-probabilities under the reference, if a divergence is measured
     values: torch.Tensor | None = None  # the critic's values at the start of the update
     returns: torch.Tensor | None = None  # the targets of the critic's values
@@ -41,11 +43,33 @@ class MiniBatch:
     max_micro_batches: int  # of the rank with the most
     weights: NDArray[np.float64]  # [n], the loss weight of each token of a sample; 0 outside of the mini-batch
     imitation: NDArray[np.float64] | None  # [n], the weight of each token in `[algorithm.supervised]`
+    shares: list[list[int]]  # the samples of each rank
 
 
 def micro_batch_plans(mini_batches: Iterable[MiniBatch]) -> Iterator[MicroBatchPlan]:
     """Iterates over the micro-batches of an update."""
     return (plan for mini_batch in mini_batches for plan in mini_batch.micro_batches)
+
+
+def trained_tokens(sample: Sample, algorithm: ObjectiveOptions) -> NDArray[np.bool_] | None:
+    """A mask of the sampled tokens that the objective trains on; None for all of them."""
+    if algorithm.mask_truncated and sample.completion.finish == "length":
+        return np.zeros(sample.completion.num_sampled, dtype=np.bool_)
+    if algorithm.mask_older_tokens and sample.completion.token_versions is not None:
+        versions = sample.token_versions
+        newest: NDArray[np.bool_] = versions == versions.max(initial=0)
+        return newest
+    return None
+
+
+def trained_lengths(samples: Sequence[Sample], algorithm: ObjectiveOptions) -> NDArray[np.int64]:
+    """The number of tokens of each sample that the objective trains on [n]."""
+    masks = [trained_tokens(sample, algorithm) for sample in samples]
+    kept = [
+        sample.completion.num_sampled if mask is None else int(mask.sum())
+        for sample, mask in zip(samples, masks, strict=True)
+    ]
+    return np.array(kept, dtype=np.int64)
 
 
 def split_groups(groups: Sequence[int], num_parts: int) -> list[list[int]]:
@@ -73,7 +97,7 @@ def split_batch(
 ) -> list[MiniBatch]:
     """Returns the mini-batches of an update, with the micro-batches of one rank: its share has whole sequences."""
     sizes = input_lengths(samples)
-    lengths = sampled_lengths(samples)
+    lengths = trained_lengths(samples, algorithm)
     rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
     mini_batches = []
     for indices in split_groups([sample.group for sample in samples], num_steps):
@@ -87,5 +111,8 @@ def split_batch(
             imitation = np.zeros(len(samples))
             imitation[inside] = imitation_weights(rewards[inside], lengths[inside], algorithm.supervised.threshold)
         plans = [MicroBatchPlan(tuple(shared[rank][chosen].tolist())) for chosen in bins[rank]]
-        mini_batches.append(MiniBatch(plans, sum(map(len, bins)), max(map(len, bins)), weights, imitation))
+        shares_of_ranks = [share.tolist() for share in shared]
+        mini_batches.append(
+            MiniBatch(plans, sum(map(len, bins)), max(map(len, bins)), weights, imitation, shares_of_ranks)
+        )
     return mini_batches

@@ -36,6 +36,12 @@ class TrainingOptions(Options):
         ge=0,
         description="Clip the gradient to this norm, a critic's apart from the policy's; 0: no clipping",
     )
+    mismatch_samples: int = Field(
+        4,
+        ge=0,
+        description="Sequences of older versions an update on which engine and trainer are compared; with an objective "
+        "that scores every token under its own version, all are",
+    )
     micro_tokens: int = Field(8_192, ge=1, description="Most tokens of a packed micro-batch")
     checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: much less memory, about a third more time"

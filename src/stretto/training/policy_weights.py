@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import contextlib
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from stretto.errors import TrainerError
 from stretto.models.checksums import checksum
 from stretto.models.lora import lora_tensors, write_adapter
 from stretto.models.lora_options import LoraOptions
-from stretto.training.parallel import Ranks
+from stretto.training.parallel import Ranks, local
 from stretto.training.sharding import Sharding
 from stretto.types import Weights
 
@@ -53,6 +55,49 @@ class PolicyWeights:
         tensors = {name: torch.empty_like(p) for name, p in parameters.items()}
         torch._foreach_copy_(list(tensors.values()), list(parameters.values()))
         return Weights(version, "full", tensors, checksum(tensors))
+
+    def check_names(self, weights: Weights) -> None:
+        """Raises `TrainerError` if the weights are of another policy."""
+        if wrong := set(self.names) ^ weights.tensors.keys():
+            raise TrainerError(
+                f"weights of version {weights.version} are of another policy: `{min(wrong)}` does not fit"
+            )
+
+    @contextlib.contextmanager
+    def installed(self, weights: Weights) -> Iterator[None]:
+        """Puts other weights into the model while the context is open, for passes that train nothing.
+
+        Where device and type are the same, the parameters point at them and nothing is copied. Otherwise they are
+        copied in one parameter at a time, while the policy's own values wait: in host memory if those that are copied
+        come from there. The policy is restored bit for bit.
+        """
+        self.check_names(weights)
+        tensors = {f"value/{name}": tensor for name, tensor in weights.tensors.items()}
+        if self.sharding is not None:
+            tensors = self.sharding.scattered(tensors)
+        own: list[tuple[torch.Tensor, torch.Tensor, bool]] = []  # parameter, its value, and whether it only points
+        parameters = dict(self.model.named_parameters())
+        with torch.no_grad():
+            try:
+                for name in self.names:
+                    parameter, tensor = parameters[name], tensors[f"value/{name}"]
+                    points = self.sharding is None and (tensor.device, tensor.dtype) == (
+                        parameter.device, parameter.dtype,
+                    )  # fmt: skip
+                    if points:
+                        own.append((parameter, parameter.data, True))
+                        parameter.data = tensor
+                        continue
+                    held = local(parameter.detach())
+                    own.append((held, held.to(tensor.device, copy=True), False))
+                    held.copy_(tensor)
+                yield
+            finally:
+                for parameter, value, points in own:
+                    if points:
+                        parameter.data = value
+                    else:
+                        parameter.copy_(value)
 
     def export(self, folder: Path, *writers: Callable[[Path], object]) -> None:
         """Writes the weights for other programs, on rank 0; `writers` add further files: a critic, a tokenizer."""

@@ -3,8 +3,8 @@
 An update runs in this order:
 
 1. Split the batch into mini-batches, one an optimizer step, and those into micro-batches without padding.
-2. Compute what must be known before the first step: log-probabilities under the policy as it is and under a reference,
-   and a critic's values.
+2. Compute what must be known before the first step: log-probabilities under the policy as it is, under a reference and
+   under the versions that sampled, and a critic's values.
 3. Compute advantages from the rewards of the whole batch.
 4. For each mini-batch: a forward and a backward pass for each micro-batch, then one optimizer step.
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,13 +35,13 @@ from stretto.models.lora_options import LoraOptions
 from stretto.objectives.base import ObjectiveOptions, Tokens
 from stretto.objectives.grpo import GrpoOptions
 from stretto.objectives.length_options import OverlongOptions, overlong_refusal
-from stretto.training.advantages import LARGEST, Advantages, outcome_advantages, penalized_advantages
+from stretto.training.advantages import LARGEST, Advantages, join_advantages, outcome_advantages, penalized_advantages
 from stretto.training.correction import correction_weights
 from stretto.training.critic import make_critic
 from stretto.training.flops import Costs, peak_flops, update_flops, utilization
 from stretto.training.forward import PackedModel
 from stretto.training.loss_scaling import LossScale, initial_loss_scale
-from stretto.training.mini_batches import MicroBatchPlan, MiniBatch, micro_batch_plans, split_batch
+from stretto.training.mini_batches import MicroBatchPlan, MiniBatch, micro_batch_plans, split_batch, trained_tokens
 from stretto.training.optimizer import Optimizer, learning_rate
 from stretto.training.options import TrainingOptions
 from stretto.training.packing import MicroBatch, input_lengths, micro_batch, sampled_lengths
@@ -63,6 +63,7 @@ from stretto.training.update_metrics import (
     staleness_metrics,
     token_metrics,
 )
+from stretto.training.version_scoring import VersionScorer
 from stretto.types import Batch, Sample, UpdateReport, Weights
 
 __all__ = ["GrpoOptions", "LocalTrainer", "LoraOptions", "Trainer", "TrainingOptions"]
@@ -125,7 +126,7 @@ class LocalTrainer:
         self.model: Any = model
         self.options = options or TrainingOptions()
         self.temperature, self.max_tokens = temperature, max_tokens
-        self.algorithm: ObjectiveOptions = algorithm or GrpoOptions()
+        self.algorithm = _with_divisor(algorithm or GrpoOptions(), max_tokens)
         if isinstance(self.algorithm.length, OverlongOptions) and (
             reason := overlong_refusal(self.algorithm.length, max_tokens=max_tokens)
         ):
@@ -158,6 +159,18 @@ class LocalTrainer:
             max_grad_norm=self.options.max_grad_norm,
         )
         self.scale = initial_loss_scale(self.packed.head.weight.dtype)
+        self.scorer = VersionScorer(
+            self.packed,
+            self.policy,
+            self.ranks,
+            every_token=self.algorithm.needs_sampled,
+            mismatch_samples=self.options.mismatch_samples,
+            micro_tokens=self.options.micro_tokens,
+            temperature=temperature,
+            pack=self._pack,
+            empty_pass=None if self.sharding is None else self._empty_pass,
+        )
+        self._scored: Sequence[Sequence[int]] = ()  # samples that were scored in this update, by version
         self._version = 0
 
     def _prepare(self, *, sharded: bool) -> Sharding | None:
@@ -246,7 +259,7 @@ class LocalTrainer:
         metrics: Mapping[str, float],  # measured before
     ) -> _Measurements:
         tokens = concatenate([each.tokens for each in gradients])
-        kl_sum, kl_tokens = mismatch(batch, tokens)
+        engine = mismatch(batch, tokens)
         metrics = {
             "loss": sum(each.loss for each in gradients) / len(gradients),
             "grad_norm": sum(each.norm_value for each in gradients) / len(gradients),
@@ -254,8 +267,7 @@ class LocalTrainer:
             **batch_metrics(batch, advantages),
             **metrics,
             **staleness_metrics(batch, tokens),
-            "mismatch_kl": kl_sum / max(1, kl_tokens),
-            "mismatch_tokens": float(kl_tokens),
+            **engine.metrics,
             "micro_batches": float(sum(mini_batch.num_micro_batches for mini_batch in mini_batches)),
             "optimizer_steps": float(len(mini_batches)),
             **({} if self.scale is None else {"loss_scale": self.scale.value}),
@@ -263,14 +275,16 @@ class LocalTrainer:
         metrics = merge(token_metrics(tokens, len(batch.samples)), metrics)
         reference = None if self.reference is None else self.reference.costs
         flops = update_flops(
-            self.costs, batch, num_steps=len(mini_batches), critic=self.critic is not None, reference=reference
-        )
-        return _Measurements(metrics, kl_sum, kl_tokens, flops)
+            self.costs, batch, num_steps=len(mini_batches), critic=self.critic is not None, reference=reference,
+            scored=self._scored,
+        )  # fmt: skip
+        return _Measurements(metrics, engine.kl_sum, engine.tokens, flops)
 
     # -- before the first step -----------------------------------------------------------------------------------------
 
     def _precompute(self, batch: Batch, mini_batches: list[MiniBatch]) -> None:
-        """Computes what must be known of each token before the first step, with up to two passes over the batch."""
+        """Computes what must be known of each token before the first step, with up to three passes over the batch."""
+        self._scored = self.scorer.score(batch, mini_batches)
         if len(mini_batches) > 1 or self.critic is not None:
             with self.packed.as_in_training():
                 for plan in micro_batch_plans(mini_batches):
@@ -308,7 +322,7 @@ class LocalTrainer:
         Subtracts a divergence that is placed in the reward. Groups without signal are counted by the environment's own
         rewards, because shaping makes any two samples differ.
         """
-        kl, groups = self.algorithm.kl, [s.group for s in batch.samples]
+        kl = self.algorithm.kl
         penalties = np.zeros(len(batch.samples))
         if kl is not None and kl.place == "reward":
             own = sampled_divergences(batch, micro_batch_plans(mini_batches), kl.estimate)
@@ -322,13 +336,27 @@ class LocalTrainer:
                 by_turn = self.algorithm.turns is not None
                 estimate = self.critic.assess(batch, plans, rewards - penalties, self.ranks.total, by_turn=by_turn)
                 return estimate.advantages, estimate.metrics
-            if (turns := self.algorithm.turns) is not None:
-                return batch_turn_advantages(self.algorithm.advantage, batch, rewards, penalties, gamma=turns.gamma), {}
-            found = penalized_advantages(self.algorithm.advantage, rewards, penalties, groups)
-            plain = outcome_advantages(self.algorithm.advantage, [s.reward for s in batch.samples], groups)
-            return replace(found, num_without_signal=plain.num_without_signal), {}
+            if self.algorithm.whiten_over == "batch":
+                return self._critic_free_advantages(batch, rewards, penalties), {}
+            versions = np.array([s.version for s in batch.samples])
+            parts = []
+            for version in np.unique(versions).tolist():
+                chosen = np.flatnonzero(versions == version)
+                part = replace(batch, samples=[batch.samples[index] for index in chosen.tolist()])
+                parts.append((chosen, self._critic_free_advantages(part, rewards[chosen], penalties[chosen])))
+            return join_advantages(parts, sampled_lengths(batch.samples)), {}
         except ValueError as error:
             raise TrainerError(f"update {batch.update}: {error}") from error
+
+    def _critic_free_advantages(
+        self, batch: Batch, rewards: NDArray[np.float64], penalties: NDArray[np.float64]
+    ) -> Advantages:
+        name, groups = self.algorithm.advantage, [s.group for s in batch.samples]
+        if (turns := self.algorithm.turns) is not None:
+            return batch_turn_advantages(name, batch, rewards, penalties, gamma=turns.gamma)
+        found = penalized_advantages(name, rewards, penalties, groups)
+        plain = outcome_advantages(name, [s.reward for s in batch.samples], groups)
+        return replace(found, num_without_signal=plain.num_without_signal)
 
     def _refuse_overflow(self, batch: Batch, advantages: Advantages) -> None:
         """Raises `TrainerError` for a sample whose advantage is not finite in the type that the loss is computed in."""
@@ -445,20 +473,23 @@ class LocalTrainer:
         collector: TokenCollector,
     ) -> None:
         """Runs the forward and the backward pass of a micro-batch, which adds to the gradient."""
-        micro = self._pack(batch, plan, advantages.values, mini_batch.weights)
+        micro = self._masked(batch, self._pack(batch, plan, advantages.values, mini_batch.weights))
         states = self.packed.states(micro)
         logprobs, entropies = self.packed.logprobs(
             micro, self.temperature, entropy_gradient=self.algorithm.entropy is not None, states=states
         )
+        proximal = logprobs.detach() if plan.proximal is None else plan.proximal
         tokens = Tokens(
             logprobs=logprobs,
             behaviour=micro.behaviour_logprobs,
-            proximal=logprobs.detach() if plan.proximal is None else plan.proximal,
+            proximal=proximal,
             advantages=self._token_advantages(batch, plan, advantages, micro),
             rewards=self._to_device([batch.samples[index].reward for index in plan.samples])[micro.sequences],
             sequences=micro.sequences,
             num_sequences=len(plan.samples),
             lengths=self._to_device(micro.num_targets, torch.int64),
+            sampled=_scored(plan, proximal) if self.algorithm.needs_sampled else None,
+            turns=self._turn_indices(batch, plan) if self.algorithm.needs_turns else None,
         )
         loss, diagnostics = self._loss(tokens, entropies, micro, mini_batch, plan)
         if self.critic is not None:
@@ -468,7 +499,10 @@ class LocalTrainer:
         scaled = loss if self.scale is None else loss * self.scale.value
         scaled.backward()  # type: ignore[no-untyped-call]
         self.optimizer.collect()
-        collector.add(micro, loss, tokens.proximal, entropies.detach(), diagnostics)
+        collector.add(
+            micro, loss, tokens.proximal, entropies.detach(), diagnostics,
+            sampled=plan.sampled, is_scored=plan.is_scored,
+        )  # fmt: skip
 
     def _loss(
         self,
@@ -481,8 +515,8 @@ class LocalTrainer:
         """A micro-batch's share of the loss of its step, with the diagnostics of its tokens."""
         algorithm = self.algorithm
         losses, diagnostics = algorithm.loss(tokens)
-        if algorithm.correction is not None:
-            weights, measured = correction_weights(algorithm.correction, tokens)
+        if any(table is not None for table in algorithm.corrections):
+            weights, measured = correction_weights(algorithm, tokens)
             losses, diagnostics = losses * weights, merge(diagnostics, measured)
         if algorithm.kl is not None:
             assert plan.reference is not None
@@ -496,9 +530,26 @@ class LocalTrainer:
         if algorithm.supervised is not None:
             assert mini_batch.imitation is not None
             imitation = self._to_device(mini_batch.imitation[list(plan.samples)])[micro.sequences]
+            imitation = imitation * (micro.weights != 0)  # tokens that are masked are not imitated
             loss = loss - algorithm.supervised.coefficient * torch.dot(tokens.logprobs, imitation)
             diagnostics = merge(diagnostics, {"imitated_fraction": (imitation > 0).to(imitation.dtype)})
         return loss, diagnostics
+
+    def _masked(self, batch: Batch, micro: MicroBatch) -> MicroBatch:
+        """Gives the tokens that the objective does not train on no weight in the loss."""
+        masks = [trained_tokens(batch.samples[index], self.algorithm) for index in micro.samples]
+        if all(mask is None for mask in masks):
+            return micro
+        whole = [
+            np.ones(count, dtype=np.bool_) if mask is None else mask
+            for mask, count in zip(masks, micro.num_targets, strict=True)
+        ]
+        return replace(micro, weights=micro.weights * self._to_device(np.concatenate(whole)))
+
+    def _turn_indices(self, batch: Batch, plan: MicroBatchPlan) -> torch.Tensor:
+        """The turn of each token of a micro-batch [C], numbered over all of its sequences."""
+        lengths = [length for index in plan.samples for length in batch.samples[index].completion.turn_lengths]
+        return self._to_device(np.repeat(np.arange(len(lengths)), lengths), torch.int64)
 
     def _token_advantages(
         self, batch: Batch, plan: MicroBatchPlan, advantages: Advantages, micro: MicroBatch
@@ -549,10 +600,7 @@ class LocalTrainer:
         if own.checksum == weights.checksum:
             return  # the trainer's own weights may be more precise: adapters are rounded when they are handed over
         del own
-        if wrong := set(self.policy.names) ^ weights.tensors.keys():
-            raise TrainerError(
-                f"weights of version {weights.version} are of another policy: `{min(wrong)}` does not fit"
-            )
+        self.policy.check_names(weights)
         values = {f"value/{name}": tensor for name, tensor in weights.tensors.items()}
         self.restore({**self.state(), **(values if self.sharding is None else self.sharding.scattered(values))})
 
@@ -607,6 +655,25 @@ class LocalTrainer:
     def export(self, folder: Path) -> None:
         writers = [] if self.critic is None else [self.critic.export]
         self.policy.export(folder, *writers, *([] if self.tokenizer is None else [self.tokenizer.save_pretrained]))
+
+
+def _with_divisor(algorithm: ObjectiveOptions, max_tokens: int) -> ObjectiveOptions:
+    """Returns the objective with the divisor of `average = "constant"` filled in."""
+    if algorithm.average != "constant" or algorithm.average_tokens is not None:
+        return algorithm
+    if max_tokens < 1:
+        raise RecipeError(
+            '`algorithm.average_tokens` is missing: `algorithm.average = "constant"` divides by it, and there is no '
+            "`max_tokens` to take instead"
+        )
+    return algorithm.model_copy(update={"average_tokens": max_tokens})
+
+
+def _scored(plan: MicroBatchPlan, proximal: torch.Tensor) -> torch.Tensor:
+    """The trainer's log-probabilities under the versions that sampled [C]; of the newest these are `proximal`."""
+    if plan.sampled is None or plan.is_scored is None:
+        return proximal
+    return torch.where(plan.is_scored, plan.sampled.to(proximal.dtype), proximal)
 
 
 def _largest(batch: Batch, advantages: Advantages) -> NDArray[np.float64]:

@@ -39,6 +39,10 @@ class TokenValues:
     # by the token's log-probability. Empty if `TokenCollector.watch` was not called.
     anchor_log_ratios: Values = field(default_factory=lambda: np.zeros(0))
     gradients: Values = field(default_factory=lambda: np.zeros(0))
+    # Log-probability of the trainer minus that of the engine, both under the version that sampled the token: counts
+    # where `is_scored` is 1. Empty if nothing was scored.
+    discrepancies: Values = field(default_factory=lambda: np.zeros(0))
+    is_scored: Values = field(default_factory=lambda: np.zeros(0))
 
 
 def concatenate(parts: Sequence[TokenValues]) -> TokenValues:
@@ -91,6 +95,9 @@ class TokenCollector:
         proximal: torch.Tensor,  # log-probabilities under the policy at the start of the update
         entropies: torch.Tensor,
         diagnostics: Mapping[str, torch.Tensor],
+        *,
+        sampled: torch.Tensor | None = None,  # log-probabilities under the versions that sampled, where `is_scored`
+        is_scored: torch.Tensor | None = None,
     ) -> None:
         """Records a micro-batch. Call after the backward pass.
 
@@ -101,7 +108,10 @@ class TokenCollector:
         log_ratios = proximal.detach() - micro.behaviour_logprobs
         if len(self._watched) == 1:  # the loss does not depend on the log-probabilities
             self._watched.append(torch.zeros_like(log_ratios))
-        rows = [log_ratios, entropies.detach(), *(diagnostics[name] for name in names), *self._watched]
+        scored = [torch.zeros_like(log_ratios)] * 2
+        if sampled is not None and is_scored is not None:
+            scored = [sampled - micro.behaviour_logprobs, is_scored.to(log_ratios.dtype)]
+        rows = [log_ratios, entropies.detach(), *scored, *(diagnostics[name] for name in names), *self._watched]
         self._rows.append(torch.stack(rows))
         self._samples.append(np.repeat(np.asarray(micro.samples), micro.num_targets))
         self._num_watched, self._watched = len(self._watched), []
@@ -130,14 +140,16 @@ class TokenCollector:
         numbers = torch.stack([torch.stack(self._losses).double().sum(), norm.to(rows)])
         read = torch.cat([numbers, rows.reshape(-1)]).cpu().numpy()
         values = read[2:].reshape(rows.shape)
-        count = len(self._names)
+        end = 4 + len(self._names)
         tokens = TokenValues(
             np.concatenate(self._samples),
             log_ratios=values[0],
             entropies=values[1],
-            diagnostics=dict(zip(self._names, values[2 : 2 + count], strict=True)),
-            anchor_log_ratios=values[2 + count] if self._num_watched else np.zeros(0),
-            gradients=values[3 + count] if self._num_watched else np.zeros(0),
+            discrepancies=values[2],
+            is_scored=values[3],
+            diagnostics=dict(zip(self._names, values[4:end], strict=True)),
+            anchor_log_ratios=values[end] if self._num_watched else np.zeros(0),
+            gradients=values[end + 1] if self._num_watched else np.zeros(0),
         )
         self._rows, self._samples, self._losses = [], [], []
         return float(read[0]), float(read[1]), tokens
@@ -235,24 +247,17 @@ def token_ages(batch: Batch, tokens: TokenValues) -> NDArray[np.int64]:
     versions = np.array([s.version for s in batch.samples])[tokens.samples]
     if any(s.completion.token_versions is not None for s in batch.samples):
         order = tokens.samples[np.flatnonzero(np.diff(tokens.samples, prepend=-1))].tolist()
-        versions = np.concatenate(
-            [
-                np.full(s.completion.num_sampled, s.version)
-                if s.completion.token_versions is None
-                else s.completion.token_versions[s.completion.sampled]
-                for s in (batch.samples[index] for index in order)
-            ]
-        )
+        versions = np.concatenate([batch.samples[index].token_versions for index in order])
     ages: NDArray[np.int64] = batch.update - versions
     return ages
 
 
-def divergences(tokens: TokenValues) -> Values:
+def divergences(log_ratios: Values) -> Values:
     """`exp(d) - 1 - d` of each token [C], with `d` the log-probability of the trainer minus that of the engine.
 
     Its mean estimates the divergence between the policy that sampled and the trainer's. It is never negative.
     """
-    differences = np.clip(tokens.log_ratios, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    differences = np.clip(log_ratios, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     return np.expm1(differences) - differences
 
 
@@ -261,7 +266,7 @@ def staleness_metrics(batch: Batch, tokens: TokenValues) -> dict[str, float]:
 
     It includes the `mismatch`, because the engine computed these log-probabilities.
     """
-    ages, values = token_ages(batch, tokens), divergences(tokens)
+    ages, values = token_ages(batch, tokens), divergences(tokens.log_ratios)
     old = ages > 0
     found = {"staleness_kl": float(values[old].mean()) if old.any() else 0.0}
     for age in np.unique(ages[old]).tolist():
@@ -269,11 +274,28 @@ def staleness_metrics(batch: Batch, tokens: TokenValues) -> dict[str, float]:
     return found
 
 
-def mismatch(batch: Batch, tokens: TokenValues) -> tuple[float, int]:
-    """Compares engine and trainer at the same version: the sum of `divergences` over tokens, and their number.
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Engine against trainer under the same version: the sum of `divergences` over tokens, and their number."""
 
-    Only tokens sampled from version `batch.update` count. The trainer holds exactly that version, so the difference is
-    purely numerical.
+    kl_sum: float
+    tokens: int
+    metrics: Mapping[str, float]
+
+
+def mismatch(batch: Batch, tokens: TokenValues) -> Mismatch:
+    """Compares engine and trainer under the version that sampled each token, so the difference is purely numerical.
+
+    Tokens of version `batch.update` always count, because the trainer holds that version. Older ones count where they
+    were scored under their own version.
     """
-    current = token_ages(batch, tokens) == 0
-    return float(divergences(tokens)[current].sum()), int(current.sum())
+    ages = token_ages(batch, tokens)
+    measured, differences = ages == 0, tokens.log_ratios
+    if len(tokens.is_scored):
+        scored = tokens.is_scored > 0
+        measured, differences = measured | scored, np.where(scored, tokens.discrepancies, differences)
+    values, ages = divergences(differences[measured]), ages[measured]
+    by_age = {f"mismatch_kl_age_{age}": float(values[ages == age].mean()) for age in np.unique(ages).tolist()}
+    total, count = float(values.sum()), len(values)
+    metrics = {"mismatch_kl": total / max(1, count), "mismatch_tokens": float(count), **by_age}
+    return Mismatch(total, count, metrics)

@@ -1,0 +1,195 @@
+"""Scores the tokens of a batch under the versions that sampled them: `pi_w`, as the trainer computes it.
+
+The engine recorded `mu`, its own probability of each token when it was drawn. The trainer computes the same version a
+little differently, so only its own probability separates the two reasons why the current policy differs from `mu`: the
+arithmetic of engine and trainer (`pi_w / mu`) and the age of the data (`pi / pi_w`).
+
+Each version that a batch holds takes one forward pass over the sequences with tokens of it, so a batch of pinned
+trajectories costs one forward pass in all. The weights are those that were published. With LoRA they take the place of
+the adapters; with full weights the parameters point at them, or they are copied in one parameter at a time. Tokens of
+the newest version cost nothing: their log-probabilities are those at the start of the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from stretto.errors import TrainerError
+from stretto.models.checksums import checksum
+from stretto.training.forward import PackedModel
+from stretto.training.mini_batches import MicroBatchPlan, MiniBatch, micro_batch_plans
+from stretto.training.packing import MicroBatch, first_fit_decreasing, input_lengths
+from stretto.training.parallel import Ranks
+from stretto.training.policy_weights import PolicyWeights
+from stretto.types import Batch, Sample, Weights, WeightsRef
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPasses:
+    """The forward passes under one version."""
+
+    version: int
+    micro_batches: list[tuple[int, ...]]  # of this rank: indices into the batch
+    most: int  # passes of the rank with the most
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSample:
+    """The tokens of one sample [c]: `values` counts where `is_scored`."""
+
+    values: torch.Tensor
+    is_scored: torch.Tensor  # bool
+
+
+def older_versions(sample: Sample, update: int) -> list[int]:
+    """Returns the versions older than the update's that sampled tokens of a sample, in order."""
+    return [version for version in np.unique(sample.token_versions).tolist() if version < update]
+
+
+def version_passes(
+    batch: Batch, chosen: Sequence[int], shares: Sequence[Sequence[int]], *, rank: int, micro_tokens: int
+) -> list[VersionPasses]:
+    """Plans the passes that score the `chosen` samples, oldest version first. `shares` are the samples of each rank."""
+    sizes, wanted = input_lengths(batch.samples), dict[int, set[int]]()
+    for index in chosen:
+        for version in older_versions(batch.samples[index], batch.update):
+            wanted.setdefault(version, set()).add(index)
+    passes = []
+    for version, of_version in sorted(wanted.items()):
+        bins = []
+        for share in shares:
+            own = np.array([index for index in share if index in of_version], dtype=np.int64)
+            bins.append([tuple(own[each].tolist()) for each in first_fit_decreasing(sizes[own], micro_tokens)])
+        passes.append(VersionPasses(version, bins[rank], max(map(len, bins))))
+    return passes
+
+
+def sample_for_mismatch(batch: Batch, count: int, *, one_version: bool) -> list[int]:
+    """Chooses up to `count` samples of older versions whose weights the batch brings.
+
+    They are spread over the versions in turn, or taken from one version that changes with the update. The choice
+    follows from the batch alone.
+    """
+    by_version: dict[int, list[int]] = {}
+    for index, sample in enumerate(batch.samples):
+        older = older_versions(sample, batch.update)
+        if older and all(version in batch.versions for version in older):
+            by_version.setdefault(older[-1], []).append(index)
+    versions = sorted(by_version)
+    if one_version and versions:
+        versions = [versions[batch.update % len(versions)]]
+    turned = [np.roll(by_version[version], -batch.update).tolist() for version in versions]
+    chosen: list[int] = []
+    for position in range(max(map(len, turned), default=0)):
+        chosen += [queue[position] for queue in turned if position < len(queue)]
+    return sorted(chosen[:count])
+
+
+class VersionScorer:
+    """Scores samples under older versions, with the model of a trainer."""
+
+    def __init__(
+        self,
+        packed: PackedModel,
+        policy: PolicyWeights,
+        ranks: Ranks,
+        *,
+        every_token: bool,
+        mismatch_samples: int,
+        micro_tokens: int,
+        temperature: float,
+        pack: Callable[[Batch, MicroBatchPlan], MicroBatch],
+        empty_pass: Callable[[Batch], torch.Tensor] | None,
+    ) -> None:
+        """`every_token`: the objective needs every token. Otherwise `mismatch_samples` are scored, to measure.
+
+        `empty_pass` keeps this rank in step where passes are collective; None where they are not.
+        """
+        self._packed = packed
+        self._policy = policy
+        self._ranks = ranks
+        self._every_token = every_token
+        self._mismatch_samples = mismatch_samples
+        self._micro_tokens = micro_tokens
+        self._temperature = temperature
+        self._pack = pack
+        self._empty_pass = empty_pass
+
+    def score(self, batch: Batch, mini_batches: Sequence[MiniBatch]) -> list[list[int]]:
+        """Sets `sampled` and `is_scored` of this rank's micro-batches. Returns the samples of all ranks by version.
+
+        Restores the policy bit for bit. Raises `TrainerError` if the objective needs a version that the batch does not
+        bring. A batch that brings none is not measured.
+        """
+        chosen = self._choose(batch)
+        shares = [
+            [index for mini_batch in mini_batches for index in mini_batch.shares[rank]]
+            for rank in range(self._ranks.count)
+        ]
+        passes = version_passes(batch, chosen, shares, rank=self._ranks.rank, micro_tokens=self._micro_tokens)
+        found = self._run(batch, passes)
+        for plan in micro_batch_plans(mini_batches):
+            if any(index in found for index in plan.samples):
+                whole = [found.get(index) or self._unscored(batch.samples[index]) for index in plan.samples]
+                plan.sampled = torch.cat([each.values for each in whole])
+                plan.is_scored = torch.cat([each.is_scored for each in whole])
+        older = {index: older_versions(batch.samples[index], batch.update) for index in chosen}
+        return [[index for index in chosen if each.version in older[index]] for each in passes]
+
+    def _choose(self, batch: Batch) -> list[int]:
+        if self._every_token:
+            return [i for i, sample in enumerate(batch.samples) if older_versions(sample, batch.update)]
+        return sample_for_mismatch(batch, self._mismatch_samples, one_version=self._policy.lora is None)
+
+    def _unscored(self, sample: Sample) -> ScoredSample:
+        device, count = self._packed.head.weight.device, sample.completion.num_sampled
+        values = torch.zeros(count, device=device)
+        return ScoredSample(values, torch.zeros(count, dtype=torch.bool, device=device))
+
+    def _run(self, batch: Batch, passes: Sequence[VersionPasses]) -> dict[int, ScoredSample]:
+        """Returns the scored samples of this rank by their index."""
+        found: dict[int, ScoredSample] = {}
+        for each in passes:
+            if not each.micro_batches and self._empty_pass is None:
+                continue
+            with self._policy.installed(self._weights(batch, each.version)), self._packed.as_in_training():
+                for samples in each.micro_batches:
+                    self._score_micro_batch(batch, samples, each.version, found)
+                if self._empty_pass is not None:
+                    for _ in range(each.most - len(each.micro_batches)):
+                        self._empty_pass(batch)
+        return found
+
+    def _score_micro_batch(
+        self, batch: Batch, samples: tuple[int, ...], version: int, found: dict[int, ScoredSample]
+    ) -> None:
+        micro = self._pack(batch, MicroBatchPlan(samples))
+        logprobs, _ = self._packed.logprobs(micro, self._temperature)
+        for index, own in zip(samples, torch.split(logprobs.detach(), list(micro.num_targets)), strict=True):
+            here = torch.from_numpy(batch.samples[index].token_versions == version).to(own.device)
+            if index in found:
+                before = found[index]
+                own = torch.where(here, own, before.values)
+                here = here | before.is_scored
+            found[index] = ScoredSample(own, here)
+
+    def _weights(self, batch: Batch, version: int) -> Weights:
+        asked: Weights | WeightsRef | None = batch.versions.get(version)
+        if asked is None:
+            raise TrainerError(
+                f"update {batch.update} needs the weights of version {version}, which sampled some of its tokens, and "
+                "they are not there any more"
+            )
+        if isinstance(asked, Weights):
+            return asked
+        fetched = asked.fetch()
+        if checksum(fetched.tensors, fetched.scale) != asked.checksum:
+            raise TrainerError(
+                f"update {batch.update} needs the weights of version {version}, and those that arrived have another "
+                f"checksum than {asked.checksum}"
+            )
+        return fetched
