@@ -8,8 +8,8 @@ Versions are numbered from 0; update `n` trains version `n` and publishes versio
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -165,6 +165,10 @@ class Weights:
     checksum: str
     scale: float = 1.0  # lora: alpha / rank
 
+    def on_host(self) -> Weights:
+        """Returns the same weights in host memory. Blocks."""
+        return replace(self, tensors={name: tensor.cpu() for name, tensor in self.tensors.items()})
+
 
 class WeightsRef(Protocol):
     """Weights of one version that lie elsewhere and are fetched on demand. The run loop passes it on like `Weights`."""
@@ -247,6 +251,12 @@ class Sample:
         if self.completion.token_versions is None:
             return np.full(self.completion.num_sampled, self.version, dtype=np.int64)
         return self.completion.token_versions[self.completion.sampled].astype(np.int64)
+
+
+def older_versions(samples: Iterable[Sample], update: int) -> list[int]:
+    """Returns the versions older than `update` that tokens of the samples were drawn from, in order."""
+    found = {version for sample in samples for version in np.unique(sample.token_versions).tolist()}
+    return sorted(version for version in found if version < update)
 
 
 @dataclass(frozen=True, slots=True)

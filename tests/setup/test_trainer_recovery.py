@@ -35,7 +35,7 @@ def recovered(folder: Path, trainer: FakeTrainer, version: int) -> tuple[str, li
         role, versions = ThreadedTrainer(trainer, 1, deadline_s=20.0), VersionFiles(folder / "versions")
         try:
             with Journal.open(folder / "journal.sqlite", resume=True) as journal:
-                await make_restore(folder, journal, versions, said.append)(role, version)
+                await make_restore(folder, journal, versions, said.append, ages=0)(role, version)
             return (await role.weights(version)).checksum
         finally:
             role.close()

@@ -16,7 +16,12 @@ from stretto.recipe.schema import Recipe
 from stretto.run.folder_checks import refuse_occupied
 from stretto.run.loop import Loop
 from stretto.run.protocols import TrainerBackend
-from stretto.store.checkpoint_files import abandon_checkpoint, begin_checkpoint, complete_checkpoint
+from stretto.store.checkpoint_files import (
+    abandon_checkpoint,
+    begin_checkpoint,
+    complete_checkpoint,
+    complete_checkpoints,
+)
 from stretto.store.journal import Journal
 from stretto.store.lock import Lock
 from stretto.store.schema import JOURNAL_NAME
@@ -48,15 +53,20 @@ def make_folder(recipe: Recipe, folder: Path) -> Lock:
 
 
 def take_checkpoint(
-    folder: Path, loop: Loop, trainer: TrainerBackend, journal: Journal, versions: VersionFiles
+    folder: Path, loop: Loop, trainer: TrainerBackend, journal: Journal, versions: VersionFiles, *, ages: int
 ) -> Coroutine[Any, Any, None]:
     """Captures the state of the run now. Returns a coroutine that writes it, after the journal is durable.
+
+    The updates after it, if they are trained again, need versions up to `ages` older than their own: those before the
+    checkpoint are held with it.
 
     The coroutine asks the trainer for its state before it waits for anything else, so that state is of the same
     version. It raises `RunError` if the checkpoint cannot be written; the one before it is still there then.
     """
     updates, root = loop.controller.newest, folder / "checkpoints"
-    needed = [loop.weights[version] for version in loop.controller.needed_versions]
+    older = [version for version in loop.weights if updates - ages <= version < updates]
+    needed = [loop.weights[version] for version in {*loop.controller.needed_versions, *older}]
+    versions.hold(updates, older)
     suspended = [rollout.suspended for rollout in loop.rollouts.values() if rollout.suspended is not None]
     turns = [
         rollout.turns.whole() for rollout in loop.rollouts.values() if rollout.completion is None and rollout.turns.done
@@ -65,6 +75,12 @@ def take_checkpoint(
         versions.keep(weights)  # now: a version that is retired meanwhile must not be written after its removal
 
     async def save() -> None:
+        try:
+            await write()
+        finally:
+            versions.keep_holds({int(each.name) for each in complete_checkpoints(root)})
+
+    async def write() -> None:
         scratch = begin_checkpoint(root, updates)
         try:
             await trainer.save(scratch / "trainer")

@@ -27,8 +27,8 @@ from stretto.run.protocols import TrainerBackend
 from stretto.run.recovery import recall_draws, snapshot, untrainable_rewards
 from stretto.run.rollout import Rollout
 from stretto.run.turns import Turns
-from stretto.setup.trainer_recovery import bring_back, newest_checkpoint, refuse_another_base
-from stretto.store.checkpoint_files import Checkpoint, abandon_checkpoints
+from stretto.setup.trainer_recovery import bring_back, refuse_another_base, usable_checkpoint
+from stretto.store.checkpoint_files import Checkpoint, abandon_checkpoints, complete_checkpoints
 from stretto.store.journal import Journal
 from stretto.store.reader import GroupRecord, JournalReader, TrajectoryRecord
 from stretto.store.resume_point import progress_of
@@ -72,10 +72,13 @@ async def take_up(
     place: Callable[[Weights], Weights | WeightsRef],
     say: Callable[[str], None],
     give_up: Sequence[int] = (),
+    sampled_ages: int = 0,
+    retrained_ages: int = 0,
 ) -> Resumed:
     """A run as it was when it was stopped or killed. `place` brings weights to where engines load them from.
 
-    Trajectories to `give_up` have a reward and are not trained yet: they fail.
+    Trajectories to `give_up` have a reward and are not trained yet: they fail. An update gets the weights of versions
+    up to `sampled_ages` older than its own, or `retrained_ages` if it is trained again.
     """
     abandon_checkpoints(folder / "checkpoints")
     await settle(journal, plan, say, give_up)
@@ -85,14 +88,20 @@ async def take_up(
         return await begin(plan, journal, trainer, versions)
     await refuse_another_base(trainer, journal.path)
     controller = Controller.restore(plan, snapshot(journal.path, plan))
-    needed = {*controller.needed_versions, progress.updates}
+    first_sampled = max(0, progress.updates - sampled_ages)
+    needed = {*controller.needed_versions, *range(first_sampled, progress.updates + 1)}
     weights = {version: versions.read(version, progress.checksums[version]) for version in needed}
-    oldest = min((version for version in needed if weights[version] is None), default=progress.updates)
-    checkpoint = await newest_checkpoint(folder, oldest, say)
+    # Versions that only measure are not worth training again for.
+    must_have = {*controller.needed_versions, *range(max(0, progress.updates - retrained_ages), progress.updates + 1)}
+    oldest = min((version for version in must_have if weights[version] is None), default=progress.updates)
+    checkpoint, sampled = await usable_checkpoint(
+        folder, oldest, progress.updates,
+        ages=retrained_ages, journal=journal.path, checksums=progress.checksums, versions=versions, say=say,
+    )  # fmt: skip
     found = {version: place(each) for version, each in weights.items() if each is not None}
     way = bring_back(
         trainer, checkpoint, progress.updates,
-        journal=journal.path, checksums=progress.checksums, versions=versions, needed=needed, say=say,
+        journal=journal.path, checksums=progress.checksums, versions=versions, sampled=sampled, needed=needed, say=say,
     )  # fmt: skip
     async for made in way:
         if made.checksum != progress.checksums[made.version]:
@@ -100,7 +109,12 @@ async def take_up(
         versions.keep(made)
         found[made.version] = made
     await journal.durable()
-    versions.prune(needed.__contains__)  # not before, as training again may adopt what nothing else needs
+    held = set[int]()
+    for each in complete_checkpoints(folder / "checkpoints"):
+        updates = int(each.name)
+        versions.hold(updates, range(max(0, updates - retrained_ages), updates))
+        held.update(range(max(0, updates - retrained_ages), updates))
+    versions.prune((needed | held).__contains__)  # not before, as training again may adopt what nothing else needs
     rollouts = rollouts_again(prompts, journal, checkpoint)
     recall_draws(journal.path, prompts)
     JsonLines(folder / "metrics.jsonl").rewrite(progress.lines)

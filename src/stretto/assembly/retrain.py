@@ -29,7 +29,7 @@ from stretto.run.protocols import TrainerBackend
 from stretto.setup.device import choose_device, choose_dtype
 from stretto.setup.factories import make_trainer, model_path_of
 from stretto.setup.threads import rank_threads, thread_counts
-from stretto.setup.trainer_recovery import refuse_another_base, train_again
+from stretto.setup.trainer_recovery import SampledVersions, refuse_another_base, train_again
 from stretto.store.reader import JournalReader
 from stretto.store.resume_point import recorded_checksums
 from stretto.store.schema import journal_path
@@ -92,7 +92,8 @@ def retrain(
     model = load_model(path, choose_dtype(recipe.model.dtype, device), device)
     trainer = ThreadedTrainer(make_trainer(recipe, model, path), threads, deadline_s=math.inf)
     try:
-        done = asyncio.run(_retrain(trainer, journal, last, checksums, say))
+        sampled = SampledVersions(recipe.retrained_ages)
+        done = asyncio.run(_retrain(trainer, journal, last, checksums, sampled, say))
         if out is not None:
             with JournalReader(journal) as reader:
                 templated = reader.facts().templated
@@ -107,11 +108,12 @@ async def _retrain(
     journal: Path,
     last: int,
     checksums: Mapping[int, str],
+    sampled: SampledVersions,
     say: Callable[[str], None],
 ) -> RetrainResult:
     await refuse_another_base(trainer, journal)
     difference, version = None, 0
-    async with aclosing(train_again(trainer, journal, 0, last)) as again:
+    async with aclosing(train_again(trainer, journal, 0, last, sampled)) as again:
         async for made in again:
             version, recorded = made.version, checksums[made.version]
             if made.checksum != recorded:

@@ -293,6 +293,8 @@ async def _take_up(run: _Run) -> Resumed:
         place=run.backend.place,
         say=run.observer.message,
         give_up=run.give_up,
+        sampled_ages=run.recipe.sampled_ages,
+        retrained_ages=run.recipe.retrained_ages,
     )
 
 
@@ -323,12 +325,15 @@ def _make_loop(
             rebalance_s=runtime.rebalance_seconds,
             vocabulary=driver.vocabulary,
             max_turns=driver.inputs.task.max_turns,
+            sampled_ages=run.recipe.sampled_ages,
         ),
         weights=resumed.weights,
         rollouts=resumed.rollouts,
         kept=resumed.kept,
         versions=run.versions,
-        checkpointing=lambda loop: take_checkpoint(run.folder, loop, run.trainer, run.journal, run.versions),
+        checkpointing=lambda loop: take_checkpoint(
+            run.folder, loop, run.trainer, run.journal, run.versions, ages=run.recipe.retrained_ages
+        ),
         control=run.control,
     )
 

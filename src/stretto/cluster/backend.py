@@ -103,7 +103,9 @@ def cluster_backend(
 
     def make_trainer(journal: Journal) -> TrainerBackend:
         faults.journal = journal
-        trainer.restore = make_restore(folder, journal, versions, partial(faults.note, "trainer restored"))
+        trainer.restore = make_restore(
+            folder, journal, versions, partial(faults.note, "trainer restored"), ages=recipe.retrained_ages
+        )
         return trainer
 
     return Backend(driver, rewards, pool, make_trainer, store.put, trainer.place, trainer.close)

@@ -33,6 +33,7 @@ from stretto.types import Batch, UpdateReport, Weights, WeightsRef
 log = logging.getLogger(__name__)
 
 RESTARTS = 4  # of the ranks, over a run
+TRANSFERS = 3  # of an older version to the ranks, for one update
 
 Result = TypeVar("Result")
 Restore = Callable[[TrainerBackend, int], Awaitable[None]]
@@ -82,6 +83,16 @@ class RankedTrainer:
         await self._starting.place()
 
     async def update(self, batch: Batch) -> tuple[UpdateReport, RayWeightsRef]:
+        """Trains one update. Versions that it is scored under and that are lost are put into the object store again."""
+        for _ in range(TRANSFERS - 1):
+            try:
+                return await self._call(lambda group: self._update(group, batch), batch.update)
+            except LostObjectError as error:
+                log.warning("update %d: %s", batch.update, error)
+                for each in batch.versions.values():
+                    if isinstance(each, RayWeightsRef):
+                        each.failed_ref = each.ref
+                        await each.recreate()
         return await self._call(lambda group: self._update(group, batch), batch.update)
 
     async def weights(self, version: int) -> RayWeightsRef:

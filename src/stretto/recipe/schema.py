@@ -239,6 +239,16 @@ class Recipe(Options):
         )
 
     @property
+    def sampled_ages(self) -> int:
+        """An update gets the weights of the versions that sampled its batch, up to so much older; 0: of none."""
+        return self.plan.staleness if self.algorithm.needs_sampled or self.training.mismatch_samples else 0
+
+    @property
+    def retrained_ages(self) -> int:
+        """The same for an update that is trained again, which measures nothing."""
+        return self.plan.staleness if self.algorithm.needs_sampled else 0
+
+    @property
     def num_slots(self) -> int:
         """Version slots of an instance; by default all that the run needs."""
         return self.runtime.slots or self.plan.slots

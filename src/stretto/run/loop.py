@@ -85,6 +85,7 @@ from stretto.run.task_group import TaskGroup
 from stretto.run.untrained_trajectories import Terminations
 from stretto.run.updates import Updates
 from stretto.run.version_loader import VersionLoader
+from stretto.run.version_retention import VersionRetention
 from stretto.store.journal import Journal
 from stretto.store.schema import Attempt
 from stretto.types import Weights, WeightsRef
@@ -147,6 +148,14 @@ class Loop:
         self._finish: core.Finish | None = None
         self._stop_requested = False
 
+        self._retention = VersionRetention(
+            self.weights,
+            ages=settings.sampled_ages,
+            retired=self.weights.keys() - controller.versions.keys(),
+            journal=journal,
+            versions=versions,
+            spawn=self._spawn,
+        )
         tail = Tail()
         self.instances = self._make_instances(engines)
         self._version_loader = VersionLoader(self.instances, journal=journal, post=self.post, versions=versions)
@@ -200,6 +209,7 @@ class Loop:
             observer=self._observer,
             post=self.post,
             versions=self._versions,
+            brings_versions=self._settings.sampled_ages > 0,
         )
 
     @property
@@ -371,17 +381,12 @@ class Loop:
     def _publish(self, command: core.Publish) -> None:
         weights = self.weights[command.version]
         self._journal.version_published(command.version, weights.checksum, at=clock.now())
+        self._retention.release(command.version)
         if self.checkpoints.is_due() and not (self.controller.finished or self.controller.stopping):
             self.checkpoints.write(self._spawn, command.version)
 
     def _retire(self, command: core.Retire) -> None:
-        self.weights.pop(command.version, None)
-        if self._versions is not None:
-            self._spawn(self._remove(self._versions, command.version), f"remove version {command.version}")
-
-    async def _remove(self, versions: VersionStore, version: int) -> None:
-        await self._journal.durable()  # it records that nothing needs the version
-        versions.remove(version)
+        self._retention.retire(command.version, self.controller.newest)
 
     def _evaluate(self, command: core.Evaluate) -> None:
         work = self._evaluations.evaluate(command, self.weights[command.version].checksum)

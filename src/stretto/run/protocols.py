@@ -146,6 +146,10 @@ class VersionStore(Protocol):
         """Returns once the version is on disk. Raises `RunError` if it could not be written."""
         ...
 
+    def reference(self, weights: Weights | WeightsRef) -> WeightsRef | None:
+        """Returns a reference by which a version on disk can be read; None if it is not kept there."""
+        ...
+
     def remove(self, version: int) -> None:
         """Deletes a version that nothing needs any more, after the journal recorded that on disk."""
         ...

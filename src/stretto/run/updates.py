@@ -18,7 +18,7 @@ from stretto.run.protocols import TrainerBackend, VersionStore
 from stretto.run.rollout import Rollout
 from stretto.run.rollouts import Rollouts
 from stretto.store.journal import Journal
-from stretto.types import Batch, Sample, Weights, WeightsRef
+from stretto.types import Batch, Sample, Weights, WeightsRef, older_versions
 
 
 class Updates:
@@ -37,8 +37,12 @@ class Updates:
         observer: Observer,
         post: Callable[[core.Event], None],
         versions: VersionStore | None = None,
+        brings_versions: bool = False,
     ) -> None:
-        """`kept` are trained rollouts that may be trained again; None: none ever is."""
+        """`kept` are trained rollouts that may be trained again; None: none ever is.
+
+        With `brings_versions` the trainer gets the weights of the older versions that sampled a batch.
+        """
         self.idle_since = 0.0
         self._reuses = kept is not None
         self._kept: dict[int, Rollout] = dict(kept or {})
@@ -51,6 +55,7 @@ class Updates:
         self._observer = observer
         self._post = post
         self._versions = versions
+        self._brings_versions = brings_versions
         self._batch: tuple[int, ...] = ()  # the trajectories that are trained for the first time
         self._waits_for = ""  # why the next update has not begun yet
 
@@ -86,7 +91,9 @@ class Updates:
         idle_s = clock.now() - self.idle_since
         await self._journal.durable()
         started = clock.now()
-        report, weights = await self._trainer.update(Batch(command.update, samples))
+        older = older_versions(samples, command.update) if self._brings_versions else ()
+        sampled_by = {version: self._weights[version] for version in older if version in self._weights}
+        report, weights = await self._trainer.update(Batch(command.update, samples, sampled_by))
         ended = clock.now()
 
         self._weights[weights.version] = weights

@@ -8,7 +8,7 @@ order. A resumed run, a run whose trainer is lost, and `stretto replay` all use 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from stretto.store.journal import Journal
 from stretto.store.reader import JournalReader
 from stretto.store.resume_point import recorded_checksums
 from stretto.store.version_files import VersionFiles
-from stretto.types import Batch, Weights, WeightsRef
+from stretto.types import Batch, Sample, Weights, WeightsRef, older_versions
 
 
 async def refuse_another_base(trainer: TrainerBackend, journal: Path) -> None:
@@ -38,23 +38,97 @@ async def refuse_another_base(trainer: TrainerBackend, journal: Path) -> None:
         )
 
 
+class SampledVersions:
+    """The weights of the last versions, for an objective that scores tokens under the version that sampled them.
+
+    An update needs versions up to `ages` older than its own. With `ages` 0 nothing is kept.
+    """
+
+    def __init__(self, ages: int, versions: Mapping[int, Weights | WeightsRef] | None = None) -> None:
+        self._ages = ages
+        self._versions = dict(versions or {})
+
+    async def add(self, weights: Weights | WeightsRef) -> None:
+        """Keeps a version that was just made, in place of an earlier one of the same number."""
+        if not self._ages:
+            return
+        if isinstance(weights, Weights) and weights.kind == "full":
+            weights = await asyncio.to_thread(weights.on_host)
+        self._versions[weights.version] = weights
+        for version in [each for each in self._versions if each < weights.version - self._ages]:
+            del self._versions[version]
+
+    def batch(self, update: int, samples: Sequence[Sample]) -> Batch:
+        """Returns the batch of an update with the versions that sampled it."""
+        older = older_versions(samples, update) if self._ages else []
+        return Batch(update, samples, {each: self._versions[each] for each in older if each in self._versions})
+
+
 async def train_again(
-    trainer: TrainerBackend, journal: Path, first: int, last: int
+    trainer: TrainerBackend, journal: Path, first: int, last: int, sampled: SampledVersions
 ) -> AsyncGenerator[Weights | WeightsRef, None]:
     """Yields the weights of version `first`, where the trainer is, and of each up to `last` as it is trained.
 
     After each yield the trainer is at the version that was yielded. Weights that it adopts then are what the next
-    update trains.
+    update trains; the caller adds them to `sampled`.
     """
-    yield await trainer.weights(first)
+    made = await trainer.weights(first)
+    await sampled.add(made)
+    yield made
     for update in range(first, last):
-        _, made = await trainer.update(await asyncio.to_thread(_batch, journal, update))
+        samples = await asyncio.to_thread(_samples, journal, update)
+        _, made = await trainer.update(sampled.batch(update, samples))
+        await sampled.add(made)
         yield made
 
 
-def _batch(journal: Path, update: int) -> Batch:
+def _samples(journal: Path, update: int) -> Sequence[Sample]:
     with JournalReader(journal) as reader:
-        return Batch(update, reader.batch(update))
+        return reader.batch(update)
+
+
+async def usable_checkpoint(
+    folder: Path,
+    most: int,
+    version: int,
+    *,
+    ages: int,
+    journal: Path,
+    checksums: Mapping[int, str],
+    versions: VersionFiles,
+    say: Callable[[str], None],
+) -> tuple[Checkpoint | None, SampledVersions]:
+    """Returns the newest checkpoint after at most `most` updates from which a trainer can be brought to `version`.
+
+    With it come the versions before it that the updates after it were trained with. A checkpoint whose versions are
+    lost is passed over: from an older one they are made again.
+    """
+    while True:
+        checkpoint = await newest_checkpoint(folder, most, say)
+        if checkpoint is None or not ages:
+            return checkpoint, SampledVersions(ages)
+        first = checkpoint.updates
+        older = await asyncio.to_thread(_sampled_before, journal, first, min(version, first + ages))
+        found: dict[int, Weights | WeightsRef] = {}
+        for each in older:
+            read = await asyncio.to_thread(versions.read, each, checksums[each])
+            reference = None if read is None else versions.reference(read)
+            if reference is None:
+                say(
+                    f"checkpoint `{checkpoint.folder}` cannot be used: the updates after it need version {each}, which "
+                    "is not in `versions/`; using an older one"
+                )
+                break
+            found[each] = reference
+        else:
+            return checkpoint, SampledVersions(ages, found)
+        most = first - 1
+
+
+def _sampled_before(journal: Path, first: int, last: int) -> list[int]:
+    """Returns the versions before `first` that sampled tokens of the updates from `first` to before `last`."""
+    with JournalReader(journal) as reader:
+        return sorted({v for update in range(first, last) for v in older_versions(reader.batch(update), first)})
 
 
 async def newest_checkpoint(folder: Path, most: int, say: Callable[[str], None]) -> Checkpoint | None:
@@ -73,6 +147,7 @@ async def bring_back(
     journal: Path,
     checksums: Mapping[int, str],
     versions: VersionFiles,
+    sampled: SampledVersions,
     needed: Container[int],
     say: Callable[[str], None],
 ) -> AsyncIterator[Weights | WeightsRef]:
@@ -88,11 +163,12 @@ async def bring_back(
         await trainer.load(checkpoint.folder / "trainer")
     if first < version:
         say(f"updates {first} to {version - 1} are trained again from the journal, as they were recorded")
-    async with aclosing(train_again(trainer, journal, first, version)) as again:
+    async with aclosing(train_again(trainer, journal, first, version, sampled)) as again:
         async for made in again:
             recorded = checksums.get(made.version, made.checksum)  # the newest version may have none yet
             if made.checksum != recorded:
                 made = await _correct(trainer, made, recorded, versions, needed, say)
+                await sampled.add(made)
             if made.version in needed:
                 yield made
 
@@ -124,17 +200,23 @@ async def _correct(
 
 
 def make_restore(
-    folder: Path, journal: Journal, versions: VersionFiles, say: Callable[[str], None]
+    folder: Path, journal: Journal, versions: VersionFiles, say: Callable[[str], None], *, ages: int
 ) -> Callable[[TrainerBackend, int], Awaitable[None]]:
-    """Returns a function that brings a new trainer, at version 0, to a later version of the running run in `folder`."""
+    """Returns a function that brings a new trainer, at version 0, to a later version of the running run in `folder`.
+
+    Updates that are trained again need versions up to `ages` older than their own.
+    """
 
     async def restore(trainer: TrainerBackend, version: int) -> None:
         await journal.durable()
-        checkpoint = await newest_checkpoint(folder, version, say)
         checksums = await asyncio.to_thread(recorded_checksums, journal.path)
+        checkpoint, sampled = await usable_checkpoint(
+            folder, version, version,
+            ages=ages, journal=journal.path, checksums=checksums, versions=versions, say=say,
+        )  # fmt: skip
         way = bring_back(
             trainer, checkpoint, version,
-            journal=journal.path, checksums=checksums, versions=versions, needed={version}, say=say,
+            journal=journal.path, checksums=checksums, versions=versions, sampled=sampled, needed={version}, say=say,
         )  # fmt: skip
         async for _ in way:
             pass  # the instances have the weights

@@ -3,8 +3,9 @@
 A version is on disk before a group starts on it, so its trajectories can continue after any failure. `write` starts in
 a thread as soon as the trainer has made the version, and the version loader awaits `durable` before an engine loads it.
 A file is written under a temporary name and renamed when it is complete and synced, so a file with the final name is
-complete; its checksum is checked again when it is read. A file is removed when no trajectory needs its version, and
-only after the journal has recorded that on disk.
+complete; its checksum is checked again when it is read. A file is removed when neither a trajectory nor an update needs
+its version, and only after the journal has recorded that on disk. A checkpoint can hold files longer: those that the
+updates after it were trained with and that training again from it does not make.
 
 On a cluster, the host that holds the weights writes them, or they are fetched and written here. If they are lost before
 that, the trainer is asked for them again.
@@ -14,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
@@ -39,6 +41,8 @@ class VersionFiles:
         self._always = durable
         self._writes: dict[int, Future[None]] = {}
         self._elsewhere: dict[int, WeightsRef] = {}  # remote weights that may be lost before they are written
+        self._held: dict[int, frozenset[int]] = {}  # versions that each checkpoint holds
+        self._unneeded: set[int] = set()  # removed by the run, and held by a checkpoint
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="versions")
 
     def path(self, version: int) -> Path:
@@ -100,24 +104,45 @@ class VersionFiles:
             self._writes[version] = self._writer.submit(self._write, asked)
 
     def remove(self, version: int) -> None:
-        """Removes a version that nothing needs, after the journal has recorded that on disk."""
+        """Removes a version that nothing needs, after the journal has recorded that on disk.
+
+        A version that a checkpoint holds is removed when no checkpoint holds it any more.
+        """
+        if any(version in held for held in self._held.values()):
+            self._unneeded.add(version)
+            return
         self._writes.pop(version, None)
         self._elsewhere.pop(version, None)
         self._writer.submit(self.path(version).unlink, missing_ok=True)
 
+    def hold(self, checkpoint: int, versions: Iterable[int]) -> None:
+        """Keeps the files of versions for as long as there is a checkpoint of version `checkpoint`."""
+        self._held[checkpoint] = frozenset(versions)
+
+    def keep_holds(self, checkpoints: Collection[int]) -> None:
+        """Ends the holds of other checkpoints than these, and removes what was waiting for that."""
+        self._held = {checkpoint: held for checkpoint, held in self._held.items() if checkpoint in checkpoints}
+        waiting, self._unneeded = self._unneeded, set()
+        for version in waiting:
+            self.remove(version)
+
+    def reference(self, weights: Weights | WeightsRef) -> VersionFile | None:
+        """Returns a reference by which a version can be read from its file; None if it has none, or none yet."""
+        write = self._writes.get(weights.version)
+        if write is None or not write.done() or write.exception() is not None:
+            return None
+        return VersionFile(weights.version, weights.kind, weights.checksum, self.folder)
+
     def read(self, version: int, recorded: str) -> Weights | None:
         """Reads a version. Returns None if there is no file, or if it is damaged or not of the `recorded` checksum."""
         try:
-            with safe_open(self.path(version), framework="pt") as file:
-                facts = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-            scale = float(facts["scale"])
+            found = _read(self.path(version), version)
         except (OSError, SafetensorError, KeyError, ValueError):
             return None
-        if facts.get("checksum") != recorded or checksum(tensors, scale) != recorded:
+        if found.checksum != recorded or checksum(found.tensors, found.scale) != recorded:
             return None
         self._writes.setdefault(version, _done())
-        return Weights(version, cast(Literal["lora", "full"], facts["kind"]), tensors, recorded, scale)
+        return found
 
     def prune(self, needed: Callable[[int], bool]) -> None:
         """Removes the versions that are not needed and incomplete files. Later writes are not affected."""
@@ -146,6 +171,39 @@ class VersionFiles:
                 f"version {asked.version} could not be written to `{self.path(asked.version)}` ({error}), and nothing "
                 "may start on it before it is; make room on the disk, and continue with `--resume`"
             ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class VersionFile:
+    """A `WeightsRef` to the file of a version. It can be read on every machine that sees the run folder."""
+
+    version: int
+    kind: Literal["lora", "full"]
+    checksum: str
+    folder: Path
+
+    def fetch(self) -> Weights:
+        """Reads the file. The caller compares the checksum."""
+        try:
+            return _read(_path(self.folder, self.version), self.version)
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise LostObjectError(
+                f"version {self.version} cannot be read from `{_path(self.folder, self.version)}`: {error}"
+            ) from error
+
+    def store(self, folder: Path) -> bool:
+        return folder == self.folder
+
+    async def recreate(self) -> None:
+        raise LostObjectError(f"`{_path(self.folder, self.version)}` is the only copy of version {self.version}")
+
+
+def _read(path: Path, version: int) -> Weights:
+    with safe_open(path, framework="pt") as file:
+        facts = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    kind = cast(Literal["lora", "full"], facts["kind"])
+    return Weights(version, kind, tensors, facts["checksum"], float(facts["scale"]))
 
 
 def _path(folder: Path, version: int) -> Path:

@@ -25,7 +25,7 @@ from stretto.training.mini_batches import MicroBatchPlan, MiniBatch, micro_batch
 from stretto.training.packing import MicroBatch, first_fit_decreasing, input_lengths
 from stretto.training.parallel import Ranks
 from stretto.training.policy_weights import PolicyWeights
-from stretto.types import Batch, Sample, Weights, WeightsRef
+from stretto.types import Batch, Sample, Weights, WeightsRef, older_versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +45,13 @@ class ScoredSample:
     is_scored: torch.Tensor  # bool
 
 
-def older_versions(sample: Sample, update: int) -> list[int]:
-    """Returns the versions older than the update's that sampled tokens of a sample, in order."""
-    return [version for version in np.unique(sample.token_versions).tolist() if version < update]
-
-
 def version_passes(
     batch: Batch, chosen: Sequence[int], shares: Sequence[Sequence[int]], *, rank: int, micro_tokens: int
 ) -> list[VersionPasses]:
     """Plans the passes that score the `chosen` samples, oldest version first. `shares` are the samples of each rank."""
     sizes, wanted = input_lengths(batch.samples), dict[int, set[int]]()
     for index in chosen:
-        for version in older_versions(batch.samples[index], batch.update):
+        for version in older_versions([batch.samples[index]], batch.update):
             wanted.setdefault(version, set()).add(index)
     passes = []
     for version, of_version in sorted(wanted.items()):
@@ -76,7 +71,7 @@ def sample_for_mismatch(batch: Batch, count: int, *, one_version: bool) -> list[
     """
     by_version: dict[int, list[int]] = {}
     for index, sample in enumerate(batch.samples):
-        older = older_versions(sample, batch.update)
+        older = older_versions([sample], batch.update)
         if older and all(version in batch.versions for version in older):
             by_version.setdefault(older[-1], []).append(index)
     versions = sorted(by_version)
@@ -137,12 +132,12 @@ class VersionScorer:
                 whole = [found.get(index) or self._unscored(batch.samples[index]) for index in plan.samples]
                 plan.sampled = torch.cat([each.values for each in whole])
                 plan.is_scored = torch.cat([each.is_scored for each in whole])
-        older = {index: older_versions(batch.samples[index], batch.update) for index in chosen}
+        older = {index: older_versions([batch.samples[index]], batch.update) for index in chosen}
         return [[index for index in chosen if each.version in older[index]] for each in passes]
 
     def _choose(self, batch: Batch) -> list[int]:
         if self._every_token:
-            return [i for i, sample in enumerate(batch.samples) if older_versions(sample, batch.update)]
+            return [i for i, sample in enumerate(batch.samples) if older_versions([sample], batch.update)]
         return sample_for_mismatch(batch, self._mismatch_samples, one_version=self._policy.lora is None)
 
     def _unscored(self, sample: Sample) -> ScoredSample:
