@@ -131,12 +131,12 @@ class ObjectiveOptions(Options):
     correction: CorrectionOptions | None = Field(
         None, description="Weights each token's loss by the policy before the update over the policy that sampled"
     )
-    discrepancy: DiscrepancyOptions | None = Field(
+    discrepancy_correction: DiscrepancyOptions | None = Field(
         None,
         description="The part of the correction weight that engine and trainer cause: the trainer's probability over "
         "the engine's, both under the version that sampled",
     )
-    staleness: StalenessOptions | None = Field(
+    staleness_correction: StalenessOptions | None = Field(
         None,
         description="The part of the correction weight that the age of the data causes: the policy before the update "
         "over the version that sampled, both computed by the trainer",
@@ -168,19 +168,21 @@ class ObjectiveOptions(Options):
                 f"`algorithm.turns.gamma = {self.turns.gamma}` has no effect with a critic, which discounts by token; "
                 "leave it out and set `algorithm.critic.gamma`"
             )
-        if self.correction is not None and (self.discrepancy is not None or self.staleness is not None):
+        if self.correction is not None and (
+            self.discrepancy_correction is not None or self.staleness_correction is not None
+        ):
             raise ValueError(
-                "`algorithm.correction` is the product of `algorithm.discrepancy` and `algorithm.staleness`: leave it "
-                "out, or leave out both of them"
+                "`algorithm.correction` is the product of `algorithm.discrepancy_correction` and "
+                "`algorithm.staleness_correction`: leave it out, or leave out both of them"
             )
         for name, twice in (
             ("correction", self.corrects_off_policy),
-            ("staleness", self.corrects_off_policy),
-            ("discrepancy", self.corrects_discrepancy),
+            ("staleness_correction", self.corrects_off_policy),
+            ("discrepancy_correction", self.corrects_discrepancy),
         ):
             table: CorrectionOptions | None = getattr(self, name)
             if table is not None and table.mode == "cap" and twice:
-                what = "the discrepancy between engine and trainer" if name == "discrepancy" else "staleness"
+                what = "the discrepancy between engine and trainer" if name == "discrepancy_correction" else "staleness"
                 raise ValueError(
                     f'`algorithm.{name}` with `mode = "cap"` would correct for {what} twice: '
                     f"`{self.type}`{self._anchored_by} already weights tokens by their ratio to the policy that "
@@ -202,7 +204,7 @@ class ObjectiveOptions(Options):
     @property
     def needs_sampled(self) -> bool:
         """True if the loss uses the trainer's log-probabilities under the version that sampled (`Tokens.sampled`)."""
-        return self.discrepancy is not None or self.staleness is not None
+        return self.discrepancy_correction is not None or self.staleness_correction is not None
 
     @property
     def needs_turns(self) -> bool:
@@ -212,7 +214,7 @@ class ObjectiveOptions(Options):
     @property
     def corrections(self) -> tuple[CorrectionOptions | None, ...]:
         """The tables of correction weights."""
-        return self.correction, self.discrepancy, self.staleness
+        return self.correction, self.discrepancy_correction, self.staleness_correction
 
     @property
     def _anchored_by(self) -> str:

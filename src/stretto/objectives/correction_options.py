@@ -70,11 +70,11 @@ class CorrectionOptions(Options):
 class DiscrepancyOptions(CorrectionOptions):
     """As `[algorithm.correction]`, for the factor `pi_w / mu` alone: trainer over engine, under the same version."""
 
-    table: ClassVar[str] = "algorithm.discrepancy"
+    table: ClassVar[str] = "algorithm.discrepancy_correction"
 
 
 class StalenessOptions(CorrectionOptions):
     """As `[algorithm.correction]`, for the factor `pi_n / pi_w` alone: the policy before the update over the version
     that sampled, both computed by the trainer."""
 
-    table: ClassVar[str] = "algorithm.staleness"
+    table: ClassVar[str] = "algorithm.staleness_correction"

@@ -22,8 +22,29 @@ def may_be_stale(recipe: Recipe) -> bool:
 
 def options_without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
     """The options of the algorithm that have no effect in this recipe, set or not, each with the reason."""
-    algorithm = recipe.algorithm
+    algorithm, stale = recipe.algorithm, may_be_stale(recipe)
     found = {("algorithm", name): reason for name, reason in algorithm.without_effect().items()}
+    if not stale:
+        found.setdefault(
+            ("algorithm", "whiten_over"),
+            f'`algorithm.whiten_over = "{algorithm.whiten_over}"` has no effect without staleness: a batch has one '
+            "version; leave it out, or allow staleness",
+        )
+    if recipe.paradigm.pinned:
+        found["algorithm", "mask_older_tokens"] = (
+            "`algorithm.mask_older_tokens` has no effect with `rollout.paradigm = "
+            f'"{recipe.rollout.paradigm}"`: every token of a trajectory is of one version; leave it out, or choose '
+            '"partial"'
+        )
+    if not stale or algorithm.needs_sampled:
+        why = (
+            f'`algorithm.type = "{algorithm.type}"` compares engine and trainer on every token'
+            if stale
+            else "without staleness every token is of the newest version, and all are compared"
+        )
+        found["training", "mismatch_samples"] = (
+            f"`training.mismatch_samples = {recipe.training.mismatch_samples}` has no effect: {why}; leave it out"
+        )
     why = _why_every_ratio_is_one(recipe)
     if why:
         for name in algorithm.inactive_at_ratio_one():
@@ -62,6 +83,8 @@ def _may_be_anchored_on_behaviour(recipe: Recipe) -> bool:
 def impossible_algorithm(recipe: Recipe) -> Iterable[str]:
     """The reasons why the algorithm cannot work in this recipe, one sentence each."""
     yield from _corrects_nothing(recipe)
+    yield from _never_clips(recipe)
+    yield from _split_corrections(recipe)
     yield from _reference(recipe)
     yield from _filtered_signal(recipe)
     yield from _replay(recipe)
@@ -108,6 +131,7 @@ def _corrects_nothing(recipe: Recipe) -> Iterable[str]:
     if (
         _anchor(recipe) == "proximal"
         and algorithm.correction is None
+        and algorithm.staleness_correction is None
         and not algorithm.corrects_off_policy
         and may_be_stale(recipe)
     ):
@@ -122,6 +146,39 @@ def _corrects_nothing(recipe: Recipe) -> Iterable[str]:
             '`algorithm.anchor = "proximal"` does not correct for staleness: the ratio is to the policy at the start '
             f"of the update, and {so}, while trajectories may be stale; {instead}add `[algorithm.correction]`"
         )
+
+
+def _never_clips(recipe: Recipe) -> Iterable[str]:
+    """Refuses an objective that is about clipping where its ratio is identically 1, so that only its weight acts."""
+    algorithm = recipe.algorithm
+    if (
+        _anchor(recipe) == "proximal"
+        and algorithm.corrects_off_policy
+        and recipe.training.optimizer_steps == 1
+        and may_be_stale(recipe)
+    ):
+        instead = ', set `algorithm.anchor = "sampled"`' if algorithm.type == "dora" else ""
+        yield (
+            f'`algorithm.type = "{algorithm.type}"` clips the ratio to the policy at the start of the update, and with '
+            "`training.optimizer_steps = 1` that is the policy itself: every ratio is 1 and nothing is ever clipped, "
+            f"while trajectories may be stale; raise `training.optimizer_steps`{instead}, or choose another type"
+        )
+
+
+def _split_corrections(recipe: Recipe) -> Iterable[str]:
+    algorithm = recipe.algorithm
+    if algorithm.staleness_correction is not None and not may_be_stale(recipe):
+        yield (
+            "`[algorithm.staleness_correction]` has no effect without staleness: every trajectory is of the version that is "
+            "trained; leave it out, or allow staleness"
+        )
+    if recipe.task.max_turns == 1:
+        for table in algorithm.corrections:
+            if table is not None and table.level == "turn":
+                yield (
+                    f'`{table.table}.level = "turn"` has no effect beyond "sequence" with '
+                    f'`task.type = "{recipe.task.type}"`, whose episodes have one turn; choose "sequence"'
+                )
 
 
 def _reference(recipe: Recipe) -> Iterable[str]:

@@ -22,8 +22,8 @@ def correction_weights(algorithm: ObjectiveOptions, tokens: Tokens) -> tuple[tor
     product, diagnostics = torch.ones_like(tokens.behaviour), dict[str, torch.Tensor]()
     for name, options in (
         ("correction", algorithm.correction),
-        ("discrepancy", algorithm.discrepancy),
-        ("staleness", algorithm.staleness),
+        ("discrepancy", algorithm.discrepancy_correction),
+        ("staleness", algorithm.staleness_correction),
     ):
         if options is not None:
             above = tokens.scored if name == "discrepancy" else tokens.proximal
