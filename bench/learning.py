@@ -55,6 +55,9 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "weighted-topr": {"type": "topr", "negative_weight": 0.5},
 }
 
+# With one optimizer step, the ratio to the policy at the start of the update is 1, and nothing is clipped.
+TRAINING: dict[str, dict[str, Any]] = {"decoupled-ppo": {"optimizer_steps": 4}}
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -90,9 +93,7 @@ def write_recipe(cell: Cell, folder: Path, evaluation_prompts: int) -> Path:
     tables: dict[str, Any] = tomllib.loads(RECIPE.read_text())
     tables["seed"] = cell.seed
     tables["algorithm"] = dict(ALGORITHMS[cell.objective])
-    if OBJECTIVES[tables["algorithm"]["type"]].model_fields["average"].default == "constant":
-        tables["algorithm"]["average_tokens"] = tables["rollout"]["max_tokens"]
-    tables["training"]["steps"] = cell.steps
+    tables["training"] |= {"steps": cell.steps, **TRAINING.get(cell.objective, {})}
     tables["evaluation"] = {"prompts": evaluation_prompts}
     if cell.staleness:
         tables["rollout"] |= {"paradigm": "multi-version", "staleness": cell.staleness}
