@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from run_cases import recipe
 from stretto.cluster.model_files import ModelSource
 from stretto.cluster.rank_group import RankOptions, rank_options
 from stretto.cluster.trainer import RankedTrainer
-from stretto.cluster.weights import RayWeightsRef
+from stretto.cluster.weights import PackedWeights, RayWeightsRef, WeightsStore
 from stretto.errors import RunError, TrainerLostError
 from stretto.models.loading import load_model
 from stretto.run.protocols import TrainerBackend
@@ -174,7 +175,10 @@ def test_a_version_is_written_by_its_rank_and_asked_for_again_where_it_is_lost(t
 
 
 def test_the_ranks_of_a_recipe_train_and_export_its_policy_as_one_process_does(model: Path, tmp_path: Path) -> None:
-    made = recipe(model, tmp_path, "runtime.type=ray", "runtime.trainers=2", "runtime.trainer_cpus=0.1")
+    made = recipe(
+        model, tmp_path, "runtime.type=ray", "runtime.trainers=2", "runtime.trainer_cpus=0.1", "rollout.staleness=2",
+        'algorithm.type="dora"',
+    )  # fmt: skip
     draw = np.random.default_rng(0)
     samples = []
     for id in range(6):
@@ -182,14 +186,23 @@ def test_the_ranks_of_a_recipe_train_and_export_its_policy_as_one_process_does(m
         done = Completion(id, 0, tokens, np.full(len(tokens), -3.0, np.float32), "stop", "")
         samples.append(Sample(id, id // 3, 0, (1, 2, 3), done, float(id % 2)))
     alone = make_trainer(made, load_model(str(model), torch.float32, torch.device("cpu")), str(model))
-    report = alone.update(Batch(0, samples))
-    expected = alone.weights(1)
+    first = alone.weights(0)
+    alone.update(Batch(0, samples))
+    report = alone.update(Batch(1, samples, {0: first}))  # scored under the version that sampled
+    expected = alone.weights(2)
 
     async def main() -> tuple[UpdateReport, Weights]:
         source = await asyncio.to_thread(ModelSource.of, str(model))
-        trainer_backend = RankedTrainer(rank_options(made, source), deadline_s=200.0)
+        store = WeightsStore(lambda weights: first)
+        trainer_backend = RankedTrainer(rank_options(made, source), deadline_s=200.0, store=store)
         try:
-            told, handle = await trainer_backend.update(Batch(0, samples))
+            sampled_by = await trainer_backend.weights(0)
+            assert sampled_by.checksum == first.checksum
+            await trainer_backend.update(Batch(0, samples))
+            damaged = {name: tensor + 1 for name, tensor in first.tensors.items()}
+            sampled_by.ref = ray.put(PackedWeights.pack(replace(first, tensors=damaged)))  # the file is as it was
+            told, handle = await trainer_backend.update(Batch(1, samples, {0: sampled_by}))
+            assert store.renewed == 1
             await trainer_backend.export(tmp_path / "policy")
             assert isinstance(handle, RayWeightsRef)
             return told, await asyncio.to_thread(handle.fetch)

@@ -169,8 +169,8 @@ def _split_corrections(recipe: Recipe) -> Iterable[str]:
     algorithm = recipe.algorithm
     if algorithm.staleness_correction is not None and not may_be_stale(recipe):
         yield (
-            "`[algorithm.staleness_correction]` has no effect without staleness: every trajectory is of the version that is "
-            "trained; leave it out, or allow staleness"
+            "`[algorithm.staleness_correction]` has no effect without staleness: every trajectory is of the version "
+            "that is trained; leave it out, or allow staleness"
         )
     if recipe.task.max_turns == 1:
         for table in algorithm.corrections:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from stretto.errors import TrainerError
+from stretto.errors import LostObjectError, TrainerError
 from stretto.models.checksums import checksum
 from stretto.training.forward import PackedModel
 from stretto.training.mini_batches import MicroBatchPlan, MiniBatch, micro_batch_plans
@@ -118,7 +118,7 @@ class VersionScorer:
         """Sets `sampled` and `is_scored` of this rank's micro-batches. Returns the samples of all ranks by version.
 
         Restores the policy bit for bit. Raises `TrainerError` if the objective needs a version that the batch does not
-        bring. A batch that brings none is not measured.
+        bring, and `LostObjectError` if one cannot be read. A batch that brings none is not measured.
         """
         chosen = self._choose(batch)
         shares = [
@@ -183,7 +183,7 @@ class VersionScorer:
             return asked
         fetched = asked.fetch()
         if checksum(fetched.tensors, fetched.scale) != asked.checksum:
-            raise TrainerError(
+            raise LostObjectError(
                 f"update {batch.update} needs the weights of version {version}, and those that arrived have another "
                 f"checksum than {asked.checksum}"
             )
