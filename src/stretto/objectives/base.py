@@ -258,7 +258,7 @@ class RatioOptions(ObjectiveOptions):
 
     @property
     def corrects_discrepancy(self) -> bool:
-        return self.anchor == "behaviour"
+        return self.corrects_off_policy and self.anchor != "sampled"
 
     @property
     def needs_sampled(self) -> bool:
