@@ -205,15 +205,18 @@ def test_a_correction_by_turn_weighs_the_sampled_tokens_of_each_turn_as_one(micr
 
 
 def test_a_completion_without_tokens_has_no_turn_that_is_weighed():
-    batch = random_batch(groups=1, members=3, longest=3)
-    empty = dataclasses.replace(
-        batch.samples[0].completion, tokens=np.zeros(0, dtype=np.int32), logprobs=np.zeros(0, dtype=np.float32)
-    )
-    samples = [dataclasses.replace(batch.samples[0], completion=empty, prompt=(1,) * 9), *batch.samples[1:]]
+    """Two of them lie before the only one that has a token."""
+    batch = random_batch(groups=1, members=3, longest=2)
+    nothing = {"tokens": np.zeros(0, dtype=np.int32), "logprobs": np.zeros(0, dtype=np.float32)}
+    samples = [
+        dataclasses.replace(each, prompt=(1,) * 9, completion=dataclasses.replace(each.completion, **nothing))
+        for each in batch.samples[:2]
+    ]
+    samples.append(batch.samples[2])
     algorithm = NaiveOptions(advantage="group", correction={"level": "turn", "high": 3.0})
     metrics = made(algorithm, lora=False).update(Batch(0, samples)).metrics
-    whole = np.concatenate(turn_weights(Batch(0, samples[1:]), 3.0))
-    assert metrics["correction_weight"] == pytest.approx(whole.mean())
+    assert metrics["tokens"] == 1
+    assert metrics["correction_weight"] == pytest.approx(turn_weights(Batch(0, samples[2:]), 3.0)[0][0])
 
 
 # -- credit ------------------------------------------------------------------------------------------------------------
