@@ -140,7 +140,7 @@ class Reference:
         return self.tokenwise(at)
 
     def dora(self):
-        """`sg(min(b / mu, weight_cap))` times the clip form of `pi / b`, with `b` the anchor; for `mu` only the latter."""
+        """`sg(min(b / mu, weight_cap))` times the clip form of `pi / b`; `b` is the anchor, and `mu` has no weight."""
 
         def at(t):
             value, slope = self.clip_form(self.r(t), self.slope_of_r(t), self.data.advantages[t])
