@@ -5,6 +5,18 @@ Written from the formulas alone. It shares nothing with the package but the name
 
 from math import exp, fsum
 
+LARGEST_LOG = 20.0  # ratios and weights stop at its exponential, and at that of its negative
+
+
+def bounded(log):
+    """The exponential of a logarithm that is clamped."""
+    return exp(max(-LARGEST_LOG, min(LARGEST_LOG, log)))
+
+
+def slope_of_bounded(log):
+    """Its derivative: beyond the bound it is constant."""
+    return bounded(log) if abs(log) <= LARGEST_LOG else 0.0
+
 
 class Reference:
     def __init__(self, options, data, shares):
@@ -18,13 +30,31 @@ class Reference:
             self.members.append(range(start, start + length))
             start += length
         self.sequence_of = [i for i, members in enumerate(self.members) for _ in members]
-        self.anchor = data.proximal if getattr(options, "anchor", None) == "proximal" else data.behaviour
+        anchors = {"behaviour": data.behaviour, "sampled": data.sampled, "proximal": data.proximal}
+        self.anchor = anchors[getattr(options, "anchor", "behaviour")]
+
+    def log_ratio(self, t):
+        return self.data.current[t] - self.anchor[t]
 
     def r(self, t):
-        return exp(self.data.current[t] - self.anchor[t])
+        """The current policy over the anchor."""
+        return bounded(self.log_ratio(t))
+
+    def slope_of_r(self, t):
+        """Its derivative by the current log-probability."""
+        return slope_of_bounded(self.log_ratio(t))
 
     def w(self, t):
-        return exp(self.data.proximal[t] - self.data.behaviour[t])
+        """The policy at the start of the update over the engine's record."""
+        return bounded(self.data.proximal[t] - self.data.behaviour[t])
+
+    def log_discrepancy(self, t):
+        """The trainer against the engine, under the version that sampled."""
+        return self.data.sampled[t] - self.data.behaviour[t]
+
+    def sequence(self, t):
+        """The tokens of the token's sequence."""
+        return self.members[self.sequence_of[t]]
 
     def tokenwise(self, function):
         """`function(t)` is the value to maximize at a token and its derivative by that token's log-probability."""
@@ -35,8 +65,8 @@ class Reference:
 
     def clip_form(self, r, slope_of_r, a):
         """The clipped surrogate at ratio `r`, and its derivative."""
-        bounded = min(max(r, 1 - self.o.clip_low), 1 + self.o.clip_high)
-        value, slope = (r * a, slope_of_r * a) if r * a <= bounded * a else (bounded * a, 0.0)
+        clipped = min(max(r, 1 - self.o.clip_low), 1 + self.o.clip_high)
+        value, slope = (r * a, slope_of_r * a) if r * a <= clipped * a else (clipped * a, 0.0)
         if self.o.dual_clip is not None and a < 0 and value < self.o.dual_clip * a:
             value, slope = self.o.dual_clip * a, 0.0
         return value, slope
@@ -49,7 +79,7 @@ class Reference:
     # -- the objectives ------------------------------------------------------------------------------------------------
 
     def grpo(self):
-        return self.tokenwise(lambda t: self.clip_form(self.r(t), self.r(t), self.data.advantages[t]))
+        return self.tokenwise(lambda t: self.clip_form(self.r(t), self.slope_of_r(t), self.data.advantages[t]))
 
     dapo = dr_grpo = ppo = reinforce_plus_plus = grpo
 
@@ -57,8 +87,7 @@ class Reference:
         def weight(t):
             ratio = self.r(t)
             if self.o.level == "sequence":
-                members = self.members[self.sequence_of[t]]
-                ratio = exp(fsum(self.data.current[i] - self.anchor[i] for i in members))
+                ratio = bounded(fsum(self.log_ratio(i) for i in self.sequence(t)))
             return ratio if self.o.cap is None else min(ratio, self.o.cap)
 
         return self.tokenwise(lambda t: self.log_form(weight(t), t))
@@ -69,7 +98,7 @@ class Reference:
         """One term a sequence; its derivative is spread over all its tokens, since its ratio is."""
         losses, slopes = [0.0] * self.count, [0.0] * self.count
         for members in self.members:
-            s = exp(fsum(self.data.current[t] - self.anchor[t] for t in members) / len(members))
+            s = bounded(fsum(self.log_ratio(t) for t in members) / len(members))
             value, slope = self.clip_form(s, s / len(members), self.data.advantages[members[0]])
             for t in members:
                 losses[t] = -value
@@ -91,43 +120,58 @@ class Reference:
         return self.tokenwise(lambda t: self.log_form(min(self.r(t), self.o.cap), t))
 
     def topr(self):
+        """Good answers count in full, bad ones by a ratio: of the token, or the product over the whole answer."""
+
         def at(t):
             if self.data.rewards[t] > self.o.threshold:
                 return self.log_form(self.o.positive_weight, t)
-            return self.log_form(self.o.negative_weight * min(self.r(t), self.o.cap), t)
+            tokens = self.sequence(t) if self.o.level == "sequence" else [t]
+            ratio = bounded(fsum(self.log_ratio(i) for i in tokens))
+            return self.log_form(self.o.negative_weight * max(0.0, min(ratio, self.o.cap)), t)
 
         return self.tokenwise(at)
 
     def decoupled_ppo(self):
         def at(t):
             weight = min(self.w(t), self.o.weight_cap)
-            value, slope = self.clip_form(self.r(t), self.r(t), self.data.advantages[t])
+            value, slope = self.clip_form(self.r(t), self.slope_of_r(t), self.data.advantages[t])
             return weight * value, weight * slope
 
         return self.tokenwise(at)
 
     def dora(self):
-        return self.decoupled_ppo() if self.o.anchor == "proximal" else self.grpo()
+        """`sg(min(b / mu, weight_cap))` times the clip form of `pi / b`; `b` is the anchor, and `mu` has no weight."""
+
+        def at(t):
+            value, slope = self.clip_form(self.r(t), self.slope_of_r(t), self.data.advantages[t])
+            if self.o.anchor == "behaviour":
+                return value, slope
+            weight = min(bounded(self.anchor[t] - self.data.behaviour[t]), self.o.weight_cap)
+            return weight * value, weight * slope
+
+        return self.tokenwise(at)
 
     def kimi(self):
         def at(t):
-            distance = self.data.current[t] - self.anchor[t]
+            distance = self.log_ratio(t)
             value, slope = self.log_form(1.0, t)
             return value - self.o.tau / 2 * distance**2, slope - self.o.tau * distance
 
         return self.tokenwise(at)
 
     def hispo(self):
+        """A token is out if its own discrepancy or the geometric mean over its sequence is too far from 1. The others
+        have the discrepancy as a constant weight of the clip form of `pi / pi_w`."""
+
         def at(t):
-            members = self.members[self.sequence_of[t]]
-            product = 1.0
-            for i in members:
-                product *= self.w(i)
-            near = abs(product ** (1 / len(members)) - 1) < self.o.sequence_bound
-            if not (near and abs(self.w(t) - 1) < self.o.token_bound):
+            members = self.sequence(t)
+            own = bounded(self.log_discrepancy(t))
+            mean = bounded(fsum(self.log_discrepancy(i) for i in members) / len(members))
+            if abs(mean - 1) >= self.o.sequence_bound or abs(own - 1) >= self.o.token_bound:
                 return 0.0, 0.0
-            r = self.w(t) * exp(self.data.current[t] - self.data.proximal[t])
-            return self.clip_form(r, r, self.data.advantages[t])
+            log = self.data.current[t] - self.data.sampled[t]
+            value, slope = self.clip_form(bounded(log), slope_of_bounded(log), self.data.advantages[t])
+            return own * value, own * slope
 
         return self.tokenwise(at)
 

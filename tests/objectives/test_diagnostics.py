@@ -77,19 +77,21 @@ def test_good_answers_have_no_bound(data):
 
 @pytest.mark.parametrize("name", ["decoupled-ppo", "dora"])
 def test_a_capped_weight_is_counted_where_there_is_one(name, data):
-    needed = {"average_tokens": 8} if name == "dora" else {}
-    said = reported(name, {"weight_cap": 1.2, **needed}, data)
+    said = reported(name, {"weight_cap": 1.2, "anchor": "proximal"}, data)
     assert said["weight_capped_fraction"] == each(data, lambda r, a, w: w > 1.2)
     if name == "dora":
-        assert "weight_capped_fraction" not in reported(name, {"anchor": "behaviour", **needed}, data)
+        said = reported(name, {"weight_cap": 1.2}, data)["weight_capped_fraction"]
+        assert said == (np.exp(data.sampled - data.behaviour) > 1.2).astype(float).tolist()
+        assert 0 < np.mean(said) < 1
+        assert "weight_capped_fraction" not in reported(name, {"anchor": "behaviour"}, data)
 
 
 def test_what_hispo_leaves_out_is_counted_by_sequence_and_in_all(data):
     said = reported("hispo", {"sequence_bound": 0.1, "token_bound": 0.3}, data)
-    logs = data.proximal - data.behaviour
+    logs = data.sampled - data.behaviour
     far = np.array([abs(exp(logs[data.owner == i].mean()) - 1) >= 0.1 for i in range(len(data.lengths))])[data.owner]
-    out = np.array(each(data, lambda r, a, w: abs(w - 1) >= 0.3)) > 0
-    assert 0 < far.mean() < 1
+    out = np.abs(np.exp(logs) - 1) >= 0.3
+    assert 0 < far.mean() < (far | out).mean() < 1
     assert said["masked_sequence_fraction"] == far.astype(float).tolist()
     assert said["masked_fraction"] == (far | out).astype(float).tolist()
 

@@ -4,6 +4,7 @@ import pkgutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from objective_cases import options_of, random_data
@@ -12,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 import stretto.objectives
 from stretto.errors import TrainerError
 from stretto.objectives import DEFAULT_TYPE, OBJECTIVES, AlgorithmOptions
-from stretto.objectives.base import Anchor, ObjectiveOptions, RatioOptions
+from stretto.objectives.base import ObjectiveOptions, RatioOptions
 from stretto.recipe.key_reference import write_between_marks
 from stretto.recipe.objective_reference import describe_objectives, own_options
 
@@ -22,9 +23,13 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "algorithms.md"
 
 def needed(name):
     """The options that a recipe must set besides the type."""
-    constant = OBJECTIVES[name].model_fields["average"].default == "constant"
-    needs = {"average_tokens": 64} if constant else {}
-    return needs | ({"function": "objective_cases:square"} if name == "custom" else {})
+    return {"function": "objective_cases:square"} if name == "custom" else {}
+
+
+def anchors_of(name):
+    """The anchors that an objective may have; None if it has no ratio."""
+    field = OBJECTIVES[name].model_fields.get("anchor")
+    return (None,) if field is None else get_args(field.annotation)
 
 
 def refusal(raw):
@@ -103,6 +108,11 @@ def test_without_a_type_it_is_the_default_one():
         ("hispo", "sequence_bound", 0.0),
         ("hispo", "token_bound", -0.1),
         ("hispo", "anchor", "proximal"),
+        ("hispo", "anchor", "behaviour"),
+        ("topr", "level", "segment"),
+        ("grpo", "whiten_over", "group"),
+        ("grpo", "mask_truncated", 1),
+        ("grpo", "mask_older_tokens", "yes"),
         ("ppo", "advantage", "group"),
         ("naive", "clip_low", 0.2),
         ("naive", "anchor", "behaviour"),
@@ -125,37 +135,86 @@ def test_a_critic_is_refused_where_there_is_none(name):
     assert f'"{name}"' in message
 
 
-def test_a_constant_average_needs_its_divisor_and_no_other_has_one():
-    assert "`algorithm.average_tokens` is missing" in refusal({"type": "dr-grpo"})["msg"]
-    assert "`algorithm.average_tokens` is missing" in refusal({"type": "grpo", "average": "constant"})["msg"]
-    assert OBJECTIVES["grpo"](average="constant", average_tokens=5).without_effect() == {}
+def test_a_constant_average_may_leave_its_divisor_to_the_trainer_and_no_other_has_one():
+    for options in (OBJECTIVES["dr-grpo"](), OBJECTIVES["grpo"](average="constant")):
+        assert (options.average, options.average_tokens) == ("constant", None)
+        assert "average_tokens" not in options.without_effect()
+    assert "average_tokens" not in OBJECTIVES["grpo"](average="constant", average_tokens=5).without_effect()
     reason = OBJECTIVES["grpo"](average_tokens=5).without_effect()["average_tokens"]
     assert reason.startswith("`algorithm.average_tokens = 5` has no effect")
 
 
+def test_samples_are_whitened_over_something_only_where_they_are_whitened():
+    reason = OBJECTIVES["grpo"](whiten_over="version").without_effect()["whiten_over"]
+    assert reason.startswith('`algorithm.whiten_over = "version"` has no effect')
+    assert "whiten_over" not in OBJECTIVES["grpo"](advantage="whiten", whiten_over="version").without_effect()
+
+
+def test_dora_and_hispo_sum_their_losses_and_anchor_on_the_version_that_sampled():
+    for name in ("dora", "hispo"):
+        options = OBJECTIVES[name]()
+        assert (options.average, options.anchor) == ("constant", "sampled")
+    assert anchors_of("hispo") == ("sampled",)
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_capped_correction_is_refused_where_the_formula_holds_the_weight_already(name):
-    kind = OBJECTIVES[name]
-    anchors = ["behaviour", "proximal"] if kind.model_fields.get("anchor", None) is not None else [None]
-    if anchors != [None] and kind.model_fields["anchor"].annotation != Anchor:
-        anchors = [kind.model_fields["anchor"].default]
-    for anchor in anchors:
+def test_a_capped_weight_is_refused_where_the_formula_holds_it_already(name):
+    """The engine's share of it is the discrepancy, that of age the staleness; the correction is both."""
+    for anchor in anchors_of(name):
         raw = {"type": name, **needed(name)} | ({} if anchor is None else {"anchor": anchor})
-        twice = name in ("decoupled-ppo", "dora") or (anchor == "behaviour" and name != "kimi")
-        assert SECTION.validate_python(raw).corrects_off_policy is twice
-        SECTION.validate_python({**raw, "correction": {"mode": "filter"}})
-        if twice:
-            message = refusal({**raw, "correction": {}})["msg"]
-            assert "`algorithm.correction`" in message
-            assert "twice" in message
-        else:
-            SECTION.validate_python({**raw, "correction": {}})
+        weighted = anchor is not None and name != "kimi"  # whose ratio is a distance, and no weight
+        by_age = weighted and (anchor in ("behaviour", "sampled") or name in ("decoupled-ppo", "dora"))
+        by_engine = weighted and (anchor == "behaviour" or name in ("decoupled-ppo", "dora", "hispo"))
+        plain = SECTION.validate_python(raw)
+        assert (plain.corrects_off_policy, plain.corrects_discrepancy) == (by_age, by_engine), anchor
+        for table, twice in (
+            ("correction", by_age),
+            ("staleness_correction", by_age),
+            ("discrepancy_correction", by_engine),
+        ):
+            SECTION.validate_python({**raw, table: {"mode": "filter"}})
+            if twice:
+                message = refusal({**raw, table: {}})["msg"]
+                assert f"`algorithm.{table}`" in message
+                assert "twice" in message
+            else:
+                SECTION.validate_python({**raw, table: {}})
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_version_that_sampled_is_scored_only_for_an_objective_that_uses_it(name):
+    for anchor in anchors_of(name):
+        raw = {"type": name, **needed(name)} | ({} if anchor is None else {"anchor": anchor})
+        assert SECTION.validate_python(raw).needs_sampled is (anchor == "sampled")
+        filtered = {"mode": "filter"}
+        assert not SECTION.validate_python(raw).needs_turns
+        for table in ("discrepancy_correction", "staleness_correction"):
+            assert SECTION.validate_python({**raw, table: filtered}).needs_sampled
+        assert SECTION.validate_python({**raw, "correction": filtered}).needs_sampled is (anchor == "sampled")
+        for table in ("correction", "discrepancy_correction", "staleness_correction"):
+            assert SECTION.validate_python({**raw, table: {**filtered, "level": "turn"}}).needs_turns
+
+
+def test_a_correction_is_whole_or_in_its_two_parts():
+    both = {"discrepancy_correction": {"high": 1.5}, "staleness_correction": {"mode": "filter"}}
+    options = SECTION.validate_python({"anchor": "proximal", **both})
+    assert options.corrections == (None, options.discrepancy_correction, options.staleness_correction)
+    for name, part in both.items():
+        message = refusal({"anchor": "proximal", "correction": {}, name: part})["msg"]
+        assert "`algorithm.correction` is the product of `algorithm.discrepancy_correction`" in message
+
+
+@pytest.mark.parametrize("table", ["correction", "discrepancy_correction", "staleness_correction"])
+def test_a_refused_weight_is_named_by_its_table(table):
+    message = refusal({"anchor": "proximal", table: {"level": "segment"}})["msg"]
+    assert f"`algorithm.{table}.segment_tokens` is missing" in message
 
 
 def test_a_truncated_weight_beside_a_ratio_that_holds_it_has_no_effect():
-    options = options_of("dora", {"average_tokens": 8, "anchor": "behaviour", "weight_cap": 1.5})
+    options = options_of("dora", {"anchor": "behaviour", "weight_cap": 1.5})
     assert "`algorithm.weight_cap = 1.5` has no effect" in options.without_effect()["weight_cap"]
-    assert "weight_cap" not in options_of("dora", {"average_tokens": 8}).without_effect()
+    for anchor in ("sampled", "proximal"):
+        assert "weight_cap" not in options_of("dora", {"anchor": anchor}).without_effect()
 
 
 def test_only_objectives_with_a_ratio_have_options_that_act_through_it():

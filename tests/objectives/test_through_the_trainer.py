@@ -27,6 +27,7 @@ def expected_gradient(options, batch):
         current=now,
         behaviour=np.concatenate([sample.completion.logprobs for sample in samples]).astype(np.float64),
         proximal=now,
+        sampled=now,  # the batch is of the version that is trained
         advantages=np.repeat(advantages, lengths),
         rewards=np.repeat(rewards, lengths),
         lengths=lengths,

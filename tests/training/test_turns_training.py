@@ -175,6 +175,50 @@ def test_lengths_and_arithmetic_count_what_was_sampled():
     assert costs.forward(whole) - costs.forward(batch) == 2.0 * costs.head_elements * observed
 
 
+def turn_weights(batch, high):
+    """The capped product of `pi / mu` over each token's turn, by sample, by the stock model."""
+    model, found = tiny(dtype=torch.float64), []
+    for sample in batch.samples:
+        with torch.no_grad():
+            logs = reference_logprobs(model, sample, TEMPERATURE).numpy() - sample.completion.logprobs
+        spans = [(0, len(logs))] if sample.completion.turns is None else sample.completion.turns.tolist()
+        products = [np.full(end - start, np.exp(logs[start:end].sum())) for start, end in spans]
+        found.append(np.minimum(np.concatenate(products), high))
+    return found
+
+
+@pytest.mark.parametrize("micro_tokens", [10_000, 30])
+def test_a_correction_by_turn_weighs_the_sampled_tokens_of_each_turn_as_one(micro_tokens):
+    batch = with_turns(random_batch(groups=2, members=4))
+    groups = [s.group for s in batch.samples]
+    advantages = outcome_advantages("group", [s.reward for s in batch.samples], groups).values
+    weights = turn_weights(batch, 3.0)
+    expected = reference_gradients(batch, [a * own for a, own in zip(advantages, weights, strict=True)])
+    algorithm = NaiveOptions(advantage="group", correction={"level": "turn", "high": 3.0})
+    got = gradients(made(algorithm, lora=False, micro_tokens=micro_tokens), batch)
+    assert relative_error(got, expected) < 1e-9
+    metrics = made(algorithm, lora=False, micro_tokens=micro_tokens).update(batch).metrics
+    assert metrics["correction_weight"] == pytest.approx(np.concatenate(weights).mean())
+    capped = np.mean(np.concatenate(weights) == 3.0)
+    assert 0 < capped < 1
+    assert metrics["correction_outside"] == pytest.approx(capped)
+
+
+def test_a_completion_without_tokens_has_no_turn_that_is_weighed():
+    """Two of them lie before the only one that has a token."""
+    batch = random_batch(groups=1, members=3, longest=2)
+    nothing = {"tokens": np.zeros(0, dtype=np.int32), "logprobs": np.zeros(0, dtype=np.float32)}
+    samples = [
+        dataclasses.replace(each, prompt=(1,) * 9, completion=dataclasses.replace(each.completion, **nothing))
+        for each in batch.samples[:2]
+    ]
+    samples.append(batch.samples[2])
+    algorithm = NaiveOptions(advantage="group", correction={"level": "turn", "high": 3.0})
+    metrics = made(algorithm, lora=False).update(Batch(0, samples)).metrics
+    assert metrics["tokens"] == 1
+    assert metrics["correction_weight"] == pytest.approx(turn_weights(Batch(0, samples[2:]), 3.0)[0][0])
+
+
 # -- credit ------------------------------------------------------------------------------------------------------------
 
 

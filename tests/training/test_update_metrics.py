@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from training_cases import random_batch, tiny
 
 from stretto.objectives import OBJECTIVES
-from stretto.objectives.correction_options import CorrectionOptions
+from stretto.objectives.correction_options import CorrectionOptions, DiscrepancyOptions, StalenessOptions
 from stretto.objectives.length_options import OverlongOptions
 from stretto.objectives.regularizer_options import EntropyOptions, KlOptions, SupervisedOptions
 from stretto.observe.metrics import Tally
@@ -21,6 +21,7 @@ from stretto.training.update_metrics import (
     TokenCollector,
     TokenValues,
     batch_metrics,
+    divergences,
     effective_sample_size,
     mismatch,
     staleness_metrics,
@@ -88,8 +89,46 @@ def test_divergences_go_by_the_age_of_the_data():
     counts = [int((token_ages(batch, tokens) == age).sum()) for age in (1, 3)]
     mean = np.average([found["staleness_kl_age_1"], found["staleness_kl_age_3"]], weights=counts)
     assert found["staleness_kl"] == pytest.approx(mean)
-    kl_sum, count = mismatch(batch, tokens)
-    assert (kl_sum, count) == (0.0, sum(len(s.completion.tokens) for s in batch.samples[:6]))
+    found = mismatch(batch, tokens)
+    fresh = sum(len(s.completion.tokens) for s in batch.samples[:6])
+    assert (found.kl_sum, found.tokens) == (0.0, fresh)
+    assert found.metrics == {"mismatch_kl": 0.0, "mismatch_tokens": float(fresh), "mismatch_kl_age_0": 0.0}
+
+
+def test_engine_and_trainer_are_compared_where_tokens_were_scored_and_where_they_are_fresh():
+    batch = aged_batch()
+    tokens = in_order(batch, 0.1)
+    ages = token_ages(batch, tokens)
+    scored = (ages == 3) & (np.arange(len(ages)) % 2 == 0)
+    discrepancies = np.where(scored, 0.2, 7.0)  # which counts for nothing where a token was not scored
+    found = mismatch(batch, replace(tokens, discrepancies=discrepancies, is_scored=scored.astype(np.float64)))
+    fresh, total = int((ages == 0).sum()), (np.exp(0.2) - 1.2) * int(scored.sum())
+    assert found.tokens == fresh + int(scored.sum())
+    assert found.kl_sum == pytest.approx(total)
+    assert found.metrics == {
+        "mismatch_kl": pytest.approx(total / found.tokens),
+        "mismatch_tokens": float(found.tokens),
+        "mismatch_kl_age_0": 0.0,
+        "mismatch_kl_age_3": pytest.approx(np.exp(0.2) - 1.2),
+    }
+
+
+def test_nothing_is_compared_where_nothing_is_fresh_or_scored():
+    batch = Batch(3, [replace(sample, version=1) for sample in random_batch(update=3).samples])
+    found = mismatch(batch, in_order(batch, 0.1))
+    assert (found.kl_sum, found.tokens) == (0.0, 0)
+    assert found.metrics == {"mismatch_kl": 0.0, "mismatch_tokens": 0.0}
+
+
+@given(st.lists(st.floats(-100, 100), min_size=1, max_size=30))
+def test_divergences_are_finite_and_never_negative(log_ratios):
+    found = divergences(np.array(log_ratios))
+    assert (found >= 0).all()
+    assert (found <= np.exp(20.0)).all()
+
+
+def test_a_divergence_is_that_of_its_log_ratio():
+    assert divergences(np.array([0.0, 0.3, -0.3])) == pytest.approx([0.0, np.exp(0.3) - 1.3, np.exp(-0.3) - 0.7])
 
 
 def test_fresh_data_has_no_divergence_by_staleness():
@@ -161,7 +200,9 @@ def test_every_measure_of_a_batch_is_documented():
     batch = aged_batch()
     advantages = group_relative([s.reward for s in batch.samples], [s.group for s in batch.samples])
     tokens = replace(in_order(batch, 0.1), gradients=np.zeros(3), anchor_log_ratios=np.zeros(3))
+    scored = replace(tokens, discrepancies=tokens.log_ratios, is_scored=np.ones(len(tokens.log_ratios)))
     found = {
+        **mismatch(batch, scored).metrics,
         **batch_metrics(batch, advantages),
         **token_metrics(tokens, len(batch.samples)),
         **staleness_metrics(batch, tokens),
@@ -183,8 +224,12 @@ def test_every_name_on_the_line_of_an_update_is_documented():
     assert set(line) <= documented()
 
 
-EVERYTHING = {
-    "correction": CorrectionOptions(mode="filter", low=0.5),
+WHOLE = {"correction": CorrectionOptions(mode="filter", low=0.5)}
+PARTS = {
+    "discrepancy_correction": DiscrepancyOptions(mode="filter", low=0.5, level="turn"),
+    "staleness_correction": StalenessOptions(mode="filter", low=0.5),
+}
+BESIDE = {
     "kl": KlOptions(coefficient=0.1),
     "entropy": EntropyOptions(coefficient=0.1),
     "supervised": SupervisedOptions(coefficient=0.1),
@@ -192,17 +237,19 @@ EVERYTHING = {
 }
 
 
+@pytest.mark.parametrize("corrections", [WHOLE, PARTS], ids=["whole", "parts"])
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "custom"])
-def test_every_measure_of_an_update_is_documented_whatever_the_objective(name):
-    kind = OBJECTIVES[name]
-    constant = kind.model_fields["average"].default == "constant"
-    algorithm = kind(**EVERYTHING, **({"average_tokens": 20} if constant else {}))
+def test_every_measure_of_an_update_is_documented_whatever_the_objective(name, corrections):
+    algorithm = OBJECTIVES[name](**BESIDE, **corrections)
     trainer = LocalTrainer(tiny(), lora=LoraOptions(rank=2), algorithm=algorithm, max_tokens=20)
-    batch = aged_batch()
+    own = trainer.weights(0)
+    batch = replace(aged_batch(), versions={version: replace(own, version=version) for version in (0, 2)})
     trainer.restore({**trainer.state(), "version": torch.tensor(batch.update)})
     metrics = trainer.update(batch).metrics
     assert {general(each) for each in metrics} <= documented()
     assert {"share_without_gradient", "staleness_kl_age_3", "mismatch_tokens", "weight_p99"} <= metrics.keys()
+    assert {f"{table}_{what}" for table in corrections for what in ("weight", "outside")} <= metrics.keys()
+    assert {"mismatch_kl_age_0", "mismatch_kl_age_1", "mismatch_kl_age_3"} <= metrics.keys()
     assert all(np.isfinite(value) for value in metrics.values())
 
 

@@ -55,7 +55,8 @@ class Tokens:
     num_sequences: int
     lengths: Tensor  # [num_sequences] tokens of each sequence
     sampled: Tensor | None = None  # the trainer's, under the version that sampled; None unless `needs_sampled`
-    turns: Tensor | None = None  # int64 index of the token's turn over the micro-batch; None unless `needs_turns`
+    # int64 index of the token's turn among the turns of the micro-batch that have tokens; None unless `needs_turns`
+    turns: Tensor | None = None
 
     def anchor_logprobs(self, anchor: Anchor) -> Tensor:
         """The log-probabilities under the anchor."""
@@ -260,7 +261,7 @@ class RatioOptions(ObjectiveOptions):
 
     @property
     def corrects_discrepancy(self) -> bool:
-        return self.anchor == "behaviour"
+        return self.corrects_off_policy and self.anchor != "sampled"
 
     @property
     def needs_sampled(self) -> bool:

@@ -547,8 +547,10 @@ class LocalTrainer:
         return replace(micro, weights=micro.weights * self._to_device(np.concatenate(whole)))
 
     def _turn_indices(self, batch: Batch, plan: MicroBatchPlan) -> torch.Tensor:
-        """The turn of each token of a micro-batch [C], numbered over all of its sequences."""
-        lengths = [length for index in plan.samples for length in batch.samples[index].completion.turn_lengths]
+        """The turn of each token of a micro-batch [C], numbered over all turns that have tokens."""
+        lengths = [
+            length for index in plan.samples for length in batch.samples[index].completion.turn_lengths if length
+        ]
         return self._to_device(np.repeat(np.arange(len(lengths)), lengths), torch.int64)
 
     def _token_advantages(
