@@ -1,4 +1,4 @@
-"""`stretto verify RUN`: proves the three laws from a journal."""
+"""`stretto verify RUN`: proves the three laws, and what was trained on, from a journal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 from stretto.cli import arguments
 
-HELP = "prove the three laws from a run's journal alone"
+HELP = "prove the three laws and what was trained on from a run's journal alone"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,8 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from stretto.store.verify import exit_code, format_findings, verify
+    from stretto.store.verify import conclusion, exit_code, format_findings, verify
 
     findings = verify(options.run)
-    sys.stdout.write(format_findings(findings) + "\n")
+    sys.stdout.write(f"{format_findings(findings)}\n{conclusion(findings)}\n")
     return exit_code(findings)
