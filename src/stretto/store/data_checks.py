@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.store.digests import SIZE, CompletionBlobs, row_digest, update_digest
+from stretto.store.blobs import CompletionBlobs, sampled_values
+from stretto.store.digests import SIZE, row_digest, update_digest
 from stretto.store.schema import FAILURES_OF_MEMBERS, JOURNAL_NAME
 from stretto.store.traces import recorded_in
 
@@ -135,10 +136,7 @@ def _sample(update: int, row: Sequence[Any]) -> _Sample:
     )  # fmt: skip
     oldest, num_current = int(version), int(num_sampled) * (version == update)
     if token_versions is not None:
-        drawn = np.frombuffer(token_versions, "<i4")
-        if turns is not None:
-            spans = np.frombuffer(turns, "<i4").reshape(-1, 2).tolist()
-            drawn = np.concatenate([drawn[start:end] for start, end in spans])
+        drawn = sampled_values(np.frombuffer(token_versions, "<i4"), turns)
         oldest, num_current = int(drawn.min()), int((drawn == update).sum())
     return _Sample(
         trajectory=trajectory,

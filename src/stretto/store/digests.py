@@ -14,43 +14,12 @@ or scoring again (`stretto replay`, `stretto verify --recompute`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from stretto.types import Completion, Sample
+from stretto.store.blobs import CompletionBlobs, blob
+from stretto.types import Sample
 
 SIZE = 16  # bytes of a digest
-
-
-def blob(values: Sequence[float] | NDArray[Any], kind: str) -> bytes:
-    """Returns values as little-endian bytes of `kind` (`<i4`, `<f4`, `<f8`), as the journal stores them."""
-    return np.ascontiguousarray(values, dtype=kind).tobytes()
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionBlobs:
-    """The arrays of a completion as the journal stores them."""
-
-    tokens: bytes
-    logprobs: bytes
-    token_versions: bytes | None
-    supports: bytes | None
-    turns: bytes | None
-
-    @classmethod
-    def of(cls, made: Completion) -> CompletionBlobs:
-        versions, supports, turns = made.token_versions, made.supports, made.turns
-        return cls(
-            tokens=blob(made.tokens, "<i4"),
-            logprobs=blob(made.logprobs, "<f4"),
-            token_versions=None if versions is None else blob(versions, "<i4"),
-            supports=None if supports is None else blob(supports.counts, "<i4") + blob(supports.tokens, "<i4"),
-            turns=None if turns is None else blob(turns, "<i4"),
-        )
 
 
 def sample_digest(sample: Sample) -> bytes:

@@ -16,7 +16,8 @@ from typing import Any
 
 from stretto import __version__
 from stretto.errors import JournalError
-from stretto.store.digests import CompletionBlobs, blob, sample_digest, update_digest
+from stretto.store.blobs import CompletionBlobs, blob
+from stretto.store.digests import sample_digest, update_digest
 from stretto.store.schema import ENDS, FAILURES_OF_MEMBERS, Attempt, Departure, EvaluationKind, RunFacts, State
 from stretto.types import Completion, Prompt, Sample
 
