@@ -19,7 +19,7 @@ from stretto.store.journal import Journal
 from stretto.store.reader import JournalReader
 from stretto.store.resume_point import recorded_checksums
 from stretto.store.version_files import VersionFiles
-from stretto.types import Batch, Weights, WeightsRef
+from stretto.types import Batch, UpdateReport, Weights, WeightsRef
 
 
 async def refuse_another_base(trainer: TrainerBackend, journal: Path) -> None:
@@ -39,16 +39,21 @@ async def refuse_another_base(trainer: TrainerBackend, journal: Path) -> None:
 
 
 async def train_again(
-    trainer: TrainerBackend, journal: Path, first: int, last: int
+    trainer: TrainerBackend,
+    journal: Path,
+    first: int,
+    last: int,
+    reported: Callable[[UpdateReport], None] = lambda report: None,
 ) -> AsyncGenerator[Weights | WeightsRef, None]:
     """Yields the weights of version `first`, where the trainer is, and of each up to `last` as it is trained.
 
     After each yield the trainer is at the version that was yielded. Weights that it adopts then are what the next
-    update trains.
+    update trains. `reported` gets the report of each update before its weights are yielded.
     """
     yield await trainer.weights(first)
     for update in range(first, last):
-        _, made = await trainer.update(await asyncio.to_thread(_batch, journal, update))
+        report, made = await trainer.update(await asyncio.to_thread(_batch, journal, update))
+        reported(report)
         yield made
 
 

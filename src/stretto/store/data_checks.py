@@ -32,7 +32,7 @@ MAX_REWARD = 1e9  # the largest reward that can be trained on, written down apar
 ROUNDING = 1e-9  # of a metric, relative to the largest number that it is made of
 LARGEST_ID = (1 << 63) - 1
 
-_MEMBERS = """SELECT m.trajectory, m.use, t.group_id, t.version, t.reward, t.turn_rewards, g.prompt_tokens,
+MEMBERS = """SELECT m.trajectory, m.use, t.group_id, t.version, t.reward, t.turn_rewards, g.prompt_tokens,
     c.version, c.checksum, c.finish, c.tokens, c.logprobs, c.token_versions, c.supports, c.turns, c.num_sampled,
     c.num_tokens
     FROM members m LEFT JOIN trajectories t USING (trajectory) LEFT JOIN groups g ON g.group_id = t.group_id
@@ -95,9 +95,9 @@ def _check_updates(db: sqlite3.Connection, result: DataResult) -> None:
         "ORDER BY update_id"
     ):
         samples = []
-        for row in db.execute(_MEMBERS, (update,)):
+        for row in db.execute(MEMBERS, (update,)):
             try:
-                samples.append(_sample(update, row))
+                samples.append(read_sample(update, row))
             except (TypeError, ValueError):  # columns are missing or have other types
                 result.breaks.append(f"trajectory {row[0]} of update {update} has no complete rows")
         if finished_at is None:
@@ -122,12 +122,12 @@ def _check_updates(db: sqlite3.Connection, result: DataResult) -> None:
         result.num_samples += len(samples)
         previous = digest
         result.breaks += [f"update {update} {each}" for each in _metrics(update, samples, json.loads(metrics))]
-        _add(sums, update, samples)
+        add_sums(sums, update, samples)
         if totals is not None:
             result.breaks += [f"update {update} {each}" for each in _totals(sums, json.loads(totals))]
 
 
-def _sample(update: int, row: Sequence[Any]) -> _Sample:
+def read_sample(update: int, row: Sequence[Any]) -> _Sample:
     trajectory, use, group, version, reward, turn_rewards, prompt, made, checksum, finish, *rest = row
     tokens, logprobs, token_versions, supports, turns, num_sampled, num_tokens = rest
     arrays = CompletionBlobs(tokens, logprobs, token_versions, supports, turns)
@@ -164,13 +164,21 @@ def _other_samples(update: int, samples: Sequence[_Sample], digests: bytes) -> I
 
 def _metrics(update: int, samples: Sequence[_Sample], line: Mapping[str, Any]) -> Iterator[str]:
     """Returns the metrics that are not those of the samples. A metric that the trainer does not report is no break."""
+    scale = max([1.0, *(abs(sample.reward) for sample in samples)])
+    for name, value in expected_metrics(update, samples, line).items():
+        if name in line and not _equal(line[name], value, scale if name.startswith("reward") else 1.0):
+            yield f"has `{name}` {line[name]} in its metrics, and its samples give {value}"
+
+
+def expected_metrics(update: int, samples: Sequence[_Sample], line: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the metrics that follow from the samples of an update. `line` is what was recorded."""
     if not samples:
-        return
+        return {}
     rewards = np.array([sample.reward for sample in samples])
     lengths = [sample.num_sampled for sample in samples]
     again = [sample for sample in samples if sample.use != 0]
     ages = Counter(update - sample.oldest for sample in samples)
-    expected: dict[str, Any] = {
+    return {
         "update": update,
         "reward_mean": float(rewards.mean()),
         "reward_std": _deviation(rewards),
@@ -191,10 +199,6 @@ def _metrics(update: int, samples: Sequence[_Sample], line: Mapping[str, Any]) -
         **{name: 0 for name in line if name.startswith("advantage_count_age_")},
         **{f"advantage_count_age_{age}": count for age, count in ages.items()},
     }
-    scale = max(1.0, float(np.abs(rewards).max()))
-    for name, value in expected.items():
-        if name in line and not _equal(line[name], value, scale if name.startswith("reward") else 1.0):
-            yield f"has `{name}` {line[name]} in its metrics, and its samples give {value}"
 
 
 def _deviation(rewards: NDArray[np.float64]) -> float:
@@ -210,7 +214,7 @@ def _equal(recorded: object, value: Any, scale: float) -> bool:
     return math.isclose(recorded, value, rel_tol=ROUNDING, abs_tol=ROUNDING * scale)
 
 
-def _add(sums: Counter[str], update: int, samples: Sequence[_Sample]) -> None:
+def add_sums(sums: Counter[str], update: int, samples: Sequence[_Sample]) -> None:
     """Adds the samples of an update to the sums of the run, by their names in `totals`."""
     sums["steps"] += 1
     for sample in samples:

@@ -265,12 +265,32 @@ class JournalReader:
 
     def batch(self, update: int) -> list[Sample]:
         """Returns the batch of an update, as the trainer got it."""
+        return self._samples("m.update_id = ? ORDER BY m.position", update)
+
+    def trained(self) -> list[int]:
+        """Returns the trajectories that were trained on, in the order of their first training."""
+        rows = self._rows(
+            "SELECT trajectory FROM members JOIN updates USING (update_id) "
+            "WHERE use = 0 AND finished_at IS NOT NULL ORDER BY update_id, position"
+        )
+        return [row[0] for row in rows]
+
+    def sample(self, trajectory: int) -> Sample:
+        """Returns one trajectory that was trained on, as the trainer got it first."""
+        (sample,) = self._samples("m.trajectory = ? AND m.use = 0", trajectory)
+        return sample
+
+    def advantages(self) -> dict[int, str | None]:
+        """Returns the digest of the advantages of every finished update."""
+        return dict(self._rows("SELECT update_id, advantages FROM updates WHERE finished_at IS NOT NULL"))
+
+    def _samples(self, where: str, *args: Any) -> list[Sample]:
         rows = self._rows(
             "SELECT m.trajectory, t.group_id, t.version, g.prompt_tokens, t.reward, m.use, t.turn_rewards, "
             f"{_COMPLETION} "
             "FROM members m JOIN trajectories t USING (trajectory) JOIN groups g USING (group_id) JOIN completions c "
-            "USING (trajectory) WHERE m.update_id = ? ORDER BY m.position",
-            update,
+            f"USING (trajectory) WHERE {where}",
+            *args,
         )
         return [
             Sample(
