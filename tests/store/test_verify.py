@@ -16,6 +16,7 @@ from stretto.core.paradigms import PARADIGMS
 from stretto.errors import JournalError, RunError
 from stretto.store.journal import JOURNAL_NAME, RunFacts
 from stretto.store.law_checks import LEGAL_MOVES
+from stretto.store.reader import JournalReader
 from stretto.store.schema import ENDS, LAWS_GIVEN_UP, UNDER_WAY, State
 from stretto.store.verify import Finding, exit_code, format_findings, verify
 
@@ -477,6 +478,29 @@ def test_partial_counts_mixed_trajectories_and_exits_0(recorder, tmp_path):
     findings = damage(tmp_path, "UPDATE run SET value = '[]' WHERE key = 'laws_broken'")
     assert laws(findings) == {"1"}
     assert exit_code(findings) == 1
+
+
+def test_the_age_of_a_trajectory_is_that_of_its_oldest_token(recorder, tmp_path):
+    run = recorder(replace(FACTS, paradigm="partial", laws_broken=(1,), updates=2))
+    run.publish(0)
+    run.admit(2)  # under version 0, as are the first two
+    run.update(0)
+    run.admit(3)
+    versions = {6: [0, 0, 0, 1], 7: [1, 1, 1, 1, 1]}  # 7 was admitted under version 0, and began under version 1
+    for id in (*run.ids(2), *run.ids(3)):
+        run.generate(id, token_versions=versions.get(id))
+        run.journal.scored(id, 1.0, at=run.now())
+    run.take(1)
+    run.done(1)
+    run.journal.finished(stopped=False, at=run.now())
+    run.journal.close()
+    findings = verify(tmp_path)
+    assert exit_code(findings) == 0, format_findings(findings)
+    assert "12 samples, age mean 0.17 max 1, bound 2" in format_findings(findings)
+    with JournalReader(tmp_path) as reader:
+        assert {sample.trajectory: sample.age for sample in reader.samples(1)} == {6: 1, 7: 0, 8: 1, 9: 0, 10: 0, 11: 0}
+        assert [(update.age, update.oldest) for update in reader.updates()] == [(0.0, 0), (2 / 6, 1)]
+        assert [sample.oldest_version for sample in reader.batch(1)] == [0, 1, 0, 1, 1, 1]
 
 
 OLDER_TOKENS = {

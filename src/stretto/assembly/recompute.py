@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -109,8 +110,7 @@ class _Scoring:
             if weights is None:
                 missing.append(version)
                 continue
-            found = weights
-            await self._trainer.call(lambda found=found: hold(self._local, found), f"loading version {version}")
+            await self._trainer.call(partial(hold, self._local, weights), f"loading version {version}")
             await self._score(version)
             self._result.from_files.append(version)
         if self._result.from_files:
