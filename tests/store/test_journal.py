@@ -505,3 +505,18 @@ def test_turns_and_what_each_earned_are_read_back(recorder, tmp_path):
     assert completion.turns is not None
     assert completion.turns.tolist() == [[0, 2], [3, 4]]
     assert completion.num_sampled == 3
+
+
+def test_an_update_that_trained_another_batch_than_the_recorded_one_is_refused(recorder, tmp_path):
+    run = recorder()
+    run.publish(0)
+    for group in (0, 1):
+        run.admit(group)
+        run.finish(group)
+    run.take(0)
+    run.journal.flush()
+    with JournalReader(tmp_path) as reader:
+        samples = reader.batch(0)
+    run.journal.update_done(0, {}, at=9.0, checksum="sum1", samples=samples[::-1])
+    with pytest.raises(JournalError, match="update 0 has a recorded batch, and has trained another one"):
+        run.journal.flush()
