@@ -16,9 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
+from stretto.run.seeds import trajectory_seed
 from stretto.store.journal import JOURNAL_NAME, Journal, RunFacts
 from stretto.store.verify import exit_code, format_findings, verify
-from stretto.types import Completion, Prompt
+from stretto.types import Completion, Prompt, Sample
 
 GROUP = 8
 BATCH = 64
@@ -38,6 +39,7 @@ async def record(folder: Path, num_groups: int, num_tokens: int) -> None:
     for update in range(updates):
         checksum = f"{update:032x}"
         journal.version_published(update, checksum, at=time.time())
+        journal.version_loaded(update, checksum, at=time.time())
         groups = range(update * BATCH, (update + 1) * BATCH)
         for group in groups:
             prompt = Prompt(group, "prompt", prompt_tokens, {"answer": group})
@@ -53,12 +55,14 @@ async def record(folder: Path, num_groups: int, num_tokens: int) -> None:
                     epoch=0,
                     row_number=group,
                     trajectories=members,
-                    seeds=members,
+                    seeds=[trajectory_seed(0, id) for id in members],
                     at=now,
                 )
+        samples: list[Sample] = []
         ids = [group * GROUP + member for group in groups for member in range(GROUP)]
         for id in ids:
             completion = Completion(id, update, tokens, logprobs, "stop", checksum)
+            samples.append(Sample(id, id // GROUP, update, prompt_tokens, completion, 1.0))
             with timed(caller["generated"]):
                 journal.generated(id, completion, text, at=now)
             with timed(caller["scored"]):
@@ -67,7 +71,8 @@ async def record(folder: Path, num_groups: int, num_tokens: int) -> None:
             journal.batch_taken(update, ids, at=now)
         with timed(durable):
             await journal.durable()
-        journal.update_done(update, {"loss": 0.0}, at=time.time())
+        journal.update_done(update, {"loss": 0.0}, at=time.time(), checksum=f"{update + 1:032x}", samples=samples)
+    journal.version_published(updates, f"{updates:032x}", at=time.time())
     journal.finished(stopped=False, at=time.time())
     await journal.durable()
     elapsed = time.perf_counter() - started

@@ -239,6 +239,14 @@ class Sample:
     turn_rewards: tuple[float, ...] | None = None  # of each turn, adding up to `reward`; None: all at the last one
 
     @property
+    def oldest_version(self) -> int:
+        """The version of its oldest token, which its age is counted from."""
+        made = self.completion
+        if made.token_versions is None or not len(made.token_versions):
+            return self.version
+        return int(made.token_versions[made.sampled].min())
+
+    @property
     def rewards_by_turn(self) -> tuple[float, ...]:
         """The reward of each turn of its completion."""
         if self.turn_rewards is not None:
@@ -281,6 +289,7 @@ class UpdateReport:
     mismatch_kl_sum: float  # engine against trainer at the same version, summed over `mismatch_tokens`
     mismatch_tokens: int
     seconds: float
+    advantages: str | None = None  # digest of the advantages; None: the trainer computes none
 
 
 Moment = Literal["before", "during", "after"]

@@ -82,4 +82,7 @@ def test_verify_finds_a_token_outside_of_what_it_was_drawn_from(model: Path, tmp
         values[count:] += 1
         db.execute("UPDATE completions SET supports = ? WHERE trajectory = ?", (values.tobytes(), id))
     broken = [sentence for finding in verify(tmp_path / "run") for sentence in finding.details]
-    assert broken == [f"trajectory {id} has a token that is not among those it was drawn from"]
+    assert broken == [
+        f"trajectory {id} has a token that is not among those it was drawn from",
+        f"trajectory {id} is not what update 0 trained on: its rows were changed",
+    ]

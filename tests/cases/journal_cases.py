@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from stretto.run.seeds import trajectory_seed
 from stretto.store.journal import JOURNAL_NAME, Journal, RunFacts
+from stretto.store.reader import JournalReader
 from stretto.types import Completion, Prompt
 
 FACTS = RunFacts(
@@ -22,6 +24,7 @@ class Recorder:
         self.facts = facts
         self.journal = Journal.open(folder / JOURNAL_NAME, resume=resume, interval_s=0.01)
         self.journal.begin(facts, at=1.0)
+        self.journal.instance_joined(0, 4, at=1.0)
         self.at = 1.0
 
     def now(self) -> float:
@@ -50,7 +53,7 @@ class Recorder:
             epoch=group // self.facts.data_rows,
             row_number=(3 * group + 1) % self.facts.data_rows,
             trajectories=self.ids(group),
-            seeds=[1000 + id for id in self.ids(group)],
+            seeds=[trajectory_seed(self.facts.seed, id) for id in self.ids(group)],
             instance=0,
             at=self.now(),
         )
@@ -91,7 +94,12 @@ class Recorder:
         self.done(update)
 
     def done(self, update: int) -> None:
-        self.journal.update_done(update, {"loss": 0.5}, at=self.now())
+        self.journal.flush()
+        with JournalReader(self.folder) as reader:
+            samples = reader.batch(update)
+        self.journal.update_done(
+            update, {"loss": 0.5}, at=self.now(), checksum=f"sum{update + 1}", samples=samples, advantages="none"
+        )
         self.publish(update + 1)
 
     def run(self) -> None:

@@ -32,6 +32,7 @@ from stretto.run.evaluation import Evaluator
 from stretto.run.loop import Loop, Settings
 from stretto.run.rollout import Rollout, RolloutState
 from stretto.store.journal import Journal
+from stretto.store.resume_point import progress_of
 from stretto.store.schema import RunFacts
 from stretto.store.verify import Finding, exit_code, verify
 from stretto.training.fake import FakeTrainer
@@ -209,7 +210,9 @@ class Bench:
                 journal.version_published(0, weights[0].checksum, at=time.time())
             else:
                 controller = Controller.restore(plan, self.snapshot)
-            self.tally = Tally(rows=plan.rows, sink=JsonLines(self.folder / "metrics.jsonl"), totals=Totals())
+            progress = progress_of(journal.path)
+            totals = Totals() if progress is None else Totals.from_json(progress.totals, progress.lines)
+            self.tally = Tally(rows=plan.rows, sink=JsonLines(self.folder / "metrics.jsonl"), totals=totals)
             evaluator = Evaluator(prompts, 4, environment=InProcess(), sampling=sampling, seed=0, journal=journal)
             self.loop = CheckedLoop(
                 controller,

@@ -200,3 +200,11 @@ def test_sums_come_back_with_what_the_lines_say() -> None:
 def test_metrics_that_cannot_be_written_are_an_error_by_name(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"metrics.jsonl` cannot be written"):
         JsonLines(tmp_path / "gone" / "metrics.jsonl").write({"kind": "update"})
+
+
+def test_the_age_of_a_trajectory_is_that_of_its_oldest_token() -> None:
+    subject, _ = tally()
+    samples = [sample(0, 0, completion(3, [0, 1, 2])), sample(1, 0, completion(2, [1, 2])), sample(2, 0, completion(2))]
+    line = update(subject, 2, samples, 0.0, 1.0)
+    assert line["staleness_histogram"] == {"1": 1, "2": 2}
+    assert subject.totals.ages == {1: 1, 2: 2}

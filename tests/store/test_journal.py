@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from stretto.errors import JournalError, RunError
+from stretto.run.seeds import trajectory_seed
 from stretto.store.journal import JOURNAL_NAME, Journal, JournalReader, RunFacts
 from stretto.store.verify import verify
 from stretto.types import Completion, Prompt
@@ -88,7 +89,7 @@ def test_outstanding_groups_have_all_that_a_resumed_run_needs(recorder, tmp_path
     assert [g.group for g in groups] == [2, 3]
     assert groups[0].prompt == Prompt(2, "2 + 2 =", (1, 2, 2), {"answer": 4})
     assert [t.state for t in groups[0].trajectories] == ["scoring", "running", "running"]
-    assert [t.seed for t in groups[0].trajectories] == [1006, 1007, 1008]
+    assert [t.seed for t in groups[0].trajectories] == [trajectory_seed(7, id) for id in (6, 7, 8)]
     assert groups[0].deadline == groups[0].version + groups[0].staleness
 
 
@@ -469,7 +470,6 @@ def test_instances_and_moves_are_recorded_with_their_session(recorder, tmp_path)
     run = recorder()
     run.publish(0)
     run.admit(0)
-    run.journal.instance_joined(0, 2, at=1.0)
     run.journal.instance_joined(1, 1, at=2.0)
     run.journal.instance_left(0, "lost", "it hangs", at=3.0)
     run.journal.trajectory_moved(
@@ -479,7 +479,7 @@ def test_instances_and_moves_are_recorded_with_their_session(recorder, tmp_path)
     with sqlite3.connect(tmp_path / JOURNAL_NAME) as db:
         joined = db.execute("SELECT session, instance, slots, left_at, outcome, reason FROM instances").fetchall()
         moves = db.execute("SELECT trajectory, source, target, context, num_bytes, prefilled FROM moves").fetchall()
-    assert joined == [(1, 0, 2, 3.0, "lost", "it hangs"), (1, 1, 1, None, None, None)]
+    assert joined == [(1, 0, 4, 3.0, "lost", "it hangs"), (1, 1, 1, None, None, None)]
     assert moves == [(1, 0, 1, 40, 0, 40)]
 
 
@@ -505,3 +505,18 @@ def test_turns_and_what_each_earned_are_read_back(recorder, tmp_path):
     assert completion.turns is not None
     assert completion.turns.tolist() == [[0, 2], [3, 4]]
     assert completion.num_sampled == 3
+
+
+def test_an_update_that_trained_another_batch_than_the_recorded_one_is_refused(recorder, tmp_path):
+    run = recorder()
+    run.publish(0)
+    for group in (0, 1):
+        run.admit(group)
+        run.finish(group)
+    run.take(0)
+    run.journal.flush()
+    with JournalReader(tmp_path) as reader:
+        samples = reader.batch(0)
+    run.journal.update_done(0, {}, at=9.0, checksum="sum1", samples=samples[::-1])
+    with pytest.raises(JournalError, match="update 0 has a recorded batch, and has trained another one"):
+        run.journal.flush()

@@ -1,5 +1,7 @@
 """Trains a run again from its journal, and compares every version with the recorded checksum (`stretto replay`).
 
+The advantages of every update are compared too, by their digest.
+
 The weights of a run follow from its first model and from its batches in their order. Which trajectories were in a batch
 depended on timing, but that is recorded. So a run of any paradigm can be trained again without generating anything; on
 the CPU and with the same number of threads, to the same bits. Several ranks sum in another order than the one trainer
@@ -34,6 +36,7 @@ from stretto.store.reader import JournalReader
 from stretto.store.resume_point import recorded_checksums
 from stretto.store.schema import journal_path
 from stretto.store.traces import refuse_damaged
+from stretto.types import UpdateReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,23 @@ def retrain(
     last = max(checksums) if until is None else until
     if not 0 <= last <= max(checksums):
         raise RunError(f"`--until` is {last}; the run has versions 0 to {max(checksums)}")
+    recipe, trainer = load_recipe(folder / "config.toml"), made_trainer(folder, say)
+    try:
+        sampled = SampledVersions(recipe.retrained_ages)
+        done = asyncio.run(_retrain(trainer, journal, last, checksums, sampled, say))
+        if out is not None:
+            with JournalReader(journal) as reader:
+                templated = reader.facts().templated
+            asyncio.run(export_policy(trainer, out, recipe, templated=templated))
+        return done
+    finally:
+        trainer.close()
+
+
+def made_trainer(folder: Path, say: Callable[[str], None]) -> ThreadedTrainer:
+    """Makes the trainer of the run in `folder` as it was at version 0. Raises `RunError` if it is no run folder."""
+    if not (folder / "config.toml").is_file():
+        raise RunError(f"`{folder}` is no run folder: it has no `config.toml`")
     recipe = load_recipe(folder / "config.toml")
     transformers_logging.disable_progress_bar()
     cluster = recipe.runtime.type == "ray"
@@ -90,17 +110,7 @@ def retrain(
     torch.set_num_threads(threads)
     path, device = model_path_of(recipe, Silent()), choose_device(recipe.runtime.device)
     model = load_model(path, choose_dtype(recipe.model.dtype, device), device)
-    trainer = ThreadedTrainer(make_trainer(recipe, model, path), threads, deadline_s=math.inf)
-    try:
-        sampled = SampledVersions(recipe.retrained_ages)
-        done = asyncio.run(_retrain(trainer, journal, last, checksums, sampled, say))
-        if out is not None:
-            with JournalReader(journal) as reader:
-                templated = reader.facts().templated
-            asyncio.run(export_policy(trainer, out, recipe, templated=templated))
-        return done
-    finally:
-        trainer.close()
+    return ThreadedTrainer(make_trainer(recipe, model, path), threads, deadline_s=math.inf)
 
 
 async def _retrain(
@@ -112,12 +122,24 @@ async def _retrain(
     say: Callable[[str], None],
 ) -> RetrainResult:
     await refuse_another_base(trainer, journal)
-    difference, version = None, 0
-    async with aclosing(train_again(trainer, journal, 0, last, sampled)) as again:
+    with JournalReader(journal) as reader:
+        advantages = reader.advantages()
+    difference, version, others = None, 0, list[int]()  # `others`: updates with other advantages than recorded
+
+    def compare(report: UpdateReport) -> None:
+        if (recorded := advantages[report.update]) is not None and recorded != report.advantages:
+            others.append(report.update)
+
+    async with aclosing(train_again(trainer, journal, 0, last, sampled, compare)) as again:
         async for made in again:
             version, recorded = made.version, checksums[made.version]
+            same = f"the advantages of update {version - 1} {'differ too' if others else 'agree'}" if version else ""
             if made.checksum != recorded:
                 difference = f"version {version} differs: recorded {recorded}, trained again {made.checksum}"
+                difference += f"; {same}" if same else ""
+                break
+            if others:
+                difference = f"version {version} agrees, and the advantages of update {others[0]} differ"
                 break
             say(f"version {version} agrees: {recorded}")
     return RetrainResult(version, difference)

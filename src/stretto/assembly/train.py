@@ -248,7 +248,12 @@ async def _fill(pool: Pool, count: int) -> None:
 async def _run(run: _Run) -> dict[str, Any]:
     """Runs the loop to its end, with an evaluation before and after it. Returns the summary."""
     recipe, inputs, plan = run.recipe, run.backend.driver.inputs, run.recipe.plan
-    facts = facts_of(recipe, data_rows=inputs.prompts.num_rows, templated=inputs.templated)
+    facts = facts_of(
+        recipe,
+        data_rows=inputs.prompts.num_rows,
+        templated=inputs.templated,
+        vocabulary=run.backend.driver.vocabulary,
+    )
     run.journal.begin(facts, at=clock.now())
     resumed = await report_wait(_take_up(run), lambda: "the trainer to start, and its weights", run.observer.message)
     tally = Tally(rows=plan.rows, sink=JsonLines(run.folder / "metrics.jsonl"), totals=resumed.totals)

@@ -210,7 +210,7 @@ class Tally:
         fresh = [sample for sample in samples if sample.use == 0]
         tokens = sum(sample.completion.num_sampled for sample in fresh)
         reused_tokens = sum(sample.completion.num_sampled for sample in samples) - tokens
-        ages = Counter(report.update - sample.version for sample in samples)
+        ages = Counter(report.update - sample.oldest_version for sample in samples)
         totals.steps += 1
         totals.trainer_busy_s += ended - started
         totals.tokens += tokens

@@ -153,8 +153,8 @@ def refuse_another_recipe(recipe: Recipe, folder: Path, instead: str | None = No
     _refuse_another_journal(recipe, folder)
 
 
-def facts_of(recipe: Recipe, *, data_rows: int, templated: bool) -> RunFacts:
-    """Returns the facts that the journal records of a run: from its recipe, and two that only its data has."""
+def facts_of(recipe: Recipe, *, data_rows: int, templated: bool, vocabulary: int) -> RunFacts:
+    """Returns the facts that the journal records of a run: from its recipe, its data and its model."""
     plan = recipe.plan
     return RunFacts(
         paradigm=plan.paradigm.name,
@@ -171,6 +171,7 @@ def facts_of(recipe: Recipe, *, data_rows: int, templated: bool) -> RunFacts:
         replay_groups=plan.replay_groups,
         replay_uses=plan.replay_uses,
         templated=templated,
+        vocabulary=vocabulary,
         laws_broken=plan.paradigm.breaks,
     )
 
@@ -183,7 +184,7 @@ def _refuse_another_journal(recipe: Recipe, folder: Path) -> None:
 
     with JournalReader(folder) as reader:
         found = reader.facts()
-    wanted = facts_of(recipe, data_rows=found.data_rows, templated=found.templated)
+    wanted = facts_of(recipe, data_rows=found.data_rows, templated=found.templated, vocabulary=found.vocabulary)
     names = [each.name for each in fields(RunFacts) if getattr(found, each.name) != getattr(wanted, each.name)]
     if names:
         lines = [f"`{name}` is {getattr(found, name)!r} in it, and {getattr(wanted, name)!r} here" for name in names]

@@ -103,7 +103,10 @@ class Updates:
         line = self._tally.trained(samples, report, started=started, ended=ended, idle_s=idle_s, waited_for=waited_for)
         loads = self._rollouts.instances.reports()
         totals = self._tally.carried(loads, ended).sums()
-        self._journal.update_done(command.update, line, at=ended, checksum=weights.checksum, totals=totals)
+        self._journal.update_done(
+            command.update, line, at=ended,
+            checksum=weights.checksum, totals=totals, samples=samples, advantages=report.advantages,
+        )  # fmt: skip
         self._observer.updated(line)
         self.idle_since = ended
         self._tally.mark(loads, ended)

@@ -19,7 +19,7 @@ from stretto.store.journal import Journal
 from stretto.store.reader import JournalReader
 from stretto.store.resume_point import recorded_checksums
 from stretto.store.version_files import VersionFiles
-from stretto.types import Batch, Sample, Weights, WeightsRef, older_versions
+from stretto.types import Batch, Sample, UpdateReport, Weights, WeightsRef, older_versions
 
 
 async def refuse_another_base(trainer: TrainerBackend, journal: Path) -> None:
@@ -65,20 +65,27 @@ class SampledVersions:
 
 
 async def train_again(
-    trainer: TrainerBackend, journal: Path, first: int, last: int, sampled: SampledVersions
+    trainer: TrainerBackend,
+    journal: Path,
+    first: int,
+    last: int,
+    sampled: SampledVersions,
+    reported: Callable[[UpdateReport], None] = lambda report: None,
 ) -> AsyncGenerator[Weights | WeightsRef, None]:
     """Yields the weights of version `first`, where the trainer is, and of each up to `last` as it is trained.
 
     After each yield the trainer is at the version that was yielded. Weights that it adopts then are what the next
-    update trains; the caller adds them to `sampled`.
+    update trains; the caller adds them to `sampled`. `reported` gets the report of each update before its weights are
+    yielded.
     """
     made = await trainer.weights(first)
     await sampled.add(made)
     yield made
     for update in range(first, last):
         samples = await asyncio.to_thread(_samples, journal, update)
-        _, made = await trainer.update(sampled.batch(update, samples))
+        report, made = await trainer.update(sampled.batch(update, samples))
         await sampled.add(made)
+        reported(report)
         yield made
 
 

@@ -14,22 +14,16 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from stretto import __version__
 from stretto.errors import JournalError
-from stretto.store.schema import ENDS, Attempt, Departure, EvaluationKind, RunFacts, State
-from stretto.types import Completion, Prompt
+from stretto.store.blobs import CompletionBlobs, blob
+from stretto.store.digests import sample_digest, update_digest
+from stretto.store.schema import ENDS, FAILURES_OF_MEMBERS, Attempt, Departure, EvaluationKind, RunFacts, State
+from stretto.types import Completion, Prompt, Sample
 
 _NOT_ENDED = f"state NOT IN {ENDS!r}"
 _LAST = "COALESCE((SELECT MAX(seq) FROM transitions), 0)"
 _SESSION = "(SELECT MAX(session) FROM sessions)"
-
-
-def blob(values: Sequence[int] | NDArray[Any], kind: str) -> bytes:
-    """Returns values as little-endian bytes of `kind` (`<i4`, `<f4`, `<f8`)."""
-    return np.ascontiguousarray(values, dtype=kind).tobytes()
 
 
 def storable(text: str) -> str:
@@ -230,7 +224,7 @@ def attempt_failed(db: sqlite3.Connection, trajectory: int, kind: Attempt, reaso
 def generated(db: sqlite3.Connection, trajectory: int, completion: Completion, text: str, at: float) -> None:
     """Stores the completion of a trajectory, which has its last token and is `scoring` now."""
     _change_state(db, trajectory, "scoring", at)
-    versions, supports, turns = completion.token_versions, completion.supports, completion.turns
+    arrays = CompletionBlobs.of(completion)
     db.execute(
         "INSERT INTO completions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
@@ -243,12 +237,12 @@ def generated(db: sqlite3.Connection, trajectory: int, completion: Completion, t
             completion.finished_at,
             completion.prefilled,
             storable(text),
-            blob(completion.tokens, "<i4"),
-            blob(completion.logprobs, "<f4"),
-            None if versions is None else blob(versions, "<i4"),
-            None if supports is None else blob(supports.counts, "<i4") + blob(supports.tokens, "<i4"),
+            arrays.tokens,
+            arrays.logprobs,
+            arrays.token_versions,
+            arrays.supports,
             completion.num_sampled,
-            None if turns is None else blob(turns, "<i4"),
+            arrays.turns,
         ),
     )
 
@@ -258,7 +252,7 @@ def scored(
 ) -> None:
     """Gives a trajectory its reward, and the rewards of its turns if it has them."""
     _change_state(db, trajectory, "scored", at)
-    by_turn = None if turns is None else np.asarray(turns, dtype="<f8").tobytes()
+    by_turn = None if turns is None else blob(turns, "<f8")
     db.execute(
         "UPDATE trajectories SET reward = ?, scored_at = ?, turn_rewards = ? WHERE trajectory = ?",
         (float(reward), at, by_turn, trajectory),
@@ -397,23 +391,44 @@ def update_done(
     at: float,
     checksum: str | None = None,
     totals: Mapping[str, Any] | None = None,
+    samples: Sequence[Sample] | None = None,
+    advantages: str | None = None,
 ) -> None:
     """Finishes `update`: every member of its batch ends as `trained`.
 
-    `checksum` is that of the weights that it made, version `update + 1`; `totals` are the sums of the run.
+    `checksum` is that of the weights that it made, version `update + 1`; `totals` are the sums of the run. `samples`
+    are those that the trainer was given, whose digest is recorded; `advantages` is the digest of their advantages.
     """
+    row = (checksum, advantages, json_or_null(metrics), json_or_null(totals))
     done = db.execute(
-        "UPDATE updates SET finished_at = ?, metrics = ?, checksum = ?, totals = ? WHERE update_id = ?",
-        (at, json_or_null(metrics), checksum, json_or_null(totals), update),
+        "UPDATE updates SET finished_at = ?, checksum = ?, advantages = ?, metrics = ?, totals = ? WHERE update_id = ?",
+        (at, *row, update),
     )
     if done.rowcount != 1:
         raise JournalError(f"update {update} is done, but its batch was never recorded")
+    if samples is not None:
+        _seal(db, update, samples, row)
     _change_members(db, update, "trained", at, only="AND t.state = 'training'")
     db.execute(
         "UPDATE trajectories SET ended_at = ? WHERE state = 'trained' AND ended_at IS NULL AND trajectory IN "
         "(SELECT trajectory FROM members WHERE update_id = ? AND use = 0)",
         (at, update),
     )
+
+
+def _seal(db: sqlite3.Connection, update: int, samples: Sequence[Sample], row: Sequence[str | None]) -> None:
+    """Records the digests of what an update trained on. Raises `JournalError` if that is not its recorded batch."""
+    recorded = db.execute("SELECT trajectory, use FROM members WHERE update_id = ? ORDER BY position", (update,))
+    members = [(sample.trajectory, sample.use) for sample in samples]
+    if recorded.fetchall() != members:
+        raise JournalError(f"update {update} has a recorded batch, and has trained another one")
+    before = db.execute("SELECT digest FROM updates WHERE update_id = ?", (update - 1,)).fetchone()
+    failures = db.execute(FAILURES_OF_MEMBERS, (update, update)).fetchall()
+    digests = b"".join(map(sample_digest, samples))
+    digest = update_digest(
+        before[0] if before else None, update, members, digests, failures=[each[1:] for each in failures], row=row
+    )
+    db.execute("UPDATE updates SET samples = ?, digest = ? WHERE update_id = ?", (digests, digest, update))
 
 
 def evaluation(

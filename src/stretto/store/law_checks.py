@@ -68,6 +68,11 @@ CHECKS: tuple[tuple[str, str], ...] = (
     ),
     (
         "1",
+        """SELECT 'update ' || update_id || ' is finished and does not say which weights it made'
+        FROM updates WHERE finished_at IS NOT NULL AND checksum IS NULL""",
+    ),
+    (
+        "1",
         """SELECT 'trajectory ' || trajectory || ' started before an engine held its version ' || version
         FROM trajectories JOIN transitions USING (trajectory) JOIN versions USING (version)
         WHERE from_state IS NULL AND (loaded_after IS NULL OR seq <= loaded_after)""",
@@ -94,6 +99,13 @@ CHECKS: tuple[tuple[str, str], ...] = (
         """SELECT 'trajectory ' || trajectory || ' went to instance ' || target || ', which was not there'
         FROM moves m WHERE NOT EXISTS (SELECT 1 FROM instances i
             WHERE i.instance = m.target AND i.joined_at <= m.at)""",
+    ),
+    (
+        "2",
+        """SELECT 'trajectory ' || trajectory || ' was on instance ' || instance || ', which never joined' FROM (
+            SELECT trajectory, instance FROM trajectories WHERE instance IS NOT NULL
+            UNION SELECT trajectory, source FROM moves WHERE source IS NOT NULL)
+        WHERE instance NOT IN (SELECT instance FROM instances)""",
     ),
     (
         "2",

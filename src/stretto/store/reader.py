@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import JournalError
+from stretto.store.blobs import sampled_values
 from stretto.store.schema import (
     LAWS_GIVEN_UP,
     RESTORE,
@@ -29,6 +30,9 @@ _COMPLETION = (
     "c.version, c.tokens, c.logprobs, c.finish, c.checksum, c.token_versions, c.started_at, c.finished_at, "
     "c.prefilled, c.supports, c.turns"
 )
+
+# The age of a sample in its batch: that of its oldest token.
+_AGE = "m.update_id - iif(c.token_versions IS NULL, t.version, oldest(c.token_versions, c.turns))"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,7 @@ class JournalReader:
     def __init__(self, path: str | Path) -> None:
         self.path = journal_path(path)
         self._db = connect_readonly(self.path)
+        self._db.create_function("oldest", 2, _oldest, deterministic=True)
 
     def close(self) -> None:
         self._db.close()
@@ -260,12 +265,32 @@ class JournalReader:
 
     def batch(self, update: int) -> list[Sample]:
         """Returns the batch of an update, as the trainer got it."""
+        return self._samples("m.update_id = ? ORDER BY m.position", update)
+
+    def trained(self) -> list[int]:
+        """Returns the trajectories that were trained on, in the order of their first training."""
+        rows = self._rows(
+            "SELECT trajectory FROM members JOIN updates USING (update_id) "
+            "WHERE use = 0 AND finished_at IS NOT NULL ORDER BY update_id, position"
+        )
+        return [row[0] for row in rows]
+
+    def sample(self, trajectory: int) -> Sample:
+        """Returns one trajectory that was trained on, as the trainer got it first."""
+        (sample,) = self._samples("m.trajectory = ? AND m.use = 0", trajectory)
+        return sample
+
+    def advantages(self) -> dict[int, str | None]:
+        """Returns the digest of the advantages of every finished update."""
+        return dict(self._rows("SELECT update_id, advantages FROM updates WHERE finished_at IS NOT NULL"))
+
+    def _samples(self, where: str, *args: Any) -> list[Sample]:
         rows = self._rows(
             "SELECT m.trajectory, t.group_id, t.version, g.prompt_tokens, t.reward, m.use, t.turn_rewards, "
             f"{_COMPLETION} "
             "FROM members m JOIN trajectories t USING (trajectory) JOIN groups g USING (group_id) JOIN completions c "
-            "USING (trajectory) WHERE m.update_id = ? ORDER BY m.position",
-            update,
+            f"USING (trajectory) WHERE {where}",
+            *args,
         )
         return [
             Sample(
@@ -280,7 +305,7 @@ class JournalReader:
         rows = self._rows(
             "SELECT u.update_id, u.taken_at, u.finished_at, u.metrics, COUNT(m.trajectory), "
             "COALESCE(SUM(m.use <> 0), 0), COALESCE(AVG(t.reward), 0.0), COALESCE(AVG(c.num_sampled), 0.0), "
-            "COALESCE(AVG(u.update_id - t.version), 0.0), COALESCE(MAX(u.update_id - t.version), 0) FROM updates u "
+            f"COALESCE(AVG({_AGE}), 0.0), COALESCE(MAX({_AGE}), 0) FROM updates u "
             "LEFT JOIN members m USING (update_id) LEFT JOIN trajectories t USING (trajectory) "
             "LEFT JOIN completions c USING (trajectory) GROUP BY u.update_id ORDER BY u.update_id"
         )
@@ -292,7 +317,7 @@ class JournalReader:
     def samples(self, update: int) -> list[SampleRecord]:
         """Returns the samples of an update as text, in the order of its batch."""
         rows = self._rows(
-            "SELECT m.trajectory, t.group_id, t.member, t.version, m.update_id - t.version, m.use, g.prompt_text, "
+            f"SELECT m.trajectory, t.group_id, t.member, t.version, {_AGE}, m.use, g.prompt_text, "
             "COALESCE(c.text, ''), t.reward, COALESCE(c.num_sampled, 0), COALESCE(c.finish, ''), "
             "COALESCE(LENGTH(c.turns) / 8, 1), t.turn_rewards FROM members m "
             "JOIN trajectories t USING (trajectory) JOIN groups g USING (group_id) "
@@ -333,6 +358,11 @@ def _completion(trajectory: int, row: Sequence[Any]) -> Completion:
         supports=None if supports is None else _supports(np.frombuffer(supports, "<i4"), len(tokens) // 4),
         turns=None if turns is None else np.frombuffer(turns, "<i4").astype(np.int32).reshape(-1, 2),
     )
+
+
+def _oldest(token_versions: bytes, turns: bytes | None) -> int:
+    """The oldest version of a sampled token."""
+    return int(sampled_values(np.frombuffer(token_versions, "<i4"), turns).min())
 
 
 def _rewards(by_turn: bytes | None) -> tuple[float, ...] | None:

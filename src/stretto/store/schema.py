@@ -21,7 +21,9 @@
                    and is never given twice
     failures       every attempt that failed: to generate a trajectory, or to score it
     updates        one row a batch taken; `finished_at` is NULL until the trainer is done with it; `checksum` is that of
-                   the weights that it made, `metrics` its line and `totals` the sums of the run at its end (JSON)
+                   the weights that it made, `metrics` its line and `totals` the sums of the run at its end (JSON);
+                   `samples` are the digests of what it trained on, `digest` is its own (`digests.py`), `advantages`
+                   that of the advantages, which the trainer reports
     members        the trajectories of each batch in order; `use` 0 is the training that law 2 speaks of, later uses are
                    those of a replay buffer. (trajectory, use) is unique: the file refuses to train one twice
     evaluations    before, during, after, skipped; `line` is what `metrics.jsonl` says of it (JSON)
@@ -114,7 +116,7 @@ CREATE TABLE failures (
 CREATE INDEX failures_by_trajectory ON failures (trajectory, kind);
 CREATE TABLE updates (
     update_id INTEGER PRIMARY KEY, taken_at REAL NOT NULL, finished_at REAL, checksum TEXT,
-    metrics TEXT NOT NULL DEFAULT '{}', totals TEXT);
+    metrics TEXT NOT NULL DEFAULT '{}', totals TEXT, samples BLOB, digest TEXT, advantages TEXT);
 CREATE TABLE members (
     update_id INTEGER NOT NULL, position INTEGER NOT NULL, trajectory INTEGER NOT NULL, use INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (update_id, position)) WITHOUT ROWID;
@@ -131,6 +133,13 @@ CREATE TABLE moves (
     reason TEXT NOT NULL);
 CREATE TABLE notes (id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL);
 """
+
+
+# Update, trajectory, kind and number of the failed attempts of the members of batches, in the order of the digests.
+FAILURES_OF_MEMBERS = """SELECT m.update_id, m.trajectory, f.kind, COUNT(*)
+    FROM members m JOIN failures f ON f.trajectory = m.trajectory
+    WHERE m.update_id BETWEEN ? AND ? GROUP BY m.update_id, m.trajectory, f.kind
+    ORDER BY m.update_id, m.trajectory, f.kind"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +160,7 @@ class RunFacts:
     replay_groups: int = 0  # groups that an update uses again, at most
     replay_uses: int = 0  # of one group, after its first, at most
     templated: bool = False  # a chat template made the prompts
+    vocabulary: int = 0  # every token id is below; 0: not recorded
     laws_broken: tuple[int, ...] = ()  # the laws that the paradigm gives up by design
 
 

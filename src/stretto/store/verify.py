@@ -1,7 +1,9 @@
-"""Verifies the three laws of a run from its journal alone, with independent SQL: it uses no code that enforces them.
+"""Verifies a run from its journal, with independent SQL: it uses no code that enforces the laws.
 
-The checks are in `checks.py`. A law holds if none of its checks finds a break. The paradigms `partial` and `drop` each
-give up one law by design; those breaks are counted separately.
+Two kinds of checks are made. The three laws and exactly-once are checked by versions, counts and order
+(`law_checks.py`). The recorded data is checked by digests of what each update trained on, and by everything that
+follows from it (`data_checks.py`). A law holds if none of its checks finds a break. The paradigms `partial` and `drop`
+each give up one law by design; those breaks are counted separately.
 
 A run that is not finished (stopped, killed or active) may have trajectories in progress; they are counted.
 """
@@ -15,12 +17,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import JournalError
+from stretto.store.data_checks import MAX_REWARD, DataResult, check_data, token_range
 from stretto.store.law_checks import CHECKS
 from stretto.store.schema import (
     LAWS_GIVEN_UP,
@@ -31,18 +34,26 @@ from stretto.store.schema import (
     journal_path,
     reading,
 )
+from stretto.types import FinishReason
 
 NUM_DETAILS = 5  # offenders named for each law
 LOGPROB_SLACK = 1e-3  # a log-probability computed in low precision may be this much above 0
+LOWEST_LOGPROB = -1_000.0  # no draw ever has a smaller one
 
-NAMES = {"1": "law 1  one voice", "2": "law 2  nothing lost", "3": "law 3  nothing old", "once": "       exactly once"}
+NAMES = {
+    "1": "law 1  one voice",
+    "2": "law 2  nothing lost",
+    "3": "law 3  nothing old",
+    "once": "       exactly once",
+    "data": "       recorded data",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """The result for one law. `details` has a sentence for each of the first breaks."""
 
-    law: str  # "1", "2", "3" or "once"
+    law: str  # "1", "2", "3", "once" or "data"
     broken: int  # breaks that the paradigm does not allow
     by_paradigm: int | None  # breaks that the paradigm makes by design; None: it does not give up this law
     counts: str  # what was checked, as text
@@ -58,6 +69,7 @@ class _Run:
     """The facts of the run, as parameters of the checks, and the breaks found so far."""
 
     how: str  # how the run ended, as text
+    facts: dict[str, Any]
     params: dict[str, Any]
     breaks: dict[str, list[str]] = field(default_factory=lambda: {law: [] for law in NAMES})
     mixed: int = 0  # trajectories whose only break of law 1 is that they have tokens of other versions
@@ -65,7 +77,7 @@ class _Run:
 
 
 def verify(run_folder: str | Path) -> list[Finding]:
-    """Checks the journal of a run. Returns one finding for each law and one for exactly-once.
+    """Checks the journal of a run. Returns one finding for each law, one for exactly-once and one for recorded data.
 
     Raises `RunError` if there is no journal, and `JournalError` if it cannot be read.
     """
@@ -79,7 +91,9 @@ def verify(run_folder: str | Path) -> list[Finding]:
             for law, query in CHECKS:
                 run.breaks[law] += [str(sentence) for (sentence,) in db.execute(query, run.params)]
             _check_tokens(db, run)
-            return _findings(db, run)
+            data = check_data(db, path.parent, run.facts)
+            run.breaks["data"] += data.breaks
+            return _findings(db, run, data)
     finally:
         db.close()
 
@@ -96,6 +110,16 @@ def format_findings(findings: Sequence[Finding]) -> str:
         if finding.broken > len(finding.details):
             lines.append(f"{'':<20}   - and {finding.broken - len(finding.details)} more")
     return "\n".join(lines)
+
+
+def conclusion(findings: Sequence[Finding]) -> str:
+    """Returns one line that says what was proved, and what only training or scoring again can prove."""
+    if not all(finding.holds for finding in findings):
+        return "not proved: the journal contradicts itself or its run folder, see above"
+    return (
+        "proved: nothing that was trained on has changed since its update. A journal that was rewritten as a whole, "
+        "digests included, is found only by `stretto replay` (weights) or `verify --recompute N` (log-probabilities)"
+    )
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
@@ -123,7 +147,7 @@ def _read_run(db: sqlite3.Connection, path: Path) -> _Run:
         )
     params |= {"finished": outcome == "finished", "continues": 1 in given_up, "drops": 2 in given_up}
     how = {"finished": "run finished", "stopped": "run stopped"}.get(outcome or "", "run interrupted or active")
-    return _Run(how, params)
+    return _Run(how, facts, params)
 
 
 def _check_tokens(db: sqlite3.Connection, run: _Run) -> None:
@@ -134,40 +158,65 @@ def _check_tokens(db: sqlite3.Connection, run: _Run) -> None:
         published.setdefault(version, set()).add(checksum)
     rows = db.execute(
         "SELECT c.trajectory, t.version, c.version, c.checksum, c.num_tokens, c.tokens, c.logprobs, c.token_versions, "
-        "c.supports, c.num_sampled, c.turns, t.reward, t.turn_rewards, m.update_id, "
+        "c.supports, c.num_sampled, c.turns, t.reward, t.turn_rewards, c.finish, m.update_id, "
         "(SELECT MAX(u.update_id) FROM members u WHERE u.trajectory = c.trajectory), COALESCE(g.staleness, :staleness) "
         "FROM completions c JOIN trajectories t USING (trajectory) LEFT JOIN groups g USING (group_id) "
         "LEFT JOIN members m ON m.trajectory = c.trajectory AND m.use = 0",
         run.params,
     )
-    for trajectory, version, stamp, checksum, num_tokens, tokens, logprobs, token_versions, supports, *rest in rows:
-        num_sampled, turns, reward, turn_rewards, update, last_update, staleness = rest
-        run.num_tokens += num_sampled
-        sizes = [len(part) for part in (tokens, logprobs, token_versions) if part is not None]
-        if any(size != 4 * num_tokens for size in sizes):
-            run.breaks["1"].append(f"trajectory {trajectory} has {num_tokens} tokens and blobs of {sizes} bytes")
-            continue
-        values = np.frombuffer(logprobs, "<f4")
-        if not (np.isfinite(values).all() and (values <= LOGPROB_SLACK).all()):
-            run.breaks["2"].append(f"trajectory {trajectory} has log-probabilities that are not finite or above 0")
-        if supports is not None and not _drawn_from(np.frombuffer(tokens, "<i4"), np.frombuffer(supports, "<i4")):
-            run.breaks["2"].append(f"trajectory {trajectory} has a token that is not among those it was drawn from")
-        spans = np.array([[0, num_tokens]]) if turns is None else np.frombuffer(turns, "<i4").reshape(-1, 2)
-        for sentence in (*_spans(spans, num_sampled, values), *_by_turn(spans, reward, turn_rewards)):
-            run.breaks["2"].append(f"trajectory {trajectory} {sentence}")
-        drawn = [version] if token_versions is None else np.frombuffer(token_versions, "<i4").tolist()
-        mixed = any(other != version for other in drawn)
-        faults = list(_voice(run, version, stamp, checksum, drawn if mixed else [version], published))
-        if mixed and update is not None and drawn[-1] > update:
-            faults.append(f"has tokens of version {drawn[-1]}, and update {update} trained on it")
-        run.breaks["1"] += [f"trajectory {trajectory} {sentence}" for sentence in faults]
-        run.mixed += mixed and not faults
-        # `checks.py` checks the age of the version; this checks a token that is older than the version.
-        if mixed and last_update is not None and (oldest := min(drawn)) < min(version, last_update - staleness):
-            run.breaks["3"].append(
-                f"trajectory {trajectory} of version {version} has a token of version {oldest} and is in the batch of "
-                f"update {last_update}, {last_update - oldest} updates later; it was admitted under {staleness}"
+    for row in rows:
+        try:
+            _check_row(run, row, published)
+        except (TypeError, ValueError) as error:  # a column has another type than the journal writes
+            run.breaks["data"].append(f"trajectory {row[0]} has columns that cannot be read: {error}")
+
+
+def _check_row(run: _Run, row: Sequence[Any], published: dict[int, set[str]]) -> None:
+    """Checks one completion."""
+    trajectory, version, stamp, checksum, num_tokens, tokens, logprobs, token_versions, supports, *rest = row
+    num_sampled, turns, reward, turn_rewards, finish, update, last_update, staleness = rest
+    run.num_tokens += num_sampled
+    sizes = [len(part) for part in (tokens, logprobs, token_versions) if part is not None]
+    if any(size != 4 * num_tokens for size in sizes):
+        run.breaks["1"].append(f"trajectory {trajectory} has {num_tokens} tokens and blobs of {sizes} bytes")
+        return
+    for name, part, size in (("supports", supports, 4), ("turns", turns, 8), ("turn_rewards", turn_rewards, 8)):
+        if part is not None and len(part) % size:
+            run.breaks["data"].append(
+                f"trajectory {trajectory} has `{name}` of {len(part)} bytes, no multiple of {size}"
             )
+            return
+    values = np.frombuffer(logprobs, "<f4")
+    if not (np.isfinite(values).all() and (values <= LOGPROB_SLACK).all()):
+        run.breaks["2"].append(f"trajectory {trajectory} has log-probabilities that are not finite or above 0")
+    elif (values < LOWEST_LOGPROB).any():
+        run.breaks["data"].append(
+            f"trajectory {trajectory} has a log-probability of {values.min():g}, which none draws"
+        )
+    if sentence := token_range(tokens, run.facts.get("vocabulary", 0)):
+        run.breaks["data"].append(f"trajectory {trajectory} {sentence}")
+    if finish not in get_args(FinishReason):
+        run.breaks["data"].append(f"trajectory {trajectory} has the unknown finish `{finish}`")
+    if last_update is not None and reward is not None and abs(reward) > MAX_REWARD:
+        run.breaks["data"].append(f"trajectory {trajectory} has the reward {reward:g}, beyond {MAX_REWARD:g}")
+    if supports is not None and not _drawn_from(np.frombuffer(tokens, "<i4"), np.frombuffer(supports, "<i4")):
+        run.breaks["2"].append(f"trajectory {trajectory} has a token that is not among those it was drawn from")
+    spans = np.array([[0, num_tokens]]) if turns is None else np.frombuffer(turns, "<i4").reshape(-1, 2)
+    for sentence in (*_spans(spans, num_sampled, values), *_by_turn(spans, reward, turn_rewards)):
+        run.breaks["2"].append(f"trajectory {trajectory} {sentence}")
+    drawn = [version] if token_versions is None else np.frombuffer(token_versions, "<i4").tolist()
+    mixed = any(other != version for other in drawn)
+    faults = list(_voice(run, version, stamp, checksum, drawn if mixed else [version], published))
+    if mixed and update is not None and drawn[-1] > update:
+        faults.append(f"has tokens of version {drawn[-1]}, and update {update} trained on it")
+    run.breaks["1"] += [f"trajectory {trajectory} {sentence}" for sentence in faults]
+    run.mixed += mixed and not faults
+    # `law_checks.py` checks the age of the version; this checks a token that is older than the version.
+    if mixed and last_update is not None and (oldest := min(drawn)) < min(version, last_update - staleness):
+        run.breaks["3"].append(
+            f"trajectory {trajectory} of version {version} has a token of version {oldest} and is in the batch of "
+            f"update {last_update}, {last_update - oldest} updates later; it was admitted under {staleness}"
+        )
 
 
 def _spans(spans: NDArray[np.int32], num_sampled: int, logprobs: NDArray[np.float32]) -> Iterator[str]:
@@ -231,7 +280,7 @@ def _voice(
         yield f"was generated by weights {checksum}, version {last} is {recorded}"
 
 
-def _findings(db: sqlite3.Connection, run: _Run) -> list[Finding]:
+def _findings(db: sqlite3.Connection, run: _Run, data: DataResult) -> list[Finding]:
     def one(query: str) -> Any:
         return db.execute(query).fetchone()
 
@@ -242,10 +291,8 @@ def _findings(db: sqlite3.Connection, run: _Run) -> list[Finding]:
     dropped, in_progress = states.pop("dropped", 0), sum(states.values())
     (versions,) = one("SELECT COUNT(*) FROM versions")
     (completions,) = one("SELECT COUNT(*) FROM completions")
-    uses, age, oldest = one(
-        "SELECT COUNT(*), COALESCE(AVG(update_id - version), 0), COALESCE(MAX(update_id - version), 0) "
-        "FROM members JOIN trajectories USING (trajectory)"
-    )
+    (uses,) = one("SELECT COUNT(*) FROM members")
+    age = sum(age * count for age, count in data.ages.items()) / max(1, data.ages.total())
     once, again = one(
         "SELECT COALESCE(SUM(use = 0), 0), COALESCE(SUM(use <> 0), 0) FROM members JOIN updates USING (update_id) "
         "WHERE finished_at IS NOT NULL"
@@ -261,8 +308,9 @@ def _findings(db: sqlite3.Connection, run: _Run) -> list[Finding]:
         "1": f"{completions:,} completions, {run.num_tokens:,} tokens, {versions:,} versions",
         "2": f"{', '.join(ends)}, {dropped:,} dropped, {in_progress:,} in progress{in_training} ({run.how}); "
         f"{groups:,} groups in {updates:,} updates",
-        "3": f"{uses:,} samples, age mean {age:.2f} max {oldest}, bound {run.params['staleness']}",
+        "3": f"{uses:,} samples, age mean {age:.2f} max {max(data.ages, default=0)}, bound {run.params['staleness']}",
         "once": f"{once:,} trained once, {again:,} later uses",
+        "data": f"digests of {data.num_updates:,} updates and {data.num_samples:,} samples, metrics, sums and seeds",
     }
     if taken := uses - once - again:
         counts["once"] += f", {taken:,} in the batch of an unfinished update"

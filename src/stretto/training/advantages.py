@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import cast
 
 import numpy as np
@@ -41,6 +42,13 @@ class Advantages:
     num_groups: int
     num_without_signal: int  # groups of one, or whose rewards are all equal: their advantages are exactly 0
     tokens: Reals | None = None  # [C], sample after sample; None: every token has its sample's advantage
+
+    def digest(self) -> str:
+        """Returns a digest of all bits of the advantages."""
+        digest = blake2b(np.ascontiguousarray(self.values, dtype="<f8").tobytes(), digest_size=16)
+        if self.tokens is not None:
+            digest.update(np.ascontiguousarray(self.tokens, dtype="<f8").tobytes())
+        return digest.hexdigest()
 
     def of_tokens(self, lengths: NDArray[np.int64]) -> Reals:
         """The advantage of every token [C], for samples of the given lengths [n]."""

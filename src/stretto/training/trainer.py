@@ -89,6 +89,7 @@ class _Measurements:
     mismatch_kl_sum: float
     mismatch_tokens: int
     flops: float
+    advantages: str  # their digest
 
 
 class LocalTrainer:
@@ -231,7 +232,9 @@ class LocalTrainer:
         self.scale = None if self.scale is None else self.scale.after_update()
         seconds = time.perf_counter() - started
         metrics = {**measured.metrics, "seconds": seconds, **utilization(measured.flops, seconds, self.peak)}
-        return UpdateReport(batch.update, metrics, measured.mismatch_kl_sum, measured.mismatch_tokens, seconds)
+        return UpdateReport(
+            batch.update, metrics, measured.mismatch_kl_sum, measured.mismatch_tokens, seconds, measured.advantages
+        )
 
     def _run_steps(self, batch: Batch, mini_batches: list[MiniBatch]) -> _Measurements:
         """Runs the optimizer steps of an update. Measures before the last step: until then the update can be undone."""
@@ -278,7 +281,7 @@ class LocalTrainer:
             self.costs, batch, num_steps=len(mini_batches), critic=self.critic is not None, reference=reference,
             scored=self._scored,
         )  # fmt: skip
-        return _Measurements(metrics, engine.kl_sum, engine.tokens, flops)
+        return _Measurements(metrics, engine.kl_sum, engine.tokens, flops, advantages.digest())
 
     # -- before the first step -----------------------------------------------------------------------------------------
 

@@ -159,7 +159,7 @@ def batch_metrics(batch: Batch, advantages: Advantages) -> dict[str, float]:
     """Metrics of the batch itself, before it is trained on."""
     rewards = np.array([s.reward for s in batch.samples])
     lengths = sampled_lengths(batch.samples)
-    ages = batch.update - np.array([s.version for s in batch.samples])
+    ages = batch.update - np.array([s.oldest_version for s in batch.samples])
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),

@@ -1,0 +1,338 @@
+"""The checks of `verify` that are no law: what was trained on is what is recorded, and everything recorded fits it.
+
+- The digests of each update are those of its rows (`digests.py`).
+- The metrics and sums of each update that follow from its samples are computed again.
+- Rewards, prompts and seeds are such as a run can have; `verify.py` checks the tokens.
+- `config.toml`, the journal and the other files of the run folder agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sqlite3
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.store.blobs import CompletionBlobs, sampled_values
+from stretto.store.digests import SIZE, row_digest, update_digest
+from stretto.store.schema import FAILURES_OF_MEMBERS, JOURNAL_NAME
+from stretto.store.traces import recorded_in
+
+MAX_REWARD = 1e9  # the largest reward that can be trained on, written down apart from `environments/reward_limit.py`
+ROUNDING = 1e-9  # of a metric, relative to the largest number that it is made of
+LARGEST_ID = (1 << 63) - 1
+
+MEMBERS = """SELECT m.trajectory, m.use, t.group_id, t.version, t.reward, t.turn_rewards, g.prompt_tokens,
+    c.version, c.checksum, c.finish, c.tokens, c.logprobs, c.token_versions, c.supports, c.turns, c.num_sampled,
+    c.num_tokens
+    FROM members m LEFT JOIN trajectories t USING (trajectory) LEFT JOIN groups g ON g.group_id = t.group_id
+    LEFT JOIN completions c ON c.trajectory = m.trajectory WHERE m.update_id = ? ORDER BY m.position"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """One member of a batch, from its rows."""
+
+    trajectory: int
+    use: int
+    digest: bytes
+    group: int
+    reward: float
+    num_sampled: int
+    num_observed: int  # tokens between its turns
+    num_turns: int | None  # None: its turns are not told apart
+    truncated: bool
+    oldest: int  # version of a token
+    num_current: int  # tokens of the version that the update trains
+
+
+@dataclass(slots=True)
+class DataResult:
+    """The breaks that were found, and what was checked."""
+
+    breaks: list[str] = field(default_factory=list)
+    num_updates: int = 0  # with a digest
+    num_samples: int = 0  # of those updates
+    ages: Counter[int] = field(default_factory=Counter)  # of the samples of all batches; of its oldest token each
+
+
+def check_data(db: sqlite3.Connection, folder: Path, facts: Mapping[str, Any]) -> DataResult:
+    """Checks the rows of a run in `folder`. `facts` are those of its journal."""
+    result = DataResult()
+    _check_updates(db, result)
+    result.breaks += _sessions(db)
+    result.breaks += _prompts(db, facts.get("vocabulary", 0))
+    result.breaks += _seeds(db, facts.get("seed"))
+    result.breaks += _rest_of_folder(folder, facts)
+    return result
+
+
+# -- updates -----------------------------------------------------------------------------------------------------------
+
+
+def _check_updates(db: sqlite3.Connection, result: DataResult) -> None:
+    """Checks the digests, the metrics and the sums of every update."""
+    made: dict[int, str] = {}  # the weights of a version when its update ended, if they were made again later
+    for version, checksum in db.execute("SELECT version, checksum FROM remade ORDER BY rowid"):
+        made.setdefault(version, checksum)
+    failures: dict[int, list[tuple[int, str, int]]] = {}
+    for update, *failure in db.execute(FAILURES_OF_MEMBERS, (0, LARGEST_ID)):
+        failures.setdefault(update, []).append((failure[0], failure[1], failure[2]))
+    sums: Counter[str] = Counter()
+    previous: object = None
+    for update, finished_at, checksum, metrics, totals, digests, digest, advantages in db.execute(
+        "SELECT update_id, finished_at, checksum, metrics, totals, samples, digest, advantages FROM updates "
+        "ORDER BY update_id"
+    ):
+        samples = []
+        for row in db.execute(MEMBERS, (update,)):
+            try:
+                samples.append(read_sample(update, row))
+            except (TypeError, ValueError):  # columns are missing or have other types
+                result.breaks.append(f"trajectory {row[0]} of update {update} has no complete rows")
+        if finished_at is None:
+            result.ages.update(update - sample.oldest for sample in samples)
+            continue
+        if digest is None or not isinstance(digests, bytes):
+            result.breaks.append(f"update {update} has no digest of what it trained on")
+        else:
+            members = [(sample.trajectory, sample.use) for sample in samples]
+            result.breaks += _other_samples(update, samples, digests)
+            expected = update_digest(
+                previous, update, members, digests,
+                failures=failures.get(update, ()), row=(made.get(update + 1, checksum), advantages, metrics, totals),
+            )  # fmt: skip
+            if expected != digest:
+                result.breaks.append(
+                    f"the digest of update {update} does not follow from the update before it and its own records: "
+                    "its members, their failed attempts, its metrics, its sums or a digest were changed"
+                )
+        result.ages.update(update - sample.oldest for sample in samples)
+        result.num_updates += 1
+        result.num_samples += len(samples)
+        previous = digest
+        result.breaks += [f"update {update} {each}" for each in _metrics(update, samples, json.loads(metrics))]
+        add_sums(sums, update, samples)
+        if totals is not None:
+            result.breaks += [f"update {update} {each}" for each in _totals(sums, json.loads(totals))]
+
+
+def read_sample(update: int, row: Sequence[Any]) -> _Sample:
+    trajectory, use, group, version, reward, turn_rewards, prompt, made, checksum, finish, *rest = row
+    tokens, logprobs, token_versions, supports, turns, num_sampled, num_tokens = rest
+    arrays = CompletionBlobs(tokens, logprobs, token_versions, supports, turns)
+    digest = row_digest(
+        trajectory, group, version, reward, turn_rewards, prompt, made, checksum, finish, arrays,
+    )  # fmt: skip
+    oldest, num_current = int(version), int(num_sampled) * (version == update)
+    if token_versions is not None:
+        drawn = sampled_values(np.frombuffer(token_versions, "<i4"), turns)
+        oldest, num_current = int(drawn.min()), int((drawn == update).sum())
+    return _Sample(
+        trajectory=trajectory,
+        use=use,
+        digest=digest,
+        group=group,
+        reward=float(reward),
+        num_sampled=int(num_sampled),
+        num_observed=int(num_tokens) - int(num_sampled),
+        num_turns=None if turns is None else len(turns) // 8,
+        truncated=finish == "length",
+        oldest=oldest,
+        num_current=num_current,
+    )
+
+
+def _other_samples(update: int, samples: Sequence[_Sample], digests: bytes) -> Iterator[str]:
+    if len(digests) != SIZE * len(samples):
+        yield f"update {update} trained on {len(digests) // SIZE} samples, and its batch has {len(samples)}"
+        return
+    for place, sample in enumerate(samples):
+        if sample.digest != digests[SIZE * place : SIZE * (place + 1)]:
+            yield f"trajectory {sample.trajectory} is not what update {update} trained on: its rows were changed"
+
+
+def _metrics(update: int, samples: Sequence[_Sample], line: Mapping[str, Any]) -> Iterator[str]:
+    """Returns the metrics that are not those of the samples. A metric that the trainer does not report is no break."""
+    scale = max([1.0, *(abs(sample.reward) for sample in samples)])
+    for name, value in expected_metrics(update, samples, line).items():
+        if name in line and not _equal(line[name], value, scale if name.startswith("reward") else 1.0):
+            yield f"has `{name}` {line[name]} in its metrics, and its samples give {value}"
+
+
+def expected_metrics(update: int, samples: Sequence[_Sample], line: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the metrics that follow from the samples of an update. `line` is what was recorded."""
+    if not samples:
+        return {}
+    rewards = np.array([sample.reward for sample in samples])
+    lengths = [sample.num_sampled for sample in samples]
+    again = [sample for sample in samples if sample.use != 0]
+    ages = Counter(update - sample.oldest for sample in samples)
+    return {
+        "update": update,
+        "reward_mean": float(rewards.mean()),
+        "reward_std": _deviation(rewards),
+        "num_sequences": len(samples),
+        "groups": len({sample.group for sample in samples}),
+        "length_mean": sum(lengths) / len(samples),
+        "length_max": max(lengths),
+        "truncated": sum(sample.truncated for sample in samples) / len(samples),
+        "tokens": sum(lengths) - sum(sample.num_sampled for sample in again),
+        "replayed_sequences": len(again),
+        "replayed_tokens": sum(sample.num_sampled for sample in again),
+        "mismatch_tokens": sum(sample.num_current for sample in samples),
+        "staleness_mean": sum(age * count for age, count in ages.items()) / len(samples),
+        "staleness_max": max(ages),
+        "staleness_histogram": {str(age): ages[age] for age in sorted(ages)},
+        "turns_mean": sum(sample.num_turns or 1 for sample in samples) / len(samples),
+        "observed_tokens": sum(sample.num_observed for sample in samples),
+        **{name: 0 for name in line if name.startswith("advantage_count_age_")},
+        **{f"advantage_count_age_{age}": count for age, count in ages.items()},
+    }
+
+
+def _deviation(rewards: NDArray[np.float64]) -> float:
+    with np.errstate(invalid="ignore", over="ignore"):  # a reward that is not finite
+        return float(rewards.std())
+
+
+def _equal(recorded: object, value: Any, scale: float) -> bool:
+    if isinstance(value, dict):
+        return recorded == value
+    if not isinstance(recorded, int | float):
+        return False
+    return math.isclose(recorded, value, rel_tol=ROUNDING, abs_tol=ROUNDING * scale)
+
+
+def add_sums(sums: Counter[str], update: int, samples: Sequence[_Sample]) -> None:
+    """Adds the samples of an update to the sums of the run, by their names in `totals`."""
+    sums["steps"] += 1
+    for sample in samples:
+        if sample.use == 0:
+            sums["trained"] += 1
+            sums["tokens"] += sample.num_sampled
+            sums["truncated"] += sample.truncated
+        else:
+            sums["replayed"] += 1
+            sums["replayed_tokens"] += sample.num_sampled
+        sums[f"age {update - sample.oldest}"] += 1
+
+
+def _totals(sums: Counter[str], totals: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("steps", "trained", "tokens", "truncated", "replayed", "replayed_tokens"):
+        if name in totals and totals[name] != sums[name]:
+            yield f"has a sum of `{name}` of {totals[name]}, and the updates so far give {sums[name]}"
+    ages = {name.removeprefix("age "): count for name, count in sums.items() if name.startswith("age ")}
+    if "ages" in totals and totals["ages"] != ages:
+        yield f"has sums of `ages` of {totals['ages']}, and the updates so far give {ages}"
+
+
+def _sessions(db: sqlite3.Connection) -> Iterator[str]:
+    """Compares the updates with the sums at the end of each session, and the last transition with SQLite's counter."""
+    (done,) = db.execute("SELECT COUNT(finished_at) FROM updates").fetchone()
+    rows = db.execute("SELECT session, totals, session = MAX(session) OVER () FROM sessions ORDER BY session")
+    for session, totals, is_last in rows:
+        steps = None if totals is None else json.loads(totals).get("steps")
+        if steps is not None and (steps > done or (is_last and steps != done)):
+            yield f"session {session} ended after {steps} updates, and {done} are recorded"
+    last, num, given = db.execute(
+        "SELECT COALESCE(MAX(seq), 0), COUNT(*), "
+        "COALESCE((SELECT seq FROM sqlite_sequence WHERE name = 'transitions'), 0) FROM transitions"
+    ).fetchone()
+    if not last == num == given:
+        yield f"{given} transitions were recorded, and there are {num}, the last of which has the number {last}"
+
+
+# -- prompts and seeds -------------------------------------------------------------------------------------------------
+
+
+def _prompts(db: sqlite3.Connection, vocabulary: int) -> Iterator[str]:
+    for group, prompt in db.execute("SELECT group_id, prompt_tokens FROM groups"):
+        if not isinstance(prompt, bytes) or not prompt or len(prompt) % 4:
+            size = len(prompt) if isinstance(prompt, bytes) else 0
+            yield f"group {group} has a prompt of {size} bytes, which is no row of tokens"
+        elif sentence := token_range(prompt, vocabulary):
+            yield f"the prompt of group {group} {sentence}"
+
+
+def token_range(tokens: bytes, vocabulary: int) -> str:
+    """Returns what is wrong with the range of token ids; empty if nothing is. `vocabulary` 0 is not known."""
+    values = np.frombuffer(tokens, "<i4")
+    if len(values) and (values.min() < 0 or (vocabulary and values.max() >= vocabulary)):
+        return f"has tokens from {values.min()} to {values.max()}, outside of the vocabulary"
+    return ""
+
+
+def _seeds(db: sqlite3.Connection, seed: object) -> Iterator[str]:
+    for trajectory, recorded in db.execute("SELECT trajectory, seed FROM trajectories"):
+        if recorded != trajectory_seed(seed, trajectory):
+            yield f"trajectory {trajectory} has the seed {recorded}, which does not follow from that of the run, {seed}"
+
+
+def trajectory_seed(seed: object, trajectory: int) -> int:
+    """The seed of a trajectory, written down apart from `run/seeds.py`."""
+    digest = blake2b(f"{seed}/trajectory/{trajectory}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+# -- the other files of the run ----------------------------------------------------------------------------------------
+
+# The key of `config.toml` that each fact follows from. Keys without effect are left out of the file.
+_KEYS = {
+    "seed": ("seed",),
+    "paradigm": ("rollout", "paradigm"),
+    "batch": ("rollout", "prompts"),
+    "group": ("rollout", "group"),
+    "retries": ("rollout", "retries"),
+    "updates": ("training", "steps"),
+    "order": ("task", "order"),
+}
+
+
+def _rest_of_folder(folder: Path, facts: Mapping[str, Any]) -> Iterator[str]:
+    """Compares the journal with the other files of the run folder, if it lies in one."""
+    if not (folder / JOURNAL_NAME).is_file():
+        return
+    if (lost := recorded_in(folder).lost) is not None:
+        yield lost
+    config: Any = {}
+    with contextlib.suppress(FileNotFoundError):
+        try:
+            config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            yield f"`{folder / 'config.toml'}` is not valid TOML: {error}"
+    for fact, recorded, key, value in _configured(config, facts):
+        if recorded != value:
+            yield f"`{key} = {value!r}` in `config.toml`, and the journal has `{fact}` as {recorded!r}"
+
+
+def _configured(config: Any, facts: Mapping[str, Any]) -> Iterator[tuple[str, object, str, object]]:
+    """Returns each fact with its value in the journal, its key in `config.toml` and the value there."""
+
+    def read(*path: str) -> Any:
+        found = config
+        for name in path:
+            found = found.get(name) if isinstance(found, dict) else None
+        return found
+
+    for fact, path in _KEYS.items():
+        if (value := read(*path)) is not None:
+            yield fact, facts.get(fact), ".".join(path), value
+    staleness, cap = read("rollout", "staleness"), read("rollout", "staleness_cap")
+    if staleness is not None:
+        yield "auto", facts.get("auto"), "rollout.staleness", staleness == "auto"
+    if (bound := cap if staleness == "auto" else staleness) is not None:
+        key = "rollout.staleness_cap" if staleness == "auto" else "rollout.staleness"
+        yield "staleness", facts.get("staleness"), key, bound
+    if (kind := read("rollout", "filter")) is not None:
+        yield "filter_limit", bool(facts.get("filter_limit")), "rollout.filter", kind != "none"
