@@ -82,6 +82,10 @@ class StalledError(StrettoError):
     """Nothing happened for longer than the run allows; the message says who waited for what."""
 
 
+class TaskCancelledError(StrettoError):
+    """A task of the run was cancelled by somebody else. What it was to do is not done."""
+
+
 class TransitionError(StrettoError):
     """Something was reported about a trajectory that cannot happen in the state it is in: a fault of the caller's."""
 
