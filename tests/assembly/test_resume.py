@@ -78,7 +78,9 @@ def go_on(made: Recipe, folder: Path) -> list[str]:
     return heard.said
 
 
-@pytest.mark.parametrize("trouble", ["nothing", "newest damaged", "all damaged", "no checkpoint", "no versions"])
+@pytest.mark.parametrize(
+    "trouble", ["nothing", "copies", "newest damaged", "all damaged", "no checkpoint", "no versions"]
+)
 def test_whatever_is_damaged_but_the_journal_the_run_goes_on_with_the_same_bits(
     model: Path, tmp_path: Path, killed: Callable[..., Recipe], trouble: str
 ) -> None:
@@ -89,6 +91,10 @@ def test_whatever_is_damaged_but_the_journal_the_run_goes_on_with_the_same_bits(
     assert 1 <= len(checkpoints) <= 2, "the last two are kept"
     usable = [0, *(int(path.name) for path in checkpoints)]
     match trouble:
+        case "copies":
+            for suffix in (" copy", ".bak"):
+                shutil.copytree(checkpoints[-1], checkpoints[-1].with_name(checkpoints[-1].name + suffix))
+            shutil.copy(folder / "versions" / "000004.safetensors", folder / "versions" / "000004 copy.safetensors")
         case "newest damaged":
             damage(checkpoints[-1])
         case "all damaged":
@@ -100,6 +106,10 @@ def test_whatever_is_damaged_but_the_journal_the_run_goes_on_with_the_same_bits(
             shutil.rmtree(folder / "versions")
     said = " ".join(go_on(made, folder))
     assert ("is damaged" in said) == (trouble in ("newest damaged", "all damaged"))
+    if trouble == "copies":
+        for name in (f"{checkpoints[-1].name} copy", f"{checkpoints[-1].name}.bak", "000004 copy.safetensors"):
+            assert f"{name}` has no name that this run gives, and is ignored" in said
+        assert [path.name for path in (folder / "versions").iterdir()] == ["000004 copy.safetensors"]
     first = {"newest damaged": usable[-2], "all damaged": 0, "no checkpoint": 0}.get(trouble, usable[-1])
     assert f"updates {first} to 3 are trained again from the journal" in said
     run(recipe(model, tmp_path, "training.steps=6", "evaluation.prompts=0", synchronous), tmp_path / "whole")

@@ -30,6 +30,7 @@ from stretto.run.turns import Turns
 from stretto.setup.trainer_recovery import bring_back, newest_checkpoint, refuse_another_base
 from stretto.store.checkpoint_files import Checkpoint, abandon_checkpoints
 from stretto.store.journal import Journal
+from stretto.store.numbered_names import CHECKPOINT, VERSION, foreign
 from stretto.store.reader import GroupRecord, JournalReader, TrajectoryRecord
 from stretto.store.resume_point import progress_of
 from stretto.store.schema import UNDER_WAY
@@ -78,6 +79,8 @@ async def take_up(
     Trajectories to `give_up` have a reward and are not trained yet: they fail.
     """
     abandon_checkpoints(folder / "checkpoints")
+    for path in (*foreign(folder / "checkpoints", CHECKPOINT), *foreign(folder / "versions", VERSION)):
+        say(f"`{path}` has no name that this run gives, and is ignored")
     await settle(journal, plan, say, give_up)
     progress = progress_of(journal.path)
     if progress is None:
