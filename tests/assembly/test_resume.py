@@ -20,12 +20,13 @@ from stretto.errors import JournalError, RunError, TrainerError
 from stretto.local.components import LocalComponents
 from stretto.observe.progress import Observer, Silent
 from stretto.recipe.schema import Recipe, load_recipe
+from stretto.run.evaluation import Evaluator
 from stretto.run.folder_checks import standing
 from stretto.store.journal import Journal
 from stretto.store.lock import Lock, is_alive
 from stretto.store.version_files import VersionFiles
 from stretto.training.trainer import LocalTrainer
-from stretto.types import Batch, UpdateReport
+from stretto.types import Batch, EvaluationResult, UpdateReport
 
 KILLED_AT = 3
 
@@ -215,8 +216,11 @@ def test_what_is_under_way_keeps_its_prompts_and_other_columns_are_refused(
     path.write_text(before.replace('"answer": ', '"answer": 7'))
     with pytest.raises(RunError, match=r"the data is not what .* was \{'answer': \d+\} and is now \{'answer': 7\d+\}"):
         run(made, tmp_path / "run", resume=True)
+    sessions = "SELECT session, outcome FROM sessions"
+    assert rows(tmp_path / "run", sessions) == [(1, None)], "one that is refused is no session"
     path.write_text(before.replace("=", "?"))
     go_on(made, tmp_path / "run")
+    assert rows(tmp_path / "run", sessions) == [(1, None), (2, "finished")]
     assert retrain(tmp_path / "run").difference is None, "trained on what is recorded"
 
 
@@ -395,6 +399,38 @@ def test_an_evaluation_before_the_first_version_is_recorded_is_in_the_metrics_on
     run(made, folder, resume=True)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in lines] == ["evaluation", "update", "evaluation"]
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["during it", "after it"])
+def test_a_run_that_was_killed_in_its_last_evaluation_is_resumed_and_evaluated_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool
+) -> None:
+    class DiesAtTheEnd(Silent):
+        def evaluated(self, result: EvaluationResult) -> None:
+            if result.moment == "after":
+                Dies.killed()
+
+    evaluate = Evaluator.evaluate
+
+    async def killed_at_the_last(self: Evaluator, engine: Any, version: int, moment: Any, checksum: Any) -> Any:
+        return Dies.killed() if moment == "after" else await evaluate(self, engine, version, moment, checksum)
+
+    made, folder = recipe(model, tmp_path), tmp_path / "run"
+    with monkeypatch.context() as patched:
+        if not recorded:
+            patched.setattr(Evaluator, "evaluate", killed_at_the_last)
+        with pytest.raises(KeyError):
+            run(made, folder, observer=DiesAtTheEnd())
+    assert standing(folder) == "stopped"
+    before = story(folder)
+    summary = run(made, folder, resume=True)
+    assert standing(folder) == "finished"
+    assert story(folder) == before
+    assert rows(folder, "SELECT kind FROM evaluations ORDER BY id") == [("before",), ("after",)]
+    assert summary == json.loads((folder / "summary.json").read_text())
+    assert (summary["steps"], summary["stopped"], summary["eval_after_version"]) == (3, False, 3)
+    assert summary["eval_after"] is not None
+    assert_verifies(folder)
 
 
 def test_a_run_that_is_being_resumed_is_not_resumed_twice(

@@ -248,8 +248,6 @@ async def _fill(pool: Pool, count: int) -> None:
 async def _run(run: _Run) -> dict[str, Any]:
     """Runs the loop to its end, with an evaluation before and after it. Returns the summary."""
     recipe, inputs, plan = run.recipe, run.backend.driver.inputs, run.recipe.plan
-    facts = facts_of(recipe, data_rows=inputs.prompts.num_rows, templated=inputs.templated)
-    run.journal.begin(facts, at=clock.now())
     resumed = await report_wait(_take_up(run), lambda: "the trainer to start, and its weights", run.observer.message)
     tally = Tally(rows=plan.rows, sink=JsonLines(run.folder / "metrics.jsonl"), totals=resumed.totals)
     environment = _environment(run.backend)
@@ -262,7 +260,7 @@ async def _run(run: _Run) -> dict[str, Any]:
         tally=tally,
         observer=run.observer,
     )
-    if evaluator is not None and resumed.controller.newest == 0 and not resumed.evaluated_before:
+    if evaluator is not None and resumed.controller.newest == 0 and "before" not in resumed.evaluated:
         with warn_when_blocked(recipe.runtime.stall_seconds):
             await evaluate(evaluator, resumed.weights[0], "before")
     loop = _make_loop(run, resumed, environment, evaluator, tally)
@@ -271,22 +269,27 @@ async def _run(run: _Run) -> dict[str, Any]:
             await loop.checkpoints.save()
             return await _conclude(run, tally, loop.controller, stopped=True)
     await export_policy(run.trainer, run.folder / "policy", recipe, templated=inputs.templated)
-    # The run is complete from here on: the result of the last evaluation changes nothing of what was trained.
+    if evaluator is not None and "after" not in resumed.evaluated:
+        write_json(run.folder / "summary.json", _summary(run, tally, loop.controller, stopped=False))
+        try:
+            with warn_when_blocked(recipe.runtime.stall_seconds):
+                await evaluate(evaluator, loop.weights[plan.updates], "after")
+        except (asyncio.CancelledError, KeyboardInterrupt):  # the user does without the score
+            await _conclude(run, tally, loop.controller, stopped=False)
+            raise
     summary = await _conclude(run, tally, loop.controller, stopped=False)
-    if evaluator is not None:
-        with warn_when_blocked(recipe.runtime.stall_seconds):
-            await evaluate(evaluator, loop.weights[plan.updates], "after")
-        summary = await _conclude(run, tally, loop.controller, stopped=False)
     run.versions.prune(lambda version: False)  # `policy/` has the last version, and nothing needs the others
     return summary
 
 
 async def _take_up(run: _Run) -> Resumed:
     """Begins the run, or restores it from its folder."""
+    inputs = run.backend.driver.inputs
     return await take_up(
         run.folder,
         run.recipe.plan,
-        prompts=run.backend.driver.inputs.prompts,
+        prompts=inputs.prompts,
+        facts=facts_of(run.recipe, data_rows=inputs.prompts.num_rows, templated=inputs.templated),
         journal=run.journal,
         trainer=run.trainer,
         versions=run.versions,
@@ -334,9 +337,17 @@ def _make_loop(
 
 
 async def _conclude(run: _Run, tally: Tally, controller: Controller, *, stopped: bool) -> dict[str, Any]:
-    """Writes `summary.json` and the end of the session. May be called again when there is more to report."""
+    """Writes `summary.json` and the end of the session."""
+    summary = _summary(run, tally, controller, stopped=stopped)
+    write_json(run.folder / "summary.json", summary)
+    run.journal.finished(stopped=stopped, at=clock.now(), totals=tally.totals.sums())
+    await run.journal.durable()
+    return summary
+
+
+def _summary(run: _Run, tally: Tally, controller: Controller, *, stopped: bool) -> dict[str, Any]:
     counters = controller.counters
-    summary = {
+    return {
         **tally.summary(),
         "generation_retries": counters.generation_retries,
         "scoring_retries": counters.scoring_retries,
@@ -347,10 +358,6 @@ async def _conclude(run: _Run, tally: Tally, controller: Controller, *, stopped:
         "kv_given_back": run.trainer.kv_given_back,
         "stopped": stopped,
     }
-    write_json(run.folder / "summary.json", summary)
-    run.journal.finished(stopped=stopped, at=clock.now(), totals=tally.totals.sums())
-    await run.journal.durable()
-    return summary
 
 
 def _environment(backend: Backend) -> Environment:
