@@ -33,7 +33,7 @@ from stretto.store.journal import Journal
 from stretto.store.numbered_names import CHECKPOINT, VERSION, foreign
 from stretto.store.reader import GroupRecord, JournalReader, TrajectoryRecord
 from stretto.store.resume_point import progress_of
-from stretto.store.schema import UNDER_WAY, RunFacts
+from stretto.store.schema import UNDER_WAY, RunFacts, reading
 from stretto.store.version_files import VersionFiles
 from stretto.types import Completion, Prompt, Suspended, Weights, WeightsRef
 
@@ -92,9 +92,12 @@ async def take_up(
         (folder / "metrics.jsonl").unlink(missing_ok=True)  # an evaluation of version 0, which is made again
         return await begin(plan, journal, trainer, versions)
     await refuse_another_base(trainer, journal.path)
-    controller = Controller.restore(plan, snapshot(journal.path, plan))
-    needed = {*controller.needed_versions, progress.updates}
-    weights = {version: versions.read(version, progress.checksums[version]) for version in needed}
+    with reading(journal.path):
+        controller = Controller.restore(plan, snapshot(journal.path, plan))
+        needed = {*controller.needed_versions, progress.updates}
+        checksums = {version: progress.checksums[version] for version in needed}
+        totals = Totals.from_json(progress.totals, progress.lines)
+    weights = {version: versions.read(version, checksum) for version, checksum in checksums.items()}
     oldest = min((version for version in needed if weights[version] is None), default=progress.updates)
     checkpoint = await newest_checkpoint(folder, oldest, say)
     found = {version: place(each) for version, each in weights.items() if each is not None}
@@ -114,7 +117,6 @@ async def take_up(
     await journal.durable()
     versions.prune(needed.__contains__)  # not before, as training again may adopt what nothing else needs
     JsonLines(folder / "metrics.jsonl").rewrite(progress.lines)
-    totals = Totals.from_json(progress.totals, progress.lines)
     _tell(journal, rollouts, say)
     return Resumed(controller, found, totals, rollouts, kept, progress.evaluated)
 
