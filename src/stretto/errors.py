@@ -47,6 +47,10 @@ class RewardError(StrettoError):
     """A reward function raised, returned something that is no finite number, or did not return in time."""
 
 
+class LateRewardError(RewardError):
+    """A reward function or an environment did not return in time."""
+
+
 class RoomError(RewardError):
     """An episode asks for another turn, and what it has so far leaves no token for one. It may catch this and end."""
 

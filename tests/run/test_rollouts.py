@@ -27,6 +27,7 @@ from stretto.errors import (
     SuspendedError,
     TransitionError,
 )
+from stretto.run.first_reward import FirstReward
 from stretto.run.instance_membership import Instances
 from stretto.run.output_checks import refuse_output
 from stretto.run.protocols import FixedPool
@@ -156,6 +157,7 @@ def rollouts(
         journal=recorder,  # type: ignore[arg-type]
         tally=recorder,  # type: ignore[arg-type]
         tail=recorder,  # type: ignore[arg-type]
+        first_reward=FirstReward(),
         post=events.append,
     )
     return made, recorder, events

@@ -45,6 +45,7 @@ from stretto.observe.summary import summary_table
 from stretto.observe.waiting import report_wait
 from stretto.recipe.schema import Recipe
 from stretto.run.evaluation import Evaluator
+from stretto.run.first_reward import FirstReward
 from stretto.run.folder_checks import (
     facts_of,
     refuse_another_recipe,
@@ -251,7 +252,9 @@ async def _run(run: _Run) -> dict[str, Any]:
     resumed = await report_wait(_take_up(run), lambda: "the trainer to start, and its weights", run.observer.message)
     tally = Tally(rows=plan.rows, sink=JsonLines(run.folder / "metrics.jsonl"), totals=resumed.totals)
     environment = _environment(run.backend)
-    evaluator = _evaluator(run, environment)
+    scored = any(rollout.reward is not None for rollout in resumed.rollouts.values())
+    first_reward = FirstReward(came=scored or tally.totals.steps > 0)
+    evaluator = _evaluator(run, environment, first_reward)
     evaluate = partial(
         evaluate_alone,
         run.backend.pool,
@@ -263,7 +266,7 @@ async def _run(run: _Run) -> dict[str, Any]:
     if evaluator is not None and resumed.controller.newest == 0 and "before" not in resumed.evaluated:
         with warn_when_blocked(recipe.runtime.stall_seconds):
             await evaluate(evaluator, resumed.weights[0], "before")
-    loop = _make_loop(run, resumed, environment, evaluator, tally)
+    loop = _make_loop(run, resumed, environment, evaluator, tally, first_reward)
     with stopped_by_interrupts(loop.stop), warn_when_blocked(recipe.runtime.stall_seconds):
         if not await loop.run():
             await loop.checkpoints.save()
@@ -300,7 +303,12 @@ async def _take_up(run: _Run) -> Resumed:
 
 
 def _make_loop(
-    run: _Run, resumed: Resumed, environment: Environment, evaluator: Evaluator | None, tally: Tally
+    run: _Run,
+    resumed: Resumed,
+    environment: Environment,
+    evaluator: Evaluator | None,
+    tally: Tally,
+    first_reward: FirstReward,
 ) -> Loop:
     driver, runtime = run.backend.driver, run.recipe.runtime
     return Loop(
@@ -333,6 +341,7 @@ def _make_loop(
         versions=run.versions,
         checkpointing=lambda loop: take_checkpoint(run.folder, loop, run.trainer, run.journal, run.versions),
         control=run.control,
+        first_reward=first_reward,
     )
 
 
@@ -368,7 +377,7 @@ def _environment(backend: Backend) -> Environment:
     return load_environment(spec, backend.driver.tokenizer)
 
 
-def _evaluator(run: _Run, environment: Environment) -> Evaluator | None:
+def _evaluator(run: _Run, environment: Environment, first_reward: FirstReward) -> Evaluator | None:
     """Makes the evaluator, or returns None if no prompts are held out."""
     driver, recipe, wanted = run.backend.driver, run.recipe, run.recipe.evaluation
     if driver.inputs.held_out is None:
@@ -389,4 +398,5 @@ def _evaluator(run: _Run, environment: Environment) -> Evaluator | None:
         vocabulary=driver.vocabulary,
         max_turns=driver.inputs.task.max_turns,
         episode_s=run.episode_s,
+        first_reward=first_reward,
     )

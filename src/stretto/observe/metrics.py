@@ -232,7 +232,7 @@ class Tally:
         totals.groups_without_signal += int(report.metrics.get("groups_without_signal", 0))
         totals.updates_without_signal += is_without_signal(report.metrics)
         cycle_s, self._last_ended = ended - self._last_ended, ended
-        line = {
+        line: dict[str, Any] = {
             "kind": "update",
             "update": report.update,
             **report.metrics,
@@ -332,7 +332,7 @@ class Tally:
 
 def is_without_signal(metrics: Mapping[str, Any]) -> bool:
     """True if no group of an update had two different rewards, so that nothing could be learnt from them."""
-    return 0 < metrics.get("groups", 0) == metrics.get("groups_without_signal", 0)
+    return bool(0 < metrics.get("groups", 0) == metrics.get("groups_without_signal", 0))
 
 
 def _never_a_signal(update: int, reward: float) -> str:

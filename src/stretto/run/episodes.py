@@ -15,7 +15,7 @@ from typing import Any
 from stretto.environments.protocol import Environment, Outcome
 from stretto.environments.reward_worker import last_line
 from stretto.environments.single_turn import SingleTurn
-from stretto.errors import RewardError
+from stretto.errors import LateRewardError, RewardError
 from stretto.run.turns import Turns, token_ids
 from stretto.types import Completion, Prompt
 
@@ -118,7 +118,7 @@ class Episode:
                 raise self.fault from None
             if isinstance(error, TimeoutError) and self._limit.expired():
                 since = "its last token" if self.num_asked or self._turn is not None else "it began"
-                raise RewardError(
+                raise LateRewardError(
                     f"the environment has not returned for {self._deadline_s:g} s since {since} "
                     "(`runtime.stall_seconds`)"
                 ) from error
