@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import sqlite3
@@ -455,16 +456,53 @@ def test_of_two_runs_that_begin_in_one_folder_the_second_leaves_the_first_as_it_
     first, second = (recipe(model, tmp_path, f"seed={seed}", *options) for seed in (1, 2))
     folder, build = tmp_path / "run", LocalComponents.build
 
+    built: list[int] = []
+
     def another_begins_meanwhile(recipe: Recipe, model_path: str) -> LocalComponents:
-        if recipe.seed == second.seed:
-            run(first, folder)
+        built.append(recipe.seed)
+        with pytest.raises(RunError, match="a process is starting a run in it; choose another `--out`"):
+            run(second, folder)
         return build(recipe, model_path)
 
     monkeypatch.setattr(LocalComponents, "build", another_begins_meanwhile)
-    with pytest.raises(RunError, match="exists already; choose another `--out`"):
-        run(second, folder)
+    run(first, folder)
+    assert built == [first.seed], "the second is refused before anything is built"
     assert load_recipe(folder / "config.toml").seed == first.seed
     assert not is_alive(folder)
+
+
+def test_a_run_that_could_not_start_leaves_no_folder_behind(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "new" / "run"
+
+    def fails(*_: Any) -> None:
+        assert is_alive(folder)
+        raise TrainerError("no memory")
+
+    monkeypatch.setattr(LocalComponents, "build", fails)
+    for made in (tmp_path / "new", None):  # the second time the parent is the user's own
+        with pytest.raises(TrainerError):
+            run(recipe(model, tmp_path), folder)
+        assert not folder.exists()
+        assert (tmp_path / "new").exists() == (made is None)
+        (tmp_path / "new").mkdir(exist_ok=True)
+
+
+def test_a_lock_whose_file_was_removed_is_not_held_by_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, opened = Lock(tmp_path / "journal.sqlite"), os.open
+
+    def open_as_the_first_leaves(path: str, *rest: int) -> int:
+        descriptor = opened(path, *rest)
+        first.remove()
+        return descriptor
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", open_as_the_first_leaves)
+        second = Lock(tmp_path / "journal.sqlite")
+    with pytest.raises(RunError, match="another process"):
+        Lock(tmp_path / "journal.sqlite")
+    second.close()
 
 
 def test_a_run_that_was_killed_as_it_made_its_folder_left_nothing(tmp_path: Path) -> None:

@@ -448,7 +448,7 @@ def test_instances_are_called_back_at_once_and_one_that_is_lost_meanwhile_ends_n
 
     asyncio.run(story())
     assert not events
-    assert [told for name, told in recorder.told if name == "moved"] == [0, 1]
+    assert [told for name, told in recorder.told if name == "state_changed"] == [0, 1]
 
 
 def test_when_a_quarantined_rollout_fails_for_good_those_beside_it_are_cleared() -> None:

@@ -29,7 +29,7 @@ from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from stretto import clock
-from stretto.assembly.checkpoint_writer import make_folder, take_checkpoint, write_json
+from stretto.assembly.checkpoint_writer import begin_folder, claimed_folder, take_checkpoint, write_json
 from stretto.assembly.export import export_policy
 from stretto.assembly.resume import Resumed, take_up, tries_to_score
 from stretto.core.controller import Controller
@@ -146,12 +146,13 @@ def train(
     passed_variables(recipe)  # refuses a variable that is not set, before anything is built
     with contextlib.ExitStack() as stack:
         stack.callback(observer.close)
-        lock = None
-        if resume:  # before anything is built, so that a second process is refused at once
+        if resume:  # here and below before anything is built, so that a second process is refused at once
             Control(folder).open()
             lock = Lock(folder / JOURNAL_NAME)
             stack.callback(lock.close)
             refuse_damaged(folder)
+        else:
+            lock = stack.enter_context(claimed_folder(folder))
         stack.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(SWITCH_S)
         torch.set_num_threads(1)  # for the warm start, whose operations are too small to share
@@ -168,7 +169,7 @@ def train(
             driver, make = parts.driver, partial(local_backend, recipe, parts, observer)
         for note in driver.inputs.notes(recipe):
             observer.message(note)
-        return asyncio.run(_train(recipe, folder, make, observer, lock, give_up))
+        return asyncio.run(_train(recipe, folder, make, observer, lock, resume, give_up))
 
 
 def _on_ray(recipe: Recipe, model_path: str, folder: Path, observer: Observer) -> tuple[DriverInputs, MakeBackend]:
@@ -204,11 +205,17 @@ class _Run:
 
 
 async def _train(
-    recipe: Recipe, folder: Path, make: MakeBackend, observer: Observer, lock: Lock | None, give_up: Sequence[int]
+    recipe: Recipe,
+    folder: Path,
+    make: MakeBackend,
+    observer: Observer,
+    lock: Lock,
+    resume: bool,
+    give_up: Sequence[int],
 ) -> dict[str, Any]:
-    """Starts the backend, runs the loop, and ends everything in any case. `lock` is that of a resumed run."""
+    """Starts the backend, runs the loop, and ends everything in any case."""
     async with contextlib.AsyncExitStack() as stack:
-        said = RewardOutput(folder / "reward.log", observer.message)
+        said = RewardOutput(folder / "reward.log", observer.message, after=folder / "config.toml")
         stack.callback(said.close)
         versions = VersionFiles(folder / "versions", durable=recipe.runtime.durable_versions)
         backend = make(said, versions)
@@ -218,13 +225,12 @@ async def _train(
         stack.callback(backend.release)
         await _start(backend, recipe.runtime.instances, observer.message)
         control = Control(folder)
-        if lock is None:
-            lock = make_folder(recipe, folder)
-            stack.callback(lock.close)
+        if not resume:
+            begin_folder(recipe, folder)
             control.open()
         # A run that was killed in its first moments has no journal yet, and simply begins.
-        resume = (folder / JOURNAL_NAME).exists()
-        with Journal.open(folder / JOURNAL_NAME, resume=resume, lock=lock) as journal:
+        begun = (folder / JOURNAL_NAME).exists()
+        with Journal.open(folder / JOURNAL_NAME, resume=begun, lock=lock) as journal:
             trainer = backend.make_trainer(journal)
             stack.callback(trainer.close)
             return await _run(_Run(recipe, folder, backend, journal, versions, trainer, control, observer, give_up))

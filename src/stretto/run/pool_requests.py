@@ -200,7 +200,7 @@ def _refuse(run_folder: Path) -> NoReturn:
     match standing(run_folder):
         case "empty":
             raise RunError(
-                f"no run has begun in `{run_folder}` yet: a run makes its folder once its instances have started; wait "
+                f"no run has begun in `{run_folder}` yet: it begins once its instances have started; wait "
                 "for it, or give the folder of another run"
             )
         case "foreign":

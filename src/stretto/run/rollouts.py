@@ -178,7 +178,7 @@ class Rollouts:
             await self._journal.room()  # thousands may be resumed at once
             if not run.outdated:
                 where, why = placement.instance, placement.reason
-                self._journal.moved(rollout.id, "running", at=clock.now(), reason=why, instance=where)
+                self._journal.state_changed(rollout.id, "running", at=clock.now(), reason=why, instance=where)
         if run.outdated:
             return
         episode = Episode(

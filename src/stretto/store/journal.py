@@ -157,7 +157,7 @@ class Journal:
     group_admitted = _recorded(journal_writes.group_admitted)
     group_spared = _recorded(journal_writes.group_spared)
 
-    moved = _recorded(journal_writes.moved)
+    state_changed = _recorded(journal_writes.state_changed)
     attempt_failed = _recorded(journal_writes.attempt_failed)
     generated = _recorded(journal_writes.generated)
     score_again = _recorded(journal_writes.score_again)
