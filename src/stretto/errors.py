@@ -7,9 +7,17 @@ trainer, the journal or the loop ends the run, by name.
 Every class takes one message, so that it survives pickling between processes.
 """
 
+import re
+
+_LONG_NUMBER = re.compile(r"[0-9]{40,}")
+
 
 class StrettoError(Exception):
     """Whatever Stretto raises on purpose. The command line prints it without a traceback."""
+
+    def __str__(self) -> str:
+        """Returns the message. A number of hundreds of digits, which any option may get, is shortened."""
+        return _LONG_NUMBER.sub(lambda found: _shortened(found[0]), super().__str__())
 
 
 class RecipeError(StrettoError, ValueError):
@@ -95,6 +103,10 @@ class TransitionError(StrettoError):
 
 
 # -- errors as text ----------------------------------------------------------------------------------------------------
+
+
+def _shortened(digits: str) -> str:
+    return f"{digits[:6]}...{digits[-6:]} ({len(digits)} digits)"
 
 
 def describe(error: BaseException) -> str:
