@@ -7,9 +7,17 @@ trainer, the journal or the loop ends the run, by name.
 Every class takes one message, so that it survives pickling between processes.
 """
 
+import re
+
+_LONG_NUMBER = re.compile(r"[0-9]{40,}")
+
 
 class StrettoError(Exception):
     """Whatever Stretto raises on purpose. The command line prints it without a traceback."""
+
+    def __str__(self) -> str:
+        """Returns the message. A number of hundreds of digits, which any option may get, is shortened."""
+        return _LONG_NUMBER.sub(lambda found: _shortened(found[0]), super().__str__())
 
 
 class RecipeError(StrettoError, ValueError):
@@ -47,6 +55,10 @@ class RewardError(StrettoError):
     """A reward function raised, returned something that is no finite number, or did not return in time."""
 
 
+class LateRewardError(RewardError):
+    """A reward function or an environment did not return in time."""
+
+
 class RoomError(RewardError):
     """An episode asks for another turn, and what it has so far leaves no token for one. It may catch this and end."""
 
@@ -82,11 +94,19 @@ class StalledError(StrettoError):
     """Nothing happened for longer than the run allows; the message says who waited for what."""
 
 
+class TaskCancelledError(StrettoError):
+    """A task of the run was cancelled by somebody else. What it was to do is not done."""
+
+
 class TransitionError(StrettoError):
     """Something was reported about a trajectory that cannot happen in the state it is in: a fault of the caller's."""
 
 
 # -- errors as text ----------------------------------------------------------------------------------------------------
+
+
+def _shortened(digits: str) -> str:
+    return f"{digits[:6]}...{digits[-6:]} ({len(digits)} digits)"
 
 
 def describe(error: BaseException) -> str:

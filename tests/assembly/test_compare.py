@@ -13,7 +13,7 @@ import pytest
 
 from stretto.assembly import compare
 from stretto.assembly.compare import _add_time_to_target, comparison
-from stretto.errors import RunError
+from stretto.errors import RunError, StrettoError
 
 RECIPE = '[model]\npath = "tiny"\n[task]\ntype = "countdown-chain"\n'
 
@@ -53,8 +53,9 @@ def test_a_run_that_did_not_come_to_its_end_is_never_tabled(
     rows = comparison(
         tmp_path / "recipe.toml", [], paradigms=["partial"], folder=tmp_path / "out", say=lambda text: None
     )
-    with pytest.raises(error):
+    with pytest.raises(error, match="under `partial`"):
         next(rows)
+    assert issubclass(error, StrettoError), "the command line prints it without a traceback"
     assert not (tmp_path / "out" / "compare.json").exists()
 
 

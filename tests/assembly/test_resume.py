@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import sqlite3
@@ -20,12 +21,13 @@ from stretto.errors import JournalError, RunError, TrainerError
 from stretto.local.components import LocalComponents
 from stretto.observe.progress import Observer, Silent
 from stretto.recipe.schema import Recipe, load_recipe
+from stretto.run.evaluation import Evaluator
 from stretto.run.folder_checks import standing
 from stretto.store.journal import Journal
 from stretto.store.lock import Lock, is_alive
 from stretto.store.version_files import VersionFiles
 from stretto.training.trainer import LocalTrainer
-from stretto.types import Batch, UpdateReport
+from stretto.types import Batch, EvaluationResult, UpdateReport
 
 KILLED_AT = 3
 
@@ -78,7 +80,9 @@ def go_on(made: Recipe, folder: Path) -> list[str]:
     return heard.said
 
 
-@pytest.mark.parametrize("trouble", ["nothing", "newest damaged", "all damaged", "no checkpoint", "no versions"])
+@pytest.mark.parametrize(
+    "trouble", ["nothing", "copies", "newest damaged", "all damaged", "no checkpoint", "no versions"]
+)
 def test_whatever_is_damaged_but_the_journal_the_run_goes_on_with_the_same_bits(
     model: Path, tmp_path: Path, killed: Callable[..., Recipe], trouble: str
 ) -> None:
@@ -89,6 +93,10 @@ def test_whatever_is_damaged_but_the_journal_the_run_goes_on_with_the_same_bits(
     assert 1 <= len(checkpoints) <= 2, "the last two are kept"
     usable = [0, *(int(path.name) for path in checkpoints)]
     match trouble:
+        case "copies":
+            for suffix in (" copy", ".bak"):
+                shutil.copytree(checkpoints[-1], checkpoints[-1].with_name(checkpoints[-1].name + suffix))
+            shutil.copy(folder / "versions" / "000004.safetensors", folder / "versions" / "000004 copy.safetensors")
         case "newest damaged":
             damage(checkpoints[-1])
         case "all damaged":
@@ -100,6 +108,10 @@ def test_whatever_is_damaged_but_the_journal_the_run_goes_on_with_the_same_bits(
             shutil.rmtree(folder / "versions")
     said = " ".join(go_on(made, folder))
     assert ("is damaged" in said) == (trouble in ("newest damaged", "all damaged"))
+    if trouble == "copies":
+        for name in (f"{checkpoints[-1].name} copy", f"{checkpoints[-1].name}.bak", "000004 copy.safetensors"):
+            assert f"{name}` has no name that this run gives, and is ignored" in said
+        assert [path.name for path in (folder / "versions").iterdir()] == ["000004 copy.safetensors"]
     first = {"newest damaged": usable[-2], "all damaged": 0, "no checkpoint": 0}.get(trouble, usable[-1])
     assert f"updates {first} to 3 are trained again from the journal" in said
     run(recipe(model, tmp_path, "training.steps=6", "evaluation.prompts=0", synchronous), tmp_path / "whole")
@@ -205,8 +217,11 @@ def test_what_is_under_way_keeps_its_prompts_and_other_columns_are_refused(
     path.write_text(before.replace('"answer": ', '"answer": 7'))
     with pytest.raises(RunError, match=r"the data is not what .* was \{'answer': \d+\} and is now \{'answer': 7\d+\}"):
         run(made, tmp_path / "run", resume=True)
+    sessions = "SELECT session, outcome FROM sessions"
+    assert rows(tmp_path / "run", sessions) == [(1, None)], "one that is refused is no session"
     path.write_text(before.replace("=", "?"))
     go_on(made, tmp_path / "run")
+    assert rows(tmp_path / "run", sessions) == [(1, None), (2, "finished")]
     assert retrain(tmp_path / "run").difference is None, "trained on what is recorded"
 
 
@@ -387,6 +402,38 @@ def test_an_evaluation_before_the_first_version_is_recorded_is_in_the_metrics_on
     assert [line["kind"] for line in lines] == ["evaluation", "update", "evaluation"]
 
 
+@pytest.mark.parametrize("recorded", [False, True], ids=["during it", "after it"])
+def test_a_run_that_was_killed_in_its_last_evaluation_is_resumed_and_evaluated_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool
+) -> None:
+    class DiesAtTheEnd(Silent):
+        def evaluated(self, result: EvaluationResult) -> None:
+            if result.moment == "after":
+                Dies.killed()
+
+    evaluate = Evaluator.evaluate
+
+    async def killed_at_the_last(self: Evaluator, engine: Any, version: int, moment: Any, checksum: Any) -> Any:
+        return Dies.killed() if moment == "after" else await evaluate(self, engine, version, moment, checksum)
+
+    made, folder = recipe(model, tmp_path), tmp_path / "run"
+    with monkeypatch.context() as patched:
+        if not recorded:
+            patched.setattr(Evaluator, "evaluate", killed_at_the_last)
+        with pytest.raises(KeyError):
+            run(made, folder, observer=DiesAtTheEnd())
+    assert standing(folder) == "stopped"
+    before = story(folder)
+    summary = run(made, folder, resume=True)
+    assert standing(folder) == "finished"
+    assert story(folder) == before
+    assert rows(folder, "SELECT kind FROM evaluations ORDER BY id") == [("before",), ("after",)]
+    assert summary == json.loads((folder / "summary.json").read_text())
+    assert (summary["steps"], summary["stopped"], summary["eval_after_version"]) == (3, False, 3)
+    assert summary["eval_after"] is not None
+    assert_verifies(folder)
+
+
 def test_a_run_that_is_being_resumed_is_not_resumed_twice(
     tmp_path: Path, killed: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,16 +456,53 @@ def test_of_two_runs_that_begin_in_one_folder_the_second_leaves_the_first_as_it_
     first, second = (recipe(model, tmp_path, f"seed={seed}", *options) for seed in (1, 2))
     folder, build = tmp_path / "run", LocalComponents.build
 
+    built: list[int] = []
+
     def another_begins_meanwhile(recipe: Recipe, model_path: str) -> LocalComponents:
-        if recipe.seed == second.seed:
-            run(first, folder)
+        built.append(recipe.seed)
+        with pytest.raises(RunError, match="a process is starting a run in it; choose another `--out`"):
+            run(second, folder)
         return build(recipe, model_path)
 
     monkeypatch.setattr(LocalComponents, "build", another_begins_meanwhile)
-    with pytest.raises(RunError, match="exists already; choose another `--out`"):
-        run(second, folder)
+    run(first, folder)
+    assert built == [first.seed], "the second is refused before anything is built"
     assert load_recipe(folder / "config.toml").seed == first.seed
     assert not is_alive(folder)
+
+
+def test_a_run_that_could_not_start_leaves_no_folder_behind(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "new" / "run"
+
+    def fails(*_: Any) -> None:
+        assert is_alive(folder)
+        raise TrainerError("no memory")
+
+    monkeypatch.setattr(LocalComponents, "build", fails)
+    for made in (tmp_path / "new", None):  # the second time the parent is the user's own
+        with pytest.raises(TrainerError):
+            run(recipe(model, tmp_path), folder)
+        assert not folder.exists()
+        assert (tmp_path / "new").exists() == (made is None)
+        (tmp_path / "new").mkdir(exist_ok=True)
+
+
+def test_a_lock_whose_file_was_removed_is_not_held_by_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, opened = Lock(tmp_path / "journal.sqlite"), os.open
+
+    def open_as_the_first_leaves(path: str, *rest: int) -> int:
+        descriptor = opened(path, *rest)
+        first.remove()
+        return descriptor
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", open_as_the_first_leaves)
+        second = Lock(tmp_path / "journal.sqlite")
+    with pytest.raises(RunError, match="another process"):
+        Lock(tmp_path / "journal.sqlite")
+    second.close()
 
 
 def test_a_run_that_was_killed_as_it_made_its_folder_left_nothing(tmp_path: Path) -> None:

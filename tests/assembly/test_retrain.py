@@ -82,6 +82,13 @@ def test_the_first_version_that_differs_is_named(
     assert len(said) == 3
     assert retrain(tmp_path / "run", until=1).difference is None
     assert retrain(tmp_path / "run", until=1).updates == 1
+    with sqlite3.connect(tmp_path / "run" / "journal.sqlite") as db:
+        ((id,),) = db.execute(changed).fetchall()
+        db.execute("UPDATE completions SET logprobs = x'00' WHERE trajectory = ?", (id,))
+    db.close()
+    assert main(["replay", str(tmp_path / "run")]) == 2, "what is no difference is no broken promise"
+    assert f"JournalError: journal `{tmp_path}/run/journal.sqlite` is damaged" in (said := capsys.readouterr().err)
+    assert f"trajectory {id}: " in said
 
 
 def test_what_cannot_be_trained_again_is_refused_by_name(model: Path, tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def test_by_default_the_engine_can_hold_every_prompt_that_was_checked(model: Pat
     parts.engines[0].close()
 
 
-def test_a_run_that_ends_in_its_last_evaluation_is_complete(
+def test_a_run_that_is_interrupted_in_its_last_evaluation_is_complete(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = Evaluator.evaluate

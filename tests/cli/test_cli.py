@@ -161,6 +161,17 @@ def test_a_journal_that_is_none_is_an_error_by_its_name_and_no_broken_law(
     assert (run / "journal.sqlite").read_bytes() == content
 
 
+def test_a_fault_of_this_package_is_not_told_as_a_broken_law(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> int:
+        raise KeyError("ours")
+
+    monkeypatch.setattr("stretto.store.verify.verify", fails)
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "KeyError: 'ours'" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_compare_refuses_an_unknown_paradigm(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", str(recipe), "--paradigms", "synchronous,sideways", "--out", str(tmp_path / "c")]) == 2
     assert "`--paradigms` names `sideways`" in capsys.readouterr().err

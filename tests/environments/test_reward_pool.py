@@ -31,7 +31,7 @@ from stretto.environments.reward_pipes import (
     results_frame,
 )
 from stretto.environments.reward_pool import RewardPool
-from stretto.errors import RecipeError, RewardError
+from stretto.errors import LateRewardError, RecipeError, RewardError
 
 FOLDER = str(Path(__file__).parents[1] / "cases")
 
@@ -139,7 +139,7 @@ def test_a_hung_reward_fails_alone_and_its_worker_is_replaced():
     assert not is_alive(int(second))
     assert [results[i] for i in (0, 2, 5)] == [1.0, 1.0, 1.0]
     for i in (1, 4):
-        with pytest.raises(RewardError, match=r"did not return within `task.reward_seconds = 0.3`"):
+        with pytest.raises(LateRewardError, match=r"did not return within `task.reward_seconds = 0.3`"):
             raise results[i]
     with pytest.raises(RewardError, match="KeyError"):
         raise results[3]
@@ -210,6 +210,7 @@ def test_async_rewards_fail_alone():
     fine, raised, hung, timeout = asyncio.run(run())
     assert fine == 2.0
     assert "ValueError: no" in str(raised)
+    assert isinstance(hung, LateRewardError)
     assert str(hung) == "`reward_functions:later` did not return within `task.reward_seconds = 0.5`"
     assert "TimeoutError: their own" in str(timeout)
 

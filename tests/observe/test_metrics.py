@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from stretto.errors import RunError
 from stretto.observe.metrics import JsonLines, Tally, Totals, is_mixed
 from stretto.observe.progress import describe_evaluation, describe_update
+from stretto.observe.summary import summary_table
 from stretto.types import Completion, EngineStats, EvaluationResult, Sample, UpdateReport
 
 
@@ -158,6 +161,36 @@ def test_an_evaluation_says_which_version_it_measured_and_when_by_the_runs_own_c
     assert describe_evaluation(after) == "evaluation of version 6: 0.750 on 3 prompts, 1 failed"
     nothing = EvaluationResult(6, "after", None, 0, 4, 3.0, at=130.0, seconds=1.0)
     assert describe_evaluation(nothing) == "evaluation of version 6: no score on 0 prompts, 4 failed"
+
+
+def test_rewards_that_are_always_equal_are_told_in_every_line_once_in_a_warning_and_in_the_table() -> None:
+    def run(*without: int) -> tuple[list[dict[str, Any]], str]:
+        subject, _ = tally()
+        lines = []
+        for number, count in enumerate(without):
+            metrics = {"groups": 2.0, "groups_without_signal": float(count)}
+            lines.append(update(subject, number, [sample(0, 0, completion(2))], number, number + 1.0, **metrics))
+            if number == 1:  # and so it is after the run was resumed
+                totals = Totals.from_json(json.loads(json.dumps(subject.totals.sums())), lines)
+                subject, _ = tally(totals=totals)
+        stream = io.StringIO()
+        summary = {**subject.summary(), "spared_groups": 0, "replaced_groups": 0}
+        Console(file=stream, width=160).print(summary_table(summary))
+        return lines, stream.getvalue()
+
+    lines, table = run(2, 2, 2, 2)
+    assert [len(line["warnings"]) for line in lines] == [0, 0, 1, 0]
+    assert "no reward has trained anything so far" in lines[2]["warnings"][0]
+    assert all("no signal: the rewards of every group are equal" in describe_update(line, 4) for line in lines)
+    assert "all of 4: the rewards trained nothing" in table
+    assert "8, their rewards were equal" in table
+    lines, table = run(2, 1, 2, 0)
+    assert not any(line["warnings"] for line in lines)
+    assert ["no signal" in describe_update(line, 4) for line in lines] == [True, True, True, False]
+    assert "no signal in 1 of 2 groups" in describe_update(lines[1], 4)
+    assert "2 of 4: the rewards trained nothing" in table
+    lines, table = run(0, 0)
+    assert "signal" not in table
 
 
 def test_a_run_without_updates_has_a_summary_too() -> None:

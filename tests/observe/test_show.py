@@ -27,6 +27,13 @@ def render(what: RenderableType) -> str:
     return stream.getvalue()
 
 
+def test_a_run_has_the_name_of_its_folder_however_it_is_named(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run_folder)
+    assert render(show(Path("."))).startswith(f"{run_folder.name}: multi-version")
+
+
 @pytest.fixture
 def run_folder(tmp_path: Path):
     """Two updates of one group of two; the second one is still training, and a group is running."""

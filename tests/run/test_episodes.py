@@ -157,6 +157,9 @@ def test_the_deadline_holds_whatever_a_turn_came_to_and_not_while_it_is_made(fau
     [
         (SystemExit(3), r"the environment called `sys.exit\(3\)`"),
         (asyncio.CancelledError(), "raised `CancelledError`, and nobody had cancelled it"),
+        (KeyboardInterrupt("mine"), r"raised `KeyboardInterrupt: mine \(test_episodes.py:\d+\)`, which is not an"),
+        (GeneratorExit(), r"raised `GeneratorExit \(test_episodes.py:\d+\)`"),
+        (BaseException("bare"), r"raised `BaseException: bare"),
     ],
 )
 def test_an_environment_that_exits_or_cancels_itself_fails_its_episode_alone(raised: BaseException, said: str) -> None:
@@ -166,6 +169,22 @@ def test_an_environment_that_exits_or_cancels_itself_fails_its_episode_alone(rai
 
     with pytest.raises(RewardError, match=said):
         play(Asked(), episode)
+
+
+@pytest.mark.parametrize("while_generating", [True, False])
+def test_an_environment_that_cancels_its_own_task_fails_its_episode_alone(while_generating: bool) -> None:
+    async def episode(policy: Policy) -> float:
+        if not while_generating:
+            await policy.generate((1,))
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await policy.generate((1,)) if while_generating else await asyncio.sleep(60)
+        return 1.0
+
+    said = "gave up a turn" if while_generating else "it cancelled its own task"
+    with pytest.raises(RewardError, match=said):
+        play(Asked(takes_s=60 if while_generating else 0), episode)
 
 
 def test_who_cancels_an_episode_finds_it_cancelled() -> None:
@@ -257,7 +276,11 @@ def test_what_keeps_a_single_turn_from_its_tokens_is_no_fault_of_the_environment
 
 @pytest.mark.parametrize(
     ("raised", "said"),
-    [(SystemExit(3), r"called `sys.exit\(3\)`"), (asyncio.CancelledError(), "nobody had cancelled it")],
+    [
+        (SystemExit(3), r"called `sys.exit\(3\)`"),
+        (asyncio.CancelledError(), "nobody had cancelled it"),
+        (KeyboardInterrupt(), "raised `KeyboardInterrupt"),
+    ],
 )
 def test_a_score_that_exits_or_cancels_itself_fails_its_episode_alone(raised: BaseException, said: str) -> None:
     asked = Asked()

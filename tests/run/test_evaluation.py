@@ -12,8 +12,16 @@ import pytest
 
 from stretto.environments.data import PromptStream, Row
 from stretto.environments.protocol import Outcome, Policy
-from stretto.errors import EngineError, RequestError, RewardError, VersionNotResidentError
+from stretto.errors import (
+    EngineError,
+    LateRewardError,
+    RequestError,
+    RewardError,
+    StalledError,
+    VersionNotResidentError,
+)
 from stretto.run.evaluation import PRIORITY, Evaluator
+from stretto.run.first_reward import FirstReward
 from stretto.store.journal import Journal, JournalReader
 from stretto.store.schema import RunFacts
 from stretto.types import Completion, EvaluationResult, Prompt, Request, Sampling
@@ -202,3 +210,29 @@ def test_mistakes_of_an_environment_are_counted_and_told_and_cost_no_engine(
 def test_a_reward_that_cannot_be_trained_on_is_no_score(tmp_path: Path) -> None:
     result, _, _ = evaluate(tmp_path, environment=Huge())
     assert (result.score, result.num_scored, result.num_failed) == (1.0, 3, 1)
+
+
+def test_an_evaluation_ends_early_if_no_reward_ever_returns_and_leaves_no_episode_behind(tmp_path: Path) -> None:
+    class Hangs:
+        async def episode(self, prompt: Prompt, policy: Policy) -> float:
+            await policy.generate(prompt.tokens)
+            if prompt.index >= 16:
+                await asyncio.Event().wait()
+            raise LateRewardError("too late")
+
+    rows = [Row(text=f"{number}+{number}=") for number in range(32)]
+    prompts = PromptStream(rows, Characters(), seed=0, max_prompt_tokens=64, shuffle=False)
+
+    async def run(first_reward: FirstReward, journal: Journal) -> None:
+        evaluator = Evaluator(
+            prompts, 32, sampling=Sampling(max_tokens=16), seed=5, journal=journal, environment=Hangs(),
+            first_reward=first_reward,
+        )  # fmt: skip
+        engine: Any = Answers(lambda request: None, "sum")
+        async with asyncio.timeout(30):
+            with pytest.raises(StalledError, match="first 16 did not return in time; the last of them: too late"):
+                await evaluator.evaluate(engine, 4, "before", "sum")
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    with Journal.open(tmp_path / "journal.sqlite") as journal:
+        asyncio.run(run(FirstReward(), journal))

@@ -404,7 +404,7 @@ def test_environments_that_never_return_fail_their_trajectories_and_then_the_run
             raise AssertionError
 
     bench = Bench(tmp_path, plan(retries=0, rows=64), environment=Hangs(), stall_s=0.4, reward_s=0.0)
-    with pytest.raises(StalledError, match=r"trajectories all failed.* environment has not returned for 0\.4 s since"):
+    with pytest.raises(StalledError, match=r"first 16 did not return in time.* has not returned for 0\.4 s since"):
         bench.run()
 
 
@@ -510,12 +510,20 @@ def test_a_group_without_any_survivor_is_replaced_by_the_next_prompt(tmp_path: P
     assert broken(tmp_path) == []
 
 
-def test_a_reward_that_can_only_fail_ends_the_run_instead_of_drawing_prompts_for_ever(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("worked", "said"),
+    [(0, "no completion has got a reward yet.* first 64 failed"), (1, "the last 64 trajectories all failed")],
+)
+def test_a_reward_that_can_only_fail_ends_the_run_instead_of_drawing_prompts_for_ever(
+    worked: int, said: str, tmp_path: Path
+) -> None:
     def broken_reward(prompt: Prompt, completion: Completion, attempt: int) -> float:
+        if completion.id < worked:
+            return 1.0
         raise RewardError("`task.reward` is broken")
 
     bench = Bench(tmp_path, plan(), environment=InProcess(broken_reward))
-    with pytest.raises(StalledError, match=r"the last 64 trajectories all failed.*`task.reward` is broken"):
+    with pytest.raises(StalledError, match=rf"{said}.*`task.reward` is broken"):
         bench.run()
     assert bench.tasks_left == []
 

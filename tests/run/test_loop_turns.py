@@ -169,6 +169,29 @@ def test_an_environment_that_fails_between_two_turns_goes_on_from_there(tmp_path
     assert len(seeds) == len(set(seeds)), "no turn is generated twice"
 
 
+@pytest.mark.parametrize("how", ["cancel", "raise"])
+def test_an_environment_that_would_end_the_run_fails_an_attempt_alone(how: str, tmp_path: Path) -> None:
+    class Hostile(InProcess):
+        done = False
+
+        async def episode(self, prompt: Prompt, policy: Policy) -> float:
+            reward = await super().episode(prompt, policy)
+            if not Hostile.done:
+                Hostile.done = True
+                if how == "raise":
+                    raise KeyboardInterrupt
+                task = asyncio.current_task()
+                assert task is not None
+                task.cancel()
+                await asyncio.sleep(60)
+            return reward
+
+    assert talking(tmp_path, plan(), environment=Hostile()).run()
+    with JournalReader(tmp_path) as reader:
+        ((_, _, reason),) = reader.failures()
+    assert ("KeyboardInterrupt" if how == "raise" else "cancelled its own task") in reason
+
+
 def test_one_that_fails_for_good_after_some_turns_is_counted_with_its_tokens(tmp_path: Path) -> None:
     def wrong(trajectory: int, turn: int, attempt: int) -> None:
         if trajectory == 3 and turn == 0:

@@ -27,6 +27,7 @@ from stretto.errors import (
     SuspendedError,
     TransitionError,
 )
+from stretto.run.first_reward import FirstReward
 from stretto.run.instance_membership import Instances
 from stretto.run.output_checks import refuse_output
 from stretto.run.protocols import FixedPool
@@ -156,6 +157,7 @@ def rollouts(
         journal=recorder,  # type: ignore[arg-type]
         tally=recorder,  # type: ignore[arg-type]
         tail=recorder,  # type: ignore[arg-type]
+        first_reward=FirstReward(),
         post=events.append,
     )
     return made, recorder, events
@@ -446,7 +448,7 @@ def test_instances_are_called_back_at_once_and_one_that_is_lost_meanwhile_ends_n
 
     asyncio.run(story())
     assert not events
-    assert [told for name, told in recorder.told if name == "moved"] == [0, 1]
+    assert [told for name, told in recorder.told if name == "state_changed"] == [0, 1]
 
 
 def test_when_a_quarantined_rollout_fails_for_good_those_beside_it_are_cleared() -> None:

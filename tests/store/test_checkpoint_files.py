@@ -136,6 +136,22 @@ def test_a_folder_that_is_not_complete_is_ignored(tmp_path: Path) -> None:
     assert found(tmp_path) == 4
 
 
+@pytest.mark.parametrize("name", ["000009 copy", "000009.bak", "000009-old", "9", "000000009", "٠٠٠٠٠٩", "9" * 200])
+def test_a_copy_that_somebody_made_is_ignored_and_kept(tmp_path: Path, name: str) -> None:
+    shutil.copytree(save(tmp_path, 9), tmp_path / name)
+    assert found(tmp_path) == 9
+    for updates in (10, 11):
+        save(tmp_path, updates)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "000010", "000011"])
+
+
+def test_a_checkpoint_under_the_number_of_another_is_damaged(tmp_path: Path) -> None:
+    save(tmp_path, 4).rename(tmp_path / "000007")
+    checkpoint, (problem,) = find_checkpoint(tmp_path, 99)
+    assert checkpoint is None
+    assert "000007` is damaged: it was written after 4 updates" in problem
+
+
 @pytest.mark.parametrize("name", ["trainer/state", "suspended.safetensors", "state.json"])
 @pytest.mark.parametrize("damage", ["cut", "changed", "gone"])
 def test_with_a_damaged_one_the_one_before_it_counts_and_the_damage_is_named(

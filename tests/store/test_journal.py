@@ -31,9 +31,9 @@ def test_what_was_recorded_is_read_back(recorder, tmp_path):
     run = recorder()
     run.publish(0)
     run.admit(0)
-    run.journal.moved(1, "running", at=2.0, reason="instance 0 was lost", instance=4)
+    run.journal.state_changed(1, "running", at=2.0, reason="instance 0 was lost", instance=4)
     run.journal.attempt_failed(2, "generation", "out of memory", at=2.0)
-    run.journal.moved(2, "running", at=2.0)
+    run.journal.state_changed(2, "running", at=2.0)
     run.generate(0, token_versions=[0, 0, 1, 1])
     run.journal.scored(0, 0.75, at=3.0)
     run.journal.flush()
@@ -290,7 +290,7 @@ def test_an_end_is_final_and_so_is_a_completion(recorder):
     run.admit(0)
     run.journal.failed(0, "out of tries", at=2.0)
     run.journal.flush()
-    run.journal.moved(0, "running", at=3.0)
+    run.journal.state_changed(0, "running", at=3.0)
     with pytest.raises(JournalError, match="trajectory 0 has already ended as `failed` and cannot become `running`"):
         run.journal.flush()
 
@@ -298,7 +298,7 @@ def test_an_end_is_final_and_so_is_a_completion(recorder):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (lambda j: j.moved(99, "running", at=1.0), "trajectory 99 was never admitted"),
+        (lambda j: j.state_changed(99, "running", at=1.0), "trajectory 99 was never admitted"),
         (lambda j: j.update_done(5, {}, at=1.0), "update 5 is done, but its batch was never recorded"),
         (lambda j: j.version_published(0, "other", at=1.0), "version 0 was published with checksum other.*sum0"),
         (lambda j: j.version_loaded(3, "sum3", at=1.0), "version 3 was loaded .* never published"),

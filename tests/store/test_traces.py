@@ -193,6 +193,7 @@ def read_all(folder: Path) -> None:
         reader.facts()
         reader.updates()
         reader.outstanding()
+        reader.batch(0)
     progress_of(folder / JOURNAL_NAME)
     snapshot(folder / JOURNAL_NAME, plan(staleness=2))
 
@@ -206,6 +207,20 @@ def read_all(folder: Path) -> None:
         "UPDATE groups SET row = 'answer' WHERE group_id = 2",
         "UPDATE trajectories SET state = 'score)' WHERE trajectory = 6",
         "DROP TABLE trajectories",
+        "UPDATE run SET value = 'null' WHERE key = 'batch'",
+        "UPDATE updates SET metrics = '[]' WHERE update_id = 0",
+        "UPDATE groups SET version = 'abc' WHERE group_id = 2",
+        "UPDATE groups SET prompt_tokens = x'010203' WHERE group_id = 0",
+        "UPDATE trajectories SET reward = NULL WHERE trajectory = 0",
+        "UPDATE trajectories SET reward = 'one' WHERE trajectory = 0",
+        "UPDATE trajectories SET turn_rewards = x'00' WHERE trajectory = 0",
+        "UPDATE completions SET tokens = x'010203' WHERE trajectory = 0",
+        "UPDATE completions SET logprobs = x'00000000' WHERE trajectory = 0",
+        "UPDATE completions SET supports = x'00000000' WHERE trajectory = 0",
+        "UPDATE completions SET turns = x'0900000003000000' WHERE trajectory = 0",
+        "DELETE FROM completions WHERE trajectory = 0",
+        "DELETE FROM members",
+        "DELETE FROM versions WHERE version = 0",
     ],
 )
 def test_damaged_content_is_an_error_by_name(recorder: Any, tmp_path: Path, statement: str) -> None:

@@ -362,7 +362,7 @@ def test_a_group_trains_with_the_rest_of_its_members_when_some_failed(recorder, 
     run.finish(0)
     run.generate(3)
     run.journal.attempt_failed(4, "generation", "out of memory", at=run.now())
-    run.journal.moved(4, "running", at=run.now())
+    run.journal.state_changed(4, "running", at=run.now())
     run.journal.attempt_failed(4, "generation", "out of memory", at=run.now())
     run.journal.failed(4, "out of memory", at=run.now())
     run.journal.scored(3, 1.0, at=run.now())
@@ -405,7 +405,7 @@ def test_a_run_that_is_not_finished_may_have_trajectories_under_way(recorder, tm
     run.admit(3)
     run.finish(2)
     run.generate(9)
-    run.journal.moved(10, "waiting", at=run.now())
+    run.journal.state_changed(10, "waiting", at=run.now())
     run.journal.flush()
     findings = verify(tmp_path)  # while the run goes on
     assert broken(findings) == set(), format_findings(findings)

@@ -126,6 +126,28 @@ def test_what_nothing_needs_is_removed(files: VersionFiles) -> None:
     ]
 
 
+def test_files_that_the_run_has_not_written_are_left_alone_and_stop_nothing(
+    files: VersionFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(files, 3, 5)
+    others = [
+        "000003 copy.safetensors",
+        "000003.safetensors.bak",
+        "3.safetensors",
+        "old.safetensors",
+        "٠٠٠٠٠٣.safetensors",
+    ]
+    for name in others:
+        (files.folder / name).write_bytes(b"not ours")
+    (files.folder / "000001.safetensors").mkdir()  # it has our name, and cannot be removed like a file
+    assert files.versions() == [1, 3, 5]
+    files.prune({5}.__contains__)
+    files.close()
+    left = {path.name for path in files.folder.iterdir()}
+    assert left == {*others, "000001.safetensors", "000005.safetensors"}
+    assert "000001.safetensors` is not needed and cannot be removed" in caplog.text
+
+
 def test_without_durability_only_what_is_kept_is_written(tmp_path: Path) -> None:
     files = VersionFiles(tmp_path / "versions", durable=False)
 

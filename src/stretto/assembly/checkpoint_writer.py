@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors import SafetensorError
 
 from stretto.errors import RunError, StalledError
 from stretto.recipe.schema import Recipe
-from stretto.run.folder_checks import refuse_occupied
+from stretto.run.folder_checks import refuse_occupied, standing
 from stretto.run.loop import Loop
 from stretto.run.protocols import TrainerBackend
 from stretto.store.checkpoint_files import (
@@ -31,23 +32,36 @@ COMPLETE_S = 300.0  # for the last files of a checkpoint, and its renaming
 _WRITER = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # one, so that checkpoints are completed in order
 
 
-def make_folder(recipe: Recipe, folder: Path) -> Lock:
-    """Makes the run folder with the recipe in it. Returns the lock by which this process owns the run.
+@contextlib.contextmanager
+def claimed_folder(folder: Path) -> Iterator[Lock]:
+    """Claims a folder for a new run before anything is built, by a lock in it. Removes both if no run begins.
 
-    Raises `RunError` if another process has begun a run in the folder meanwhile.
+    Raises `RunError` if the folder is taken, or another process starts a run in it.
     """
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = Lock(folder / JOURNAL_NAME)
-        try:
-            refuse_occupied(folder)
-            scratch = folder / "config.partial"
-            scratch.write_text(recipe.dumps(), encoding="utf-8")
-            scratch.replace(folder / "config.toml")
-        except BaseException:
-            lock.close()
-            raise
-        return lock
+    except OSError as error:
+        raise RunError(f"run folder `{folder}` cannot be made: {error}") from error
+    try:
+        refuse_occupied(folder, claimed=True)
+        yield lock
+    finally:
+        with contextlib.suppress(OSError):  # nothing more is lost than an empty folder
+            if standing(folder) == "empty":
+                lock.remove()
+                for each in made:
+                    each.rmdir()
+        lock.close()
+
+
+def begin_folder(recipe: Recipe, folder: Path) -> None:
+    """Writes the recipe into a folder that this process has claimed. From then on there is a run in it."""
+    try:
+        scratch = folder / "config.partial"
+        scratch.write_text(recipe.dumps(), encoding="utf-8")
+        scratch.replace(folder / "config.toml")
     except OSError as error:
         raise RunError(f"run folder `{folder}` cannot be made: {error}") from error
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stretto.core.paradigms import PARADIGMS
-from stretto.errors import RecipeError, RunError
+from stretto.errors import RecipeError, RunError, StrettoError
 from stretto.recipe.schema import PARADIGM_NAMES, Recipe, load_recipe
 from stretto.run.folder_checks import refuse_another_recipe, refuse_lost, refuse_unwritable, standing
 from stretto.run.interrupts import handled
@@ -28,7 +28,7 @@ from stretto.run.user_command import command
 STOPPED = 130  # exit status of a run that was stopped and can be resumed
 
 
-class ComparisonStoppedError(Exception):
+class ComparisonStoppedError(StrettoError):
     """Ctrl-C, or a run that was stopped. Finished runs are in the folder."""
 
 
@@ -99,7 +99,7 @@ def compare(
     """Runs a recipe under several paradigms and returns a row for each; see `comparison`.
 
     Each paradigm runs in its own process, which prints its progress. Runs in `folder` that are finished are kept, and
-    one that was stopped is resumed.
+    one that was stopped is resumed. Raises `ComparisonStoppedError` if a run is stopped, and `RunError` if one fails.
     """
     *_, rows = comparison(
         Path(recipe), overrides, paradigms=paradigms, folder=Path(folder), target=target, say=lambda text: None
@@ -191,7 +191,9 @@ def _run(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> dict[str, 
     path.write_text(recipe.source_toml(), encoding="utf-8")
     status = _train([sys.executable, "-m", "stretto", "train", str(path), *options])
     if status == STOPPED:
-        raise ComparisonStoppedError
+        raise ComparisonStoppedError(
+            f"the comparison was stopped in the run under `{paradigm}`, in `{folder}`; the same call continues it"
+        )
     if status != 0:
         raise RunFailedError(f"the run under `{paradigm}` ended with status {status}: see above, and `{folder}`")
     return _summary(folder)

@@ -30,9 +30,10 @@ from stretto.run.turns import Turns
 from stretto.setup.trainer_recovery import bring_back, refuse_another_base, usable_checkpoint
 from stretto.store.checkpoint_files import Checkpoint, abandon_checkpoints, complete_checkpoints
 from stretto.store.journal import Journal
+from stretto.store.numbered_names import CHECKPOINT, VERSION, foreign
 from stretto.store.reader import GroupRecord, JournalReader, TrajectoryRecord
 from stretto.store.resume_point import progress_of
-from stretto.store.schema import UNDER_WAY
+from stretto.store.schema import UNDER_WAY, RunFacts, reading
 from stretto.store.version_files import VersionFiles
 from stretto.types import Completion, Prompt, Suspended, Weights, WeightsRef
 
@@ -48,7 +49,7 @@ class Resumed:
     totals: Totals = field(default_factory=Totals)
     rollouts: dict[int, Rollout] = field(default_factory=dict)  # in progress
     kept: dict[int, Rollout] = field(default_factory=dict)  # trained, and may be reused
-    evaluated_before: bool = False
+    evaluated: frozenset[str] = frozenset()  # the moments, of "before" and "after", that are recorded
 
 
 async def begin(plan: Plan, journal: Journal, trainer: TrainerBackend, versions: VersionFiles) -> Resumed:
@@ -66,6 +67,7 @@ async def take_up(
     plan: Plan,
     *,
     prompts: PromptStream,
+    facts: RunFacts,
     journal: Journal,
     trainer: TrainerBackend,
     versions: VersionFiles,
@@ -77,20 +79,29 @@ async def take_up(
 ) -> Resumed:
     """A run as it was when it was stopped or killed. `place` brings weights to where engines load them from.
 
-    Trajectories to `give_up` have a reward and are not trained yet: they fail. An update gets the weights of versions
-    up to `sampled_ages` older than its own, or `retrained_ages` if it is trained again.
+    The journal gets a new session, unless the run is refused with an error. Trajectories to `give_up` have a reward and
+    are not trained yet: they fail. An update gets the weights of versions up to `sampled_ages` older than its own, or
+    `retrained_ages` if it is trained again.
     """
+    journal.refuse_another_run(facts)
     abandon_checkpoints(folder / "checkpoints")
+    for path in (*foreign(folder / "checkpoints", CHECKPOINT), *foreign(folder / "versions", VERSION)):
+        say(f"`{path}` has no name that this run gives, and is ignored")
     await settle(journal, plan, say, give_up)
     progress = progress_of(journal.path)
     if progress is None:
+        journal.begin(facts, at=clock.now())
+        await journal.durable()
         (folder / "metrics.jsonl").unlink(missing_ok=True)  # an evaluation of version 0, which is made again
         return await begin(plan, journal, trainer, versions)
     await refuse_another_base(trainer, journal.path)
-    controller = Controller.restore(plan, snapshot(journal.path, plan))
-    first_sampled = max(0, progress.updates - sampled_ages)
-    needed = {*controller.needed_versions, *range(first_sampled, progress.updates + 1)}
-    weights = {version: versions.read(version, progress.checksums[version]) for version in needed}
+    with reading(journal.path):
+        controller = Controller.restore(plan, snapshot(journal.path, plan))
+        first_sampled = max(0, progress.updates - sampled_ages)
+        needed = {*controller.needed_versions, *range(first_sampled, progress.updates + 1)}
+        checksums = {version: progress.checksums[version] for version in needed}
+        totals = Totals.from_json(progress.totals, progress.lines)
+    weights = {version: versions.read(version, checksum) for version, checksum in checksums.items()}
     # Versions that only measure are not worth training again for.
     must_have = {*controller.needed_versions, *range(max(0, progress.updates - retrained_ages), progress.updates + 1)}
     oldest = min((version for version in must_have if weights[version] is None), default=progress.updates)
@@ -108,6 +119,10 @@ async def take_up(
             journal.version_made_again(made.version, made.checksum, at=clock.now())
         versions.keep(made)
         found[made.version] = made
+    rollouts = rollouts_again(prompts, journal, checkpoint)
+    kept = kept_again(prompts, journal, controller.reuse)
+    recall_draws(journal.path, prompts)
+    journal.begin(facts, at=clock.now())
     await journal.durable()
     held = set[int]()
     for each in complete_checkpoints(folder / "checkpoints"):
@@ -115,13 +130,9 @@ async def take_up(
         versions.hold(updates, range(max(0, updates - retrained_ages), updates))
         held.update(range(max(0, updates - retrained_ages), updates))
     versions.prune((needed | held).__contains__)  # not before, as training again may adopt what nothing else needs
-    rollouts = rollouts_again(prompts, journal, checkpoint)
-    recall_draws(journal.path, prompts)
     JsonLines(folder / "metrics.jsonl").rewrite(progress.lines)
-    totals = Totals.from_json(progress.totals, progress.lines)
     _tell(journal, rollouts, say)
-    kept = kept_again(prompts, journal, controller.reuse)
-    return Resumed(controller, found, totals, rollouts, kept, evaluated_before="before" in progress.evaluated)
+    return Resumed(controller, found, totals, rollouts, kept, progress.evaluated)
 
 
 async def settle(journal: Journal, plan: Plan, say: Callable[[str], None], give_up: Sequence[int] = ()) -> None:

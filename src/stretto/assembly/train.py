@@ -29,7 +29,7 @@ from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from stretto import clock
-from stretto.assembly.checkpoint_writer import make_folder, take_checkpoint, write_json
+from stretto.assembly.checkpoint_writer import begin_folder, claimed_folder, take_checkpoint, write_json
 from stretto.assembly.export import export_policy
 from stretto.assembly.resume import Resumed, take_up, tries_to_score
 from stretto.core.controller import Controller
@@ -45,6 +45,7 @@ from stretto.observe.summary import summary_table
 from stretto.observe.waiting import report_wait
 from stretto.recipe.schema import Recipe
 from stretto.run.evaluation import Evaluator
+from stretto.run.first_reward import FirstReward
 from stretto.run.folder_checks import (
     facts_of,
     refuse_another_recipe,
@@ -145,12 +146,13 @@ def train(
     passed_variables(recipe)  # refuses a variable that is not set, before anything is built
     with contextlib.ExitStack() as stack:
         stack.callback(observer.close)
-        lock = None
-        if resume:  # before anything is built, so that a second process is refused at once
+        if resume:  # here and below before anything is built, so that a second process is refused at once
             Control(folder).open()
             lock = Lock(folder / JOURNAL_NAME)
             stack.callback(lock.close)
             refuse_damaged(folder)
+        else:
+            lock = stack.enter_context(claimed_folder(folder))
         stack.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(SWITCH_S)
         torch.set_num_threads(1)  # for the warm start, whose operations are too small to share
@@ -167,7 +169,7 @@ def train(
             driver, make = parts.driver, partial(local_backend, recipe, parts, observer)
         for note in driver.inputs.notes(recipe):
             observer.message(note)
-        return asyncio.run(_train(recipe, folder, make, observer, lock, give_up))
+        return asyncio.run(_train(recipe, folder, make, observer, lock, resume, give_up))
 
 
 def _on_ray(recipe: Recipe, model_path: str, folder: Path, observer: Observer) -> tuple[DriverInputs, MakeBackend]:
@@ -203,11 +205,17 @@ class _Run:
 
 
 async def _train(
-    recipe: Recipe, folder: Path, make: MakeBackend, observer: Observer, lock: Lock | None, give_up: Sequence[int]
+    recipe: Recipe,
+    folder: Path,
+    make: MakeBackend,
+    observer: Observer,
+    lock: Lock,
+    resume: bool,
+    give_up: Sequence[int],
 ) -> dict[str, Any]:
-    """Starts the backend, runs the loop, and ends everything in any case. `lock` is that of a resumed run."""
+    """Starts the backend, runs the loop, and ends everything in any case."""
     async with contextlib.AsyncExitStack() as stack:
-        said = RewardOutput(folder / "reward.log", observer.message)
+        said = RewardOutput(folder / "reward.log", observer.message, after=folder / "config.toml")
         stack.callback(said.close)
         versions = VersionFiles(folder / "versions", durable=recipe.runtime.durable_versions)
         backend = make(said, versions)
@@ -217,13 +225,12 @@ async def _train(
         stack.callback(backend.release)
         await _start(backend, recipe.runtime.instances, observer.message)
         control = Control(folder)
-        if lock is None:
-            lock = make_folder(recipe, folder)
-            stack.callback(lock.close)
+        if not resume:
+            begin_folder(recipe, folder)
             control.open()
         # A run that was killed in its first moments has no journal yet, and simply begins.
-        resume = (folder / JOURNAL_NAME).exists()
-        with Journal.open(folder / JOURNAL_NAME, resume=resume, lock=lock) as journal:
+        begun = (folder / JOURNAL_NAME).exists()
+        with Journal.open(folder / JOURNAL_NAME, resume=begun, lock=lock) as journal:
             trainer = backend.make_trainer(journal)
             stack.callback(trainer.close)
             return await _run(_Run(recipe, folder, backend, journal, versions, trainer, control, observer, give_up))
@@ -248,17 +255,12 @@ async def _fill(pool: Pool, count: int) -> None:
 async def _run(run: _Run) -> dict[str, Any]:
     """Runs the loop to its end, with an evaluation before and after it. Returns the summary."""
     recipe, inputs, plan = run.recipe, run.backend.driver.inputs, run.recipe.plan
-    facts = facts_of(
-        recipe,
-        data_rows=inputs.prompts.num_rows,
-        templated=inputs.templated,
-        vocabulary=run.backend.driver.vocabulary,
-    )
-    run.journal.begin(facts, at=clock.now())
     resumed = await report_wait(_take_up(run), lambda: "the trainer to start, and its weights", run.observer.message)
     tally = Tally(rows=plan.rows, sink=JsonLines(run.folder / "metrics.jsonl"), totals=resumed.totals)
     environment = _environment(run.backend)
-    evaluator = _evaluator(run, environment)
+    scored = any(rollout.reward is not None for rollout in resumed.rollouts.values())
+    first_reward = FirstReward(came=scored or tally.totals.steps > 0)
+    evaluator = _evaluator(run, environment, first_reward)
     evaluate = partial(
         evaluate_alone,
         run.backend.pool,
@@ -267,31 +269,41 @@ async def _run(run: _Run) -> dict[str, Any]:
         tally=tally,
         observer=run.observer,
     )
-    if evaluator is not None and resumed.controller.newest == 0 and not resumed.evaluated_before:
+    if evaluator is not None and resumed.controller.newest == 0 and "before" not in resumed.evaluated:
         with warn_when_blocked(recipe.runtime.stall_seconds):
             await evaluate(evaluator, resumed.weights[0], "before")
-    loop = _make_loop(run, resumed, environment, evaluator, tally)
+    loop = _make_loop(run, resumed, environment, evaluator, tally, first_reward)
     with stopped_by_interrupts(loop.stop), warn_when_blocked(recipe.runtime.stall_seconds):
         if not await loop.run():
             await loop.checkpoints.save()
             return await _conclude(run, tally, loop.controller, stopped=True)
     await export_policy(run.trainer, run.folder / "policy", recipe, templated=inputs.templated)
-    # The run is complete from here on: the result of the last evaluation changes nothing of what was trained.
+    if evaluator is not None and "after" not in resumed.evaluated:
+        write_json(run.folder / "summary.json", _summary(run, tally, loop.controller, stopped=False))
+        try:
+            with warn_when_blocked(recipe.runtime.stall_seconds):
+                await evaluate(evaluator, loop.weights[plan.updates], "after")
+        except (asyncio.CancelledError, KeyboardInterrupt):  # the user does without the score
+            await _conclude(run, tally, loop.controller, stopped=False)
+            raise
     summary = await _conclude(run, tally, loop.controller, stopped=False)
-    if evaluator is not None:
-        with warn_when_blocked(recipe.runtime.stall_seconds):
-            await evaluate(evaluator, loop.weights[plan.updates], "after")
-        summary = await _conclude(run, tally, loop.controller, stopped=False)
     run.versions.prune(lambda version: False)  # `policy/` has the last version, and nothing needs the others
     return summary
 
 
 async def _take_up(run: _Run) -> Resumed:
     """Begins the run, or restores it from its folder."""
+    inputs = run.backend.driver.inputs
     return await take_up(
         run.folder,
         run.recipe.plan,
-        prompts=run.backend.driver.inputs.prompts,
+        prompts=inputs.prompts,
+        facts=facts_of(
+            run.recipe,
+            data_rows=inputs.prompts.num_rows,
+            templated=inputs.templated,
+            vocabulary=run.backend.driver.vocabulary,
+        ),
         journal=run.journal,
         trainer=run.trainer,
         versions=run.versions,
@@ -304,7 +316,12 @@ async def _take_up(run: _Run) -> Resumed:
 
 
 def _make_loop(
-    run: _Run, resumed: Resumed, environment: Environment, evaluator: Evaluator | None, tally: Tally
+    run: _Run,
+    resumed: Resumed,
+    environment: Environment,
+    evaluator: Evaluator | None,
+    tally: Tally,
+    first_reward: FirstReward,
 ) -> Loop:
     driver, runtime = run.backend.driver, run.recipe.runtime
     return Loop(
@@ -340,13 +357,22 @@ def _make_loop(
             run.folder, loop, run.trainer, run.journal, run.versions, ages=run.recipe.retrained_ages
         ),
         control=run.control,
+        first_reward=first_reward,
     )
 
 
 async def _conclude(run: _Run, tally: Tally, controller: Controller, *, stopped: bool) -> dict[str, Any]:
-    """Writes `summary.json` and the end of the session. May be called again when there is more to report."""
+    """Writes `summary.json` and the end of the session."""
+    summary = _summary(run, tally, controller, stopped=stopped)
+    write_json(run.folder / "summary.json", summary)
+    run.journal.finished(stopped=stopped, at=clock.now(), totals=tally.totals.sums())
+    await run.journal.durable()
+    return summary
+
+
+def _summary(run: _Run, tally: Tally, controller: Controller, *, stopped: bool) -> dict[str, Any]:
     counters = controller.counters
-    summary = {
+    return {
         **tally.summary(),
         "generation_retries": counters.generation_retries,
         "scoring_retries": counters.scoring_retries,
@@ -357,10 +383,6 @@ async def _conclude(run: _Run, tally: Tally, controller: Controller, *, stopped:
         "kv_given_back": run.trainer.kv_given_back,
         "stopped": stopped,
     }
-    write_json(run.folder / "summary.json", summary)
-    run.journal.finished(stopped=stopped, at=clock.now(), totals=tally.totals.sums())
-    await run.journal.durable()
-    return summary
 
 
 def _environment(backend: Backend) -> Environment:
@@ -371,7 +393,7 @@ def _environment(backend: Backend) -> Environment:
     return load_environment(spec, backend.driver.tokenizer)
 
 
-def _evaluator(run: _Run, environment: Environment) -> Evaluator | None:
+def _evaluator(run: _Run, environment: Environment, first_reward: FirstReward) -> Evaluator | None:
     """Makes the evaluator, or returns None if no prompts are held out."""
     driver, recipe, wanted = run.backend.driver, run.recipe, run.recipe.evaluation
     if driver.inputs.held_out is None:
@@ -392,4 +414,5 @@ def _evaluator(run: _Run, environment: Environment) -> Evaluator | None:
         vocabulary=driver.vocabulary,
         max_turns=driver.inputs.task.max_turns,
         episode_s=run.episode_s,
+        first_reward=first_reward,
     )

@@ -11,6 +11,7 @@ import argparse
 import logging
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TextIO
 
@@ -78,6 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of the output has gone
         return 0
+    except Exception:  # a fault of this package or of the user's code; not 1, which `verify` and `replay` have taken
+        traceback.print_exc()
+        return 2
     finally:
         if arguments is not None and signal.getsignal(signal.SIGINT) is not on_interrupt:
             signal.signal(signal.SIGINT, on_interrupt)  # called by a program that continues after this

@@ -11,13 +11,15 @@ MAX_SHOWN = 10  # lines; a `print` in a reward is called for every completion
 
 
 class RewardOutput:
-    """Takes one line per call. Lines go to `path` once its folder exists; the first ones also go to `show`.
+    """Takes one line per call. Lines go to `path` once `after` exists; the first ones also go to `show`.
 
     If the file cannot be written, one warning goes to `show` and the run continues without it.
     """
 
-    def __init__(self, path: Path, show: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, show: Callable[[str], None], *, after: Path | None = None) -> None:
+        """`after` is the folder of `path` by default."""
         self._path = path
+        self._after = after or path.parent
         self._show = show
         self._file: TextIO | None = None
         self._num_lines = 0
@@ -38,7 +40,7 @@ class RewardOutput:
             self._show(f"warning: `{self._path}` cannot be written: {error}; the output of the reward is not kept")
 
     def _keep(self, line: str) -> None:
-        if self._file is None and self._path.parent.is_dir():
+        if self._file is None and self._after.exists():
             self._file = self._path.open("a", encoding="utf-8")
         if self._file is not None:
             self._file.write(f"{line}\n")

@@ -52,7 +52,7 @@ from stretto.environments.reward_pipes import (
     request_frame,
 )
 from stretto.environments.reward_worker import MARK, NOTHING, Columns, is_spec, last_line
-from stretto.errors import RecipeError, RewardError, StrettoError
+from stretto.errors import LateRewardError, RecipeError, RewardError, StrettoError
 
 log = logging.getLogger(__name__)
 
@@ -272,7 +272,7 @@ class RewardPool:
             worker.send(batch)
         except Exception as error:  # pickling a row can raise anything
             if len(batch) == 1:
-                _fail(batch[0], f"a row cannot be sent to `{self._spec}`: {last_line(error)}")
+                _fail(batch[0], RewardError(f"a row cannot be sent to `{self._spec}`: {last_line(error)}"))
                 return
             for pending in batch:
                 self._send(worker, [pending])
@@ -324,7 +324,7 @@ class RewardPool:
         """Fails the queued items, unless another worker is alive, because a replacement did not start."""
         if not self._workers:
             while self._queue:
-                _fail(self._queue.popleft(), reason)
+                _fail(self._queue.popleft(), RewardError(reason))
         await asyncio.sleep(RETRY_S)
 
     async def _spawn(self) -> _Worker:
@@ -411,7 +411,7 @@ class RewardPool:
                 if pending.future.done():
                     continue
                 if value is None:
-                    pending.future.set_exception(RewardError(error))
+                    pending.future.set_exception((LateRewardError if error == self._late else RewardError)(error))
                 else:
                     pending.future.set_result(value)
             if self._queue:
@@ -444,11 +444,15 @@ class RewardPool:
         again = []
         for identity, pending in worker.in_flight.items():
             if identity in blamed:
-                _fail(pending, self._late if worker.killed_for else f"{died} while it scored this completion")
+                if worker.killed_for:
+                    _fail(pending, LateRewardError(self._late))
+                else:
+                    _fail(pending, RewardError(f"{died} while it scored this completion"))
                 continue
             pending.deaths += not found
             if pending.deaths >= MAX_UNEXPLAINED_DEATHS:
-                _fail(pending, f"{died}; {MAX_UNEXPLAINED_DEATHS} workers were lost while they had this completion")
+                lost = f"{MAX_UNEXPLAINED_DEATHS} workers were lost while they had this completion"
+                _fail(pending, RewardError(f"{died}; {lost}"))
             else:
                 again.append(pending)
         self._queue.extendleft(reversed(again))
@@ -503,9 +507,9 @@ def _log_line(line: str) -> None:
     log.warning("the reward function printed: %s", line)
 
 
-def _fail(pending: _Pending, reason: str) -> None:
+def _fail(pending: _Pending, error: RewardError) -> None:
     if not pending.future.done():
-        pending.future.set_exception(RewardError(reason))
+        pending.future.set_exception(error)
 
 
 def _how_it_ended(code: int) -> str:

@@ -78,7 +78,8 @@ class Totals:
     failed: int = 0
     mixed: int = 0
     truncated: int = 0
-    groups_without_signal: int = 0
+    groups_without_signal: int = 0  # trained, with advantages of 0
+    updates_without_signal: int = 0  # all of whose groups were
     mismatch_kl_sum: float = 0.0
     mismatch_tokens: int = 0
     ages: dict[int, int] = field(default_factory=dict)  # age in updates -> trajectories trained, later uses included
@@ -104,6 +105,9 @@ class Totals:
             if line["kind"] == "update":
                 totals.history.add(line)
         return totals
+
+
+NEVER_A_SIGNAL = 3  # updates at the start of a run, all of them without a signal, that are worth a warning
 
 
 class Tally:
@@ -226,8 +230,9 @@ class Tally:
             totals.mixed += is_mixed(sample.completion)
             totals.truncated += sample.completion.finish == "length"
         totals.groups_without_signal += int(report.metrics.get("groups_without_signal", 0))
+        totals.updates_without_signal += is_without_signal(report.metrics)
         cycle_s, self._last_ended = ended - self._last_ended, ended
-        line = {
+        line: dict[str, Any] = {
             "kind": "update",
             "update": report.update,
             **report.metrics,
@@ -246,6 +251,8 @@ class Tally:
             **self._filtered_since(len({sample.group for sample in fresh})),
         }
         line["collapsing"], line["warnings"] = totals.history.add(line)
+        if totals.steps == totals.updates_without_signal == NEVER_A_SIGNAL:
+            line["warnings"].append(_never_a_signal(report.update, line["reward_mean"]))
         self._sink.write(line)
         return line
 
@@ -310,6 +317,7 @@ class Tally:
             "mixed_version_trajectories": totals.mixed,
             "mixed_version_share": _ratio(totals.mixed, totals.trained),
             "groups_without_signal": totals.groups_without_signal,
+            "updates_without_signal": totals.updates_without_signal,
             "length_ratio": _ratio(mean_trained, mean_sampled),
             "moves": totals.moves,
             "moved_bytes": totals.moved_bytes,
@@ -320,6 +328,20 @@ class Tally:
             "mismatch_kl": totals.mismatch_kl_sum / totals.mismatch_tokens if totals.mismatch_tokens else None,
             "mismatch_tokens": totals.mismatch_tokens,
         }
+
+
+def is_without_signal(metrics: Mapping[str, Any]) -> bool:
+    """True if no group of an update had two different rewards, so that nothing could be learnt from them."""
+    return bool(0 < metrics.get("groups", 0) == metrics.get("groups_without_signal", 0))
+
+
+def _never_a_signal(update: int, reward: float) -> str:
+    return (
+        f"update {update}: no reward has trained anything so far: in every group of the first {NEVER_A_SIGNAL} updates "
+        f"all rewards were equal (their mean is {reward:.3g} now); look at the samples with `stretto show RUN --update "
+        f"{update}`, and let the reward tell better completions from worse ones, or choose prompts that are neither "
+        "too easy nor too hard"
+    )
 
 
 def is_mixed(completion: Completion) -> bool:

@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from stretto.observe.metrics import is_without_signal
 from stretto.types import EngineStats, EvaluationResult
 
 
@@ -69,6 +70,8 @@ def describe_update(line: Mapping[str, Any], steps: int) -> str:
         f"{line['tokens_per_second']:,.0f} tok/s  age {line['staleness_mean']:.2f} (max {line['staleness_max']})  "
         f"length {line['tokens'] / max(1, line['num_sequences'] - line['replayed_sequences']):.0f}"
     )
+    if without := describe_signal(line):
+        text += f"  {without}"
     if line["filtered_groups"]:
         text += f"  filtered {line['filtered_groups']} groups ({line['filtered_share']:.0%})"
     if line["replayed_sequences"]:
@@ -76,6 +79,14 @@ def describe_update(line: Mapping[str, Any], steps: int) -> str:
     if line["trainer_idle_seconds"] >= 1.0 and line["trainer_waited_for"]:
         text += f"  trainer idle {line['trainer_idle_seconds']:.0f} s: {line['trainer_waited_for']}"
     return text
+
+
+def describe_signal(line: Mapping[str, Any]) -> str:
+    """Returns words for the groups of an update whose rewards are all equal; empty if there is none."""
+    without, groups = line.get("groups_without_signal", 0), line.get("groups", 0)
+    if is_without_signal(line):
+        return "no signal: the rewards of every group are equal"
+    return f"no signal in {without:.0f} of {groups:.0f} groups" if without else ""
 
 
 def describe_evaluation(result: EvaluationResult) -> str:
@@ -168,7 +179,8 @@ class Terminal:
         # As `Text`, because a bracket would begin markup.
         table.add_row("updates done", Text(f"{bar} {done} of {self._steps}"))
         if line is not None:
-            table.add_row("reward", f"{line['reward_mean']:.3f}")
+            without = describe_signal(line)
+            table.add_row("reward", f"{line['reward_mean']:.3f}{without and f'   {without}'}")
             table.add_row("speed", f"{line['tokens_per_second']:,.0f} tokens/s")
             table.add_row("age of data", f"{line['staleness_mean']:.2f} updates, at most {line['staleness_max']}")
         if self._evaluation is not None:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from stretto.errors import RunError
 from stretto.store.reader import JournalReader, SampleRecord, UpdateRecord
-from stretto.store.schema import ENDS, UNDER_WAY
+from stretto.store.schema import ENDS, UNDER_WAY, reading
 
 NUM_SAMPLES = 8  # shown of an update by default
 MAX_LINES = 40  # of a prompt or a completion, so that a long sample does not push the others off the screen
@@ -29,7 +29,7 @@ def show(run_folder: str | Path, update: int | None = None, samples: int | None 
         raise RunError(f"`--samples {samples}` shows nothing: use at least 1")
     if samples is not None and update is None:
         raise RunError(f"`--samples {samples}` has no effect without `--update N`; add it to choose the update")
-    with JournalReader(run_folder) as reader, reader.moment():
+    with JournalReader(run_folder) as reader, reader.moment(), reading(reader.path):
         return _overview(reader) if update is None else _update(reader, update, samples or NUM_SAMPLES)
 
 
@@ -63,8 +63,9 @@ def _headline(reader: JournalReader) -> Text:
     outcome = sessions[-1].outcome if sessions else None
     staleness = f"auto, at most {facts.staleness}" if facts.auto else str(facts.staleness)
     broken = f", gives up law {facts.laws_broken[0]}" if facts.laws_broken else ""
+    name = reader.path.resolve().parent.name  # `.` has none of its own
     return Text(
-        f"{reader.path.parent.name}: {facts.paradigm}{broken}, staleness {staleness}, {facts.batch} prompts x "
+        f"{name}: {facts.paradigm}{broken}, staleness {staleness}, {facts.batch} prompts x "
         f"{facts.group}; {reader.num_updates()} of {facts.updates} updates, "
         f"{outcome or 'running or interrupted'}"
         + (f", resumed {_times(len(sessions) - 1)}" if len(sessions) > 1 else "")

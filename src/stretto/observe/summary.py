@@ -27,6 +27,11 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table.add_row("trainer idle", f"{summary['trainer_idle_share']:.0%}")
     table.add_row("rollout idle", f"{summary['rollout_idle_share']:.0%}, {summary['row_idle_share']:.0%} of the rows")
     table.add_row("dropped / failed", f"{summary['dropped_trajectories']} / {summary['failed_trajectories']}")
+    if summary["groups_without_signal"]:
+        table.add_row("trained groups without signal", f"{summary['groups_without_signal']}, their rewards were equal")
+    if count := summary["updates_without_signal"]:
+        share = "all" if count == summary["steps"] else f"{count}"
+        table.add_row("updates without signal", f"{share} of {summary['steps']}: the rewards trained nothing")
     if summary["filtered_groups"]:
         table.add_row(
             "filtered groups (without signal)",

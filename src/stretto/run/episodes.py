@@ -2,6 +2,8 @@
 
 A `SingleTurn` environment takes a direct path: its only turn is generated here, and then it scores. No code of a user
 runs before the turn is done, so the turn needs no task, no deadline and no check of what an environment does with it.
+
+Any other environment runs in a task of its own, so the task that it may cancel is that of its episode alone.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from stretto.environments.protocol import Environment, Outcome
+from stretto.environments.reward_worker import last_line
 from stretto.environments.single_turn import SingleTurn
-from stretto.errors import RewardError
+from stretto.errors import LateRewardError, RewardError
 from stretto.run.turns import Turns, token_ids
 from stretto.types import Completion, Prompt
 
@@ -55,7 +58,7 @@ class Episode:
     async def play(self, environment: Environment, prompt: Prompt) -> float | Outcome:
         """Runs the episode to its end. An error that kept it from a turn is raised, whatever the environment did."""
         if not isinstance(environment, SingleTurn):
-            return await self._bounded(environment.episode(prompt, self))
+            return await self._bounded(_in_own_task(environment.episode(prompt, self)))
         self._direct = True
         try:
             completion = await self._take_turn(0, prompt.tokens)
@@ -115,7 +118,7 @@ class Episode:
                 raise self.fault from None
             if isinstance(error, TimeoutError) and self._limit.expired():
                 since = "its last token" if self.num_asked or self._turn is not None else "it began"
-                raise RewardError(
+                raise LateRewardError(
                     f"the environment has not returned for {self._deadline_s:g} s since {since} "
                     "(`runtime.stall_seconds`)"
                 ) from error
@@ -132,17 +135,32 @@ class Episode:
             await asyncio.wait([self._turn])
 
 
+async def _in_own_task(work: Coroutine[Any, Any, float | Outcome]) -> float | Outcome:
+    """Returns what an environment returns. Whatever it does to the current task, the caller's is untouched."""
+    try:
+        return await asyncio.create_task(_contained(work), name="episode")
+    finally:
+        work.close()  # if the task was cancelled before it began
+
+
 async def _contained(work: Coroutine[Any, Any, float | Outcome]) -> float | Outcome:
     """Returns what an environment returns. If it would end the process or cancel the run, only its episode fails."""
     try:
         return await work
-    except SystemExit as error:
-        raise RewardError(f"the environment called `sys.exit({error.code!r})`: raise an error instead") from error
+    except Exception:
+        raise
     except asyncio.CancelledError as error:
         if (task := asyncio.current_task()) is None or task.cancelling():
             raise
         raise RewardError(
-            "the environment raised `CancelledError`, and nobody had cancelled it: something that it awaited was"
+            "the environment raised `CancelledError`, and nobody had cancelled it: it cancelled its own task, or "
+            "something that it awaited was cancelled"
+        ) from error
+    except SystemExit as error:
+        raise RewardError(f"the environment called `sys.exit({error.code!r})`: raise an error instead") from error
+    except BaseException as error:
+        raise RewardError(
+            f"the environment raised `{last_line(error)}`, which is not an `Exception`: raise one that is"
         ) from error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,8 +14,9 @@ from stretto.engines.protocol import Engine
 from stretto.environments.data import PromptStream
 from stretto.environments.protocol import Environment, earned
 from stretto.environments.reward_worker import last_line
-from stretto.errors import EngineError, RequestError, RewardError, StrettoError, VersionNotResidentError
+from stretto.errors import EngineError, RequestError, RewardError, StalledError, StrettoError, VersionNotResidentError
 from stretto.run.episodes import Episode, TakeTurn
+from stretto.run.first_reward import FirstReward
 from stretto.run.output_checks import refuse_output
 from stretto.run.seeds import derived_seed, turn_seed
 from stretto.run.turns import Turns
@@ -54,6 +55,7 @@ class Evaluator:
         vocabulary: int | None = None,
         max_turns: int = 1,
         episode_s: float | None = None,
+        first_reward: FirstReward | None = None,
     ) -> None:
         """`vocabulary`: size, an engine may answer with smaller token ids only; None: any. `max_turns`: of an episode.
 
@@ -68,6 +70,7 @@ class Evaluator:
         self._vocabulary = vocabulary
         self._max_turns = max_turns
         self._episode_s = episode_s
+        self._first_reward = first_reward or FirstReward()
         self.num_ended = 0  # episodes, scored or failed, of all evaluations
 
     async def evaluate(
@@ -76,20 +79,20 @@ class Evaluator:
         """Evaluates `version`, which must be resident on `engine`. A failed request or reward is counted, not scored.
 
         Raises `EngineError` if the engine fails, or answers for something else than it was asked for. If a `checksum`
-        is given, an answer of other weights is that too.
+        is given, an answer of other weights is that too. Raises `StalledError` if nothing could ever be scored.
         """
         started = clock.now()
         checksums = {} if checksum is None else {version: checksum}
         held_out = [_HeldOut(index, self._prompts.prompt(index)) for index in range(self._count)]
         episodes = [self._episode(each, partial(self._turn, engine, version, checksums, each)) for each in held_out]
-        results = await asyncio.gather(*episodes, return_exceptions=True)
+        results = await _outcomes(episodes)
         rewards: list[float] = []
         failures: list[RewardError | RequestError] = []
         for outcome in results:
             if isinstance(outcome, RewardError | RequestError):
                 failures.append(outcome)
                 continue
-            if isinstance(outcome, BaseException):
+            if isinstance(outcome, Exception):
                 raise outcome
             rewards.append(outcome)
         if failures:
@@ -113,11 +116,16 @@ class Evaluator:
         try:
             outcome = await episode.play(self._environment, held_out.prompt)
             reward, _ = earned(outcome, len(held_out.turns.done))
+            self._first_reward.scored()
             return reward
-        except StrettoError:
+        except StrettoError as error:
+            if isinstance(error, RewardError):
+                self._first_reward.failed(-1 - held_out.index, -1 - held_out.index, error)
             raise
         except Exception as error:
-            raise RewardError(last_line(error)) from error
+            failure = RewardError(last_line(error))
+            self._first_reward.failed(-1 - held_out.index, -1 - held_out.index, failure)
+            raise failure from error
         finally:
             self.num_ended += 1
 
@@ -164,3 +172,22 @@ class Evaluator:
             seconds=result.seconds,
             line=line,
         )
+
+
+async def _outcomes(episodes: Sequence[Coroutine[Any, Any, float]]) -> list[float | Exception]:
+    """Returns the reward or the error of each episode. Cancels all of them and raises the first `StalledError`."""
+
+    async def outcome(episode: Coroutine[Any, Any, float]) -> float | Exception:
+        try:
+            return await episode
+        except StalledError:
+            raise
+        except Exception as error:
+            return error
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(outcome(each), name="evaluation episode") for each in episodes]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -56,9 +56,14 @@ def standing(folder: Path) -> Standing:
     return "stopped" if recorded.lost is None else "lost"
 
 
-def refuse_occupied(folder: Path) -> None:
-    """Raises `RunError` unless a run can begin in a folder: it is new or empty, and can be written to."""
+def refuse_occupied(folder: Path, *, claimed: bool = False) -> None:
+    """Raises `RunError` unless a run can begin in a folder: it is new or empty, and can be written to.
+
+    `claimed`: this process has the lock of the folder. If another has it, a run is starting there.
+    """
     match standing(folder):
+        case "empty" if not claimed and is_alive(folder):
+            hint = ", and a process is starting a run in it; choose another `--out`"
         case "empty":
             refuse_unwritable(folder)
             return

@@ -1,11 +1,13 @@
 """Ctrl-C and SIGTERM: how they stop a run.
 
-| Ctrl-C                             | what it does                                                       | status |
-|------------------------------------|--------------------------------------------------------------------|--------|
-| while it starts                    | ends the run                                                       | 130    |
-| while it runs                      | stops at the next update boundary; again: ends the process at once | 130    |
-| after the last update              | ends the run; `--resume` writes the policy                         | 130    |
-| after `summary.json` says finished | skips the last evaluation, if that has not ended                   | 0      |
+| Ctrl-C                     | what it does                                                       | status |
+|----------------------------|--------------------------------------------------------------------|--------|
+| while it starts            | ends the run                                                       | 130    |
+| while it runs              | stops at the next update boundary; again: ends the process at once | 130    |
+| after the last update      | ends the run; `--resume` writes the policy                         | 130    |
+| during the last evaluation | skips it; the run is finished                                      | 0      |
+
+A process that is killed during the last evaluation leaves a run that `--resume` evaluates.
 """
 
 from __future__ import annotations

@@ -73,6 +73,7 @@ from stretto.observe.tail_latency import Tail
 from stretto.run.checkpoint_schedule import CheckpointSchedule
 from stretto.run.evaluation import Evaluator
 from stretto.run.evaluation_requests import Evaluations
+from stretto.run.first_reward import FirstReward
 from stretto.run.group_start import Admissions
 from stretto.run.instance_membership import Instances
 from stretto.run.pool_requests import Control
@@ -125,11 +126,12 @@ class Loop:
         versions: VersionStore | None = None,
         checkpointing: Checkpointing | None = None,
         control: Control | None = None,
+        first_reward: FirstReward | None = None,
     ) -> None:
         """`engines` are a pool, or instances that the caller made and that are not replaced.
 
         `rollouts` are in progress. `kept` are trained, and may be trained again. If there are `versions`, weights are
-        on disk in them before an engine loads them.
+        on disk in them before an engine loads them. `first_reward` is shared with the evaluations before the run.
         """
         self.controller = controller
         # The weights of each version that is still needed.
@@ -171,6 +173,7 @@ class Loop:
             journal=journal,
             tally=tally,
             tail=tail,
+            first_reward=first_reward or FirstReward(),
             post=self.post,
         )
         self._updates = self._make_updates(trainer, kept, tail)

@@ -4,8 +4,8 @@
     N.request.json  ----->  looked for every `POLL_S`, deleted, carried out
     N.answer.json   <-----  written when that is done; for a removal, when all trajectories were handed over
 
-A file gets its name only when it is complete. A run is alive while its lock is held (`store/lock.py`). This module
-imports nothing heavy.
+A file gets its name only when it is complete. A run is alive while its lock is held (`store/lock.py`). Files are read
+and written in a thread, so nothing in the folder can hold up the run. This module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import reprlib
+import stat
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,7 +36,18 @@ FOLDER = "pool"  # in the run's
 REQUEST, ANSWER = ".request.json", ".answer.json"
 POLL_S = 1.0
 ASK_POLL_S = 0.1
+MAX_BYTES = 4_096  # of a request
 LONGEST_S = 600.0  # for an answer: an instance that is made may have to load a large model
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A request that is JSON."""
+
+    value: Any
+
+
+_Request = _Value | RunError  # one that can be carried out, or why it cannot
 
 
 class Control:
@@ -40,6 +55,7 @@ class Control:
 
     def __init__(self, run_folder: Path) -> None:
         self._folder = run_folder / FOLDER
+        self._unreadable: set[Path] = set()  # requests that could not be taken; each is told once
 
     def open(self) -> None:
         """Makes the folder, and deletes the files that an earlier session left in it.
@@ -52,7 +68,8 @@ class Control:
         try:
             self._folder.mkdir(exist_ok=True)
             for left in self._folder.iterdir():
-                left.unlink()
+                if left.is_symlink() or not left.is_dir():  # no folder in it is of a session
+                    left.unlink()
         except OSError as error:
             raise RunError(f"`{self._folder}` cannot be used: {error}") from error
 
@@ -60,45 +77,67 @@ class Control:
         """Carries out requests, each in a task: a removal that takes long holds up no other request."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                for path in sorted(self._folder.glob(f"*{REQUEST}")):
-                    try:
-                        text = path.read_bytes()
-                        path.unlink()
-                    except OSError as error:  # it may be found the next time
-                        log.warning("request `%s` cannot be read: %s", path, error)
-                        continue
-                    name = path.name.removesuffix(REQUEST)
-                    tasks.create_task(self._serve(instances, name, text), name=f"control {name}")
+                for name, request in await asyncio.to_thread(self._take):
+                    tasks.create_task(self._serve(instances, name, request), name=f"control {name}")
                 await asyncio.sleep(POLL_S)
 
-    async def _serve(self, instances: Instances, name: str, text: bytes) -> None:
+    def _take(self) -> list[tuple[str, _Request]]:
+        """Returns the name and the contents of each new request, and deletes its file."""
+        taken = []
+        for path in sorted(self._folder.glob(f"*{REQUEST}")):
+            try:
+                request = _read(path)
+                path.unlink()
+            except OSError as error:  # it may be found the next time
+                if path not in self._unreadable:
+                    log.warning("request `%s` cannot be read: %s", path, error)
+                self._unreadable.add(path)
+                continue
+            taken.append((path.name.removesuffix(REQUEST), request))
+        return taken
+
+    async def _serve(self, instances: Instances, name: str, request: _Request) -> None:
         """Carries out a request and answers it. An error of the request is the answer, and does not affect the run."""
         answer: dict[str, Any] = {"error": "the run ended before it was done"}
         try:
-            done = await _do(instances, text)
+            if isinstance(request, RunError):
+                raise request
+            done = await _do(instances, request)
             answer = {"done": done, "instances": instances.describe()}
         except StrettoError as error:
+            log.warning("request `%s` is refused: %s", name, error)
             answer = {"error": str(error)}
         finally:
             try:
-                _write(self._folder / f"{name}{ANSWER}", answer)
+                await asyncio.to_thread(_write, self._folder / f"{name}{ANSWER}", answer)
             except OSError as error:
                 log.warning("request `%s` was answered with %s, which cannot be written: %s", name, answer, error)
 
 
-async def _do(instances: Instances, text: bytes) -> str:
+def _read(path: Path) -> _Request:
+    """Reads a request: its value, or the error that refuses it. Raises `OSError` if it cannot be read now."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        return RunError(f"`{path}` is not a regular file, so it is no request")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        text = file.read(MAX_BYTES + 1)
+    if len(text) > MAX_BYTES:
+        return RunError(f"the request is longer than {MAX_BYTES} bytes, so it is none of `stretto pool`")
     try:
-        request = json.loads(text)
-    except ValueError as error:
-        raise RunError(f"the request is no JSON: {error}") from error
-    match request:
+        return _Value(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        return RunError(f"the request is no JSON: {error}")
+
+
+async def _do(instances: Instances, request: _Value) -> str:
+    match request.value:
         case {"do": "list"}:
             return ""
         case {"do": "add", "count": int(count)} if count > 0:
             return await _add(instances, count)
         case {"do": "remove", "instance": int(instance)}:
             return await _remove(instances, instance)
-    raise RunError(f"the run does not know the request `{request}`")
+    raise RunError(f"the run does not know the request `{reprlib.repr(request.value)}`")
 
 
 async def _add(instances: Instances, count: int) -> str:
@@ -120,7 +159,9 @@ async def _remove(instances: Instances, instance: int) -> str:
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:
     scratch = path.with_suffix(".partial")
-    scratch.write_text(json.dumps(value), encoding="utf-8")
+    scratch.unlink(missing_ok=True)
+    with scratch.open("x", encoding="utf-8") as file:
+        file.write(json.dumps(value))
     scratch.replace(path)
 
 
@@ -159,7 +200,7 @@ def _refuse(run_folder: Path) -> NoReturn:
     match standing(run_folder):
         case "empty":
             raise RunError(
-                f"no run has begun in `{run_folder}` yet: a run makes its folder once its instances have started; wait "
+                f"no run has begun in `{run_folder}` yet: it begins once its instances have started; wait "
                 "for it, or give the folder of another run"
             )
         case "foreign":

@@ -86,13 +86,13 @@ def untrainable_rewards(path: Path) -> dict[int, str]:
             "SELECT trajectory, reward, turn_rewards FROM trajectories WHERE state IN ('scored', 'training') "
             "AND (turn_rewards IS NOT NULL OR ABS(reward) > ?) ORDER BY trajectory",
             (MAX_REWARD,),
-        ).fetchall()
-    found = {}
-    for trajectory, reward, by_turn in rows:
-        rewards = [reward, *([] if by_turn is None else np.frombuffer(by_turn, "<f8").tolist())]
-        if wrong := [each for each in rewards if not is_trainable(each)]:
-            found[trajectory] = f"the reward {wrong[0]:g} was recorded, {BEYOND}"
-    return found
+        )
+        found = {}
+        for trajectory, reward, by_turn in rows:
+            rewards = [reward, *([] if by_turn is None else np.frombuffer(by_turn, "<f8").tolist())]
+            if wrong := [each for each in rewards if not is_trainable(each)]:
+                found[trajectory] = f"the reward {wrong[0]:g} was recorded, {BEYOND}"
+        return found
 
 
 def recall_draws(path: Path, prompts: PromptStream) -> None:

@@ -42,6 +42,7 @@ from stretto.errors import (
 from stretto.observe.metrics import Tally
 from stretto.observe.tail_latency import Tail
 from stretto.run.episodes import Episode
+from stretto.run.first_reward import FirstReward
 from stretto.run.instance_membership import Instances
 from stretto.run.load_sampler import LoadSampler
 from stretto.run.output_checks import refuse_output
@@ -95,6 +96,7 @@ class Rollouts:
         journal: Journal,
         tally: Tally,
         tail: Tail,
+        first_reward: FirstReward,
         post: Callable[[core.Event], None],
     ) -> None:
         """`pinned`: a trajectory keeps its version for life."""
@@ -108,6 +110,7 @@ class Rollouts:
         self._journal = journal
         self._tally = tally
         self._tail = tail
+        self._first_reward = first_reward
         self._post = post
         self._pinned = pinned
         self._episode_s = settings.episode_s
@@ -175,7 +178,7 @@ class Rollouts:
             await self._journal.room()  # thousands may be resumed at once
             if not run.outdated:
                 where, why = placement.instance, placement.reason
-                self._journal.moved(rollout.id, "running", at=clock.now(), reason=why, instance=where)
+                self._journal.state_changed(rollout.id, "running", at=clock.now(), reason=why, instance=where)
         if run.outdated:
             return
         episode = Episode(
@@ -202,6 +205,7 @@ class Rollouts:
             self._complete(run)
         rollout.score(reward, turn_rewards)
         self.failed_in_a_row = 0
+        self._first_reward.scored()
         self._tail.member_ended(rollout.group, scored=True)
         self._journal.scored(rollout.id, reward, at=clock.now(), turns=turn_rewards)
         self._post(core.Scored(rollout.id, reward))
@@ -227,7 +231,7 @@ class Rollouts:
             self.instances.lose(instance, EngineError(text))
 
     def _failed(self, run: _EpisodeRun, error: Exception) -> None:
-        """An attempt to generate or to score failed."""
+        """An attempt to generate or to score failed. Raises `StalledError` if no attempt ever succeeds."""
         rollout = run.rollout
         reason = str(error) if isinstance(error, StrettoError) else last_line(error)
         if rollout.state is RolloutState.ENDED:
@@ -236,7 +240,9 @@ class Rollouts:
         if not run.counts:
             text = "trajectory %d failed as it left instance %s, and continues elsewhere: %s"
             log.info(text, rollout.id, instance, reason)
-        elif rollout.completion is not None:
+            return
+        self._first_reward.failed(rollout.id, rollout.group, error)
+        if rollout.completion is not None:
             self._post(core.ScoringFailed(rollout.id, reason))
         else:
             rollout.interrupt()

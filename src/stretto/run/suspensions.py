@@ -81,7 +81,7 @@ class Suspensions:
         for rollout in running:
             if rollout.completion is None:
                 await self._journal.room()
-                self._journal.moved(rollout.id, "waiting", at=clock.now(), reason="the run was stopped")
+                self._journal.state_changed(rollout.id, "waiting", at=clock.now(), reason="the run was stopped")
 
     # -- leaving -------------------------------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class Suspensions:
             rollout = self._received(owed, suspended)
             rollout.suspended = suspended if len(suspended.tokens) else None
             await self._journal.room()
-            self._journal.moved(rollout.id, "waiting", at=clock.now(), reason=reason)
+            self._journal.state_changed(rollout.id, "waiting", at=clock.now(), reason=reason)
 
     async def _suspend_on(self, engine: Engine, owed: Left) -> list[Suspended]:
         """Suspends rollouts on an engine; those whose turn had ended before have got it when this returns."""

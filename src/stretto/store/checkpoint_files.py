@@ -9,9 +9,10 @@ RUN/checkpoints/000042/           after 42 updates
 ```
 
 A checkpoint is written into a folder with a temporary name and renamed when it is complete, so a folder with the final
-name is complete. Digests are checked when it is read. The last two are kept. If the newest is damaged, the run resumes
-from the one before; if there is none, from its beginning: the journal has every batch that was trained on since. The
-rest of a run's state is in the journal (`run/recovery.py`), and the weights are in version files (`version_files.py`).
+name is complete; one with another name, such as a copy, is ignored (`numbered_names.py`). Digests are checked when it
+is read. The last two are kept. If the newest is damaged, the run resumes from the one before; if there is none, from
+its beginning: the journal has every batch that was trained on since. The rest of a run's state is in the journal
+(`run/recovery.py`), and the weights are in version files (`version_files.py`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from stretto.errors import RunError
+from stretto.store.numbered_names import CHECKPOINT, numbered, numbered_name
 from stretto.store.version_files import sync
 from stretto.types import Completion, Request, Sampling, Supports, Suspended
 
@@ -54,12 +56,13 @@ class Checkpoint:
 
 def begin_checkpoint(root: Path, updates: int) -> Path:
     """Creates a temporary folder. The trainer saves into its `trainer/`, then `complete_checkpoint` is called."""
-    scratch = root / f".{updates:06d}.partial"
+    name = numbered_name(updates, CHECKPOINT)
+    scratch = root / f".{name}.partial"
     try:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
     except OSError as error:
-        raise RunError(f"checkpoint `{root / f'{updates:06d}'}` could not be started: {error}") from error
+        raise RunError(f"checkpoint `{root / name}` could not be started: {error}") from error
     return scratch
 
 
@@ -111,7 +114,7 @@ def abandon_checkpoints(root: Path) -> None:
 
 def complete_checkpoints(root: Path) -> list[Path]:
     """Returns the folders of complete checkpoints, the newest first."""
-    return sorted((path for path in root.glob("[0-9]*") if (path / STATE_FILE).exists()), reverse=True)
+    return [path for path in reversed(numbered(root, CHECKPOINT).values()) if (path / STATE_FILE).exists()]
 
 
 def find_checkpoint(root: Path, most: int) -> tuple[Checkpoint | None, list[str]]:
@@ -133,6 +136,8 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         if state["format"] != FORMAT:
             raise RunError(f"checkpoint `{folder}` has format {state['format']}, this version reads {FORMAT}")
+        if state["updates"] != int(folder.name):
+            raise RunError(f"checkpoint `{folder}` is damaged: it was written after {state['updates']} updates")
         for name, digest in state["files"].items():
             if _digest(folder / name) != digest:
                 raise RunError(f"checkpoint `{folder}` is damaged: `{name}` has changed since it was written")

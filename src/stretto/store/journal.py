@@ -126,14 +126,18 @@ class Journal:
             self._lock.close()
 
     def begin(self, facts: RunFacts, at: float) -> None:
-        """Starts a session. Raises `RunError` if a resumed run has another paradigm, batch, group, seed or data."""
+        """Starts a session. A resumed run calls it only when nothing can refuse it any more."""
+        self.refuse_another_run(facts)
+        self._writer.record(journal_writes.begin, facts, at)
+
+    def refuse_another_run(self, facts: RunFacts) -> None:
+        """Raises `RunError` if a resumed run has another paradigm, batch, group, seed or data."""
         for name in ("paradigm", "batch", "group", "seed", "data_rows", "order"):
             if self._stored is not None and getattr(self._stored, name) != getattr(facts, name):
                 raise RunError(
                     f"`{name} = {getattr(facts, name)!r}` cannot resume `{self.path}`, which was recorded with "
                     f"`{getattr(self._stored, name)!r}`: use that, or start a new run"
                 )
-        self._writer.record(journal_writes.begin, facts, at)
 
     def scored(self, trajectory: int, reward: float, at: float, turns: tuple[float, ...] | None = None) -> None:
         """Gives a trajectory its reward, a finite number, and the rewards of its turns if it has them."""
@@ -153,7 +157,7 @@ class Journal:
     group_admitted = _recorded(journal_writes.group_admitted)
     group_spared = _recorded(journal_writes.group_spared)
 
-    moved = _recorded(journal_writes.moved)
+    state_changed = _recorded(journal_writes.state_changed)
     attempt_failed = _recorded(journal_writes.attempt_failed)
     generated = _recorded(journal_writes.generated)
     score_again = _recorded(journal_writes.score_again)

@@ -200,7 +200,7 @@ def _change_members(db: sqlite3.Connection, update: int, to_state: State, at: fl
     return added.rowcount
 
 
-def moved(
+def state_changed(
     db: sqlite3.Connection,
     trajectory: int,
     to_state: State,

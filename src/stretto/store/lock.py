@@ -20,10 +20,27 @@ class Lock:
     """
 
     def __init__(self, journal: Path) -> None:
-        self._descriptor = os.open(_path(journal), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if not _locked(self._descriptor):
-            self.close()
-            raise RunError(f"`{journal}` is being written by another process: wait for it, or stop it")
+        self._path = _path(journal)
+        while True:
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if not _locked(self._descriptor):
+                self.close()
+                raise RunError(f"`{journal}` is being written by another process: wait for it, or stop it")
+            if self._is_in_place():
+                return
+            self.close()  # the process that had the lock has removed the file in between
+
+    def remove(self) -> None:
+        """Removes the file, then releases the lock: the run has left nothing."""
+        if self._descriptor >= 0:
+            os.unlink(self._path)
+        self.close()
+
+    def _is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         """Releases the lock. Safe to call twice."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+import reprlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +22,7 @@ from stretto.store.schema import (
     LAWS_GIVEN_UP,
     RESTORE,
     RESTORE_OR_BEGIN,
+    UNDECODABLE,
     UNDER_WAY,
     RunFacts,
     connect_readonly,
@@ -25,6 +30,9 @@ from stretto.store.schema import (
     reading,
 )
 from stretto.types import Completion, Prompt, Sample, Supports
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _COMPLETION = (
     "c.version, c.tokens, c.logprobs, c.finish, c.checksum, c.token_versions, c.started_at, c.finished_at, "
@@ -122,6 +130,17 @@ class SessionRecord:
     outcome: str | None
 
 
+def _decodes(method: Callable[Concatenate[JournalReader, P], R]) -> Callable[Concatenate[JournalReader, P], R]:
+    """Returns a method of the reader that raises `JournalError` for values that cannot be decoded."""
+
+    @wraps(method)
+    def decode(reader: JournalReader, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with reading(reader.path):
+            return method(reader, *args, **kwargs)
+
+    return decode
+
+
 class JournalReader:
     """A read-only view of a run folder or of its journal. Each call sees the latest commit."""
 
@@ -153,50 +172,53 @@ class JournalReader:
         with reading(self.path):
             return self._db.execute(sql, args).fetchall()
 
-    def _json(self, text: str) -> Any:
-        with reading(self.path):
-            return json.loads(text)
-
     # -- the run ----------------------------------------------------------------------------------------------------
 
     def has_begun(self) -> bool:
         """Tells if a session is recorded; a run that was killed at its start has none."""
         return bool(self._rows("SELECT 1 FROM run WHERE key = 'paradigm'"))
 
+    @_decodes
     def facts(self) -> RunFacts:
         """Returns the facts of the run: paradigm, batch, seed and so on."""
-        stored = {key: self._json(value) for key, value in self._rows("SELECT key, value FROM run")}
+        stored = {key: json.loads(value) for key, value in self._rows("SELECT key, value FROM run")}
         missing = [each.name for each in fields(RunFacts) if each.default is MISSING and each.name not in stored]
         if missing:
             raise JournalError(f"journal `{self.path}` lacks facts of its run: no `{missing[0]}`; {RESTORE_OR_BEGIN}")
         if stored["paradigm"] not in LAWS_GIVEN_UP:
             raise JournalError(f"journal `{self.path}` has the unknown paradigm `{stored['paradigm']}`: {RESTORE}")
         stored["laws_broken"] = tuple(stored.get("laws_broken", ()))  # JSON has no tuples
-        return RunFacts(**{each.name: stored[each.name] for each in fields(RunFacts) if each.name in stored})
+        return _typed(RunFacts(**{each.name: stored[each.name] for each in fields(RunFacts) if each.name in stored}))
 
+    @_decodes
     def base(self) -> str | None:
         """Returns the checksum of the base model of a LoRA run; None for a full run, or if it was not recorded."""
         rows = self._rows("SELECT value FROM run WHERE key = 'base'")
-        return self._json(rows[0][0]) if rows else None
+        return json.loads(rows[0][0]) if rows else None
 
+    @_decodes
     def sessions(self) -> list[SessionRecord]:
         """Returns the sessions of the run, in order."""
         rows = self._rows("SELECT started_at, ended_at, outcome FROM sessions ORDER BY session")
-        return [SessionRecord(*row) for row in rows]
+        return [_typed(SessionRecord(*row)) for row in rows]
 
+    @_decodes
     def versions(self) -> dict[int, str]:
         """Returns the checksum of every version."""
         return dict(self._rows("SELECT version, checksum FROM versions ORDER BY version"))
 
+    @_decodes
     def counts(self) -> dict[str, int]:
         """Returns the number of trajectories in each state."""
         return dict(self._rows("SELECT state, COUNT(*) FROM trajectories GROUP BY state ORDER BY state"))
 
+    @_decodes
     def num_groups(self) -> int:
         """Returns the number of groups admitted so far, which is also the id of the next group."""
         count: int = self._rows("SELECT COALESCE(MAX(group_id) + 1, 0) FROM groups")[0][0]
         return count
 
+    @_decodes
     def num_updates(self) -> int:
         """Returns the number of finished updates."""
         count: int = self._rows("SELECT COUNT(*) FROM updates WHERE finished_at IS NOT NULL")[0][0]
@@ -210,6 +232,7 @@ class JournalReader:
         rows = self._rows(f"SELECT trajectory FROM trajectories WHERE state IN ({marks}) ORDER BY 1", *states)
         return [row[0] for row in rows]
 
+    @_decodes
     def trajectory(self, trajectory: int) -> TrajectoryRecord:
         """Returns the current state of one trajectory."""
         found = self._trajectories("WHERE trajectory = ?", trajectory)
@@ -217,11 +240,13 @@ class JournalReader:
             raise JournalError(f"journal `{self.path}` has no trajectory {trajectory}")
         return found[0]
 
+    @_decodes
     def outstanding(self) -> list[GroupRecord]:
         """Returns the groups with trajectories in progress, by id. A resumed run continues them."""
         marks = ", ".join("?" * len(UNDER_WAY))
         return self._groups(f"(SELECT group_id FROM trajectories WHERE state IN ({marks}))", *UNDER_WAY)
 
+    @_decodes
     def groups(self, ids: Collection[int]) -> list[GroupRecord]:
         """Returns these groups, in order of their ids."""
         return [record for id in sorted(ids) for record in self._groups("(?)", id)]
@@ -234,16 +259,18 @@ class JournalReader:
         )
         groups = []
         for group, epoch, number, version, deadline, staleness, index, text, tokens, row, at in rows:
-            prompt = Prompt(index, text, tuple(np.frombuffer(tokens, "<i4").tolist()), self._json(row))
+            prompt = Prompt(index, text, tuple(np.frombuffer(tokens, "<i4").tolist()), _mapping(row))
             members = tuple(self._trajectories("WHERE group_id = ? ORDER BY member", group))
-            groups.append(GroupRecord(group, epoch, number, version, deadline, staleness, prompt, at, members))
+            groups.append(_typed(GroupRecord(group, epoch, number, version, deadline, staleness, prompt, at, members)))
         return groups
 
     def _trajectories(self, where: str, *args: Any) -> list[TrajectoryRecord]:
         failures = "(SELECT COUNT(*) FROM failures WHERE failures.trajectory = trajectories.trajectory)"
         columns = f"trajectory, group_id, member, version, seed, state, {failures}, instance, reward, error"
-        return [TrajectoryRecord(*row) for row in self._rows(f"SELECT {columns} FROM trajectories {where}", *args)]
+        rows = self._rows(f"SELECT {columns} FROM trajectories {where}", *args)
+        return [_typed(TrajectoryRecord(*row)) for row in rows]
 
+    @_decodes
     def load_completion(self, trajectory: int) -> tuple[Completion, float | None, tuple[float, ...] | None]:
         """Returns a trajectory's completion, its reward (or None), and the rewards of its turns (or None)."""
         rows = self._rows(
@@ -254,7 +281,8 @@ class JournalReader:
         if not rows:
             raise JournalError(f"journal `{self.path}` has no completion of trajectory {trajectory}")
         reward, by_turn, *made = rows[0]
-        return _completion(trajectory, made), reward, _rewards(by_turn)
+        with _of(trajectory):
+            return _completion(trajectory, made), None if reward is None else _reward(reward), _rewards(by_turn)
 
     # -- updates ----------------------------------------------------------------------------------------------------
 
@@ -263,9 +291,10 @@ class JournalReader:
         rows = self._rows("SELECT trajectory FROM members WHERE update_id = ? ORDER BY position", update)
         return [row[0] for row in rows]
 
+    @_decodes
     def batch(self, update: int) -> list[Sample]:
-        """Returns the batch of an update, as the trainer got it."""
-        return self._samples("m.update_id = ? ORDER BY m.position", update)
+        """Returns the batch of an update, as the trainer got it. Raises `JournalError` if any part of it is missing."""
+        return self._samples(f"of update {update}", "m.update_id = ? ORDER BY m.position", update)
 
     def trained(self) -> list[int]:
         """Returns the trajectories that were trained on, in the order of their first training."""
@@ -275,31 +304,29 @@ class JournalReader:
         )
         return [row[0] for row in rows]
 
+    @_decodes
     def sample(self, trajectory: int) -> Sample:
         """Returns one trajectory that was trained on, as the trainer got it first."""
-        (sample,) = self._samples("m.trajectory = ? AND m.use = 0", trajectory)
+        (sample,) = self._samples(f"with trajectory {trajectory}", "m.trajectory = ? AND m.use = 0", trajectory)
         return sample
 
     def advantages(self) -> dict[int, str | None]:
         """Returns the digest of the advantages of every finished update."""
         return dict(self._rows("SELECT update_id, advantages FROM updates WHERE finished_at IS NOT NULL"))
 
-    def _samples(self, where: str, *args: Any) -> list[Sample]:
+    def _samples(self, what: str, where: str, *args: Any) -> list[Sample]:
         rows = self._rows(
             "SELECT m.trajectory, t.group_id, t.version, g.prompt_tokens, t.reward, m.use, t.turn_rewards, "
             f"{_COMPLETION} "
-            "FROM members m JOIN trajectories t USING (trajectory) JOIN groups g USING (group_id) JOIN completions c "
-            f"USING (trajectory) WHERE {where}",
+            "FROM members m LEFT JOIN trajectories t USING (trajectory) LEFT JOIN groups g USING (group_id) "
+            f"LEFT JOIN completions c USING (trajectory) WHERE {where}",
             *args,
         )
-        return [
-            Sample(
-                trajectory, group, version, np.frombuffer(prompt, "<i4").tolist(), _completion(trajectory, made),
-                reward, use, _rewards(by_turn),
-            )
-            for trajectory, group, version, prompt, reward, use, by_turn, *made in rows
-        ]  # fmt: skip
+        if not rows:
+            raise JournalError(f"journal `{self.path}` has no batch {what}: {RESTORE}")
+        return [_sample(*row) for row in rows]
 
+    @_decodes
     def updates(self) -> list[UpdateRecord]:
         """Returns every update whose batch was taken, in order."""
         rows = self._rows(
@@ -310,10 +337,11 @@ class JournalReader:
             "LEFT JOIN completions c USING (trajectory) GROUP BY u.update_id ORDER BY u.update_id"
         )
         return [
-            UpdateRecord(update, taken_at, finished_at, self._json(metrics), *statistics)
+            _typed(UpdateRecord(update, taken_at, finished_at, _mapping(metrics), *statistics))
             for update, taken_at, finished_at, metrics, *statistics in rows
         ]
 
+    @_decodes
     def samples(self, update: int) -> list[SampleRecord]:
         """Returns the samples of an update as text, in the order of its batch."""
         rows = self._rows(
@@ -324,27 +352,57 @@ class JournalReader:
             "LEFT JOIN completions c USING (trajectory) WHERE m.update_id = ? ORDER BY m.position",
             update,
         )
-        return [SampleRecord(*(*row[:-1], _rewards(row[-1]))) for row in rows]
+        return [_typed(SampleRecord(*(*row[:-1], _rewards(row[-1])))) for row in rows]
 
+    @_decodes
     def evaluations(self) -> list[EvaluationRecord]:
         """Returns every evaluation, in the order in which they ended."""
         rows = self._rows("SELECT version, kind, at, reward, num, seconds FROM evaluations ORDER BY id")
-        return [EvaluationRecord(*row) for row in rows]
+        return [_typed(EvaluationRecord(*row)) for row in rows]
 
+    @_decodes
     def notes(self) -> list[tuple[float, str, str]]:
         """Returns (at, kind, text) of every note, in order."""
         return [(at, kind, text) for at, kind, text in self._rows("SELECT at, kind, text FROM notes ORDER BY id")]
 
+    @_decodes
     def failures(self) -> list[tuple[int, str, str]]:
         """Returns (trajectory, kind, reason) of every failed attempt, in order."""
         rows = self._rows("SELECT trajectory, kind, reason FROM failures ORDER BY id")
         return [(trajectory, kind, reason) for trajectory, kind, reason in rows]
 
 
+@contextmanager
+def _of(trajectory: int) -> Iterator[None]:
+    """Names the trajectory whose values cannot be decoded."""
+    try:
+        yield
+    except UNDECODABLE as error:
+        raise ValueError(f"trajectory {trajectory}: {error}") from error
+
+
+def _sample(
+    trajectory: int, group: int, version: int, prompt: bytes, reward: Any, use: int, by_turn: bytes | None, *made: Any
+) -> Sample:
+    with _of(trajectory):
+        tokens, completion = np.frombuffer(prompt, "<i4").tolist(), _completion(trajectory, made)
+        sample = Sample(trajectory, group, version, tokens, completion, _reward(reward), use, _rewards(by_turn))
+        if sample.turn_rewards is not None and len(sample.turn_rewards) != len(completion.turn_lengths):
+            raise ValueError(f"it has {len(completion.turn_lengths)} turns and {len(sample.turn_rewards)} rewards")
+        return _typed(sample)
+
+
+def _reward(value: Any) -> float:
+    if not isinstance(value, float) or not math.isfinite(value):
+        raise ValueError(f"its reward is {reprlib.repr(value)}")
+    return value
+
+
 def _completion(trajectory: int, row: Sequence[Any]) -> Completion:
+    """Returns a completion from the columns `_COMPLETION`. Raises `ValueError` or `TypeError` if they do not agree."""
     version, tokens, logprobs, finish, checksum, token_versions, started_at, finished_at, prefilled = row[:9]
     supports, turns = row[9:]
-    return Completion(
+    made = Completion(
         id=trajectory,
         version=version,
         tokens=np.frombuffer(tokens, "<i4").astype(np.int32),
@@ -358,6 +416,16 @@ def _completion(trajectory: int, row: Sequence[Any]) -> Completion:
         supports=None if supports is None else _supports(np.frombuffer(supports, "<i4"), len(tokens) // 4),
         turns=None if turns is None else np.frombuffer(turns, "<i4").astype(np.int32).reshape(-1, 2),
     )
+    num_tokens = len(made.tokens)
+    for name in ("logprobs", "token_versions"):
+        array = getattr(made, name)
+        if array is not None and len(array) != num_tokens:
+            raise ValueError(f"it has {num_tokens} tokens and {len(array)} `{name}`")
+    if made.turns is not None:
+        ends = [0, *made.turns.reshape(-1).tolist(), num_tokens]
+        if len(made.turns) == 0 or ends != sorted(ends):
+            raise ValueError(f"its turns are not in {num_tokens} tokens")
+    return _typed(made)
 
 
 def _oldest(token_versions: bytes, turns: bytes | None) -> int:
@@ -370,4 +438,41 @@ def _rewards(by_turn: bytes | None) -> tuple[float, ...] | None:
 
 
 def _supports(values: NDArray[np.int32], num_tokens: int) -> Supports:
-    return Supports(values[:num_tokens].astype(np.int32), values[num_tokens:].astype(np.int32))
+    made = Supports(values[:num_tokens].astype(np.int32), values[num_tokens:].astype(np.int32))
+    if len(made.counts) != num_tokens or (made.counts < 1).any() or made.counts.sum() != len(made.tokens):
+        raise ValueError(f"its supports are not those of {num_tokens} tokens")
+    return made
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    """Returns an object of JSON. Raises `ValueError` for anything else."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"{reprlib.repr(text)} is not an object")
+    return value
+
+
+def _typed(record: R) -> R:
+    """Returns a record. Raises `TypeError` if a value has another type than its field: SQLite may store any value."""
+    kind: Any = type(record)
+    for name, kinds in _kinds(kind).items():
+        if not isinstance(value := getattr(record, name), kinds):
+            raise TypeError(f"`{name}` is {reprlib.repr(value)}")
+    return record
+
+
+@cache
+def _kinds(record: type[Any]) -> dict[str, tuple[type, ...]]:
+    """Returns the types of the fields that are numbers and texts, and may be None."""
+    plain: dict[Any, tuple[type, ...]] = {
+        int: (int,), float: (float, int), str: (str,), bool: (bool,), type(None): (type(None),)
+    }  # fmt: skip
+    hints = {
+        name: get_args(hint) if get_origin(hint) is UnionType else (hint,)
+        for name, hint in get_type_hints(record).items()
+    }
+    return {
+        name: tuple(kind for each in parts for kind in plain[each])
+        for name, parts in hints.items()
+        if all(each in plain for each in parts)
+    }

@@ -66,13 +66,17 @@ def progress_of(path: Path) -> Progress | None:
         ]
         moments = frozenset(kind for (kind,) in db.execute("SELECT DISTINCT kind FROM evaluations"))
         totals = _totals(db) | {"evaluations": [_without_kind(each) for each in evaluations]}
-    return Progress(updates, checksums, list(merge(lines, evaluations, key=lambda line: line["at"])), totals, moments)
+        lines = list(merge(lines, evaluations, key=lambda line: line["at"]))
+        return Progress(updates, checksums, lines, totals, moments)
 
 
 def _checksums(db: sqlite3.Connection) -> dict[int, str]:
     published = db.execute("SELECT version, checksum FROM versions")
     made = db.execute("SELECT update_id + 1, checksum FROM updates WHERE checksum IS NOT NULL")
-    return dict(published) | dict(made)
+    checksums = dict(published) | dict(made)
+    if checksums.keys() != set(range(len(checksums))) or not all(isinstance(each, str) for each in checksums.values()):
+        raise ValueError(f"it has the checksums of {len(checksums)} versions, and not of each up to the last")
+    return checksums
 
 
 def _without_kind(line: dict[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from stretto.errors import JournalError, RunError
+from stretto.errors import JournalError, RunError, StrettoError, first_line
 
 JOURNAL_NAME = "journal.sqlite"
 RESTORE = "put the journal back from a copy, with its `-wal` file if it had one"
@@ -185,11 +185,16 @@ def wal_path(journal: Path) -> Path:
     return Path(f"{journal}-wal")
 
 
+# What a wrong value may raise where it is decoded or used.
+UNDECODABLE = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError)
+
+
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Raises what is wrong with a journal that is read here as a `JournalError`: its name, the cause, what to do.
 
-    SQLite has no checksums of content, so damage may also show as text that is no JSON.
+    SQLite has no checksums of content, so damage may also show as values that cannot be decoded, or that nothing can
+    be made of. Only what follows from the journal belongs in the block.
     """
     try:
         yield
@@ -198,6 +203,13 @@ def reading(path: Path) -> Iterator[None]:
         raise JournalError(f"journal `{path}` cannot be read: {error}{hint}") from error
     except (sqlite3.Error, json.JSONDecodeError, UnicodeDecodeError) as error:  # the last: of SQLite's own words
         raise JournalError(f"journal `{path}` cannot be read: {error}; {RESTORE}") from error
+    except StrettoError:
+        raise
+    except UNDECODABLE as error:
+        text = f"{type(error).__name__}: {first_line(error)}"
+        raise JournalError(
+            f"journal `{path}` is damaged: it has values that make no sense ({text}); {RESTORE}"
+        ) from error
 
 
 def open_readonly(path: Path) -> sqlite3.Connection:

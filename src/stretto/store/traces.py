@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from stretto.store.numbered_names import CHECKPOINT, VERSION, numbered
 from stretto.store.schema import JOURNAL_NAME, check_schema, check_whole, open_readonly, reading, wal_path
 
 BEGUN = ("versions", "checkpoints", "policy", "metrics.jsonl", "summary.json")  # written only after the run is recorded
@@ -104,10 +105,10 @@ def _read(path: Path) -> Recorded:
 
 def _traces(folder: Path) -> Iterator[_Trace]:
     """Returns the traces of a run; those that prove most come first."""
-    updates, path = _newest(folder / "checkpoints", "")
+    updates, path = _newest(folder / "checkpoints", CHECKPOINT)
     if path is not None and updates > 0:
         yield _Trace(f"`{path}` was written after update {updates - 1}", updates, updates)
-    version, path = _newest(folder / "versions", ".safetensors")
+    version, path = _newest(folder / "versions", VERSION)
     if path is not None and version > 0:
         yield _Trace(f"`{path}` was made by update {version - 1}", version, 0)
     metrics = folder / "metrics.jsonl"
@@ -127,9 +128,7 @@ def _size(path: Path) -> int:
 
 def _newest(folder: Path, suffix: str) -> tuple[int, Path | None]:
     """Returns the highest number that names a complete file or folder, and its path."""
-    numbered = [path for path in folder.glob(f"[0-9]*{suffix}") if path.name.removesuffix(suffix).isdecimal()]
-    newest = max(numbered, key=lambda path: int(path.name.removesuffix(suffix)), default=None)
-    return (0, None) if newest is None else (int(newest.name.removesuffix(suffix)), newest)
+    return max(numbered(folder, suffix).items(), default=(0, None))
 
 
 def _last_update(metrics: Path) -> int | None:

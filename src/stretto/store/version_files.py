@@ -14,6 +14,7 @@ that, the trainer is asked for them again.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +27,10 @@ from safetensors.torch import save_file
 
 from stretto.errors import LostObjectError, RunError, StalledError
 from stretto.models.checksums import checksum
+from stretto.store.numbered_names import VERSION, numbered, numbered_name
 from stretto.types import Weights, WeightsRef
+
+log = logging.getLogger(__name__)
 
 WAIT_S = 1_800.0  # a disk that takes longer for one version ends the run
 MAX_ATTEMPTS = 3  # to write a version whose weights are lost before they are written
@@ -50,7 +54,7 @@ class VersionFiles:
 
     def versions(self) -> list[int]:
         """Returns the versions on disk, in order."""
-        return sorted(int(path.stem) for path in self.folder.glob("[0-9]*.safetensors"))
+        return list(numbered(self.folder, VERSION))
 
     def write(self, weights: Weights | WeightsRef) -> None:
         """Starts to write a version that was just made. A second call for the same version changes nothing."""
@@ -148,11 +152,12 @@ class VersionFiles:
         """Removes the versions that are not needed and incomplete files. Later writes are not affected."""
 
         def remove() -> None:
-            for path in self.folder.glob(".*.partial"):
-                path.unlink(missing_ok=True)
-            for version in self.versions():
-                if not needed(version):
-                    self.path(version).unlink(missing_ok=True)
+            unneeded = [self.path(version) for version in self.versions() if not needed(version)]
+            for path in (*self.folder.glob(".*.partial"), *unneeded):
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:  # the others are removed nevertheless
+                    log.warning("`%s` is not needed and cannot be removed: %s", path, error)
 
         self._writer.submit(remove)
 
@@ -207,7 +212,7 @@ def _read(path: Path, version: int) -> Weights:
 
 
 def _path(folder: Path, version: int) -> Path:
-    return folder / f"{version:06d}.safetensors"
+    return folder / numbered_name(version, VERSION)
 
 
 def write_file(folder: Path, weights: Weights, writer: str = "") -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stretto.engines.native import cache as module
 from stretto.engines.native.cache import PAGE, KVCache
 
 
@@ -39,3 +41,20 @@ def test_a_row_leaves_and_comes_back_a_layer_at_a_time() -> None:
     assert torch.equal(kv, expected)
     assert torch.equal(cache.read(others, tokens), expected)
     assert 0 < gathered.most <= kv.numel() // layers, "a long row is gigabytes, and it leaves where memory is short"
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_pages_are_copied_in_parts_of_bounded_size(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KVCache(3, 2, 8, 20, torch.float32, torch.device("cpu"))
+    cache.storage.normal_(generator=torch.Generator().manual_seed(0))
+    page_values = cache.storage[:, :, :PAGE].numel()
+    monkeypatch.setattr(module, "COPY_BYTES", 3 * page_values * cache.storage.element_size())
+    sources, targets = cache.take(count), cache.take(count)
+    sources = [sources[0], *sources[: count - 1]]  # two samples of one prompt share the page
+    expected = [cache.read([page], PAGE) for page in sources]
+    untouched = cache.read(others := cache.take(3), 3 * PAGE)
+    with Gathered() as gathered:
+        cache.copy_pages(list(zip(sources, targets, strict=True)))
+    assert all(torch.equal(cache.read([page], PAGE), kv) for page, kv in zip(targets, expected, strict=True))
+    assert torch.equal(cache.read(others, 3 * PAGE), untouched)
+    assert gathered.most <= 3 * page_values

@@ -16,6 +16,7 @@ from torch import Tensor
 from stretto.engines.native.capture_lock import release_cached
 
 PAGE = 16  # tokens a page
+COPY_BYTES = 64 * 2**20  # of pages that are copied at once
 
 
 def num_pages(tokens: int) -> int:
@@ -120,7 +121,11 @@ class KVCache:
             layer.index_copy_(1, slots, own.to(layer.device, layer.dtype))
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies pages (source, target): each sample gets its own copy of the page that its prompt ends in."""
+        """Copies pages (source, target): each sample gets its own copy of the page that its prompt ends in.
+
+        No page may be a source and a target. Many groups may start at once, so a part is copied after the other: what
+        is gathered takes memory that nobody has planned for.
+        """
         if not pairs:
             return
         pages = self.storage.view(self.layers, 2, -1, PAGE, self.kv_heads, self.head_size)
@@ -130,4 +135,6 @@ class KVCache:
         source, target = torch.tensor(pairs).t()
         if pages.device.type == "cuda":
             source, target = (side.pin_memory().to(pages.device, non_blocking=True) for side in (source, target))
-        pages.index_copy_(2, target, pages.index_select(2, source))
+        most = max(1, COPY_BYTES // (PAGE * self.bytes_per_token))
+        for part, into in zip(source.split(most), target.split(most), strict=True):
+            pages.index_copy_(2, into, pages.index_select(2, part))
