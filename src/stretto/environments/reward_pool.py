@@ -41,6 +41,7 @@ from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
+from stretto.environments.function_specs import is_spec, last_line
 from stretto.environments.reward_environment import worker_environment
 from stretto.environments.reward_pipes import (
     LENGTH,
@@ -51,7 +52,7 @@ from stretto.environments.reward_pipes import (
     read_results,
     request_frame,
 )
-from stretto.environments.reward_worker import MARK, NOTHING, Columns, is_spec, last_line
+from stretto.environments.reward_worker import MARK, NOTHING, Columns
 from stretto.errors import RecipeError, RewardError, StrettoError
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from stretto.models.tiny import WarmStart, tiny_model
 from stretto.observe.progress import Observer
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import choose_device, choose_dtype
-from stretto.setup.inputs import Inputs, load_inputs
+from stretto.setup.inputs import Inputs, check_objective, load_inputs
 from stretto.setup.memory import footprint, free_for_instance, out_of_memory
 from stretto.setup.memory_sizes import context_length, engine_rows
 from stretto.setup.threads import ThreadCounts, thread_counts
@@ -42,6 +42,7 @@ class DriverInputs:
 
 def load_driver_inputs(recipe: Recipe, model_path: str) -> DriverInputs:
     """Reads the inputs of a run and checks them against tokenizer and configuration. Does not read the weights."""
+    check_objective(recipe)
     tokenizer, config = load_tokenizer(model_path), load_config(model_path)
     inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=model_path)
     sampling = Sampling(

@@ -17,6 +17,7 @@ from stretto.environments.reward_worker import Columns
 from stretto.environments.task_options import ScoredTaskOptions
 from stretto.environments.tasks import Task, load_task
 from stretto.errors import RecipeError
+from stretto.objectives.custom import CustomOptions
 from stretto.recipe.schema import Recipe
 
 SAMPLED_ROWS = 64  # of a generated task, to compare their columns with the parameters of the reward function
@@ -107,6 +108,12 @@ def reward_pool(recipe: Recipe, task: Task, said: Callable[[str], None] | None =
         on_output=said,
         extra_environment=passed_variables(recipe),
     )
+
+
+def check_objective(recipe: Recipe) -> None:
+    """Tries a custom objective on a made-up batch. Raises `RecipeError`, which names its function, file and line."""
+    if isinstance(recipe.algorithm, CustomOptions):
+        recipe.algorithm.try_out()
 
 
 def check_scoring(recipe: Recipe, task: Task, tokenizer: Any) -> str:
