@@ -103,7 +103,7 @@ def test_where_the_ratio_knows_no_age_and_nothing_else_corrects_a_stale_run_is_r
             '`algorithm.kl.estimator = "k1"` has no effect in the loss',
         ),
         ({"kl": {"coefficient": 0.0}}, LORA, "`algorithm.kl.coefficient = 0.0`"),
-        ({"length": {"type": "short"}}, STALE, '`algorithm.length.type = "short"` must be one of "overlong", "relative"'),
+        ({"length": {"type": "short"}}, STALE, '`algorithm.length.type = "short"` must be one of "overlong", "rel'),
         (
             {"length": {"type": "overlong", "cache": 256}},
             STALE,

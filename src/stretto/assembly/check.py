@@ -37,8 +37,7 @@ def check(recipe: Recipe) -> str:
     prompts = (
         f"{inputs.task.name}: {inputs.prompts.num_rows:,} prompts of up to {inputs.longest_prompt} tokens, "
         f"{0 if inputs.held_out is None else inputs.held_out.num_rows:,} held out, "
-        + ("made by the chat template" if inputs.templated else "raw text")
-        + f", {scored}"
+        f"{inputs.form}, {scored}"
     )
     notes = [f"# {note}" for note in (prompts, *inputs.notes(recipe))]
     return effective(recipe) + "\n" + "\n".join([*notes, memory]) + "\n"

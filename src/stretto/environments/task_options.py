@@ -31,7 +31,7 @@ class ScoredTaskOptions(SharedTaskOptions):
     """A task of one turn that is scored by a reward function."""
 
     reward_seconds: float = Field(10.0, gt=0, description="Deadline of a call of the reward function")
-    reward_workers: int = Field(1, ge=1, description="Processes that run the reward function")
+    reward_workers: int = Field(1, ge=1, le=4_096, description="Processes that run the reward function")
     pass_env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = Field(
         (), description="Environment variables that the reward process sees too; may change at `--resume`"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -38,8 +39,16 @@ class Inputs:
 
     @property
     def templated(self) -> bool:
-        """True if the tokenizer's chat template makes the prompts; otherwise they are raw text."""
-        return self.prompts.templated
+        """True if the tokenizer's chat template makes most of the prompts; otherwise they are raw text."""
+        return 2 * self.prompts.num_templated > self.prompts.num_rows
+
+    @property
+    def form(self) -> str:
+        """A phrase on how the prompts are made from the rows."""
+        templated, num_rows = self.prompts.num_templated, self.prompts.num_rows
+        if 0 < templated < num_rows:
+            return f"{templated:,} made by the chat template and {num_rows - templated:,} raw text"
+        return "made by the chat template" if templated else "raw text"
 
     def notes(self, recipe: Recipe) -> Iterator[str]:
         """Yields sentences that the user should read before the run, although nothing is wrong."""
@@ -52,6 +61,24 @@ class Inputs:
                 f"{wanted}`: {why}"
             )
         checked, num_rows = self.prompts.num_checked, self.prompts.num_rows
+        if recipe.rollout.prompts > num_rows:
+            yield (
+                f"`rollout.prompts = {recipe.rollout.prompts}` is more than the {num_rows:,} rows of {self.task.name}: "
+                f"an update has the same prompt up to {math.ceil(recipe.rollout.prompts / num_rows)} times; raise "
+                "`rollout.group` for more samples of a prompt"
+            )
+        if 0 < self.prompts.num_templated < num_rows:
+            yield (
+                f"some rows of {self.task.name} have `messages`, which the chat template renders, and others a "
+                "`prompt`, which stays raw text: the model sees two forms; give all rows `messages`, or set "
+                "`task.system`, which makes every `prompt` a message"
+            )
+        for stream in (self.prompts, self.held_out):
+            if stream is not None and stream.num_unknown:
+                yield (
+                    f"{stream.num_unknown:,} prompts have text that the tokenizer of `model.path` does not know, such "
+                    f"as {stream.first_unknown}: the model cannot see it"
+                )
         if checked < num_rows:
             yield (
                 f"{checked:,} of {num_rows:,} prompts of {self.task.name} were checked for their length; "
