@@ -312,13 +312,15 @@ def marked(
             error = raised
 
 
-def main(mark_fd: int) -> None:
+def main(mark_fd: int, sandbox: tuple[str, tuple[int, int, int], bool] | None = None) -> None:
     """Serves until the pool is gone.
 
+    `sandbox` is None, or the folder and the limits of a sandbox to enter first, and True if it must hold in all parts.
     The first request is (spec, columns of the rows or None, deadline in seconds, error text of a late item). The reply
     is the greeting (`reward_pipes.py`).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
+    refusal = None if sandbox is None else _enter_sandbox(*sandbox)
     requests = os.fdopen(os.dup(0), "rb", buffering=0)
     answers = os.fdopen(os.dup(1), "wb")
     keep_from_copies(requests, answers)
@@ -334,6 +336,8 @@ def main(mark_fd: int) -> None:
     owner = os.getpid()
     spec, columns, deadline_s, late = read_frame(requests)
     try:
+        if refusal is not None:
+            raise SpecError(refusal)
         reward = resolve(spec)
         end_copy(owner)
         if columns is not None:
@@ -349,3 +353,13 @@ def main(mark_fd: int) -> None:
         asyncio.run(run_async(scorer, requests, outbox, mark, owner, deadline_s, late))
     else:
         run_plain(scorer, requests, outbox, mark, owner)
+
+
+def _enter_sandbox(folder: str, limits: tuple[int, int, int], strict: bool) -> str | None:
+    """Enters a sandbox. Returns why that is not enough, or None."""
+    from stretto.environments.sandbox import Limits, enter, missing
+
+    gaps = missing(enter(folder, Limits(*limits)))
+    if not strict or not gaps:
+        return None
+    return f"`task.sandbox.strict = true`, and on this machine the sandbox has gaps: {'; '.join(gaps)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -15,6 +16,8 @@ from stretto.environments.prompt_order import PassRates
 from stretto.environments.reward_environment import named_variables
 from stretto.environments.reward_pool import RewardPool
 from stretto.environments.reward_worker import Columns
+from stretto.environments.sandbox import PARTS, missing
+from stretto.environments.sandbox_processes import held_parts
 from stretto.environments.task_options import ScoredTaskOptions
 from stretto.environments.tasks import Task, load_task
 from stretto.errors import RecipeError
@@ -52,6 +55,7 @@ class Inputs:
 
     def notes(self, recipe: Recipe) -> Iterator[str]:
         """Yields sentences that the user should read before the run, although nothing is wrong."""
+        yield from _sandbox_notes(recipe)
         wanted = recipe.evaluation.prompts
         if self.held_out is not None and self.held_out.num_rows < wanted:
             path = getattr(recipe.task, "evaluation_path", None)
@@ -134,7 +138,22 @@ def reward_pool(recipe: Recipe, task: Task, said: Callable[[str], None] | None =
         columns=reward_columns(task),
         on_output=said,
         extra_environment=passed_variables(recipe),
+        sandbox=None if recipe.task.sandbox is None else recipe.task.sandbox.limits,
+        strict_sandbox=recipe.task.sandbox is not None and recipe.task.sandbox.strict,
     )
+
+
+def _sandbox_notes(recipe: Recipe) -> Iterator[str]:
+    """Says which parts of the sandbox hold on this machine, and what code in it can do because others do not."""
+    if not isinstance(recipe.task, ScoredTaskOptions) or recipe.task.sandbox is None:
+        return
+    where = "on this machine (others of the cluster may differ)" if recipe.runtime.type == "ray" else "on this machine"
+    held = held_parts(recipe.task.sandbox.limits)
+    yield f"`task.sandbox` {where}: these parts hold: {', '.join(part for part in PARTS if part in held) or 'none'}"
+    for gap in missing(held):
+        yield f"`task.sandbox` {where} has a gap: {gap}"
+    readable = "every file, because this process is root's" if os.getuid() == 0 else "the files that your user can read"
+    yield f"`task.sandbox` does not keep code from reading {readable}, nor from using a bug of the kernel"
 
 
 def check_objective(recipe: Recipe) -> None:
