@@ -7,6 +7,7 @@ is asked here first. If it does not answer, only the local cache is read.
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import Path
 
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.constants import is_offline_mode
@@ -29,6 +30,14 @@ def hub_answers(name: str, option: str) -> bool:
     if why is not None and not is_cached(name):
         raise ModelError(f"`{option} = {name!r}`: there is no folder `{name}`, it is not in the cache, and {why}")
     return why is None
+
+
+def hub_options(path: str, option: str = "model.path") -> dict[str, bool]:
+    """The options of a loader for a folder or a hub name: only the cache is read if the hub does not answer.
+
+    Without them, a loader would ask for each file, and wait half a minute for each.
+    """
+    return {} if Path(path).exists() or hub_answers(path, option) else {"local_files_only": True}
 
 
 def is_cached(name: str) -> bool:

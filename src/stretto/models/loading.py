@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from stretto.errors import ModelError
 from stretto.models.float16_range import narrow_weights
-from stretto.models.hub import hub_answers, is_cached
+from stretto.models.hub import hub_options, is_cached
 
 MADE_BY = {"models/smollm2-135m": "make smollm2"}  # folders that this repository's Makefile makes
 MOVING_ROTARY = ("dynamic", "longrope")  # their angles depend on the lengths in the batch
@@ -54,10 +54,9 @@ def _load(kind: Any, path: str, failure: str, option: str, **options: Any) -> An
     """Calls `from_pretrained` of a class. Code in a model folder or on the hub is never run."""
     if not Path(path).exists():
         _refuse_missing_folder(path, option)
-        if not hub_answers(path, option):
-            options["local_files_only"] = True  # it is in the cache; asking for each file again would take minutes
     elif not (Path(path) / "config.json").exists():
         raise ModelError(f"`{option} = {path!r}` is no model: the folder has no `config.json`")
+    options |= hub_options(path, option)
     try:
         return kind.from_pretrained(path, trust_remote_code=False, **options)
     except (OSError, ValueError, KeyError) as error:

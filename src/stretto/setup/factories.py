@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 
 from stretto.engines.native.engine import NativeEngine
 from stretto.environments.single_turn import Decode
+from stretto.models.hub import hub_options
 from stretto.models.loading import load_config, load_model, load_tokenizer
 from stretto.models.tiny import WarmStart, tiny_model
 from stretto.observe.progress import Observer
@@ -152,7 +153,7 @@ def model_path_of(recipe: Recipe, observer: Observer) -> str:
 def _stop_tokens(model_path: str, config: Any, tokenizer: Any) -> tuple[int, ...]:
     """Returns the tokens that end a text, by the model's generation configuration and by its tokenizer."""
     try:
-        generation = GenerationConfig.from_pretrained(model_path)
+        generation = GenerationConfig.from_pretrained(model_path, **hub_options(model_path))
     except OSError:  # the model has no generation configuration
         generation = GenerationConfig.from_model_config(config)
     found = generation.eos_token_id
