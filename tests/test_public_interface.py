@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import tomli_w
 import stretto
 from stretto.store.verify import Finding
 
+PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 HEAVY = ("torch", "transformers", "numpy", "pydantic", "rich")
 
 
@@ -56,3 +58,9 @@ def test_a_recipe_is_loaded_checked_trained_and_verified(tmp_path: Path, monkeyp
         stretto.train(recipe, tmp_path / "run", resume=True)
     with pytest.raises(stretto.StrettoError, match="names `sideways`"):
         stretto.compare(path, folder=tmp_path / "compared", paradigms=["sideways"])
+
+
+def test_the_version_number_stands_in_the_package_alone() -> None:
+    project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))
+    assert "version" in project["project"]["dynamic"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "stretto.__version__"}

@@ -177,4 +177,47 @@ def long_diagnostic(tokens, options):
     return tokens.logprobs, {"scale": math.pi}
 
 
+def raising(tokens, options):
+    return -tokens.logprobs * options["factor"], {}
+
+
+def raising_in_torch(tokens, options):
+    return torch.einsum("ab,bc->ac", tokens.logprobs, tokens.logprobs), {}
+
+
+def detached(tokens, options):
+    return -tokens.advantages * tokens.logprobs.detach(), {}
+
+
+def of_another_leaf(tokens, options):
+    return torch.zeros_like(tokens.logprobs).requires_grad_(), {}
+
+
+def doubled(tokens, options):
+    return -tokens.logprobs.double(), {}
+
+
+def not_a_number(tokens, options):
+    return -tokens.logprobs * (tokens.logprobs - tokens.logprobs.detach()).detach().log() * 0.0, {}
+
+
+def steep(tokens, options):
+    """Its loss is finite; its gradient is not: that of the root at 0."""
+    return (tokens.logprobs - tokens.logprobs.detach()).abs().sqrt(), {}
+
+
+def in_place(tokens, options):
+    losses = tokens.logprobs.exp()
+    losses.mul_(2.0)
+    return losses, {}
+
+
+def numbered(tokens, options):
+    return -tokens.logprobs, {1: tokens.advantages}
+
+
+def drawing(tokens, options):
+    return -tokens.logprobs * torch.rand(tokens.logprobs.shape, dtype=tokens.logprobs.dtype), {}
+
+
 NUMBER = 3

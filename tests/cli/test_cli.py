@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -449,3 +450,10 @@ def test_a_home_that_the_shell_left_is_expanded_on_the_command_line_and_refused_
     recipe.write_text(f'model.path = "tiny"\ntask = {task}\n')
     assert main(["check", str(recipe)]) == 2
     assert "`~` is not expanded" in capsys.readouterr().err
+
+
+def test_a_line_of_the_hub_appears_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    main(["verify", str(tmp_path / "nowhere")])
+    library = logging.getLogger("huggingface_hub")  # has a handler of its own
+    library.getChild("utils").warning("retrying")
+    assert "retrying" not in caplog.text

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
-from huggingface_hub import hf_hub_download
 from ray_cases import small_cluster
 
 import stretto.cluster.model_files as module
@@ -67,7 +65,7 @@ def test_a_hub_name_is_refused_where_it_stands_for_another_revision(
             file = cache / "models--someone--something" / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
-        monkeypatch.setattr("stretto.cluster.model_files.hf_hub_download", partial(hf_hub_download, cache_dir=cache))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     cached(tmp_path / "driver", "a" * 40)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -130,21 +131,80 @@ def test_what_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
         ("/nowhere/mine", "there is no folder `/nowhere/mine`"),
         ("a/b/c", "there is no folder `a/b/c`"),
         ("~/mine", "`~` is not expanded"),
+        ("ours/model-2", "the folder `ours` is in .*, so it is not .* the hub; did you mean `ours/model-1`"),
     ],
 )
 def test_a_path_that_can_only_be_a_folder_is_never_asked_of_the_hub(
     load: Any, path: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.file_download.hf_hub_download", lambda *_, **__: pytest.fail("asked the hub"))
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: pytest.fail("asked the hub"))
+    (tmp_path / "ours" / "model-1").mkdir(parents=True)
     with pytest.raises(ModelError, match=words):
         load(path)
 
 
-def test_what_is_neither_a_folder_nor_on_the_hub_is_first_said_to_be_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("load", [load_config, load_tokenizer, lambda path: load_model(path, torch.float32, CPU)])
+def test_offline_mode_is_honoured_and_named(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="there is no folder `someone/nothing`, and as a hub name it has no config"):
-        load_config("someone/nothing")
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(ModelError, match=r"no folder `someone/nothing`, it is not in the cache, and .*HF_HUB_OFFLINE"):
+        load("someone/nothing")
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def unreachable(_: Any, name: str, timeout: float) -> None:
+        asked.append(name)
+        raise ConnectionError("no route")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: pytest.fail("asked for a file"))
+    for _ in range(2):
+        with pytest.raises(ModelError, match=r"and the hub cannot be reached \(ConnectionError: no route\)"):
+            load_config("someone/unreachable")
+    assert asked == ["someone/unreachable"]
+
+
+def test_a_cached_model_is_read_from_the_cache_if_the_hub_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route")
+
+    def from_pretrained(path: str, **options: Any) -> tuple[str, dict[str, Any]]:
+        return path, options
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+    monkeypatch.setattr("stretto.models.hub.try_to_load_from_cache", lambda *_: "/cache/config.json")
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", from_pretrained)
+    path, options = load_config("someone/cached")
+    assert (path, options["local_files_only"], options["trust_remote_code"]) == ("someone/cached", True, False)
+
+
+def test_weights_in_a_pickle_are_never_read(tmp_path: Path) -> None:
+    model = random_model()
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({**model.state_dict(), "more": _Raises()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"`\.safetensors` files alone, because a pickle .* can run code"):
+        load_model(str(tmp_path), torch.float32, CPU)
+
+
+class _Raises:
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("a pickle was read",)
+
+
+def test_code_in_a_model_folder_is_never_run(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("raise SystemExit('code of a model folder was run')\n")
+    named = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": named}))
+    with pytest.raises(ModelError, match=r"trust_remote_code|does not recognize"):
+        load_config(str(tmp_path))

@@ -6,12 +6,15 @@ import sys
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
+import objective_cases
 import pytest
+import torch
 from objective_cases import options_of, random_data
 from pydantic import TypeAdapter, ValidationError
 
 import stretto.objectives
-from stretto.errors import TrainerError
+from stretto.errors import RecipeError, TrainerError
 from stretto.objectives import DEFAULT_TYPE, OBJECTIVES, AlgorithmOptions
 from stretto.objectives.base import ObjectiveOptions, RatioOptions
 from stretto.recipe.key_reference import write_between_marks
@@ -254,12 +257,72 @@ def test_a_function_that_cannot_be_an_objective_is_refused_when_the_recipe_is_re
         ("loss_alone", r"returned Tensor; return \(loss, diagnostics\)"),
         ("two_tensors", r"returned tuple; return \(loss, diagnostics\), a tensor and a dict"),
         ("long_diagnostic", "returned scale with no shape"),
+        ("detached", r"returned a loss without a gradient by `tokens\.logprobs`"),
+        ("doubled", r"returned the loss as float64; `tokens\.logprobs` is float32: .*`loss\.to\(tokens"),
+        ("not_a_number", r"returned a loss of nan for token 0, whose log-probability is -[\d.]+ .*; return finite num"),
+        ("numbered", "returned a diagnostic with the name 1"),
     ],
 )
 def test_what_a_function_returns_is_checked_and_the_function_named(function, said):
     options = options_of("custom", {"function": f"objective_cases:{function}"})
+    line = getattr(objective_cases, function).__code__.co_firstlineno
+    message = f"`objective_cases:{function}` \\(objective_cases.py:{line}\\) {said}"
+    with pytest.raises(TrainerError, match=message):
+        options.loss(random_data(0).tokens(torch.float32))
+    with pytest.raises(RecipeError, match=f"fails on a made-up batch: {message}"):
+        options.try_out()
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("raising", r"raised KeyError: 'factor' \(objective_cases.py:{}\)"),
+        ("raising_in_torch", r"raised .*\(obj.*:{}\)"),
+    ],
+)
+def test_a_function_that_raises_is_named_with_its_own_line(function, said):
+    options = options_of("custom", {"function": f"objective_cases:{function}"})
+    said = said.format(getattr(objective_cases, function).__code__.co_firstlineno + 1)
     with pytest.raises(TrainerError, match=f"`objective_cases:{function}` {said}"):
         options.loss(random_data(0).tokens())
+    with pytest.raises(RecipeError, match=f"made-up batch: `objective_cases:{function}` {said}"):
+        options.try_out()
+
+
+def test_a_gradient_that_is_not_finite_is_blamed_on_the_function():
+    options = options_of("custom", {"function": "objective_cases:steep"})
+    losses, _ = options.loss(random_data(0).tokens())
+    with pytest.raises(
+        TrainerError, match=r"`objective_cases:steep` \(.*\) returned finite losses whose gradient .*nan"
+    ):
+        losses.sum().backward()
+
+
+def test_numbers_that_were_not_finite_before_the_function_are_not_blamed_on_it():
+    options = options_of("custom", {"function": "objective_cases:square", "options": {"scale": 1.0}})
+    data = random_data(0)
+    data.behaviour[2] = np.inf
+    losses, _ = options.loss(data.tokens())
+    assert not torch.isfinite(losses).all()
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("in_place", "returned a loss whose gradient cannot be computed: .*modified by an inplace operation"),
+        ("of_another_leaf", "returned a loss without a gradient"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_on_is_refused_when_it_is_tried(function, said):
+    with pytest.raises(RecipeError, match=f"made-up batch: `objective_cases:{function}` \\(.*\\) {said}"):
+        options_of("custom", {"function": f"objective_cases:{function}"}).try_out()
+
+
+@pytest.mark.parametrize("function", ["square", "drawing"])
+def test_a_function_that_works_is_tried_without_a_trace(function):
+    before = torch.random.get_rng_state()
+    options_of("custom", {"function": f"objective_cases:{function}", "options": {"scale": 2.0}}).try_out()
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_a_function_may_lie_in_the_working_directory(tmp_path, monkeypatch):

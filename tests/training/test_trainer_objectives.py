@@ -35,6 +35,12 @@ def changing(tokens, options):
     return -tokens.advantages * tokens.logprobs, {name if options["change"] else options["name"]: tokens.advantages}
 
 
+def broken(tokens, options):
+    """A loss that is not a number, or whose gradient is not."""
+    zero = tokens.logprobs - tokens.logprobs.detach()
+    return (zero / zero if options["how"] == "loss" else zero.abs().sqrt()), {}
+
+
 def objectives(**beside):
     """Each objective as it comes, and anchored on the proximal policy where it can be, with a correction that it may
     have."""
@@ -283,3 +289,13 @@ def test_groups_without_signal_are_counted_by_their_own_rewards():
         metrics = made(GrpoOptions(**beside)).update(equal).metrics
         assert metrics["groups_without_signal"] == metrics["groups"] == 3
         assert metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("how", ["loss", "gradient"])
+def test_a_custom_objective_that_is_not_finite_is_named_and_no_trajectory_is(how):
+    algorithm = CustomOptions(function=f"{__name__}:broken", options={"how": how})
+    trainer = LocalTrainer(tiny(), algorithm=algorithm)
+    before = trainer.weights(0).checksum
+    with pytest.raises(TrainerError, match=rf"`{__name__}:broken` \(test_trainer_objectives\.py:\d+\) .*nan"):
+        trainer.update(random_batch())
+    assert trainer.weights(0).checksum == before

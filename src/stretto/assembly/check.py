@@ -11,7 +11,7 @@ from stretto.models.tiny import WarmStart, tiny_config, tiny_tokenizer
 from stretto.recipe.checks import without_effect
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import choose_device, resolved
-from stretto.setup.inputs import check_scoring, load_inputs
+from stretto.setup.inputs import check_objective, check_scoring, load_inputs
 from stretto.setup.memory_report import describe_memory
 from stretto.setup.memory_sizes import context_length
 from stretto.setup.threads import thread_counts
@@ -23,9 +23,11 @@ def check(recipe: Recipe) -> str:
     """Returns the recipe with its effective values, notes on its data, and its memory plan, as text.
 
     Raises what `train` would raise before it builds a model: for the recipe, the data set, the tokenizer, the lengths
-    of the prompts, the reward function or the environment. Leaves no process behind, and writes nothing.
+    of the prompts, the reward function, the environment or a custom objective. Leaves no process behind, and writes
+    nothing.
     """
     recipe = resolved(recipe, choose_device(recipe.runtime.device))
+    check_objective(recipe)
     tiny = recipe.model.path == "tiny"
     config = tiny_config() if tiny else load_config(recipe.model.path)
     tokenizer = tiny_tokenizer() if tiny else load_tokenizer(recipe.model.path)
@@ -35,8 +37,7 @@ def check(recipe: Recipe) -> str:
     prompts = (
         f"{inputs.task.name}: {inputs.prompts.num_rows:,} prompts of up to {inputs.longest_prompt} tokens, "
         f"{0 if inputs.held_out is None else inputs.held_out.num_rows:,} held out, "
-        + ("made by the chat template" if inputs.templated else "raw text")
-        + f", {scored}"
+        f"{inputs.form}, {scored}"
     )
     notes = [f"# {note}" for note in (prompts, *inputs.notes(recipe))]
     return effective(recipe) + "\n" + "\n".join([*notes, memory]) + "\n"

@@ -66,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[_StandardError()]
     )
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own: lines would appear twice
     run: Callable[[argparse.Namespace], int] = options.run_command
     on_interrupt = signal.getsignal(signal.SIGINT)
     try:

@@ -89,6 +89,8 @@ def cluster_backend(
                 columns=reward_columns(driver.inputs.task),
                 folder=str(Path.cwd()),
                 passed=passed_variables(recipe),
+                sandbox=None if recipe.task.sandbox is None else recipe.task.sandbox.limits,
+                strict_sandbox=recipe.task.sandbox is not None and recipe.task.sandbox.strict,
             ),
             said=said,
             instance_seconds=runtime.instance_seconds,

@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from stretto.engines.native.engine import NativeEngine
 from stretto.errors import ModelError
+from stretto.models.hub import hub_answers
 from stretto.recipe.schema import Recipe
 from stretto.setup.factories import make_instance_engine
 
@@ -95,7 +96,7 @@ class ModelSource:
 
 def revision_of(name: str) -> str:
     """Returns the revision of a hub name: that of the hub, or that of the cache if the hub cannot be reached."""
-    return Path(hf_hub_download(name, "config.json")).parent.name
+    return Path(hf_hub_download(name, "config.json", local_files_only=not hub_answers(name, "model.path"))).parent.name
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -25,6 +25,7 @@ from ray.exceptions import RayError, RayTaskError
 from stretto.cluster.actor_calls import ActorCalls, CallServer, ServingActor, idle_seconds, kill
 from stretto.environments.reward_pool import START_S, RewardPool
 from stretto.environments.reward_worker import Columns
+from stretto.environments.sandbox import Limits
 from stretto.errors import RewardError, StrettoError, first_line
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ class RewardOptions:
     columns: Columns | None
     folder: str  # the driver's working directory, where its modules are
     passed: Mapping[str, str] = field(default_factory=dict, repr=False)  # variables of the driver that a reward sees
+    sandbox: Limits | None = None
+    strict_sandbox: bool = False
 
 
 class RewardActor(ServingActor):
@@ -74,6 +77,8 @@ class RewardActor(ServingActor):
             columns=options.columns,
             on_output=self._keep,
             extra_environment=options.passed,
+            sandbox=options.sandbox,
+            strict_sandbox=options.strict_sandbox,
         )
         await self._pool.start()
         handlers: dict[str, Callable[..., Coroutine[Any, Any, Any]]] = {

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from stretto.environments.function_specs import SpecError, is_spec, last_line, resolve
 from stretto.environments.protocol import Environment
-from stretto.environments.reward_worker import SpecError, is_spec, last_line, resolve
 from stretto.errors import RecipeError
 
 

@@ -7,6 +7,7 @@ on earlier rewards, and each position is drawn once.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import time
@@ -27,6 +28,8 @@ CHECKED_ROWS = 20_000  # a data set in memory with at most this many rows is tok
 CHECK_S = 3.0  # larger and generated data sets are tokenized for this long: a row may take milliseconds to generate
 CHECKED_AT_ONCE = 16
 CACHED_PROMPTS = 1024
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # beside those that a chat template names
 
 Message = Mapping[str, str]  # role, content
 
@@ -76,6 +79,8 @@ class PromptStream:
         self._permutation = lru_cache(maxsize=2)(self._permute)
         self._tokenized = lru_cache(maxsize=CACHED_PROMPTS)(self._tokenize)
         self.longest_checked = 0  # tokens
+        self.num_unknown = 0  # checked rows with text that the tokenizer does not know
+        self.first_unknown = ""  # such text, and its place
         in_memory = isinstance(rows, list | tuple) and len(rows) <= CHECKED_ROWS
         self.num_checked = self._check_all(math.inf if in_memory else CHECK_S)  # rows, in the order of the draw
 
@@ -85,9 +90,13 @@ class PromptStream:
         return len(self._rows)
 
     @property
-    def templated(self) -> bool:
-        """True if the chat template renders the first prompt, and with it those of all rows of a task."""
-        return self._rows[0].messages is not None and self._tokenizer.chat_template is not None
+    def num_templated(self) -> int:
+        """Rows whose prompts the chat template renders; the others are raw text. Generated rows are all alike."""
+        if self._tokenizer.chat_template is None:
+            return 0
+        if isinstance(self._rows, list | tuple):
+            return sum(row.messages is not None for row in self._rows)
+        return len(self._rows) if self._rows[0].messages is not None else 0
 
     def epoch(self, index: int) -> int:
         """Returns the number of epochs completed before position `index`, if rows come in epochs."""
@@ -166,17 +175,41 @@ class PromptStream:
         return done
 
     def _check(self, numbers: Iterable[int]) -> None:
+        numbers = list(numbers)
+        for number in numbers:
+            self._check_roles(number)
         rendered = [(number, *self._render(number, self._rows[number])) for number in numbers]
         for is_bare in (True, False):
             some = [(number, text) for number, text, bare in rendered if bare == is_bare]
             if some:
                 encoded = self._tokenizer([text for _, text in some], add_special_tokens=is_bare)["input_ids"]
-                for (number, _), tokens in zip(some, encoded, strict=True):
+                for (number, text), tokens in zip(some, encoded, strict=True):
                     self._check_length(number, len(tokens))
+                    self._count_unknown(number, text, tokens)
 
     def _called(self, number: int) -> str:
         """Returns a row's name for errors: its line in its file (held-out rows shift the numbers), or its number."""
         return self._rows[number].where or f"row {number + 1} of {self._name}"
+
+    def _check_roles(self, number: int) -> None:
+        """Refuses a role that the chat template does not know: most templates pass over it without a word."""
+        template = self._tokenizer.chat_template
+        for message in self._rows[number].messages or () if template is not None else ():
+            role = message["role"]
+            if role not in ROLES and role not in str(template):
+                near = difflib.get_close_matches(role, ROLES, n=1)
+                hint = f"; did you mean `{near[0]}`?" if near else f"; usual roles are {', '.join(ROLES)}"
+                raise RecipeError(f"{self._called(number)}: a message has the role `{role}`, which is no role{hint}")
+
+    def _count_unknown(self, number: int, text: str, tokens: Sequence[int]) -> None:
+        unknown = getattr(self._tokenizer, "unk_token_id", None)
+        if unknown is None or unknown not in tokens:
+            return
+        self.num_unknown += 1
+        if not self.first_unknown:
+            encode = self._tokenizer.encode
+            first = (part for part in text if unknown in encode(part, add_special_tokens=False))
+            self.first_unknown = f"`{next(first, text[:20])}` in {self._called(number)}"
 
     def _check_length(self, number: int, length: int) -> None:
         if length == 0:

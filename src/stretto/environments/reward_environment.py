@@ -1,8 +1,8 @@
 """The environment variables of reward workers: a short list of usual ones, and those that the recipe names.
 
 A reward function and its imports should not see secrets that they do not need. So a worker gets the variables in
-`PASSED` that are set, and those in `task.pass_env`. This is not a sandbox: a worker runs as the same user and can read
-the same files.
+`PASSED` that are set, and those in `task.pass_env`. This alone is not a sandbox: a worker runs as the same user and can
+read the same files. `sandbox.py` is one.
 """
 
 from __future__ import annotations
@@ -37,9 +37,15 @@ PASSED = frozenset(
 PREFIXES = ("LC_",)
 
 
-def worker_environment(passed: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of a worker: the usual variables of this process, and those `passed` by name."""
+def worker_environment(passed: Mapping[str, str], folder: str | None = None) -> dict[str, str]:
+    """Returns the environment of a worker: the usual variables of this process, and those `passed` by name.
+
+    `folder` is that of a sandbox: it is the home of the worker, and the place of its temporary files.
+    """
     own = {name: value for name, value in os.environ.items() if name in PASSED or name.startswith(PREFIXES)}
+    if folder is not None:
+        own = {name: value for name, value in own.items() if not name.startswith("XDG_")}
+        own |= {"HOME": folder, "PYTHONDONTWRITEBYTECODE": "1"} | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder)
     # One thread, because the engine and the trainer need the cores. Unbuffered, so that output is read at once.
     return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **own, **passed}
 

@@ -16,6 +16,7 @@ with a `RewardError`. Processes also keep a slow reward from delaying decoding a
   blocks the event loop or ignores the cancellation.
 - A worker gets a short list of environment variables (`reward_environment.py`), so that it sees no secret that the
   recipe does not name.
+- With `task.sandbox`, a worker enters a sandbox before it imports the reward function (`sandbox.py`).
 - Each line that a reward prints goes to `on_output`, never directly to the terminal.
 
 Why not the package pebble: with a deadline for each reward it costs the driver 53 us of processor time a reward, this
@@ -32,6 +33,7 @@ import logging
 import math
 import mmap
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -41,6 +43,7 @@ from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
+from stretto.environments.function_specs import is_spec, last_line
 from stretto.environments.reward_environment import worker_environment
 from stretto.environments.reward_pipes import (
     LENGTH,
@@ -51,7 +54,8 @@ from stretto.environments.reward_pipes import (
     read_results,
     request_frame,
 )
-from stretto.environments.reward_worker import MARK, NOTHING, Columns, is_spec, last_line
+from stretto.environments.reward_worker import MARK, NOTHING, Columns
+from stretto.environments.sandbox import Limits
 from stretto.errors import LateRewardError, RecipeError, RewardError, StrettoError
 
 log = logging.getLogger(__name__)
@@ -87,6 +91,7 @@ class _Worker:
     marks: mmap.mmap
     listener: asyncio.Task[None]  # reads what it prints; ends with it
     asynchronous: bool
+    folder: str | None = None  # of its sandbox; removed after it
     in_flight: dict[int, _Pending] = field(default_factory=dict)
     last_mark: int = NOTHING  # the mark at the previous check
     killed_for: frozenset[int] | None = None  # the late items that it was killed for; None: it was not killed
@@ -117,6 +122,8 @@ class _Worker:
             await asyncio.wait([task], timeout=timeout_s)
             task.cancel()
         await asyncio.gather(ending, self.listener, return_exceptions=True)
+        if self.folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
         if not self.listener.cancelled() and (error := self.listener.exception()) is not None:
             raise error
         code = self.process.returncode
@@ -140,6 +147,8 @@ class RewardPool:
         columns: Columns | None = None,
         on_output: Callable[[str], None] | None = None,
         extra_environment: Mapping[str, str] | None = None,
+        sandbox: Limits | None = None,
+        strict_sandbox: bool = False,
     ) -> None:
         """Checks the options; `start` starts the workers.
 
@@ -147,6 +156,8 @@ class RewardPool:
         refuses a function that cannot be called with these columns.
         `on_output` gets every line that the function prints; by default lines are logged.
         `extra_environment` holds variables for the workers beside those that every worker gets.
+        `sandbox` holds the limits of a sandbox for each worker; None: no sandbox. If `strict_sandbox`, `start` refuses
+        a machine on which a part of the sandbox does not hold.
         """
         if not is_spec(spec):
             raise RecipeError(f"`task.reward = {spec!r}` is not a function: write it as `package.module:function`")
@@ -160,6 +171,8 @@ class RewardPool:
         self._columns = None if columns is None else dict(sorted(columns.items()))
         self._on_output = on_output if on_output is not None else _log_line
         self._extra_environment = dict(extra_environment or {})
+        self._sandbox = sandbox
+        self._strict_sandbox = strict_sandbox
         self._late = f"`{spec}` did not return within `task.reward_seconds = {deadline_s:g}`"
         self._ids = itertools.count()
         self._queue: deque[_Pending] = deque()
@@ -333,7 +346,9 @@ class RewardPool:
             marks = mmap.mmap(memory.fileno(), MARK.size)
             MARK.pack_into(marks, 0, time.monotonic(), NOTHING)
             paths = [os.getcwd(), *(path or os.getcwd() for path in sys.path)]
-            call = f"from stretto.environments.reward_worker import main; main({memory.fileno()})"
+            folder = None if self._sandbox is None else tempfile.mkdtemp(prefix="stretto-sandbox-")
+            sandbox = None if self._sandbox is None else (folder, tuple(self._sandbox), self._strict_sandbox)
+            call = f"from stretto.environments.reward_worker import main; main({memory.fileno()}, {sandbox!r})"
             printed, prints = os.pipe()
             listener = asyncio.create_task(self._listen(printed), name="reward output")
             try:
@@ -347,11 +362,11 @@ class RewardPool:
                     stderr=prints,  # not asyncio's pipe: `wait` would block while another process has it open
                     pass_fds=[memory.fileno()],
                     start_new_session=True,
-                    env=worker_environment(self._extra_environment),
+                    env=worker_environment(self._extra_environment, folder),
                 )
             finally:
                 os.close(prints)  # the listener ends when no process has it open
-        worker = _Worker(process, marks, listener, asynchronous=False)
+        worker = _Worker(process, marks, listener, asynchronous=False, folder=folder)
         try:
             assert process.stdin is not None
             process.stdin.write(request_frame((self._spec, self._columns, self._deadline_s, self._late)))

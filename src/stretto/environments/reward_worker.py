@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
-import importlib
 import inspect
 import math
 import mmap
@@ -34,6 +32,7 @@ from collections.abc import Awaitable, Callable, Generator, Mapping
 from queue import SimpleQueue
 from typing import Any, BinaryIO, NoReturn
 
+from stretto.environments.function_specs import SpecError, defined_at, last_line, resolve
 from stretto.environments.reward_limit import BEYOND, is_trainable
 from stretto.environments.reward_pipes import LENGTH, Item, Result, greeting_frame, results_frame
 
@@ -44,51 +43,6 @@ TICK_S = 0.05  # finished results wait no longer than this for their batch
 
 Reward = Callable[..., Any]
 Columns = Mapping[str, str | None]  # each column of a task's rows -> a row that lacks it; None: all rows have it
-
-
-class SpecError(Exception):
-    """Raised for a `package.module:function` that does not name a callable."""
-
-
-def is_spec(text: str) -> bool:
-    """Tells if a text has the form `package.module:function`."""
-    module, _, function = text.partition(":")
-    return all(part.isidentifier() for part in [*module.split("."), *function.split(".")])
-
-
-def resolve(spec: str) -> Reward:
-    """Imports and returns the callable that `package.module:function` names. Raises `SpecError`."""
-    module_name, _, path = spec.partition(":")
-    try:
-        value: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module_name + ".").startswith(error.name + "."):
-            hint = f"; write `{module_name[:-3]}:{path}`, without `.py`" if module_name.endswith(".py") else ""
-            raise SpecError(
-                f"there is no module `{error.name}`, neither installed nor in the working directory {os.getcwd()}{hint}"
-            ) from error
-        raise SpecError(f"importing `{module_name}` failed: {last_line(error)}") from error
-    except (Exception, SystemExit) as error:  # a module that is also a script may call `sys.exit`
-        raise SpecError(f"importing `{module_name}` failed: {last_line(error)}") from error
-    for name in path.split("."):
-        if not hasattr(value, name):
-            near = difflib.get_close_matches(name, [n for n in dir(value) if not n.startswith("_")], n=1)
-            hint = f"; did you mean `{near[0]}`?" if near else ""
-            raise SpecError(f"`{module_name}` has no `{path}`{hint}")
-        value = getattr(value, name)
-    if not callable(value):
-        raise SpecError(f"`{path}` is {reprlib.repr(value)}, which cannot be called; name a function")
-    result: Reward = value
-    return result
-
-
-def last_line(error: BaseException) -> str:
-    """Returns the last line of a traceback, with the file and line that raised it (of a syntax error: that has it)."""
-    line = traceback.format_exception_only(error)[-1].strip()
-    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):  # a file, no string
-        places.append((error.filename, error.lineno))
-    return f"{line} ({os.path.basename(places[-1][0])}:{places[-1][1]})" if places else line
 
 
 def is_async(reward: Reward) -> bool:
@@ -151,8 +105,7 @@ def refuse_signature(spec: str, reward: Reward, columns: Columns) -> None:
     named = named_columns(reward)
     given = [name for name in columns if named is None or name in named]
     name = spec.partition(":")[2]
-    code = getattr(inspect.unwrap(reward), "__code__", None)
-    where = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
+    where = defined_at(reward)
     try:
         signature.bind("prompt", "completion", **dict.fromkeys(given))
     except TypeError as error:
@@ -359,13 +312,15 @@ def marked(
             error = raised
 
 
-def main(mark_fd: int) -> None:
+def main(mark_fd: int, sandbox: tuple[str, tuple[int, int, int], bool] | None = None) -> None:
     """Serves until the pool is gone.
 
+    `sandbox` is None, or the folder and the limits of a sandbox to enter first, and True if it must hold in all parts.
     The first request is (spec, columns of the rows or None, deadline in seconds, error text of a late item). The reply
     is the greeting (`reward_pipes.py`).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
+    refusal = None if sandbox is None else _enter_sandbox(*sandbox)
     requests = os.fdopen(os.dup(0), "rb", buffering=0)
     answers = os.fdopen(os.dup(1), "wb")
     keep_from_copies(requests, answers)
@@ -381,6 +336,8 @@ def main(mark_fd: int) -> None:
     owner = os.getpid()
     spec, columns, deadline_s, late = read_frame(requests)
     try:
+        if refusal is not None:
+            raise SpecError(refusal)
         reward = resolve(spec)
         end_copy(owner)
         if columns is not None:
@@ -396,3 +353,13 @@ def main(mark_fd: int) -> None:
         asyncio.run(run_async(scorer, requests, outbox, mark, owner, deadline_s, late))
     else:
         run_plain(scorer, requests, outbox, mark, owner)
+
+
+def _enter_sandbox(folder: str, limits: tuple[int, int, int], strict: bool) -> str | None:
+    """Enters a sandbox. Returns why that is not enough, or None."""
+    from stretto.environments.sandbox import Limits, enter, missing
+
+    gaps = missing(enter(folder, Limits(*limits)))
+    if not strict or not gaps:
+        return None
+    return f"`task.sandbox.strict = true`, and on this machine the sandbox has gaps: {'; '.join(gaps)}"

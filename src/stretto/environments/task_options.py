@@ -6,7 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from stretto.environments.sandbox import Limits
 from stretto.options import Options
+
+_GIB, _MIB = 1 << 30, 1 << 20
 
 
 class SharedTaskOptions(Options):
@@ -27,13 +30,30 @@ class SharedTaskOptions(Options):
         return 1
 
 
+class SandboxOptions(Options):
+    """A sandbox for reward functions that run code written by the model: no network, no secrets, nothing to write to
+    but a folder of its own. `stretto check` tells which parts hold on a machine."""
+
+    memory_gib: float = Field(4.0, ge=0.125, le=4_096, description="Address space of each process, in GiB")
+    disk_mib: int = Field(64, ge=1, le=1 << 20, description="Files in the sandbox's folder, in MiB")
+    processes: int = Field(64, ge=4, le=32_768, description="Processes and threads at once; at least 301 for root")
+    strict: bool = Field(False, description="Refuse to run on a machine where a part of the sandbox does not hold")
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(int(self.memory_gib * _GIB), self.disk_mib * _MIB, self.processes)
+
+
 class ScoredTaskOptions(SharedTaskOptions):
     """A task of one turn that is scored by a reward function."""
 
     reward_seconds: float = Field(10.0, gt=0, description="Deadline of a call of the reward function")
-    reward_workers: int = Field(1, ge=1, description="Processes that run the reward function")
+    reward_workers: int = Field(1, ge=1, le=4_096, description="Processes that run the reward function")
     pass_env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = Field(
         (), description="Environment variables that the reward process sees too; may change at `--resume`"
+    )
+    sandbox: SandboxOptions | None = Field(
+        None, description="Runs the reward function in a sandbox; leave out if it runs no code of the model"
     )
 
 

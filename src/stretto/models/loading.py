@@ -7,6 +7,7 @@ therefore have a tree each; with LoRA both trees hold the *same* frozen Paramete
 from __future__ import annotations
 
 import copy
+import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from stretto.errors import ModelError
 from stretto.models.float16_range import narrow_weights
+from stretto.models.hub import hub_options, is_cached
 
 MADE_BY = {"models/smollm2-135m": "make smollm2"}  # folders that this repository's Makefile makes
 MOVING_ROTARY = ("dynamic", "longrope")  # their angles depend on the lengths in the batch
@@ -27,13 +29,11 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, *, option: s
 
     Weights that float16 cannot hold are refused, and a warning tells of a tensor that loses values to zero.
     """
-    _refuse_other_folders(path, option)
     narrow = dtype == torch.float16
-    try:
-        # In their own type where they are narrowed after: what is lost shows in the difference.
-        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto" if narrow else dtype)
-    except (OSError, ValueError, KeyError) as error:
-        raise _cannot(path, "cannot be loaded as a causal LM", error, option) from error
+    # In their own type where they are narrowed after: what is lost shows in the difference.
+    dtype_name: torch.dtype | str = "auto" if narrow else dtype
+    options = {"dtype": dtype_name, "use_safetensors": True}  # never a pickle
+    model = _load(AutoModelForCausalLM, path, "cannot be loaded as a causal LM", option, **options)
     if narrow:
         narrow_weights(model, f"`{option} = {path!r}`")
     result: nn.Module = model.to(device).eval()
@@ -42,20 +42,25 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, *, option: s
 
 def load_tokenizer(path: str) -> Any:
     """The tokenizer that belongs to a model."""
-    _refuse_other_folders(path)
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise _cannot(path, "has no tokenizer that can be loaded", error) from error
+    return _load(AutoTokenizer, path, "has no tokenizer that can be loaded", "model.path")
 
 
 def load_config(path: str, *, option: str = "model.path") -> Any:
     """The model's configuration alone, without its weights."""
-    _refuse_other_folders(path, option)
+    return _load(AutoConfig, path, "has no configuration that can be loaded", option)
+
+
+def _load(kind: Any, path: str, failure: str, option: str, **options: Any) -> Any:
+    """Calls `from_pretrained` of a class. Code in a model folder or on the hub is never run."""
+    if not Path(path).exists():
+        _refuse_missing_folder(path, option)
+    elif not (Path(path) / "config.json").exists():
+        raise ModelError(f"`{option} = {path!r}` is no model: the folder has no `config.json`")
+    options |= hub_options(path, option)
     try:
-        return AutoConfig.from_pretrained(path)
+        return kind.from_pretrained(path, trust_remote_code=False, **options)
     except (OSError, ValueError, KeyError) as error:
-        raise _cannot(path, "has no configuration that can be loaded", error, option) from error
+        raise _cannot(path, failure, error, option) from error
 
 
 def moving_rotary(config: Any) -> str | None:
@@ -74,24 +79,34 @@ def _rotary_types(parameters: Any) -> Iterator[str]:
             yield from _rotary_types(inner)
 
 
-def _refuse_other_folders(path: str, option: str = "model.path") -> None:
-    """Refuse a folder that is no model, and a path that can only be a folder where there is none."""
-    if not Path(path).exists():
-        if path in MADE_BY:
-            raise ModelError(f"`{option} = {path!r}`: there is no folder `{path}`; `{MADE_BY[path]}` makes it")
-        if path.startswith((".", "/", "~")) or path.count("/") > 1:  # a hub name has one slash at most
-            hint = "; `~` is not expanded, write the whole path" if path.startswith("~") else ""
-            raise ModelError(f"`{option} = {path!r}`: there is no folder `{path}` (seen from {Path.cwd()}){hint}")
-    elif not (Path(path) / "config.json").exists():
-        raise ModelError(f"`{option} = {path!r}` is no model: the folder has no `config.json`")
+def _refuse_missing_folder(path: str, option: str) -> None:
+    """Refuse a path that can only be a folder, where there is none: the hub need not be asked."""
+    said = f"`{option} = {path!r}`: there is no folder `{path}`"
+    if path in MADE_BY:
+        raise ModelError(f"{said}; `{MADE_BY[path]}` makes it")
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:  # a hub name has one slash at most
+        hint = "; `~` is not expanded, write the whole path" if path.startswith("~") else ""
+        raise ModelError(f"{said} (seen from {Path.cwd()}){hint}")
+    first, slash, name = path.partition("/")
+    if slash and Path(first).is_dir() and not is_cached(path):
+        near = difflib.get_close_matches(name, sorted(entry.name for entry in Path(first).iterdir()), n=1)
+        hint = f"; did you mean `{first}/{near[0]}`?" if near else ""
+        raise ModelError(
+            f"{said}, and the folder `{first}` is in {Path.cwd()}, so it is not taken for a name on the hub{hint}"
+        )
 
 
 def _cannot(path: str, what: str, error: Exception, option: str = "model.path") -> ModelError:
-    """Returns the error for a model that could not be loaded; it says first if there is no such folder."""
-    if Path(path).exists():
-        return ModelError(f"`{option} = {path!r}` {what}: {error}")
+    """Returns the error for a model that could not be loaded."""
     said = str(error).strip().partition("\n")[0]
-    return ModelError(f"`{option} = {path!r}`: there is no folder `{path}`, and as a hub name it {what}: {said}")
+    hint = ""
+    if "safetensors" in said:
+        hint = (
+            "; weights are read from `.safetensors` files alone, because a pickle (`.bin`, `.pt`) can run code; "
+            "convert them with `save_pretrained` of transformers"
+        )
+    where = f"`{option} = {path!r}`" if Path(path).exists() else f"`{option} = {path!r}`, a model of the hub,"
+    return ModelError(f"{where} {what}: {said if hint else error}{hint}")
 
 
 def second_tree(model: nn.Module, *, share: bool) -> nn.Module:

@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from stretto.environments.task_options import ScoredTaskOptions
 from stretto.recipe.algorithm_checks import impossible_algorithm, options_without_effect
+from stretto.recipe.error_messages import as_toml
 
 if TYPE_CHECKING:
     from stretto.core.plan import Plan
@@ -124,6 +126,12 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
         yield (
             "`rollout.top_k = 1` leaves nothing to learn from: every token is certain, so none has a gradient; use at "
             "least 2, or 0 to sample from all"
+        )
+    task = recipe.task
+    if isinstance(task, ScoredTaskOptions) and task.sandbox is not None and task.pass_env:
+        yield (
+            f"`task.pass_env = {as_toml(task.pass_env)}` would hand these variables to the code in `task.sandbox`, "
+            "which has no network to use them; leave one of the two out"
         )
     advantage = recipe.algorithm.advantage
     if rollout.filter == "no-signal" and advantage in ("whiten", "gae"):

@@ -3,58 +3,128 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
+from stretto.recipe.foreign_names import foreign_hint
+
 _KINDS = {"constrained-int"}  # pydantic's names of union members that are not tables
+
+# What an option must be, by pydantic's name of the error; the braces are filled from the error's context.
+_EXPECTED = {
+    "bool_type": "true or false",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "int_from_float": "a whole number",
+    "int_type": "a whole number",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "list_type": "a list",
+    "literal_error": "{expected}",
+    "string_pattern_mismatch": "a string of the form `{pattern}`",
+    "string_too_short": "a string that is not empty",
+    "string_type": "a string in quotes",
+    "too_long": "a list of at most {max_length} values",
+    "too_short": "a list of at least {min_length} values",
+    "tuple_type": "a list",
+}
+_MUST = " must be "
 
 
 def explain(problems: Iterable[Mapping[str, Any]], recipe: type[BaseModel], raw: Mapping[str, Any]) -> list[str]:
     """Returns one line for each option. `recipe` is the model that validated `raw`."""
-    return _joined(_sentence(problem, recipe, raw) for problem in problems)
+    return _joined(line for problem in problems for line in _sentences(problem, recipe, raw))
 
 
 def _joined(lines: Iterable[str]) -> list[str]:
     """Joins the errors of one option: pydantic has one for every type that the option may have."""
     by_option: dict[str, list[str]] = {}
     for line in lines:
-        option, separator, expected = line.partition(": input should be ")
+        option, separator, expected = line.partition(_MUST)
         by_option.setdefault(option + separator, []).append(expected)
     return [option + " or ".join(expected) for option, expected in by_option.items()]
 
 
-def _sentence(problem: Mapping[str, Any], recipe: type[BaseModel], raw: Mapping[str, Any]) -> str:
+def _sentences(problem: Mapping[str, Any], recipe: type[BaseModel], raw: Mapping[str, Any]) -> Iterator[str]:
     # Pydantic's location includes the variant of a union.
     tags = _KINDS | tags_of(recipe)
-    location = [str(part) for part in problem["loc"] if part not in tags and "[" not in str(part)]
-    name = ".".join(location)
+    location = [part for part in problem["loc"] if part not in tags and "[" not in str(part)]
+    names = [str(part) for part in location]
+    name = _dotted(location)
     kind, got = problem["type"], problem.get("input")
     if kind == "extra_forbidden":
-        return f"`{name}` is not an option{_instead(location, recipe, raw)}"
-    if kind == "missing":
-        return f"`{name}` is missing"
-    if kind in ("union_tag_invalid", "union_tag_not_found"):
-        return f"`{name}.type` must be one of {', '.join(f'`{tag}`' for tag in _variants(recipe, location))}"
-    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        yield f"`{name}` is not an option{_instead(names, recipe, raw)}"
+        for inner in _leaves(got):  # of a table that another package has
+            if hint := foreign_hint(inner[-1]):
+                yield f"`{'.'.join([name, *inner])}` is not an option; {hint}"
+    elif kind == "missing" and location and isinstance(location[-1], int):
+        yield f"`{_dotted(location[:-1])}` has too few values: {location[-1]}"
+    elif kind == "missing":
+        yield f"`{name}` is missing"
+    elif kind in ("union_tag_invalid", "union_tag_not_found"):
+        given = f" = {as_toml(got['type'])}" if isinstance(got, Mapping) and "type" in got else ""
+        yield f"`{name}.type{given}` must be one of {', '.join(map(as_toml, _variants(recipe, names)))}"
+    elif kind in ("model_type", "model_attributes_type", "dict_type"):
         keys = sorted(key for key in all_keys(recipe) if key.startswith(f"{name}."))
         example = f"; set one of its options, such as `{keys[0]}`" if keys else ""
-        return f"`{name} = {got!r}`: `{name}` is a table, not a value{example}"
-    if kind == "value_error":
-        return str(problem["msg"]).removeprefix("Value error, ")
-    message = str(problem["msg"])
-    return f"`{name} = {got!r}`: {message[:1].lower()}{message[1:]}"
+        yield f"`{name} = {as_toml(got)}`: `{name}` is a table, not a value{example}"
+    elif kind == "value_error":
+        yield str(problem["msg"]).removeprefix("Value error, ")
+    else:
+        yield f"`{name} = {as_toml(got)}`{_MUST}{_expected(problem)}"
+
+
+def _expected(problem: Mapping[str, Any]) -> str:
+    context = dict(problem.get("ctx") or {})
+    words = _EXPECTED.get(problem["type"])
+    if words is None:  # a kind of error that no option has today
+        return str(problem["msg"]).partition("should be ")[2] or str(problem["msg"])
+    if "expected" in context:  # the choices, as pydantic writes them
+        context["expected"] = str(context["expected"]).replace("'", '"')
+    return words.format_map(context)
+
+
+def _dotted(location: Sequence[str | int]) -> str:
+    """A key as a recipe writes it, with `[1]` for the second value of a list."""
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def as_toml(value: Any) -> str:
+    """A value as a recipe writes it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {as_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(as_toml, value)) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
+
+
+def _leaves(value: Any) -> Iterator[list[str]]:
+    """The paths of the values in nested tables; none if it is not a table."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from ([str(key), *path] for path in _leaves(item)) if isinstance(item, Mapping) else [[str(key)]]
 
 
 def _instead(location: Sequence[str], recipe: type[BaseModel], raw: Mapping[str, Any]) -> str:
-    """A suggestion for an unknown key: it belongs to another type of the table, to another table, or is misspelled."""
+    """A suggestion for an unknown key: of another type of the table, of another package or table, or misspelled."""
     *table, leaf = location
     keys = all_keys(recipe)
     tags = keys.get(".".join(location))
     if tags:
         types = " or ".join(f'`{location[0]}.type = "{tag}"`' for tag in tags)
         return f" here: it belongs to {types}, and this recipe has `{_type_of(location[0], recipe, raw)}`"
+    if hint := foreign_hint(leaf):
+        return f"; {hint}"
     same = [key for key in keys if key.rpartition(".")[2] == leaf]
     if same:
         return f"; did you mean {' or '.join(f'`{key}`' for key in same)}?"

@@ -66,8 +66,8 @@ class RolloutSection(Options):
         None, description='K: the largest age of a trajectory in versions when it is trained, or "auto"; default: 2'
     )
     staleness_cap: int | None = Field(None, ge=1, le=64, description='Upper bound of "auto"; default: 4')
-    prompts: int = Field(16, ge=1, description="Prompts per update, one group each (B)")
-    group: int = Field(8, ge=1, description="Trajectories per prompt (G)")
+    prompts: int = Field(16, ge=1, le=1_000_000, description="Prompts per update, one group each (B)")
+    group: int = Field(8, ge=1, le=65_536, description="Trajectories per prompt (G)")
     rows: int | None = Field(None, ge=1, description="Target number of running trajectories; default: B * G")
     in_flight: int | None = Field(
         None, ge=1, description="Most groups started and not yet in a batch; default: 1.5 * B"
@@ -114,7 +114,7 @@ class EvaluationSection(Options):
     """Evaluation on held-out prompts, before and after training and optionally in between."""
 
     every: int = Field(0, ge=0, description="Updates between evaluations; 0: only before and after")
-    prompts: int = Field(64, ge=0, description="Held-out prompts; 0: never evaluate")
+    prompts: int = Field(64, ge=0, le=1_000_000, description="Held-out prompts; 0: never evaluate")
     temperature: float | None = Field(None, ge=0, description="Sampling temperature; 0: greedy; default: as in rollout")
     max_tokens: int | None = Field(None, ge=1, description="Most tokens of a completion; default: as in rollout")
 

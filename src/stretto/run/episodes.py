@@ -12,8 +12,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from stretto.environments.function_specs import last_line
 from stretto.environments.protocol import Environment, Outcome
-from stretto.environments.reward_worker import last_line
 from stretto.environments.single_turn import SingleTurn
 from stretto.errors import LateRewardError, RewardError
 from stretto.run.turns import Turns, token_ids

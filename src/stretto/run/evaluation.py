@@ -12,8 +12,8 @@ from typing import Any
 from stretto import clock
 from stretto.engines.protocol import Engine
 from stretto.environments.data import PromptStream
+from stretto.environments.function_specs import last_line
 from stretto.environments.protocol import Environment, earned
-from stretto.environments.reward_worker import last_line
 from stretto.errors import EngineError, RequestError, RewardError, StalledError, StrettoError, VersionNotResidentError
 from stretto.run.episodes import Episode, TakeTurn
 from stretto.run.first_reward import FirstReward

@@ -26,8 +26,8 @@ import numpy as np
 
 from stretto import clock
 from stretto.core import messages as core
+from stretto.environments.function_specs import last_line
 from stretto.environments.protocol import Environment, earned
-from stretto.environments.reward_worker import last_line
 from stretto.environments.single_turn import Decode
 from stretto.errors import (
     AbortedError,

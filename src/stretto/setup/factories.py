@@ -14,12 +14,13 @@ from transformers import GenerationConfig
 
 from stretto.engines.native.engine import NativeEngine
 from stretto.environments.single_turn import Decode
+from stretto.models.hub import hub_options
 from stretto.models.loading import load_config, load_model, load_tokenizer
 from stretto.models.tiny import WarmStart, tiny_model
 from stretto.observe.progress import Observer
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import choose_device, choose_dtype
-from stretto.setup.inputs import Inputs, load_inputs
+from stretto.setup.inputs import Inputs, check_objective, load_inputs
 from stretto.setup.memory import footprint, free_for_instance, out_of_memory
 from stretto.setup.memory_sizes import context_length, engine_rows
 from stretto.setup.threads import ThreadCounts, thread_counts
@@ -42,6 +43,7 @@ class DriverInputs:
 
 def load_driver_inputs(recipe: Recipe, model_path: str) -> DriverInputs:
     """Reads the inputs of a run and checks them against tokenizer and configuration. Does not read the weights."""
+    check_objective(recipe)
     tokenizer, config = load_tokenizer(model_path), load_config(model_path)
     inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=model_path)
     sampling = Sampling(
@@ -151,7 +153,7 @@ def model_path_of(recipe: Recipe, observer: Observer) -> str:
 def _stop_tokens(model_path: str, config: Any, tokenizer: Any) -> tuple[int, ...]:
     """Returns the tokens that end a text, by the model's generation configuration and by its tokenizer."""
     try:
-        generation = GenerationConfig.from_pretrained(model_path)
+        generation = GenerationConfig.from_pretrained(model_path, **hub_options(model_path))
     except OSError:  # the model has no generation configuration
         generation = GenerationConfig.from_model_config(config)
     found = generation.eos_token_id

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -14,9 +16,12 @@ from stretto.environments.prompt_order import PassRates
 from stretto.environments.reward_environment import named_variables
 from stretto.environments.reward_pool import RewardPool
 from stretto.environments.reward_worker import Columns
+from stretto.environments.sandbox import PARTS, missing
+from stretto.environments.sandbox_processes import held_parts
 from stretto.environments.task_options import ScoredTaskOptions
 from stretto.environments.tasks import Task, load_task
 from stretto.errors import RecipeError
+from stretto.objectives.custom import CustomOptions
 from stretto.recipe.schema import Recipe
 
 SAMPLED_ROWS = 64  # of a generated task, to compare their columns with the parameters of the reward function
@@ -37,11 +42,20 @@ class Inputs:
 
     @property
     def templated(self) -> bool:
-        """True if the tokenizer's chat template makes the prompts; otherwise they are raw text."""
-        return self.prompts.templated
+        """True if the tokenizer's chat template makes most of the prompts; otherwise they are raw text."""
+        return 2 * self.prompts.num_templated > self.prompts.num_rows
+
+    @property
+    def form(self) -> str:
+        """A phrase on how the prompts are made from the rows."""
+        templated, num_rows = self.prompts.num_templated, self.prompts.num_rows
+        if 0 < templated < num_rows:
+            return f"{templated:,} made by the chat template and {num_rows - templated:,} raw text"
+        return "made by the chat template" if templated else "raw text"
 
     def notes(self, recipe: Recipe) -> Iterator[str]:
         """Yields sentences that the user should read before the run, although nothing is wrong."""
+        yield from _sandbox_notes(recipe)
         wanted = recipe.evaluation.prompts
         if self.held_out is not None and self.held_out.num_rows < wanted:
             path = getattr(recipe.task, "evaluation_path", None)
@@ -51,6 +65,24 @@ class Inputs:
                 f"{wanted}`: {why}"
             )
         checked, num_rows = self.prompts.num_checked, self.prompts.num_rows
+        if recipe.rollout.prompts > num_rows:
+            yield (
+                f"`rollout.prompts = {recipe.rollout.prompts}` is more than the {num_rows:,} rows of {self.task.name}: "
+                f"an update has the same prompt up to {math.ceil(recipe.rollout.prompts / num_rows)} times; raise "
+                "`rollout.group` for more samples of a prompt"
+            )
+        if 0 < self.prompts.num_templated < num_rows:
+            yield (
+                f"some rows of {self.task.name} have `messages`, which the chat template renders, and others a "
+                "`prompt`, which stays raw text: the model sees two forms; give all rows `messages`, or set "
+                "`task.system`, which makes every `prompt` a message"
+            )
+        for stream in (self.prompts, self.held_out):
+            if stream is not None and stream.num_unknown:
+                yield (
+                    f"{stream.num_unknown:,} prompts have text that the tokenizer of `model.path` does not know, such "
+                    f"as {stream.first_unknown}: the model cannot see it"
+                )
         if checked < num_rows:
             yield (
                 f"{checked:,} of {num_rows:,} prompts of {self.task.name} were checked for their length; "
@@ -106,7 +138,28 @@ def reward_pool(recipe: Recipe, task: Task, said: Callable[[str], None] | None =
         columns=reward_columns(task),
         on_output=said,
         extra_environment=passed_variables(recipe),
+        sandbox=None if recipe.task.sandbox is None else recipe.task.sandbox.limits,
+        strict_sandbox=recipe.task.sandbox is not None and recipe.task.sandbox.strict,
     )
+
+
+def _sandbox_notes(recipe: Recipe) -> Iterator[str]:
+    """Says which parts of the sandbox hold on this machine, and what code in it can do because others do not."""
+    if not isinstance(recipe.task, ScoredTaskOptions) or recipe.task.sandbox is None:
+        return
+    where = "on this machine (others of the cluster may differ)" if recipe.runtime.type == "ray" else "on this machine"
+    held = held_parts(recipe.task.sandbox.limits)
+    yield f"`task.sandbox` {where}: these parts hold: {', '.join(part for part in PARTS if part in held) or 'none'}"
+    for gap in missing(held):
+        yield f"`task.sandbox` {where} has a gap: {gap}"
+    readable = "every file, because this process is root's" if os.getuid() == 0 else "the files that your user can read"
+    yield f"`task.sandbox` does not keep code from reading {readable}, nor from using a bug of the kernel"
+
+
+def check_objective(recipe: Recipe) -> None:
+    """Tries a custom objective on a made-up batch. Raises `RecipeError`, which names its function, file and line."""
+    if isinstance(recipe.algorithm, CustomOptions):
+        recipe.algorithm.try_out()
 
 
 def check_scoring(recipe: Recipe, task: Task, tokenizer: Any) -> str:

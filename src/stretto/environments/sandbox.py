@@ -1,0 +1,302 @@
+"""A sandbox for processes that run code written by a model. Linux, no privileges needed; see `docs/security.md`.
+
+`enter` is called by a process at its start, while it has one thread. It returns in a process that has
+
+- namespaces of its own: another user without capabilities, no network, a read-only file system with one small writable
+  folder, and no other process in sight. They need a kernel that lets a user make namespaces;
+- a filter of system calls: no sockets, no tracing of other processes, no mounts. It needs x86-64 or arm64;
+- resource limits on memory, the size of files, and processes.
+
+What the kernel refuses is left out, and `enter` returns the parts that hold. With namespaces there are three processes:
+
+    the process that was started     waits, and ends as the third does. Killing it kills all
+      process 1 of the namespace     collects what ends. If it ends, the kernel kills every process of the namespace
+        the process that returns     runs the code
+
+Imports only the standard library: reward workers load this module.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn
+
+
+class Limits(NamedTuple):
+    """The limits of a sandbox. `memory` and `disk` are in bytes."""
+
+    memory: int  # address space of each process
+    disk: int  # of each file, and with namespaces of all files together
+    processes: int  # processes and threads at once
+
+
+# Each part, with what code in the sandbox can do if the part does not hold.
+PARTS = {
+    "network": "it can use the network",
+    "files": "it can write files wherever your user can",
+    "processes": "it can see and signal other processes of your user, and read their environment variables; a process "
+    "that it starts may outlive it",
+    "process count": "it can start any number of processes",
+    "system calls": "it can use sockets of local services, and trace other processes of your user",
+    "memory": "it can take all memory",
+    "file size": "it can fill the disk",
+}
+
+_NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000  # user, mount, pid, network, ipc
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 0x1000, 0x4000, 0x40000
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
+_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _ATTR_RDONLY = 442, -100, 0x8000, 1
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_LAST_CAPABILITY = 63
+_LEAST_PID_MAX = 301  # the kernel reserves the first 300
+
+# Numbers of the refused system calls on x86-64 and on arm64. A process of the sandbox gets `PermissionError`.
+_REFUSED = {
+    "socket": (41, 198),  # a pair of connected sockets is another call, and allowed
+    "io_uring_setup": (425, 425),  # would open sockets past this filter
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "pidfd_getfd": (438, 438),
+    "kcmp": (312, 272),
+    "open_by_handle_at": (304, 265),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+}
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the table, and the kernel's number
+
+
+def enter(folder: str, limits: Limits) -> frozenset[str]:
+    """Turns this process into a sandbox with `folder` as its working directory. Returns the `PARTS` that hold.
+
+    With namespaces, returns in a grandchild; this process then only waits for it. `folder` must exist and be empty.
+    """
+    held: set[str] = set()
+    if sys.platform == "linux" and _succeeds_in_a_copy(lambda: _isolate(folder, limits)):
+        counted = _isolate(folder, limits)
+        held |= {"network", "files", "processes"} | ({"process count"} if counted else set())
+    os.chdir(folder)
+    os.umask(0o077)
+    if _filter_calls():
+        held |= {"system calls", "network"}
+    for part, kind, amount in (
+        ("memory", resource.RLIMIT_AS, limits.memory),
+        ("file size", resource.RLIMIT_FSIZE, limits.disk),
+    ):
+        if _limit(kind, amount):
+            held.add(part)
+    _limit(resource.RLIMIT_CORE, 0)
+    return frozenset(held)
+
+
+def missing(held: frozenset[str]) -> list[str]:
+    """Returns what code in a sandbox can do because parts of it do not hold, one phrase each."""
+    return [open_ for part, open_ in PARTS.items() if part not in held]
+
+
+def _limit(kind: int, amount: int) -> bool:
+    hard = resource.getrlimit(kind)[1]
+    amount = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
+    try:
+        resource.setrlimit(kind, (amount, amount))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+# -- namespaces --------------------------------------------------------------------------------------------------------
+
+
+def _isolate(folder: str, limits: Limits) -> bool:
+    """Moves into new namespaces, and returns in their second process. True if its processes are counted.
+
+    Raises `OSError` if the kernel refuses a step; the process is of no use then.
+    """
+    user, group = os.getuid(), os.getgid()
+    _call("unshare", _NEW_NAMESPACES)
+    _write("/proc/self/setgroups", "deny")
+    _write("/proc/self/uid_map", f"{user} {user} 1")
+    _write("/proc/self/gid_map", f"{group} {group} 1")
+    _call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)
+    _make_read_only("/")
+    _own_dev(folder)
+    options = f"size={limits.disk},mode=700".encode()
+    _call("mount", b"tmpfs", folder.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, options)
+    _continue_in_child()  # as process 1 of the new namespace of processes
+    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    counted = _own_proc(limits.processes)
+    _continue_in_child()
+    if user != 0:  # the kernel does not count the processes of root
+        counted = _limit(resource.RLIMIT_NPROC, limits.processes)
+    _drop_capabilities()
+    return counted
+
+
+def _own_dev(folder: str) -> None:
+    """Mounts a `/dev` with harmless devices alone: a read-only mount does not keep root from writing to a disk."""
+    devices = {name: os.open(f"/dev/{name}", os.O_PATH) for name in _DEVICES if os.path.exists(f"/dev/{name}")}
+    _call("mount", b"tmpfs", b"/dev", b"tmpfs", _MS_NOSUID | _MS_NOEXEC, b"size=65536,mode=755")
+    for name, device in devices.items():
+        _write(f"/dev/{name}", "")
+        _call("mount", f"/proc/self/fd/{device}".encode(), f"/dev/{name}".encode(), None, _MS_BIND, None)
+        os.close(device)
+    links = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "shm": folder}
+    for name, target in links.items():
+        os.symlink(target, f"/dev/{name}")
+    _make_read_only("/dev")
+
+
+def _own_proc(processes: int) -> bool:
+    """Mounts a `/proc` of this namespace alone, or an empty folder. True if the kernel bounds its process numbers."""
+    flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
+    try:
+        _call("mount", b"proc", b"/proc", b"proc", flags, None)
+    except OSError:  # parts of this machine's `/proc` are hidden, as in many containers
+        _call("mount", b"tmpfs", b"/proc", b"tmpfs", flags, b"size=0,mode=555")
+        return False
+    try:
+        _write("/proc/sys/kernel/pid_max", str(max(processes, _LEAST_PID_MAX)))
+        return True
+    except OSError:  # before Linux 6.14 the number is one for the whole machine
+        return False
+    finally:
+        _make_read_only("/proc")
+
+
+def _make_read_only(path: str) -> None:
+    """Makes a mount and those below it read-only."""
+    attributes = struct.pack("<QQQQ", _ATTR_RDONLY, 0, 0, 0)
+    _call("syscall", _MOUNT_SETATTR, _AT_FDCWD, path.encode(), _AT_RECURSIVE, attributes, len(attributes))
+
+
+def _drop_capabilities() -> None:
+    """Gives up every capability for good. Without this, code could undo the mounts."""
+    for capability in range(_LAST_CAPABILITY + 1):
+        _libc().prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails beyond the kernel's last
+    header = struct.pack("<Ii", 0x20080522, 0)
+    _call("capset", header, struct.pack("<6I", *[0] * 6))
+
+
+def _continue_in_child() -> None:
+    """Forks and returns in the child. The parent waits until the child ends, and ends the same way."""
+    child = os.fork()
+    if child == 0:
+        return
+    while True:
+        ended, status = os.wait()
+        if ended == child:
+            _end_like(status)
+
+
+def _end_like(status: int) -> NoReturn:
+    code = os.waitstatus_to_exitcode(status)
+    number = -code if code < 0 else code - 128
+    if 0 < number < signal.NSIG and os.getpid() != 1:  # process 1 cannot be killed by itself
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(128 + number if code < 0 else code)
+
+
+def _succeeds_in_a_copy(work: Callable[[], object]) -> bool:
+    """Tries something in a child process, because a process that fails halfway is of no use."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except OSError:
+            pass
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+# -- system calls ------------------------------------------------------------------------------------------------------
+
+
+def _filter_calls() -> bool:
+    """Refuses the system calls of `_REFUSED` from now on, also in children. False if there is no such filter here."""
+    machine = _MACHINES.get(os.uname().machine)
+    if sys.platform != "linux" or machine is None or sys.byteorder != "little":
+        return False
+    column, architecture = machine
+    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06  # of the kernel's filter language
+    refuse = (give, 0, 0, 0x00050000 | 1)  # EPERM
+    numbers = [entry[column] for entry in _REFUSED.values()]
+    steps = [
+        (load, 0, 0, 4),  # the architecture
+        (equal, 1, 0, architecture),
+        refuse,  # 32-bit programs have other numbers
+        (load, 0, 0, 0),  # the number of the call
+        (at_least, 0, 1, 0x40000000),
+        refuse,  # the x32 numbers of x86-64
+    ]
+    for number in numbers:
+        steps += [(equal, 0, 1, number), refuse]
+    steps.append((give, 0, 0, 0x7FFF0000))  # allow
+    program = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *step) for step in steps))
+    header = struct.pack("<H6xQ", len(steps), ctypes.addressof(program))
+    try:
+        _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        _call("prctl", _PR_SET_SECCOMP, 2, header, 0, 0)
+    except OSError:
+        return False
+    return True
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, *arguments: int | bytes | None) -> None:
+    """Calls a function of the C library. Raises `OSError` if it fails."""
+    words = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
+    if getattr(_libc(), name)(*words) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="ascii") as file:
+        file.write(text)
+
+
+if __name__ == "__main__":  # FOLDER MEMORY DISK PROCESSES [COMMAND ...]: runs a command, or prints the parts that hold
+    _folder, *_numbers = sys.argv[1:5]
+    _held = enter(_folder, Limits(*map(int, _numbers)))
+    if not sys.argv[5:]:
+        print("\n".join(sorted(_held)), flush=True)
+        os._exit(0)
+    try:
+        os.execvp(sys.argv[5], sys.argv[5:])
+    except OSError as _error:
+        print(f"{sys.argv[5]}: {_error.strerror}", file=sys.stderr, flush=True)
+        os._exit(127)
