@@ -22,12 +22,12 @@ def correction_weights(algorithm: ObjectiveOptions, tokens: Tokens) -> tuple[tor
     product, diagnostics = torch.ones_like(tokens.behaviour), dict[str, torch.Tensor]()
     for name, options in (
         ("correction", algorithm.correction),
-        ("discrepancy", algorithm.discrepancy_correction),
-        ("staleness", algorithm.staleness_correction),
+        ("discrepancy_correction", algorithm.discrepancy_correction),
+        ("staleness_correction", algorithm.staleness_correction),
     ):
         if options is not None:
-            above = tokens.scored if name == "discrepancy" else tokens.proximal
-            below = tokens.scored if name == "staleness" else tokens.behaviour
+            above = tokens.scored if name == "discrepancy_correction" else tokens.proximal
+            below = tokens.scored if name == "staleness_correction" else tokens.behaviour
             weights, outside = _weights(options, (above - below).detach(), tokens)
             product = product * weights
             diagnostics |= {f"{name}_weight": weights, f"{name}_outside": outside.to(weights.dtype)}
