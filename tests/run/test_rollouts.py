@@ -432,9 +432,10 @@ def test_a_move_does_not_wait_for_a_call_on_another_instance() -> None:
 def test_instances_are_called_back_at_once_and_one_that_is_lost_meanwhile_ends_nothing() -> None:
     class Slow(Engine):
         async def suspend(self, ids: Sequence[int], *, kv: bool) -> list[Suspended]:
-            await asyncio.sleep(0.2)
+            await both.wait()  # until the other was called back too
             raise EngineError("gone")
 
+    both = asyncio.Barrier(2)
     first, second = Rollout(0, 0, 1, 9, PROMPT, 0), Rollout(1, 0, 1, 9, PROMPT, 0)
     made, recorder, events = rollouts(first, {0: Slow(completion(1)), 1: Slow(completion(1))})
     made.in_progress[1] = second
@@ -444,7 +445,7 @@ def test_instances_are_called_back_at_once_and_one_that_is_lost_meanwhile_ends_n
         for rollout in (first, second):
             rollout.place(Placement(rollout.id, 1))
             rollout.ask(request(rollout.id, 1), context=3, engine_steps=0)
-        await asyncio.wait_for(made.suspensions.suspend_all(), 0.35)
+        await asyncio.wait_for(made.suspensions.suspend_all(), 30)
 
     asyncio.run(story())
     assert not events
