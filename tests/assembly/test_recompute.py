@@ -18,7 +18,7 @@ from stretto.assembly.recompute import recompute
 from stretto.assembly.retrain import made_trainer, retrain
 from stretto.cli import main
 from stretto.errors import RunError
-from stretto.setup.trainer_recovery import train_again
+from stretto.setup.trainer_recovery import SampledVersions, train_again
 from stretto.store import data_checks, journal_writes
 from stretto.store.journal import JOURNAL_NAME
 from stretto.store.reader import JournalReader
@@ -75,7 +75,7 @@ def write_versions(folder: Path) -> None:
     """Writes the files of all versions, which a finished run has removed."""
 
     async def write() -> None:
-        async with aclosing(train_again(trainer, folder / JOURNAL_NAME, 0, 4)) as again:
+        async with aclosing(train_again(trainer, folder / JOURNAL_NAME, 0, 4, SampledVersions(0))) as again:
             async for made in again:
                 assert isinstance(made, Weights)
                 write_file(folder / "versions", made)

@@ -233,7 +233,7 @@ EDITS: dict[str, tuple[list[str], str]] = {
         f"the metric `{name}`": ([metric(name)], f"update 3 has `{name}` 0.123 in its metrics, and its samples give ")
         for name in (
             *("reward_mean", "reward_std", "num_sequences", "groups", "length_mean", "length_max", "truncated"),
-            *("tokens", "replayed_sequences", "replayed_tokens", "mismatch_tokens", "staleness_mean", "staleness_max"),
+            *("tokens", "replayed_sequences", "replayed_tokens", "staleness_mean", "staleness_max"),
             *("staleness_histogram", "advantage_count_age_7"),
         )
     },

@@ -53,7 +53,6 @@ class _Sample:
     num_turns: int | None  # None: its turns are not told apart
     truncated: bool
     oldest: int  # version of a token
-    num_current: int  # tokens of the version that the update trains
 
 
 @dataclass(slots=True)
@@ -134,10 +133,10 @@ def read_sample(update: int, row: Sequence[Any]) -> _Sample:
     digest = row_digest(
         trajectory, group, version, reward, turn_rewards, prompt, made, checksum, finish, arrays,
     )  # fmt: skip
-    oldest, num_current = int(version), int(num_sampled) * (version == update)
+    oldest = int(version)
     if token_versions is not None:
         drawn = sampled_values(np.frombuffer(token_versions, "<i4"), turns)
-        oldest, num_current = int(drawn.min()), int((drawn == update).sum())
+        oldest = int(drawn.min())
     return _Sample(
         trajectory=trajectory,
         use=use,
@@ -149,7 +148,6 @@ def read_sample(update: int, row: Sequence[Any]) -> _Sample:
         num_turns=None if turns is None else len(turns) // 8,
         truncated=finish == "length",
         oldest=oldest,
-        num_current=num_current,
     )
 
 
@@ -190,7 +188,6 @@ def expected_metrics(update: int, samples: Sequence[_Sample], line: Mapping[str,
         "tokens": sum(lengths) - sum(sample.num_sampled for sample in again),
         "replayed_sequences": len(again),
         "replayed_tokens": sum(sample.num_sampled for sample in again),
-        "mismatch_tokens": sum(sample.num_current for sample in samples),
         "staleness_mean": sum(age * count for age, count in ages.items()) / len(samples),
         "staleness_max": max(ages),
         "staleness_histogram": {str(age): ages[age] for age in sorted(ages)},
