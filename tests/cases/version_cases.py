@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from torch.func import functional_call
 from training_cases import random_batch, reference_logprobs, tiny
 
 from stretto.objectives.base import ObjectiveOptions
+from stretto.objectives.grpo import GrpoOptions
 from stretto.training.advantages import outcome_advantages
 from stretto.training.loss_averaging import token_weights
 from stretto.training.packing import micro_batch
@@ -74,16 +76,30 @@ def history(trainer: LocalTrainer, updates: int = UPDATES, members: int = 2) -> 
     for version in range(updates):
         samples += recorded(trainer, samples_of(version, members=members))
         versions[version] = trainer.weights(version)
-        trainer.update(random_batch(version, seed=version))
+        trainer.update(Batch(version, recorded(trainer, random_batch(version, seed=version).samples)))
     return Batch(updates, [*samples, *recorded(trainer, samples_of(updates, members=members))], versions)
 
 
-def forked(trainer: LocalTrainer, algorithm: ObjectiveOptions, **options: Any) -> LocalTrainer:
-    """Another trainer of the same state."""
-    whole = "lora_A" not in "".join(name for name, p in trainer.model.named_parameters() if p.requires_grad)
-    made = make(algorithm, dtype=trainer.packed.head.weight.dtype, lora=not whole, **options)
-    made.restore(trainer.state())
-    return made
+@functools.cache
+def _past(dtype: torch.dtype, lora: bool, updates: int) -> tuple[dict[str, torch.Tensor], Batch]:
+    trainer = make(GrpoOptions(), dtype=dtype, lora=lora)
+    batch = history(trainer, updates)
+    return trainer.state(), batch
+
+
+def aged(
+    algorithm: ObjectiveOptions,
+    *,
+    dtype: torch.dtype = torch.float64,
+    lora: bool = True,
+    updates: int = UPDATES,
+    **options: Any,
+) -> tuple[LocalTrainer, Batch]:
+    """A trainer that has made updates, and a batch for its next one; the same for every algorithm."""
+    state, batch = _past(dtype, lora, updates)
+    trainer = make(algorithm, dtype=dtype, lora=lora, **options)
+    trainer.restore(state)
+    return trainer, batch
 
 
 # -- what the stock model says -----------------------------------------------------------------------------------------
