@@ -106,7 +106,7 @@ def aged(
 
 
 def stock_policy(weights: Weights, dtype: torch.dtype) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]:
-    """A policy by the stock model alone, and its weights, which have gradients. Adapters are added to their matrices."""
+    """A policy by the stock model alone, with adapters added to their matrices; and its weights, with gradients."""
     model = tiny(dtype=dtype).requires_grad_(False)
     leaves = {name: tensor.to(dtype, copy=True).requires_grad_() for name, tensor in weights.tensors.items()}
     base = dict(model.named_parameters())

@@ -22,15 +22,6 @@ TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f
 AGES = range(UPDATES + 1)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """These models are too small for several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class Watch:
     """Records the passes of a trainer, and what its objective is given of each sample."""
 
@@ -207,7 +198,8 @@ def test_the_gradient_is_that_of_the_formula_and_of_the_stock_model(algorithm, m
 def test_the_two_parts_of_a_correction_are_weighed_through_the_trainer():
     """`pi_w / mu` and `pi_n / pi_w`, which the plain policy gradient is multiplied by."""
     algorithm = NaiveOptions(
-        discrepancy={"level": "sequence", "high": 1.3, "low": 0.8}, staleness={"mode": "filter", "high": 1.1, "low": 0.9}
+        discrepancy={"level": "sequence", "high": 1.3, "low": 0.8},
+        staleness={"mode": "filter", "high": 1.1, "low": 0.9},
     )
     trainer, batch = aged(algorithm, lora=False, updates=2)
     draw = np.random.default_rng(1)
