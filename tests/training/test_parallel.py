@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 from rank_cases import Processes
 from training_cases import random_batch, tiny
 from transformers import AutoModelForCausalLM
+from version_cases import aged, with_logprobs
 
 from stretto.errors import RecipeError, TrainerError
 from stretto.models.checksums import checksum
 from stretto.objectives.base import ObjectiveOptions
+from stretto.objectives.dora import DoraOptions
 from stretto.objectives.grpo import GrpoOptions
 from stretto.objectives.gspo import GspoOptions
+from stretto.objectives.hispo import HispoOptions
 from stretto.objectives.ppo import PpoOptions
 from stretto.objectives.reinforce import ReinforceOptions
 from stretto.objectives.reinforce_plus_plus import ReinforcePlusPlusOptions
@@ -127,6 +130,102 @@ def test_two_ranks_give_what_one_gives(
     batches = [random_batch(update, seed=update, version=max(0, update - 1)) for update in range(2)]
     one = trained(Ranks(), batches, algorithm, options)
     assert_alike(one, two.run(trained, batches, algorithm, options), tolerance)
+
+
+def trained_on_older(
+    ranks: Ranks, folder: Path, batch: Batch, algorithm: ObjectiveOptions, options: dict[str, Any]
+) -> Trained:
+    """As `trained`, from a checkpoint and with a batch that brings older versions."""
+    trainer = make(ranks, algorithm, **options)
+    trainer.load(folder)
+    reports = [dict(trainer.update(batch).metrics)]
+    state = trainer.state() if trainer.sharding is None else trainer.sharding.gathered(trainer.state())
+    return reports, state, [trainer.weights(batch.update + 1).checksum]
+
+
+def continued(batch: Batch) -> Batch:
+    """The same samples, of which each fourth has tokens of several versions."""
+    samples = list(batch.samples)
+    for index in range(0, len(samples), 4):
+        own = samples[index].completion
+        versions = np.sort(np.resize(np.arange(samples[index].version, batch.update + 1), len(own.tokens)))
+        samples[index] = replace(samples[index], completion=replace(own, token_versions=versions.astype(np.int32)))
+    return replace(batch, samples=samples)
+
+
+def noisy(batch: Batch) -> Batch:
+    """The same samples, recorded a little off."""
+    draw = np.random.default_rng(3)
+    return replace(
+        batch,
+        samples=[
+            with_logprobs(s, s.completion.logprobs + draw.normal(0, 0.1, len(s.completion.tokens)))
+            for s in batch.samples
+        ],
+    )
+
+
+DORA, HISPO = DoraOptions(average_tokens=20), HispoOptions(average_tokens=20)
+SPLIT = GrpoOptions(anchor="proximal", discrepancy={"level": "turn"}, staleness={"mode": "filter", "low": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        pytest.param(DORA, {}, id="dora"),
+        pytest.param(DORA, {"lora": False}, id="dora-full"),
+        pytest.param(DORA, CUT, id="dora-cut"),
+        pytest.param(HISPO, {"optimizer_steps": 2}, id="hispo-two-steps"),
+        pytest.param(HISPO, {**CUT, "optimizer_steps": 2}, id="hispo-cut-two-steps"),
+        pytest.param(SPLIT, CUT, id="parts-cut"),
+        pytest.param(GrpoOptions(), {}, id="comparison"),
+        pytest.param(GrpoOptions(), CUT, id="comparison-cut"),
+    ],
+)
+def test_two_ranks_score_older_versions_as_one_does(
+    two: Processes, tmp_path: Path, algorithm: ObjectiveOptions, options: dict[str, Any]
+) -> None:
+    """All of a batch; and two samples alone, so that a rank has none of the oldest version."""
+    trainer, batch = aged(GrpoOptions(), lora=options.get("lora", True))
+    trainer.save(tmp_path)
+    batch = noisy(continued(batch))
+    for samples in (batch.samples, [batch.samples[0], batch.samples[-1]]):
+        each = replace(batch, samples=samples)
+        one = trained_on_older(Ranks(), tmp_path, each, algorithm, options)
+        assert "mismatch_kl_age_3" in one[0][0]
+        assert_alike(one, two.run(trained_on_older, tmp_path, each, algorithm, options), 1e-9)
+
+
+def missing_a_version(
+    ranks: Ranks, folder: Path, batch: Batch, options: dict[str, Any]
+) -> tuple[str, bool, dict[str, torch.Tensor]]:
+    trainer = make(ranks, DORA, **options)
+    trainer.load(folder)
+    before, said = trainer.state(), ""
+    try:
+        trainer.update(replace(batch, versions={0: batch.versions[0]}))
+    except TrainerError as error:
+        said = str(error)
+    unchanged = all(torch.equal(trainer.state()[name], tensor) for name, tensor in before.items())
+    trainer.update(batch)
+    state = trainer.state() if trainer.sharding is None else trainer.sharding.gathered(trainer.state())
+    return said, unchanged, state
+
+
+@pytest.mark.parametrize("options", [{}, CUT], ids=["whole", "cut"])
+def test_a_version_that_is_missing_fails_every_rank_and_changes_nothing(
+    two: Processes, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    trainer, batch = aged(GrpoOptions(), lora=options.get("lora", True))
+    trainer.save(tmp_path)
+    alone = trained_on_older(Ranks(), tmp_path, batch, DORA, options)
+    found = two.run(missing_a_version, tmp_path, batch, options)
+    assert found[0][2].keys() == alone[1].keys()
+    for said, unchanged, state in found:
+        assert "version 1" in said
+        assert unchanged
+        for name, tensor in state.items():
+            assert torch.allclose(tensor.double(), alone[1][name].double(), rtol=1e-7, atol=1e-9), name
 
 
 @pytest.mark.parametrize("more", [{}, {"lora": False}, CUT, {"optimizer_steps": 2}], ids=["lora", "full", "cut", "two"])

@@ -139,8 +139,13 @@ def penalized_advantages(
     return replace(found, values=found.values - compared_penalties(name, penalties, groups))
 
 
-def join_advantages(parts: Sequence[tuple[NDArray[np.int64], Advantages]], lengths: NDArray[np.int64]) -> Advantages:
-    """Joins the advantages of parts of a batch, each with the indices of its samples. `lengths` [n] are tokens."""
+def join_advantages(
+    parts: Sequence[tuple[NDArray[np.int64], Advantages]], lengths: NDArray[np.int64], groups: Groups
+) -> Advantages:
+    """Joins the advantages of parts of a batch, each with the indices of its samples. `lengths` [n] are tokens.
+
+    A group may have samples in several parts. It has no signal if all of its samples are in parts without any.
+    """
     values, starts = np.zeros(len(lengths)), np.cumsum(lengths) - lengths
     by_token = any(part.tokens is not None for _, part in parts)
     tokens = np.zeros(int(lengths.sum())) if by_token else None
@@ -150,12 +155,10 @@ def join_advantages(parts: Sequence[tuple[NDArray[np.int64], Advantages]], lengt
             ends = starts[own] + lengths[own]
             spans = zip(starts[own].tolist(), ends.tolist(), strict=True)
             tokens[np.concatenate([np.arange(start, end) for start, end in spans])] = part.tokens
-    return Advantages(
-        values,
-        sum(part.num_groups for _, part in parts),
-        sum(part.num_without_signal for _, part in parts),
-        tokens,
-    )
+    group_of = np.asarray(groups)
+    loud = [group_of[own] for own, part in parts if part.num_without_signal < part.num_groups]
+    num_groups, num_loud = (len(np.unique(each)) for each in (group_of, np.concatenate([group_of[:0], *loud])))
+    return Advantages(values, num_groups, num_groups - num_loud, tokens)
 
 
 def compared_penalties(name: AdvantageName, penalties: ArrayLike, groups: Groups) -> Reals:

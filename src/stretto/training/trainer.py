@@ -339,7 +339,7 @@ class LocalTrainer:
                 by_turn = self.algorithm.turns is not None
                 estimate = self.critic.assess(batch, plans, rewards - penalties, self.ranks.total, by_turn=by_turn)
                 return estimate.advantages, estimate.metrics
-            if self.algorithm.whiten_over == "batch":
+            if self.algorithm.advantage != "whiten" or self.algorithm.whiten_over == "batch":
                 return self._critic_free_advantages(batch, rewards, penalties), {}
             versions = np.array([s.version for s in batch.samples])
             parts = []
@@ -347,7 +347,8 @@ class LocalTrainer:
                 chosen = np.flatnonzero(versions == version)
                 part = replace(batch, samples=[batch.samples[index] for index in chosen.tolist()])
                 parts.append((chosen, self._critic_free_advantages(part, rewards[chosen], penalties[chosen])))
-            return join_advantages(parts, sampled_lengths(batch.samples)), {}
+            groups = [s.group for s in batch.samples]
+            return join_advantages(parts, sampled_lengths(batch.samples), groups), {}
         except ValueError as error:
             raise TrainerError(f"update {batch.update}: {error}") from error
 
