@@ -12,7 +12,7 @@ import pytest
 import torch
 from run_cases import recipe, run, write_task
 
-from stretto.environments.reward_limit import MAX_REWARD
+from stretto.environments.reward_range import MAX_REWARD
 from stretto.models.tiny import WarmStart, tiny_model
 from stretto.run import seeds
 from stretto.store import data_checks

@@ -6,7 +6,7 @@ import pytest
 import torch
 from training_cases import UNSTEPPED, VOCABULARY, random_batch, reference_logprobs, tiny
 
-from stretto.environments.reward_limit import MAX_REWARD
+from stretto.environments.reward_range import MAX_REWARD
 from stretto.errors import ModelError, RecipeError, TrainerError
 from stretto.models.checksums import checksum
 from stretto.models.loading import second_tree

@@ -21,9 +21,9 @@ from rich.table import Table
 from stretto.core.paradigms import PARADIGMS
 from stretto.errors import RecipeError, RunError, StrettoError
 from stretto.recipe.schema import PARADIGM_NAMES, Recipe, load_recipe
+from stretto.run.command_hint import command
 from stretto.run.folder_checks import refuse_another_recipe, refuse_lost, refuse_unwritable, standing
 from stretto.run.interrupts import handled
-from stretto.run.user_command import command
 
 STOPPED = 130  # exit status of a run that was stopped and can be resumed
 

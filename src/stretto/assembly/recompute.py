@@ -26,7 +26,7 @@ from stretto.store.reader import JournalReader
 from stretto.store.resume_point import recorded_checksums
 from stretto.store.schema import journal_path
 from stretto.store.version_files import VersionFiles
-from stretto.training.rescoring import rescore, rescore_under, tolerance
+from stretto.training.recorded_logprobs import rescore, rescore_under, tolerance
 from stretto.training.trainer import LocalTrainer
 from stretto.types import Sample
 

@@ -44,6 +44,7 @@ from stretto.observe.progress import Observer, Silent, make_observer
 from stretto.observe.summary import summary_table
 from stretto.observe.waiting import report_wait
 from stretto.recipe.schema import Recipe
+from stretto.run.command_hint import command
 from stretto.run.evaluation import Evaluator
 from stretto.run.first_reward import FirstReward
 from stretto.run.folder_checks import (
@@ -59,7 +60,6 @@ from stretto.run.loop import Loop, Settings
 from stretto.run.loop_watchdog import warn_when_blocked
 from stretto.run.pool_requests import Control
 from stretto.run.protocols import Pool, TrainerBackend
-from stretto.run.user_command import command
 from stretto.setup.backend import Backend, MakeBackend
 from stretto.setup.device import as_begun, choose_device, resolved
 from stretto.setup.factories import DriverInputs, load_driver_inputs, model_path_of

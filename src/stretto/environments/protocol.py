@@ -11,7 +11,7 @@ Contract:
   `generate` raises `RoomError`: the observation is not part of the trajectory, and the trajectory is recorded as cut
   at the limit. The episode catches the error and returns the reward; an episode that lets it through fails.
 - A trajectory's reward is what `episode` returns: a finite number, earned at the last turn, or an `Outcome` with one
-  number for each turn. The magnitude of each, and of their sum, is at most `MAX_REWARD` (`reward_limit.py`). An episode
+  number for each turn. The magnitude of each, and of their sum, is at most `MAX_REWARD` (`reward_range.py`). An episode
   that fails raises `RewardError`; the error is recorded with its trajectory, and the run continues.
 - An episode may run again for the same trajectory: after it moves between instances, after a failure, and when the run
   is resumed. The policy then returns, in order, the turns that it generated before, so nothing is sampled twice.
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Protocol
 
-from stretto.environments.reward_limit import BEYOND, is_trainable
+from stretto.environments.reward_range import BEYOND, is_trainable
 from stretto.errors import RewardError
 from stretto.types import Completion, Prompt
 

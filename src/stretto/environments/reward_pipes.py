@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from stretto.environments.reward_limit import is_trainable
+from stretto.environments.reward_range import is_trainable
 
 LENGTH = struct.Struct("<Q")
 MAX_REASON = 8_000  # bytes of an error text

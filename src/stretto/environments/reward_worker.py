@@ -33,8 +33,8 @@ from queue import SimpleQueue
 from typing import Any, BinaryIO, NoReturn
 
 from stretto.environments.function_specs import SpecError, defined_at, last_line, resolve
-from stretto.environments.reward_limit import BEYOND, is_trainable
 from stretto.environments.reward_pipes import LENGTH, Item, Result, greeting_frame, results_frame
+from stretto.environments.reward_range import BEYOND, is_trainable
 
 MARK = struct.Struct("<dq")  # the time (`time.monotonic()`) since which this item is being scored
 NOTHING = -1

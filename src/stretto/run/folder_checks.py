@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stretto.errors import RecipeError, RunError
-from stretto.run.user_command import command
+from stretto.run.command_hint import command
 from stretto.store.lock import is_alive
 from stretto.store.schema import JOURNAL_NAME, RESTORE, RunFacts
 from stretto.store.traces import recorded_in

@@ -46,8 +46,8 @@ A failure of a request, a reward or an environment is data and goes to the core.
 long as another is there or can be made. A failure of the trainer, the journal, the reward pool itself or this package
 is stored once, wakes the loop, and ends the run with that error; one `finally` leaves no task behind.
 
-`run/rollouts.py` carries a trajectory from its prompt to its reward, `run/instance_membership.py` knows the instances,
-`run/updates.py` trains batches, and `run/untrained_trajectories.py` ends what is not trained.
+`run/rollout_runner.py` carries a trajectory from its prompt to its reward, `run/instance_membership.py` knows the
+instances, `run/updates.py` trains batches, and `run/untrained_trajectories.py` ends what is not trained.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ from stretto.run.instance_membership import Instances
 from stretto.run.pool_requests import Control
 from stretto.run.protocols import FixedPool, Pool, TrainerBackend, VersionStore
 from stretto.run.rollout import Rollout
-from stretto.run.rollouts import Rollouts
+from stretto.run.rollout_runner import Rollouts
 from stretto.run.settings import Settings
 from stretto.run.stall_watchdog import StallWatchdog
 from stretto.run.task_group import TaskGroup

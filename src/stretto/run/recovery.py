@@ -18,7 +18,7 @@ from stretto.core.plan import Plan
 from stretto.core.reuse import ReusableGroup
 from stretto.core.snapshots import GroupSnapshot, Snapshot, TrajectorySnapshot
 from stretto.environments.data import PromptStream
-from stretto.environments.reward_limit import BEYOND, MAX_REWARD, is_trainable
+from stretto.environments.reward_range import BEYOND, MAX_REWARD, is_trainable
 from stretto.errors import JournalError
 from stretto.store.reader import JournalReader
 from stretto.store.schema import RESTORE, opened_readonly

@@ -14,7 +14,7 @@ The controller decides (`core/controller.py`): its ledger says which trajectorie
 A rollout holds the data of one of them, and the state in which the loop's own requests for it are. To the ledger a
 rollout that is PLACED, GENERATING or BETWEEN_TURNS is running, and one that is WAITING or SUSPENDING is waiting.
 
-`run/rollouts.py` and `run/suspensions.py` change it, `run/load_sampler.py` and `run/quarantine.py` read it, and
+`run/rollout_runner.py` and `run/suspensions.py` change it, `run/load_sampler.py` and `run/quarantine.py` read it, and
 `assembly/resume.py` makes it from the journal.
 """
 

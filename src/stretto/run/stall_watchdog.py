@@ -12,7 +12,7 @@ import time
 from stretto.core.controller import Controller
 from stretto.errors import StalledError
 from stretto.run.evaluation import Evaluator
-from stretto.run.rollouts import Rollouts
+from stretto.run.rollout_runner import Rollouts
 
 
 class StallWatchdog:

@@ -13,7 +13,7 @@ from stretto.errors import StalledError
 from stretto.observe.metrics import Tally
 from stretto.observe.repeated_warnings import Repeats
 from stretto.observe.tail_latency import Tail
-from stretto.run.rollouts import Rollouts
+from stretto.run.rollout_runner import Rollouts
 from stretto.store.journal import Journal
 
 log = logging.getLogger(__name__)

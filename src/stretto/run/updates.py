@@ -16,7 +16,7 @@ from stretto.observe.progress import Observer
 from stretto.observe.tail_latency import Tail
 from stretto.run.protocols import TrainerBackend, VersionStore
 from stretto.run.rollout import Rollout
-from stretto.run.rollouts import Rollouts
+from stretto.run.rollout_runner import Rollouts
 from stretto.store.journal import Journal
 from stretto.types import Batch, Sample, Weights, WeightsRef, older_versions
 

@@ -28,7 +28,7 @@ from stretto.store.digests import SIZE, row_digest, update_digest
 from stretto.store.schema import FAILURES_OF_MEMBERS, JOURNAL_NAME
 from stretto.store.traces import recorded_in
 
-MAX_REWARD = 1e9  # the largest reward that can be trained on, written down apart from `environments/reward_limit.py`
+MAX_REWARD = 1e9  # the largest reward that can be trained on, written down apart from `environments/reward_range.py`
 ROUNDING = 1e-9  # of a metric, relative to the largest number that it is made of
 LARGEST_ID = (1 << 63) - 1
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from stretto.environments.reward_limit import MAX_REWARD, is_trainable
+from stretto.environments.reward_range import MAX_REWARD, is_trainable
 from stretto.errors import ModelError, RecipeError, TrainerError
 from stretto.models.float16_range import range_hint
 from stretto.models.lora import inject_lora

@@ -21,7 +21,7 @@ from stretto.engines.native.decoder_protocol import Attend
 from stretto.engines.native.lora_slots import SlotMask, SlottedLinear
 from stretto.engines.native.versions import Slots
 from stretto.errors import ModelError
-from stretto.models.transformers_forward import run_modules
+from stretto.models.module_forward import run_modules
 
 NAME = "stretto_paged"
 

@@ -32,7 +32,7 @@ from stretto.run.instance_membership import Instances
 from stretto.run.output_checks import refuse_output
 from stretto.run.protocols import FixedPool
 from stretto.run.rollout import Placement, Rollout, RolloutState
-from stretto.run.rollouts import Rollouts
+from stretto.run.rollout_runner import Rollouts
 from stretto.run.seeds import turn_seed
 from stretto.run.settings import Settings
 from stretto.run.turns import Turn

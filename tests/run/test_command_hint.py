@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.run.user_command import command, program
+from stretto.run.command_hint import command, program
 
 
 @pytest.fixture
