@@ -67,7 +67,10 @@ VARIANTS = {
     ],
     "ppo": [{}, {"clip_low": 0.15, "clip_high": 0.35, "dual_clip": 1.4, "anchor": "proximal"}],
     "naive": [{}, {"average": "sequence"}],
-    "custom": [{"function": "objective_cases:square", "options": {"scale": 2.0}}],
+    "custom": [
+        {"function": "objective_cases:square", "options": {"scale": 2.0}},
+        {"function": "objective_cases:square", "options": {"scale": 0.5}, "sampled": True},
+    ],
 }
 CASES = [(name, options) for name, variants in VARIANTS.items() for options in variants]
 
@@ -155,6 +158,10 @@ def gradient(options, data, shares):
 def square(tokens, options):
     difference = tokens.logprobs - tokens.behaviour
     return options["scale"] * difference.square() - tokens.advantages * tokens.logprobs, {"distance": difference}
+
+
+def stale_ratio(tokens, options):
+    return -(tokens.logprobs - tokens.sampled).exp() * tokens.advantages, {}
 
 
 def too_few(tokens):

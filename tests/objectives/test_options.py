@@ -325,6 +325,14 @@ def test_a_function_that_works_is_tried_without_a_trace(function):
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+def test_a_function_gets_the_scores_under_the_version_that_sampled_where_it_asks_for_them():
+    asking = options_of("custom", {"function": "objective_cases:stale_ratio", "sampled": True})
+    assert asking.needs_sampled
+    asking.try_out()
+    with pytest.raises(RecipeError, match=r"objective_cases:stale_ratio.*raised"):
+        options_of("custom", {"function": "objective_cases:stale_ratio"}).try_out()
+
+
 def test_a_function_may_lie_in_the_working_directory(tmp_path, monkeypatch):
     (tmp_path / "objective_lying_here.py").write_text(
         "def objective(tokens, options):\n    return -tokens.logprobs * options['factor'], {}\n"

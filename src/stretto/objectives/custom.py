@@ -42,6 +42,11 @@ class CustomOptions(ObjectiveOptions):
     type: Literal["custom"] = "custom"
     function: str = Field(description="`package.module:function`")
     options: dict[str, Any] = Field(default_factory=dict, description="Passed to the function unchanged")
+    sampled: bool = Field(
+        False,
+        description="Score tokens of older versions under their own version first: `tokens.sampled` has the trainer's "
+        "log-probabilities under the version that sampled; without it, that is None",
+    )
 
     @model_validator(mode="after")
     def _refuse_what_cannot_be_called(self) -> CustomOptions:
@@ -53,6 +58,10 @@ class CustomOptions(ObjectiveOptions):
                 f"`{self.function.partition(':')[2]}{inspect.signature(self.resolved)}`"
             ) from None
         return self
+
+    @property
+    def needs_sampled(self) -> bool:
+        return super().needs_sampled or self.sampled
 
     @cached_property
     def resolved(self) -> Function:
@@ -91,7 +100,7 @@ class CustomOptions(ObjectiveOptions):
         import torch
 
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            tokens = _made_up_tokens()
+            tokens = _made_up_tokens(sampled=self.needs_sampled)
             failed = f'`algorithm.function = "{self.function}"` fails on a made-up batch: '
             try:
                 losses, _ = self.loss(tokens)
@@ -164,7 +173,7 @@ def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _made_up_tokens() -> Tokens:
+def _made_up_tokens(*, sampled: bool) -> Tokens:
     """Four sequences of two groups, with ratios around 1, advantages of both signs, and on-policy tokens."""
     import torch
 
@@ -182,4 +191,5 @@ def _made_up_tokens() -> Tokens:
         sequences=sequences,
         num_sequences=4,
         lengths=lengths,
+        sampled=logprobs + off_policy if sampled else None,
     )
