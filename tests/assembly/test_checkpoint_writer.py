@@ -45,7 +45,7 @@ def test_a_version_that_is_retired_while_a_checkpoint_is_written_leaves_no_file(
         with Journal.open(tmp_path / "journal.sqlite") as journal:
             for weights in needed.values():
                 versions.write(weights)
-            await take_checkpoint(tmp_path, loop, role, journal, versions)
+            await take_checkpoint(tmp_path, loop, role, journal, versions, ages=0)
         role.close()
 
     asyncio.run(main())
@@ -99,10 +99,10 @@ def test_a_full_disk_under_a_rank_leaves_the_checkpoint_before_it(tmp_path: Path
     async def main() -> None:
         with Journal.open(tmp_path / "journal.sqlite") as journal:
             versions.write(weights[0])
-            await take_checkpoint(tmp_path, loop, trainer_backend, journal, versions)
+            await take_checkpoint(tmp_path, loop, trainer_backend, journal, versions, ages=0)
             controller.newest, trainer.full = 1, True
             with pytest.raises(RunError, match=r"the trainer's state cannot be written to .*No space left on device"):
-                await take_checkpoint(tmp_path, loop, trainer_backend, journal, versions)
+                await take_checkpoint(tmp_path, loop, trainer_backend, journal, versions, ages=0)
 
     asyncio.run(main())
     versions.close()

@@ -120,8 +120,8 @@ class _Person(threading.Thread):
 
     def run(self) -> None:
         try:
-            while not pool_requests.is_alive(self._folder) and not self.over.wait(0.02):
-                pass
+            while not (self._folder / pool_requests.FOLDER).is_dir() and not self.over.wait(0.02):
+                pass  # it takes requests once its instances have started
             while not self.over.wait(self._chance.uniform(0.0, PAUSE_S)):
                 self._ask()
         except RunError as error:

@@ -452,8 +452,23 @@ def test_a_home_that_the_shell_left_is_expanded_on_the_command_line_and_refused_
     assert "`~` is not expanded" in capsys.readouterr().err
 
 
-def test_a_line_of_the_hub_appears_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    main(["verify", str(tmp_path / "nowhere")])
-    library = logging.getLogger("huggingface_hub")  # has a handler of its own
-    library.getChild("utils").warning("retrying")
-    assert "retrying" not in caplog.text
+def test_a_line_of_the_hub_appears_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, ours = logging.getLogger("huggingface_hub"), _Records()  # the library has a handler of its own
+    monkeypatch.setattr(library, "propagate", True)
+    logging.getLogger().addHandler(ours)
+    try:
+        library.getChild("utils").warning("before")
+        main(["verify", str(tmp_path / "nowhere")])
+        library.getChild("utils").warning("retrying")
+    finally:
+        logging.getLogger().removeHandler(ours)
+    assert ours.seen == ["before"]
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(record.getMessage())

@@ -81,7 +81,7 @@ def test_supports_do_not_depend_on_neighbours_preemption_or_rows_that_move(model
 def test_a_support_too_large_to_record_fails_its_request_and_names_the_option(
     model: Any, kernels: Kernels, how: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("supports", "rows", "mixed", "engine"):
+    for module in ("token_supports", "rows", "mixed_batches", "engine"):
         monkeypatch.setattr(f"stretto.engines.native.{module}.MAX_SUPPORT", 3)
     engine = native(model, kernels=kernels)
     (broken,) = requests(1, temperature=3.0, **how)
