@@ -71,7 +71,7 @@ class ChecksumError(StrettoError):
 
 
 class LostObjectError(StrettoError):
-    """What a reference named is not in the cluster any more: the machine that held it is gone, or its owner is."""
+    """An object of the cluster is lost: the machine that held it is gone, or its owner is."""
 
 
 class EngineError(StrettoError):

@@ -38,7 +38,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. `temperature` 0 is greedy: a point mass, so every log-probability is 0."""
+    """The way tokens are drawn. `temperature` 0 is greedy: a point mass, so every log-probability is 0."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -51,7 +51,7 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary. Greedy draws are not: they are certain anyway."""
+        """True if tokens are drawn from a part of the vocabulary. Greedy draws are not: they are certain anyway."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 
@@ -89,7 +89,7 @@ class Supports:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a request became, or an episode of several: then `turns` says which of its tokens were sampled.
+    """The tokens of a finished request, or of an episode of several: then `turns` says which were sampled.
 
     A token that the environment put between two turns was observed: its log-probability is 0, its support is itself,
     and it is never trained on.
@@ -110,7 +110,7 @@ class Completion:
 
     @property
     def sampled(self) -> NDArray[np.int64]:
-        """Where in `tokens` those are that were sampled."""
+        """The positions in `tokens` of those that were sampled."""
         if self.turns is None:
             return np.arange(len(self.tokens))
         return np.concatenate([np.arange(start, end) for start, end in self.turns.tolist()])
@@ -197,7 +197,7 @@ class WeightsRef(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What an engine can hold."""
+    """The capacity of an engine."""
 
     slots: int  # versions at once
     rows: int  # trajectories decoding at once
@@ -208,7 +208,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What an engine is doing, and what it has done since it started."""
+    """The load of an engine, and its counts since it started."""
 
     running: int
     queued: int
@@ -282,7 +282,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """What an update did. `metrics` goes into `metrics.jsonl` as it is."""
+    """The report of an update. `metrics` goes into `metrics.jsonl` as it is."""
 
     update: int
     metrics: Mapping[str, float]
@@ -297,7 +297,7 @@ Moment = Literal["before", "during", "after"]
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """What one evaluation measured, and of which version."""
+    """The result of one evaluation, with the version that was evaluated."""
 
     version: int
     moment: Moment

@@ -34,7 +34,7 @@ EXIT_S = 10.0  # for a killed command to exit
 
 @dataclass(frozen=True, slots=True)
 class SandboxResult:
-    """How a command ended."""
+    """The result of a command."""
 
     code: int | None  # its exit code, negative for a signal; None: it was killed at the deadline
     output: str  # what it printed, standard error included; cut to `output_bytes`

@@ -1,4 +1,4 @@
-"""How far a run had come, from its journal: its updates, versions, metrics and sums. `run/recovery.py` reads the rest.
+"""The point that a run had reached, from its journal: its updates, versions, metrics and sums. `run/recovery.py` reads the rest.
 
 The journal is a prefix of what happened, so it may know less than the process did, by the changes of one commit. That
 loses nothing, because of the order in which things become durable:
@@ -35,7 +35,7 @@ from stretto.store.schema import opened_readonly
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run had come."""
+    """The point that a run had reached."""
 
     updates: int  # finished: the version that the trainer has to reach
     checksums: dict[int, str]  # of every version that was made

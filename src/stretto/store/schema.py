@@ -144,7 +144,7 @@ FAILURES_OF_MEMBERS = """SELECT m.update_id, m.trajectory, f.kind, COUNT(*)
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What a run is, as far as its laws, and what is made of it later, depend on it."""
+    """The facts of a run that its laws, and whatever is computed from it later, depend on."""
 
     paradigm: str
     staleness: int  # K; with `auto` the cap
