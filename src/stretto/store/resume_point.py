@@ -1,4 +1,6 @@
-"""The point that a run had reached, from its journal: its updates, versions, metrics and sums. `run/recovery.py` reads the rest.
+"""The point that a run had reached, from its journal: its updates, versions, metrics and sums.
+
+`run/recovery.py` reads the rest.
 
 The journal is a prefix of what happened, so it may know less than the process did, by the changes of one commit. That
 loses nothing, because of the order in which things become durable:
