@@ -98,7 +98,7 @@ def write_recipe(cell: Cell, folder: Path, evaluation_prompts: int) -> Path:
     if cell.staleness:
         tables["rollout"] |= {"paradigm": "multi-version", "staleness": cell.staleness}
         if cell.full:
-            tables["rollout"]["in_flight"] = (cell.staleness + 1) * tables["rollout"]["prompts"]
+            tables["rollout"]["in_flight"] = "full"
     else:
         tables["rollout"] = {**tables["rollout"], "paradigm": "synchronous"}
         del tables["rollout"]["staleness"]

@@ -21,6 +21,27 @@ def with_(**sections: dict[str, Any]) -> dict[str, Any]:
     return {**MINIMAL, **sections}
 
 
+@pytest.mark.parametrize(
+    ("rollout", "expected"),
+    [
+        ({"staleness": 2}, 48),
+        ({"staleness": "auto"}, 80),
+        ({"staleness": "auto", "staleness_cap": 7}, 128),
+        ({"paradigm": "partial", "staleness": 1}, 32),
+        ({"paradigm": "drop", "staleness": 3}, 64),
+    ],
+)
+def test_in_flight_full_is_as_many_groups_as_the_staleness_allows(rollout: dict[str, Any], expected: int) -> None:
+    raw = {"model": {"path": "tiny"}, "task": {"type": "countdown-chain"}}
+    made = parse_recipe({**raw, "rollout": {"prompts": 16, "in_flight": "full", **rollout}})
+    assert made.plan.in_flight == expected
+    assert parse_recipe(tomllib.loads(made.dumps())).plan == made.plan
+    with pytest.raises(RecipeError, match=r"`rollout.in_flight = 'full'` has no effect"):
+        parse_recipe({**raw, "rollout": {"in_flight": "full", "paradigm": "synchronous"}})
+    with pytest.raises(RecipeError, match=r"`rollout.in_flight"):
+        parse_recipe({**raw, "rollout": {"in_flight": "most"}})
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_shipped_recipe_parses_and_survives_being_written_out(path: Path) -> None:
     recipe = load_recipe(path)

@@ -28,7 +28,7 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
         )
     if paradigm.one_batch:
         found["rollout", "in_flight"] = (
-            f"`rollout.in_flight = {rollout.in_flight}` has no effect: `{paradigm.name}` always has one batch of "
+            f"`rollout.in_flight = {rollout.in_flight!r}` has no effect: `{paradigm.name}` always has one batch of "
             "groups in flight; leave it out"
         )
     if rollout.staleness != "auto":

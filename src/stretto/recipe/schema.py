@@ -69,8 +69,10 @@ class RolloutSection(Options):
     prompts: int = Field(16, ge=1, le=1_000_000, description="Prompts per update, one group each (B)")
     group: int = Field(8, ge=1, le=65_536, description="Trajectories per prompt (G)")
     rows: int | None = Field(None, ge=1, description="Target number of running trajectories; default: B * G")
-    in_flight: int | None = Field(
-        None, ge=1, description="Most groups started and not yet in a batch; default: 1.5 * B"
+    in_flight: Annotated[int, Field(ge=1)] | Literal["full"] | None = Field(
+        None,
+        description='Most groups started and not yet in a batch; "full": as many as `staleness` allows, (K + 1) * B; '
+        "default: 1.5 * B",
     )
     max_tokens: int = Field(
         256, ge=1, description="Most tokens of a completion; with several turns, of everything after the prompt"
@@ -222,6 +224,9 @@ class Recipe(Options):
         replay = None if replays_nothing(self) else self.training.replay
         reused = 0 if replay is None else math.floor(replay.ratio * rollout.prompts + 0.5)
         bound: int | None = (rollout.staleness_cap or 4) if auto else (2 if staleness is None else int(staleness))
+        in_flight = rollout.in_flight
+        if in_flight == "full":
+            in_flight = None if self.paradigm.one_batch else ((bound or 0) + 1) * rollout.prompts
         return resolve_plan(
             rollout.paradigm,
             batch=rollout.prompts,
@@ -230,7 +235,7 @@ class Recipe(Options):
             staleness=None if self.paradigm.staleness is not None else bound,
             auto=auto,
             rows=rollout.rows,
-            in_flight=rollout.in_flight,
+            in_flight=in_flight,
             retries=rollout.retries,
             evaluate_every=self.evaluation.every if self.evaluation.prompts else 0,
             filter_limit=0 if rollout.filter == "none" else rollout.filter_limit or 10 * rollout.prompts,
