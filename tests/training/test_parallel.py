@@ -166,7 +166,11 @@ def noisy(batch: Batch) -> Batch:
 
 
 DORA, HISPO = DoraOptions(average_tokens=20), HispoOptions(average_tokens=20)
-SPLIT = GrpoOptions(anchor="proximal", discrepancy={"level": "turn"}, staleness={"mode": "filter", "low": 0.5})
+SPLIT = GrpoOptions(
+    anchor="proximal",
+    discrepancy_correction={"level": "turn"},
+    staleness_correction={"mode": "filter", "low": 0.5},
+)
 
 
 @pytest.mark.parametrize(

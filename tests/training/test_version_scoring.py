@@ -198,8 +198,8 @@ def test_the_gradient_is_that_of_the_formula_and_of_the_stock_model(algorithm, m
 def test_the_two_parts_of_a_correction_are_weighed_through_the_trainer():
     """`pi_w / mu` and `pi_n / pi_w`, which the plain policy gradient is multiplied by."""
     algorithm = NaiveOptions(
-        discrepancy={"level": "sequence", "high": 1.3, "low": 0.8},
-        staleness={"mode": "filter", "high": 1.1, "low": 0.9},
+        discrepancy_correction={"level": "sequence", "high": 1.3, "low": 0.8},
+        staleness_correction={"mode": "filter", "high": 1.1, "low": 0.9},
     )
     trainer, batch = aged(algorithm, lora=False, updates=2)
     draw = np.random.default_rng(1)
@@ -214,10 +214,12 @@ def test_the_two_parts_of_a_correction_are_weighed_through_the_trainer():
     assert 0 < inside.mean() < 1
     data.advantages = data.advantages * by_engine * inside
     metrics = trainer.update(batch).metrics
-    assert metrics["discrepancy_weight"] == pytest.approx(by_engine.mean(), rel=1e-9)
-    assert metrics["discrepancy_outside"] == pytest.approx(np.mean((np.exp(sums) > 1.3) | (np.exp(sums) < 0.8)))
-    assert metrics["staleness_weight"] == pytest.approx(inside.mean())
-    assert metrics["staleness_outside"] == pytest.approx(1 - inside.mean())
+    assert metrics["discrepancy_correction_weight"] == pytest.approx(by_engine.mean(), rel=1e-9)
+    assert metrics["discrepancy_correction_outside"] == pytest.approx(
+        np.mean((np.exp(sums) > 1.3) | (np.exp(sums) < 0.8))
+    )
+    assert metrics["staleness_correction_weight"] == pytest.approx(inside.mean())
+    assert metrics["staleness_correction_outside"] == pytest.approx(1 - inside.mean())
     assert metrics["loss"] == pytest.approx(-np.mean(data.advantages * data.current), rel=1e-9)
 
 
