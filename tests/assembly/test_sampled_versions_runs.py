@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from run_cases import assert_verifies, recipe, rows, run
 
+from stretto.assembly import train
+from stretto.assembly.resume import Resumed
 from stretto.assembly.retrain import retrain
 from stretto.observe.progress import Silent
+from stretto.run.loop import Loop
+from stretto.store.version_files import VersionFile, VersionFiles
+from stretto.types import Weights
 
 STALE = ("rollout.staleness=2", "rollout.in_flight=9", "rollout.max_tokens=30", "training.steps=6")
 MIXES: dict[str, tuple[str, ...]] = {
@@ -89,8 +95,73 @@ def test_a_few_sequences_of_older_versions_are_compared_whatever_the_objective(m
     assert any(f"mismatch_kl_age_{line['staleness_max']:.0f}" in line for line in stale)
 
 
-def test_versions_are_removed_when_no_update_can_need_them(model: Path, tmp_path: Path) -> None:
+def test_versions_are_removed_when_no_update_can_need_them(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = recipe(model, tmp_path, *STALE, 'algorithm.type="dora"', "evaluation.prompts=0", "training.steps=8")
+    monkeypatch.setattr(VersionFiles, "prune", lambda files, needed: None)  # at the end of a run, of everything
     run(made, tmp_path / "run")
-    left = sorted(int(path.stem) for path in (tmp_path / "run" / "versions").glob("*.safetensors"))
-    assert left == [version for version in left if version >= 6], "K = 2"
+    left = [int(path.stem) for path in (tmp_path / "run" / "versions").glob("*.safetensors")]
+    assert 8 in left
+    assert min(left) >= 5, "K = 2, and the end of the run may forestall the last removal"
+
+
+def test_a_resumed_run_takes_only_live_versions_to_the_device_and_keeps_no_file_for_ever(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = recipe(
+        model, tmp_path, "rollout.staleness=2", "rollout.in_flight=3", "training.steps=6", 'algorithm.type="dora"',
+        "evaluation.prompts=0", lora=False,
+    )  # fmt: skip
+    folder = tmp_path / "run"
+    with pytest.raises(KeyError):
+        run(made, folder, observer=Stops())
+    (folder / "checkpoints" / "000001").mkdir(parents=True)
+    (folder / "checkpoints" / "000001" / "state.json").write_text("{}")  # there, if not readable: it holds version 0
+    resumed: list[Resumed] = []
+    removed: list[int] = []
+    make_loop, remove = train._make_loop, VersionFiles.remove
+
+    def watched_loop(run: Any, state: Resumed, *rest: Any) -> Any:
+        resumed.append(replace(state, weights=dict(state.weights)))
+        return make_loop(run, state, *rest)
+
+    def watched_remove(files: VersionFiles, version: int) -> None:
+        removed.append(version)
+        remove(files, version)
+
+    monkeypatch.setattr(train, "_make_loop", watched_loop)
+    monkeypatch.setattr(VersionFiles, "remove", watched_remove)
+    run(made, folder, resume=True)
+    assert {version: type(each) for version, each in resumed[0].weights.items()} == {
+        2: VersionFile,
+        3: Weights,
+        4: Weights,
+    }
+    assert 0 in removed
+    assert retrain(folder).difference is None
+
+
+def test_a_version_that_was_trained_and_not_published_is_kept_while_engines_need_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = recipe(model, tmp_path, *STALE, "training.mismatch_samples=0", "evaluation.prompts=0", "training.steps=8")
+    folder, loops, early = tmp_path / "run", list[Loop](), list[int]()
+    with pytest.raises(KeyError):
+        run(made, folder, observer=Stops())
+    make_loop, remove = train._make_loop, VersionFiles.remove
+
+    def watched_loop(*arguments: Any) -> Loop:
+        loops.append(make_loop(*arguments))
+        assert (loops[0].controller.newest, loops[0].controller.unpublished) == (3, 4)
+        return loops[0]
+
+    def watched_remove(files: VersionFiles, version: int) -> None:
+        early.extend([version] if version in loops[0].controller.versions else [])
+        remove(files, version)
+
+    monkeypatch.setattr(train, "_make_loop", watched_loop)
+    monkeypatch.setattr(VersionFiles, "remove", watched_remove)
+    run(made, folder, resume=True)
+    assert early == []
+    assert_verifies(folder)

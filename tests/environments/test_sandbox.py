@@ -232,14 +232,13 @@ def running(name):
     return False
 
 
-def test_a_reward_that_hangs_or_dies_in_a_sandbox_fails_alone():
-    hangs, dies, fine = results(
-        "import time\ntime.sleep(600)",
-        "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)",
-        "result = 0.5",
-        deadline_s=2.0,
-    )
-    assert "did not return within `task.reward_seconds = 2`" in str(hangs)
+def test_a_reward_that_hangs_in_a_sandbox_is_killed():
+    (hangs,) = results("import time\ntime.sleep(600)", deadline_s=1.0)
+    assert "did not return within `task.reward_seconds = 1`" in str(hangs)
+
+
+def test_a_reward_that_dies_in_a_sandbox_fails_alone():
+    dies, fine = results("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", "result = 0.5")
     assert "was ended by SIGSEGV while it scored this completion" in str(dies)
     assert fine == 0.5
 

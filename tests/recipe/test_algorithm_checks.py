@@ -237,3 +237,15 @@ def test_a_critic_has_a_discount_of_its_own() -> None:
     assert parsed({"type": "ppo", "turns": {}}, **GUESS).algorithm.turns is not None
     with pytest.raises(RecipeError, match=r"`algorithm.turns.gamma = 0.9` has no effect with a critic"):
         parsed({"type": "ppo", "turns": {"gamma": 0.9}}, **GUESS)
+
+
+@pytest.mark.parametrize("paradigm", PARADIGM_NAMES)
+def test_compare_drops_what_is_for_older_versions_alone_where_there_are_none(paradigm: str) -> None:
+    task = {"model": {"path": "tiny"}, "task": {"type": "countdown-chain"}, **STALE}
+    weighted = {"type": "naive", "advantage": "whiten", "whiten_over": "version", "staleness_correction": {"high": 1.5}}
+    fresh = paradigm == "synchronous"
+    made = parse_recipe(paradigm_overrides({**task, "algorithm": weighted}, paradigm)).algorithm
+    assert (made.staleness_correction is None) == fresh
+    assert made.whiten_over == ("batch" if fresh else "version")
+    made = parse_recipe(paradigm_overrides({**task, "training": {"mismatch_samples": 2}}, paradigm))
+    assert made.training.mismatch_samples == (4 if fresh else 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,37 @@ def test_files_that_the_run_has_not_written_are_left_alone_and_stop_nothing(
     left = {path.name for path in files.folder.iterdir()}
     assert left == {*others, "000001.safetensors", "000005.safetensors"}
     assert "000001.safetensors` is not needed and cannot be removed" in caplog.text
+
+
+def test_a_file_that_a_checkpoint_holds_goes_with_the_last_checkpoint_that_does(files: VersionFiles) -> None:
+    write(files, 1, 2, 3, 4)
+    files.hold(3, [1, 2])
+    files.hold(4, [2, 3])
+    for version in (1, 2):
+        files.remove(version)
+    assert all(files.keeps(version) for version in (1, 2))
+    files.keep_holds({4})
+    assert [files.keeps(version) for version in (1, 2, 3, 4)] == [False, True, True, True], "nothing has removed 3"
+    files.keep_holds({5})
+    files.close()
+    assert files.versions() == [3, 4]
+
+
+def test_a_reference_is_read_from_any_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = VersionFiles(Path("versions"))
+    assert files.reference(weights(3)) is None, "it is not written yet"
+    write(files, 3)
+    found = files.reference(weights(3))
+    assert found is not None
+    assert found.store(Path("versions"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert pickle.loads(pickle.dumps(found)).fetch().checksum == weights(3).checksum
+    files.close()
+    (tmp_path / "versions" / "000003.safetensors").unlink()
+    with pytest.raises(LostObjectError, match="version 3 cannot be read from"):
+        found.fetch()
 
 
 def test_without_durability_only_what_is_kept_is_written(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_cases import Processes
@@ -17,7 +18,7 @@ from training_cases import random_batch, tiny
 from transformers import AutoModelForCausalLM
 from version_cases import aged, with_logprobs
 
-from stretto.errors import RecipeError, TrainerError
+from stretto.errors import LostObjectError, RecipeError, TrainerError
 from stretto.models.checksums import checksum
 from stretto.objectives.base import ObjectiveOptions
 from stretto.objectives.dora import DoraOptions
@@ -167,7 +168,9 @@ def noisy(batch: Batch) -> Batch:
 
 DORA, HISPO = DoraOptions(average_tokens=20), HispoOptions(average_tokens=20)
 SPLIT = GrpoOptions(
-    anchor="proximal", discrepancy_correction={"level": "turn"}, staleness_correction={"mode": "filter", "low": 0.5}
+    anchor="proximal",
+    discrepancy_correction={"level": "turn"},
+    staleness_correction={"mode": "filter", "low": 0.5},
 )
 
 
@@ -228,6 +231,48 @@ def test_a_version_that_is_missing_fails_every_rank_and_changes_nothing(
         assert unchanged
         for name, tensor in state.items():
             assert torch.allclose(tensor.double(), alone[1][name].double(), rtol=1e-7, atol=1e-9), name
+
+
+@dataclass(frozen=True)
+class LostOnOneRank:
+    """A `WeightsRef` that rank 1 cannot fetch."""
+
+    weights: Weights
+
+    @property
+    def checksum(self) -> str:
+        return self.weights.checksum
+
+    def fetch(self) -> Weights:
+        if dist.get_rank() == 1:
+            raise LostObjectError("no such file")
+        return self.weights
+
+
+def losing_a_version(ranks: Ranks, folder: Path, batch: Batch, options: dict[str, Any]) -> tuple[str, float]:
+    trainer = make(ranks, DORA, **options)
+    trainer.load(folder)
+    lost = replace(batch, versions={v: LostOnOneRank(weights) for v, weights in batch.versions.items()})
+    said = ""
+    try:
+        trainer.update(lost)
+    except (LostObjectError, TrainerError) as error:
+        said = str(error)
+    trainer.update(batch)
+    compared = make(ranks, GrpoOptions(), **options)
+    compared.load(folder)
+    return said, compared.update(lost).metrics["mismatch_tokens"]
+
+
+@pytest.mark.parametrize("options", [{}, CUT], ids=["whole", "cut"])
+def test_a_version_that_one_rank_cannot_read_leaves_no_rank_waiting(
+    two: Processes, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    trainer, batch = aged(GrpoOptions(), lora=options.get("lora", True))
+    trainer.save(tmp_path)
+    for said, compared in two.run(losing_a_version, tmp_path, batch, options):
+        assert "no such file; `--resume` makes them again" in said
+        assert compared > 0
 
 
 @pytest.mark.parametrize("more", [{}, {"lora": False}, CUT, {"optimizer_steps": 2}], ids=["lora", "full", "cut", "two"])

@@ -9,7 +9,7 @@ from tests.training.test_trainer_objectives import gradients, relative_error
 from training_cases import random_batch
 from version_cases import UPDATES, aged, make, recorded, stock_gradients, stock_sampled, with_logprobs
 
-from stretto.errors import TrainerError
+from stretto.errors import LostObjectError, TrainerError
 from stretto.objectives.dora import DoraOptions
 from stretto.objectives.grpo import GrpoOptions
 from stretto.objectives.hispo import HispoOptions
@@ -352,6 +352,36 @@ def test_weights_that_lie_elsewhere_are_fetched_only_where_they_are_needed():
     assert equal_states(trainer, held)
     plain.update(fetched)
     assert [ref.fetched for ref in refs.values()] == [1] * UPDATES
+
+
+class Lost(Elsewhere):
+    """Weights that cannot be fetched."""
+
+    def fetch(self):
+        raise LostObjectError("its file is gone")
+
+
+class Damaged(Elsewhere):
+    """Weights that arrive as others."""
+
+    def fetch(self):
+        return dataclasses.replace(self.weights, scale=self.weights.scale + 1)
+
+
+@POLICIES
+@pytest.mark.parametrize(("kind", "why"), [(Lost, "its file is gone"), (Damaged, "another checksum")])
+def test_weights_that_cannot_be_read_end_an_update_that_needs_them_and_no_comparison(lora, kind, why, caplog):
+    trainer, batch = aged(DoraOptions(), lora=lora)
+    untouched, _ = aged(DoraOptions(), lora=lora)
+    lost = dataclasses.replace(batch, versions={v: kind(weights) for v, weights in batch.versions.items()})
+    with pytest.raises(LostObjectError, match=rf"update {UPDATES} .*version 0.*{why}.*`--resume`"):
+        trainer.update(lost)
+    assert equal_states(trainer, untouched)
+    compared, _ = aged(GrpoOptions(), lora=lora)
+    plain, _ = aged(GrpoOptions(), lora=lora, mismatch_samples=0)
+    assert compared.update(lost).metrics["mismatch_tokens"] == plain.update(batch).metrics["mismatch_tokens"]
+    assert equal_states(compared, plain)
+    assert why in caplog.text
 
 
 @pytest.mark.parametrize(("missing", "steps", "lora"), [(0, 1, True), (1, 2, True), (1, 1, False), (2, 2, False)])

@@ -158,7 +158,7 @@ class _Scoring:
             result.num_checked += 1
             result.num_tokens += int(known.sum())
             result.largest = max(result.largest, float(differences.max()))
-            if (differences > by_token).any() or differences.mean() > mean:
+            if not ((differences <= by_token).all() and differences.mean() <= mean):  # so that NaN is a break
                 result.breaks.append(
                     f"trajectory {sample.trajectory} does not have the log-probabilities of version "
                     f"{sample.version}, which is said to have sampled it: they differ by {differences.mean():.2g} on "

@@ -109,12 +109,20 @@ async def take_up(
         folder, oldest, progress.updates,
         ages=retrained_ages, journal=journal.path, checksums=progress.checksums, versions=versions, say=say,
     )  # fmt: skip
-    found = {version: place(each) for version, each in weights.items() if each is not None}
+    # Full weights of versions that only the trainer may need stay in their files.
+    found = {
+        version: (versions.reference(each) if controller.is_retired(version) and each.kind == "full" else None)
+        or place(each)
+        for version, each in weights.items()
+        if each is not None
+    }
     way = bring_back(
         trainer, checkpoint, progress.updates,
         journal=journal.path, checksums=progress.checksums, versions=versions, sampled=sampled, needed=needed, say=say,
     )  # fmt: skip
     async for made in way:
+        if made.version in found:
+            continue  # its file has the recorded weights
         if made.checksum != progress.checksums[made.version]:
             journal.version_made_again(made.version, made.checksum, at=clock.now())
         versions.keep(made)
@@ -127,9 +135,12 @@ async def take_up(
     held = set[int]()
     for each in complete_checkpoints(folder / "checkpoints"):
         updates = int(each.name)
-        versions.hold(updates, range(max(0, updates - retrained_ages), updates))
-        held.update(range(max(0, updates - retrained_ages), updates))
+        before = range(max(0, updates - retrained_ages), updates)
+        versions.hold(updates, before)
+        held.update(before)
     versions.prune((needed | held).__contains__)  # not before, as training again may adopt what nothing else needs
+    for version in held - needed:
+        versions.remove(version)  # once no checkpoint holds it
     JsonLines(folder / "metrics.jsonl").rewrite(progress.lines)
     _tell(journal, rollouts, say)
     return Resumed(controller, found, totals, rollouts, kept, progress.evaluated)

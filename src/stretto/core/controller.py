@@ -154,6 +154,10 @@ class Controller:
         """The versions whose weights the run needs to continue: after a restore, those to bring back."""
         return sorted(v for v in self.window.live if v == self.newest or self.needs(v))
 
+    def is_retired(self, version: int) -> bool:
+        """True if no engine needs a version any more. One that is not published yet is not retired."""
+        return version < self.newest and version not in self.window.live
+
     def waits(self) -> list[Wait]:
         """Returns who waits for what now, as text."""
         return explain(self)

@@ -30,6 +30,10 @@ def options_without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
             f'`algorithm.whiten_over = "{algorithm.whiten_over}"` has no effect without staleness: a batch has one '
             "version; leave it out, or allow staleness",
         )
+        found["algorithm", "staleness_correction"] = (
+            "`[algorithm.staleness_correction]` has no effect without staleness: every trajectory is of the version "
+            "that is trained; leave it out, or allow staleness"
+        )
     if recipe.paradigm.pinned:
         found["algorithm", "mask_older_tokens"] = (
             "`algorithm.mask_older_tokens` has no effect with `rollout.paradigm = "
@@ -84,7 +88,7 @@ def impossible_algorithm(recipe: Recipe) -> Iterable[str]:
     """The reasons why the algorithm cannot work in this recipe, one sentence each."""
     yield from _corrects_nothing(recipe)
     yield from _never_clips(recipe)
-    yield from _split_corrections(recipe)
+    yield from _correction_levels(recipe)
     yield from _reference(recipe)
     yield from _filtered_signal(recipe)
     yield from _replay(recipe)
@@ -165,15 +169,9 @@ def _never_clips(recipe: Recipe) -> Iterable[str]:
         )
 
 
-def _split_corrections(recipe: Recipe) -> Iterable[str]:
-    algorithm = recipe.algorithm
-    if algorithm.staleness_correction is not None and not may_be_stale(recipe):
-        yield (
-            "`[algorithm.staleness_correction]` has no effect without staleness: every trajectory is of the version "
-            "that is trained; leave it out, or allow staleness"
-        )
+def _correction_levels(recipe: Recipe) -> Iterable[str]:
     if recipe.task.max_turns == 1:
-        for table in algorithm.corrections:
+        for table in recipe.algorithm.corrections:
             if table is not None and table.level == "turn":
                 yield (
                     f'`{table.table}.level = "turn"` has no effect beyond "sequence" with '

@@ -339,7 +339,8 @@ def paradigm_overrides(raw: Mapping[str, Any], paradigm: str) -> dict[str, Any]:
         if rollout.get("rows", 0) > most:  # more than one batch has
             rollout.pop("rows")
     for section, key in ineffective_in(result) - ineffective_in(raw):
-        if section in ("algorithm", "runtime"):  # such as clips, which have no effect without staleness
+        # Such as clips and comparisons of older versions, which have no effect without staleness.
+        if section in ("algorithm", "runtime") or key == "mismatch_samples":
             del result[section][key]
     return result
 

@@ -153,7 +153,7 @@ class Loop:
         self._retention = VersionRetention(
             self.weights,
             ages=settings.sampled_ages,
-            retired=self.weights.keys() - controller.versions.keys(),
+            retired=filter(controller.is_retired, self.weights),
             journal=journal,
             versions=versions,
             spawn=self._spawn,
@@ -240,6 +240,7 @@ class Loop:
                 f"needs {self.controller.plan.slots}: give them more slots, or lower it"
             )
         self.instances.announce()
+        self._retention.begin()
         self._spawn(self._report_status(), "status")
         self._spawn(self.instances.watch(), "watch the instances")
         self._spawn(self._sample_load(), "sample the load")

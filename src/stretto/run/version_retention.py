@@ -8,9 +8,11 @@ leave the device: they are read from their file, or wait in host memory. Adapter
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Iterable, MutableMapping
 from typing import Any
 
+from stretto.errors import RunError, StalledError
 from stretto.run.protocols import VersionStore
 from stretto.store.journal import Journal
 from stretto.types import Weights, WeightsRef
@@ -37,6 +39,11 @@ class VersionRetention:
         self._versions = versions
         self._spawn = spawn
 
+    def begin(self) -> None:
+        """Moves off the device what no engine needs from the start: a resumed run has such versions."""
+        for version in self._retired:
+            self._spawn(self._move_off_device(version), f"move version {version} off the device")
+
     def retire(self, version: int, newest: int) -> None:
         """Notes that no engine needs a version any more. `newest` is the version that the next update trains."""
         self._retired.add(version)
@@ -62,7 +69,8 @@ class VersionRetention:
             return
         moved: Weights | WeightsRef | None = None
         if self._versions is not None:
-            await self._versions.durable(version)
+            with contextlib.suppress(RunError, StalledError):  # a file of a checkpoint alone: the run does without it
+                await self._versions.durable(version)
             moved = self._versions.reference(weights)
         if moved is None and isinstance(weights, Weights):
             moved = await asyncio.to_thread(weights.on_host)

@@ -135,7 +135,7 @@ class VersionFiles:
         write = self._writes.get(weights.version)
         if write is None or not write.done() or write.exception() is not None:
             return None
-        return VersionFile(weights.version, weights.kind, weights.checksum, self.folder)
+        return VersionFile(weights.version, weights.kind, weights.checksum, self.folder.resolve())
 
     def read(self, version: int, recorded: str) -> Weights | None:
         """Reads a version. Returns None if there is no file, or if it is damaged or not of the `recorded` checksum."""
@@ -185,7 +185,7 @@ class VersionFile:
     version: int
     kind: Literal["lora", "full"]
     checksum: str
-    folder: Path
+    folder: Path  # absolute, because another process may have another working directory
 
     def fetch(self) -> Weights:
         """Reads the file. The caller compares the checksum."""
@@ -197,7 +197,7 @@ class VersionFile:
             ) from error
 
     def store(self, folder: Path) -> bool:
-        return folder == self.folder
+        return folder.resolve() == self.folder
 
     async def recreate(self) -> None:
         raise LostObjectError(f"`{_path(self.folder, self.version)}` is the only copy of version {self.version}")

@@ -24,7 +24,10 @@ class Trainer(Protocol):
         ...
 
     def update(self, batch: Batch) -> UpdateReport:
-        """Runs update `batch.update`. Raises `TrainerError`, and then nothing has changed."""
+        """Runs update `batch.update`. Raises `TrainerError`, and then nothing has changed.
+
+        Raises `LostObjectError`, with nothing changed, if weights of `batch.versions` that it needs cannot be read.
+        """
         ...
 
     def weights(self, version: int) -> Weights:

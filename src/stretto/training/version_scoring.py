@@ -12,6 +12,7 @@ the newest version cost nothing: their log-probabilities are those at the start 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ from stretto.training.packing import MicroBatch, first_fit_decreasing, input_len
 from stretto.training.parallel import Ranks
 from stretto.training.policy_weights import PolicyWeights
 from stretto.types import Batch, Sample, Weights, WeightsRef, older_versions
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,7 @@ class VersionScorer:
         """Sets `sampled` and `is_scored` of this rank's micro-batches. Returns the samples of all ranks by version.
 
         Restores the policy bit for bit. Raises `TrainerError` if the objective needs a version that the batch does not
-        bring, and `LostObjectError` if one cannot be read. A batch that brings none is not measured.
+        bring, and `LostObjectError` if it needs one that cannot be read. What is only measured does without them.
         """
         chosen = self._choose(batch)
         shares = [
@@ -151,12 +154,15 @@ class VersionScorer:
         for each in passes:
             if not each.micro_batches and self._empty_pass is None:
                 continue
-            with self._policy.installed(self._weights(batch, each.version)), self._packed.as_in_training():
+            if (weights := self._weights(batch, each.version)) is None:
+                continue
+            with self._policy.installed(weights), self._packed.as_in_training():
                 for samples in each.micro_batches:
                     self._score_micro_batch(batch, samples, each.version, found)
                 if self._empty_pass is not None:
                     for _ in range(each.most - len(each.micro_batches)):
                         self._empty_pass(batch)
+            del weights  # before those of the next version are read
         return found
 
     def _score_micro_batch(
@@ -172,19 +178,35 @@ class VersionScorer:
                 here = here | before.is_scored
             found[index] = ScoredSample(own, here)
 
-    def _weights(self, batch: Batch, version: int) -> Weights:
+    def _weights(self, batch: Batch, version: int) -> Weights | None:
+        """Returns the weights of a version; None if they cannot be read and the objective does not need them."""
+        weights, lost = None, None
+        try:
+            weights = self._read(batch, version)
+        except LostObjectError as error:
+            lost = str(error)
+        if self._empty_pass is not None:  # passes are collective: every rank has the weights, or none makes the pass
+            lost = next((each for each in self._ranks.gathered(lost) if each is not None), None)
+        if lost is None:
+            return weights
+        if self._every_token:
+            raise LostObjectError(
+                f"update {batch.update} scores tokens under version {version}, which sampled them, and its weights "
+                f"cannot be read: {lost}; `--resume` makes them again from a checkpoint and the journal"
+            )
+        log.warning("update %d does not compare engine and trainer under version %d: %s", batch.update, version, lost)
+        return None
+
+    def _read(self, batch: Batch, version: int) -> Weights:
         asked: Weights | WeightsRef | None = batch.versions.get(version)
         if asked is None:
             raise TrainerError(
-                f"update {batch.update} needs the weights of version {version}, which sampled some of its tokens, and "
-                "they are not there any more"
+                f"update {batch.update} scores tokens under version {version}, which sampled them, and its weights are "
+                "not in `Batch.versions`: add them; in a run, `--resume` makes them again"
             )
         if isinstance(asked, Weights):
             return asked
         fetched = asked.fetch()
         if checksum(fetched.tensors, fetched.scale) != asked.checksum:
-            raise LostObjectError(
-                f"update {batch.update} needs the weights of version {version}, and those that arrived have another "
-                f"checksum than {asked.checksum}"
-            )
+            raise LostObjectError(f"those that arrived have another checksum than {asked.checksum}")
         return fetched
