@@ -29,7 +29,10 @@ def a_version(version: int) -> Weights:
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_a_version_that_is_retired_while_a_checkpoint_is_written_leaves_no_file(tmp_path: Path, durable: bool) -> None:
+@pytest.mark.parametrize("ages", [0, 1])
+def test_a_version_that_is_retired_while_a_checkpoint_is_written_is_left_only_if_that_holds_it(
+    tmp_path: Path, durable: bool, ages: int
+) -> None:
     versions = VersionFiles(tmp_path / "versions", durable=durable)
     needed = {version: a_version(version) for version in (1, 2)}
     controller = SimpleNamespace(newest=2, needed_versions=[1, 2])
@@ -45,12 +48,12 @@ def test_a_version_that_is_retired_while_a_checkpoint_is_written_leaves_no_file(
         with Journal.open(tmp_path / "journal.sqlite") as journal:
             for weights in needed.values():
                 versions.write(weights)
-            await take_checkpoint(tmp_path, loop, role, journal, versions, ages=0)
+            await take_checkpoint(tmp_path, loop, role, journal, versions, ages=ages)
         role.close()
 
     asyncio.run(main())
     versions.close()
-    assert versions.versions() == [2]
+    assert versions.versions() == ([1, 2] if ages else [2])
     found, problems = find_checkpoint(tmp_path / "checkpoints", 2)
     assert found is not None
     assert (found.updates, problems) == (2, [])

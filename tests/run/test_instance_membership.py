@@ -171,8 +171,8 @@ def test_one_that_is_slow_but_moves_is_not_lost(tmp_path: Path) -> None:
     bench = Bench(
         tmp_path,
         plan(updates=2),
-        make=lambda _: FakeSteppedEngine(rows=12, step_s=0.05, median_tokens=20.0, sigma=0.3),
-        instance_s=1.0,  # a generation takes longer, a step much less
+        make=lambda _: FakeSteppedEngine(rows=12, step_s=0.15, median_tokens=20.0, sigma=0.3),
+        instance_s=2.0,  # a generation takes longer, a step much less
     )
     assert bench.run()
     assert outcomes(tmp_path) == [(0, None)]

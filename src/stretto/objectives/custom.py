@@ -144,7 +144,8 @@ class CustomOptions(ObjectiveOptions):
         if expected.requires_grad and not losses.requires_grad:
             raise self._refused(WITHOUT_GRADIENT)
         given = (tokens.logprobs, tokens.behaviour, tokens.proximal, tokens.advantages)
-        if not torch.isfinite(losses).all() and all(torch.isfinite(values).all() for values in given):
+        known = given if tokens.sampled is None else (*given, tokens.sampled)
+        if not torch.isfinite(losses).all() and all(torch.isfinite(values).all() for values in known):
             token = int(torch.isfinite(losses).logical_not().nonzero()[0])
             raise self._refused(
                 f"returned a loss of {losses[token].item()} for token {token}, whose log-probability is "

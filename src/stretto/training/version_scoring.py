@@ -30,6 +30,8 @@ from stretto.types import Batch, Sample, Weights, WeightsRef, older_versions
 
 log = logging.getLogger(__name__)
 
+FULL_WEIGHTS_EVERY = 8  # updates between two measurements of full weights, which have to be brought to the device
+
 
 @dataclass(frozen=True, slots=True)
 class VersionPasses:
@@ -141,6 +143,8 @@ class VersionScorer:
     def _choose(self, batch: Batch) -> list[int]:
         if self._every_token:
             return [i for i, sample in enumerate(batch.samples) if older_versions([sample], batch.update)]
+        if self._policy.lora is None and batch.update % FULL_WEIGHTS_EVERY:
+            return []
         return sample_for_mismatch(batch, self._mismatch_samples, one_version=self._policy.lora is None)
 
     def _unscored(self, sample: Sample) -> ScoredSample:
