@@ -14,12 +14,19 @@ from stretto.objectives.dora import DoraOptions
 from stretto.objectives.grpo import GrpoOptions
 from stretto.objectives.hispo import HispoOptions
 from stretto.objectives.naive import NaiveOptions
+from stretto.training import version_scoring
 from stretto.training.packing import micro_batch
 from stretto.types import Batch
 
 POLICIES = pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 AGES = range(UPDATES + 1)
+
+
+@pytest.fixture(autouse=True)
+def full_weights_too(monkeypatch):
+    """Compares full weights in every update, as adapters are."""
+    monkeypatch.setattr(version_scoring, "FULL_WEIGHTS_EVERY", 1)
 
 
 class Watch:
@@ -242,6 +249,16 @@ def test_a_comparison_with_the_engine_changes_no_bit_of_the_update(lora, dtype):
     for each in (without, compared):
         each.update(random_batch(4, seed=9))
     assert equal_states(without, compared)
+
+
+@pytest.mark.parametrize(("every", "passes"), [(UPDATES, 1), (UPDATES + 1, 0)])
+def test_full_weights_are_compared_once_in_a_while_and_under_one_version(every, passes, monkeypatch):
+    monkeypatch.setattr(version_scoring, "FULL_WEIGHTS_EVERY", every)
+    trainer, batch = aged(GrpoOptions(), lora=False, mismatch_samples=4)
+    watch = Watch(trainer, monkeypatch)
+    trainer.update(batch)
+    assert len(watch.scored) == passes
+    assert len({batch.samples[index].version for samples in watch.scored for index in samples}) == passes
 
 
 @pytest.mark.parametrize("micro_tokens", [10_000, 30])

@@ -39,7 +39,7 @@ class TrainingOptions(Options):
     mismatch_samples: int = Field(
         4,
         ge=0,
-        description="Sequences of older versions an update on which engine and trainer are compared (with full weights: "
+        description="Sequences of older versions an update on which engine and trainer are compared (full weights: "
         "every eighth update); with an objective that scores every token under its own version, all are",
     )
     micro_tokens: int = Field(8_192, ge=1, description="Most tokens of a packed micro-batch")
