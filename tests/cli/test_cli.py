@@ -3,7 +3,9 @@
 import errno
 import json
 import logging
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -432,6 +434,8 @@ def test_check_refuses_what_train_refuses_and_prints_no_configuration(
 def test_pool_says_what_is_wrong_before_it_asks_anybody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pool", str(tmp_path), "--add", "0"]) == 2
     assert "`--add 0` adds nothing" in capsys.readouterr().err
+    assert main(["pool", str(tmp_path), "--add", "1000"]) == 2
+    assert "`--add 1000` is more than 64 at once" in capsys.readouterr().err
     assert main(["pool", str(tmp_path), "--list"]) == 2
     assert "no run has begun in" in capsys.readouterr().err
 
@@ -450,6 +454,27 @@ def test_a_home_that_the_shell_left_is_expanded_on_the_command_line_and_refused_
     recipe.write_text(f'model.path = "tiny"\ntask = {task}\n')
     assert main(["check", str(recipe)]) == 2
     assert "`~` is not expanded" in capsys.readouterr().err
+
+
+def test_a_signal_before_the_run_begins_stops_it_as_ctrl_c_does(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("stretto.cli.check.run", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    assert main(["check", str(recipe)]) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_exception_of_any_kind_is_no_broken_law(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(_: object) -> int:
+        raise BaseException("boo")
+
+    monkeypatch.setattr("stretto.cli.check.run", fails)
+    assert main(["check", str(recipe)]) == 2
+    assert "BaseException: boo" in capsys.readouterr().err
 
 
 def test_a_line_of_the_hub_appears_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -497,6 +497,15 @@ def test_the_first_lines_of_a_reward_are_shown_and_all_of_them_kept(tmp_path):
     assert (tmp_path / "run" / "reward.log").read_text().splitlines() == [f"line {number}" for number in range(30)]
 
 
+def test_control_characters_of_a_reward_do_not_reach_the_terminal(tmp_path):
+    shown = []
+    output = RewardOutput(tmp_path / "reward.log", shown.append)
+    output("\x1b[31mred\x07 \ttab é")
+    output.close()
+    assert shown == ["reward: \ufffd[31mred\ufffd \ttab é"]
+    assert (tmp_path / "reward.log").read_text() == "\x1b[31mred\x07 \ttab é\n"
+
+
 def test_what_a_reward_prints_onto_a_full_disk_costs_those_lines_and_no_reward():
     shown = []
 

@@ -209,6 +209,15 @@ def test_other_errors_are_not_tried_again() -> None:
     assert trainer.tries == 1
 
 
+def test_code_that_would_end_the_driver_is_an_error_of_the_update() -> None:
+    class Exits(FakeTrainer):
+        def update(self, batch: Batch) -> UpdateReport:
+            raise SystemExit(0)
+
+    with pytest.raises(TrainerError, match="update 0 ended with SystemExit: 0"):
+        updated(Exits(), None)
+
+
 def test_anything_else_that_finds_no_memory_is_an_error_by_name() -> None:
     async def main() -> None:
         role = ThreadedTrainer(Hungry(copies=1), 1, deadline_s=10.0)

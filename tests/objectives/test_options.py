@@ -278,6 +278,7 @@ def test_what_a_function_returns_is_checked_and_the_function_named(function, sai
     [
         ("raising", r"raised KeyError: 'factor' \(objective_cases.py:{}\)"),
         ("raising_in_torch", r"raised .*\(obj.*:{}\)"),
+        ("exiting", r"raised SystemExit: 0 \(objective_cases.py:{}\)"),
     ],
 )
 def test_a_function_that_raises_is_named_with_its_own_line(function, said):
@@ -329,7 +330,7 @@ def test_a_function_gets_the_scores_under_the_version_that_sampled_where_it_asks
     asking = options_of("custom", {"function": "objective_cases:stale_ratio", "sampled": True})
     assert asking.needs_sampled
     asking.try_out()
-    with pytest.raises(RecipeError, match=r"objective_cases:stale_ratio.*raised"):
+    with pytest.raises(RecipeError, match=r"objective_cases:stale_ratio.*None without `algorithm.sampled = true`"):
         options_of("custom", {"function": "objective_cases:stale_ratio"}).try_out()
 
 

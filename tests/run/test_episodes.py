@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
@@ -185,6 +186,22 @@ def test_an_environment_that_cancels_its_own_task_fails_its_episode_alone(while_
     said = "gave up a turn" if while_generating else "it cancelled its own task"
     with pytest.raises(RewardError, match=said):
         play(Asked(takes_s=60 if while_generating else 0), episode)
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["asks for a turn", "returns"])
+def test_a_process_that_an_environment_forks_ends_where_it_comes_back(asks: bool) -> None:
+    children: list[int] = []
+
+    async def forks(policy: Policy) -> float:
+        if child := os.fork():
+            children.append(child)
+        elif asks:
+            await policy.generate((1,))
+        return 1.0
+
+    assert play(Asked(), forks) == 1.0
+    (child,) = children
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 def test_who_cancels_an_episode_finds_it_cancelled() -> None:

@@ -184,7 +184,6 @@ SPLIT = GrpoOptions(
         pytest.param(HISPO, {**CUT, "optimizer_steps": 2}, id="hispo-cut-two-steps"),
         pytest.param(SPLIT, CUT, id="parts-cut"),
         pytest.param(GrpoOptions(), {}, id="comparison"),
-        pytest.param(GrpoOptions(), CUT, id="comparison-cut"),
     ],
 )
 def test_two_ranks_score_older_versions_as_one_does(

@@ -46,8 +46,8 @@ def compare_from_command_line(
 ) -> int:
     """Runs `compare`, prints its table after every paradigm, and writes `compare.json`. Returns the exit status."""
     chosen = folder or Path("runs") / f"compare-{recipe.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    console = Console()
-    wide = Console(width=max(console.width, 170))  # fourteen columns do not fit into less
+    console = Console(emoji=False)
+    wide = Console(width=max(console.width, 170), emoji=False)  # fourteen columns do not fit into less
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -83,7 +83,7 @@ def train_from_command_line(
     Ctrl-C after the end of the run is ignored and does not change the status. `part_of_compare` leaves out the
     suggestions of what to type next: `compare` prints its own.
     """
-    console = Console()
+    console = Console(emoji=False)
     observer = make_observer(console, recipe.training.steps)
     try:
         summary = train(recipe, folder, resume=resume, observer=observer, give_up=give_up)

@@ -63,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     130: stopped by Ctrl-C or a signal; a run that was stopped or killed can be resumed.
     """
     options = _parser().parse_args(arguments)
+    from stretto.run.interrupts import handled  # not before: `--help` answers at once
+
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[_StandardError()]
     )
@@ -70,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = options.run_command
     on_interrupt = signal.getsignal(signal.SIGINT)
     try:
-        return run(options)
+        with handled({signal.SIGTERM: _interrupt}):  # until a run has handlers of its own
+            return run(options)
     except StrettoError as error:
         sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
         return 2
@@ -80,12 +83,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of the output has gone
         return 0
-    except Exception:  # a fault of this package or of the user's code; not 1, which `verify` and `replay` have taken
+    except SystemExit:
+        raise
+    except BaseException:  # a fault of this package or of the user's code; not 1, which `verify` and `replay` use
         traceback.print_exc()
         return 2
     finally:
         if arguments is not None and signal.getsignal(signal.SIGINT) is not on_interrupt:
             signal.signal(signal.SIGINT, on_interrupt)  # called by a program that continues after this
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _parser() -> argparse.ArgumentParser:

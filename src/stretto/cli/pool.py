@@ -8,6 +8,8 @@ import sys
 from stretto.cli import arguments
 from stretto.errors import RunError
 
+MOST = 64  # instances in one request, which cannot be taken back
+
 HELP = "list, add and remove the rollout instances of a run while it is running"
 
 
@@ -24,6 +26,8 @@ def run(options: argparse.Namespace) -> int:
 
     if options.add is not None and options.add < 1:
         raise RunError(f"`--add {options.add}` adds nothing; use at least 1")
+    if options.add is not None and options.add > MOST:
+        raise RunError(f"`--add {options.add}` is more than {MOST} at once; add fewer, and look at `--list` in between")
     if options.list:
         request: dict[str, object] = {"do": "list"}
     elif options.add is not None:

@@ -20,5 +20,5 @@ def run(options: argparse.Namespace) -> int:
 
     from stretto.observe.show import show
 
-    Console().print(show(options.run, update=options.update, samples=options.samples))
+    Console(emoji=False).print(show(options.run, update=options.update, samples=options.samples))
     return 0

@@ -47,7 +47,9 @@ def load_environment(spec: EnvironmentSpec, tokenizer: Any) -> Environment:
         ) from error
     try:
         made = kind(tokenizer, **spec.config)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise RecipeError(f"{said} could not be created: {last_line(error)}") from error
     if not inspect.iscoroutinefunction(getattr(made, "episode", None)):
         raise RecipeError(f"{said} has no episodes: define `async def episode(self, prompt, policy)`")

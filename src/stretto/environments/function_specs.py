@@ -38,7 +38,9 @@ def resolve(spec: str) -> Callable[..., Any]:
                 f"there is no module `{error.name}`, neither installed nor in the working directory {os.getcwd()}{hint}"
             ) from error
         raise SpecError(f"importing `{module_name}` failed: {last_line(error)}") from error
-    except (Exception, SystemExit) as error:  # a module that is also a script may call `sys.exit`
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module that is also a script may call `sys.exit`
         raise SpecError(f"importing `{module_name}` failed: {last_line(error)}") from error
     for name in path.split("."):
         if not hasattr(value, name):

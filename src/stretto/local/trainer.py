@@ -234,8 +234,12 @@ class ThreadedTrainer:
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(call())
-            except BaseException as error:
+            except Exception as error:
                 future.set_exception(error)
+            except BaseException as error:  # `SystemExit`, say: it must not end the driver
+                made = TrainerError(f"{self._doing} ended with {type(error).__name__}: {error}")
+                made.__cause__ = error
+                future.set_exception(made)
         self._doing = "nothing"
         return True
 

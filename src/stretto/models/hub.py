@@ -60,5 +60,8 @@ def _why_not(name: str) -> str | None:
     except HfHubHTTPError:
         return None  # it answers; the loader reports a model that is gated or broken
     except Exception as error:  # which errors a connection raises depends on the version of the client
-        return f"the hub cannot be reached ({type(error).__name__}: {first_line(error)})"
+        return (
+            f"the hub cannot be reached ({type(error).__name__}: {first_line(error)}): check the network, or download "
+            "the model elsewhere and give its folder"
+        )
     return None

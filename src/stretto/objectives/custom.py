@@ -24,6 +24,8 @@ WITHOUT_GRADIENT = (
     "without `detach()`, `torch.no_grad()` or numpy"
 )
 
+SET_SAMPLED = "; `tokens.sampled` is None without `algorithm.sampled = true`"
+
 Function = Callable[[Tokens, dict[str, Any]], Loss]
 
 
@@ -86,14 +88,18 @@ class CustomOptions(ObjectiveOptions):
         seen = replace(tokens, logprobs=tokens.logprobs.view_as(tokens.logprobs))
         try:
             result = self.resolved(seen, dict(self.options))
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, KeyboardInterrupt):
             raise  # the trainer makes room and tries again
-        except Exception as error:
-            raise TrainerError(f"`{self.function}` raised {last_line(error, self.resolved)}") from error
+        except BaseException as error:
+            hint = SET_SAMPLED if self._misses_sampled(error) else ""
+            raise TrainerError(f"`{self.function}` raised {last_line(error, self.resolved)}{hint}") from error
         losses, diagnostics = self._checked(result, tokens)
         if losses.requires_grad:
             seen.logprobs.register_hook(self._refuse_gradient)  # type: ignore[no-untyped-call]
         return losses, diagnostics
+
+    def _misses_sampled(self, error: BaseException) -> bool:
+        return not self.sampled and isinstance(error, TypeError | AttributeError) and "NoneType" in str(error)
 
     def try_out(self) -> None:
         """Calls the function with a few tokens that are made up. Raises `RecipeError` if a run would fail with it."""

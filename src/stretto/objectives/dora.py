@@ -20,7 +20,7 @@ class DoraOptions(ClipOptions):
     """
 
     formula: ClassVar[str] = (
-        f"sg(min(w, weight_cap)) times {CLIP_FORMULA}; r = pi / pi_w, w = pi_w / mu; "
+        f"sg(min(r_dis, weight_cap)) times {CLIP_FORMULA}; r = pi / pi_w, r_dis = pi_w / mu; "
         "summed over tokens, divided by average_tokens times the sequences"
     )
     when: ClassVar[str] = (

@@ -9,6 +9,7 @@ Any other environment runs in a task of its own, so the task that it may cancel 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -26,8 +27,8 @@ TakeTurn = Callable[[int, tuple[int, ...]], Coroutine[Any, Any, Completion]]
 class Episode:
     """The policy that an environment asks for its turns. When `play` is over, no turn is in progress any more."""
 
-    __slots__ = ("_deadline_s", "_direct", "_limit", "_max_tokens", "_over", "_take_turn", "_turn", "_turns", "fault",
-                 "num_asked")  # fmt: skip
+    __slots__ = ("_deadline_s", "_direct", "_limit", "_max_tokens", "_over", "_process", "_take_turn", "_turn",
+                 "_turns", "fault", "num_asked")  # fmt: skip
 
     def __init__(self, turns: Turns, take_turn: TakeTurn, *, max_tokens: int, deadline_s: float | None) -> None:
         """`turns` are those that are done, which `take_turn` adds to; `max_tokens` bounds what follows the prompt.
@@ -44,6 +45,7 @@ class Episode:
         self._direct = False  # the only turn of a `SingleTurn` environment is in progress
         self._over = False
         self._limit = asyncio.Timeout(None)
+        self._process = os.getpid()
 
     @property
     def left(self) -> int:
@@ -58,7 +60,7 @@ class Episode:
     async def play(self, environment: Environment, prompt: Prompt) -> float | Outcome:
         """Runs the episode to its end. An error that kept it from a turn is raised, whatever the environment did."""
         if not isinstance(environment, SingleTurn):
-            return await self._bounded(_in_own_task(environment.episode(prompt, self)))
+            return await self._bounded(_in_own_task(self._played(environment, prompt)))
         self._direct = True
         try:
             completion = await self._take_turn(0, prompt.tokens)
@@ -70,8 +72,20 @@ class Episode:
         self.num_asked = 1
         return await self._bounded(environment.score(prompt, completion))
 
+    async def _played(self, environment: Environment, prompt: Prompt) -> float | Outcome:
+        try:
+            return await environment.episode(prompt, self)
+        finally:
+            self._end_forked_process()
+
+    def _end_forked_process(self) -> None:
+        """Ends a process that the environment forked and that came back here: it would be a second driver."""
+        if os.getpid() != self._process:
+            os._exit(1)
+
     async def generate(self, tokens: Sequence[int]) -> Completion:
         """Returns the next turn. For the environment, which may handle a `RewardError` of it, and no other error."""
+        self._end_forked_process()
         context = token_ids(tokens)
         if self._over:
             raise RewardError("the environment asked for a turn, and its episode had ended: await every turn in it")
