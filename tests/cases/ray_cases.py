@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import RayError
 
 import stretto.cluster.actor_calls as actor_calls
 from stretto.cluster.engine import RayEngine, place
@@ -56,7 +57,14 @@ def lost_reference() -> Any:
     ray.kill(owner)
     while ray.wait([owner.put.remote(0)], timeout=0.1)[0] == []:
         time.sleep(0.1)
-    return ref
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:  # the object outlives its owner by a moment
+        try:
+            ray.get(ref, timeout=5)
+        except RayError:
+            return ref
+        time.sleep(0.1)
+    raise AssertionError("the object has outlived its owner by a minute")
 
 
 class _Again(InstanceActor):

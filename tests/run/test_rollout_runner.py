@@ -646,7 +646,7 @@ def test_an_environment_that_breaks_an_assertion_of_its_own_fails_its_trajectory
     made, _, events = rollouts(rollout, {0: Engine(completion(1))}, AssertionError("two is three"))
     asyncio.run(run_episode(made, rollout, 1, 0))
     assert isinstance(events[-1], core.ScoringFailed)
-    assert re.fullmatch(r"AssertionError: two is three \(test_rollouts\.py:\d+\)", events[-1].reason)
+    assert re.fullmatch(r"AssertionError: two is three \(test_rollout_runner\.py:\d+\)", events[-1].reason)
 
 
 def test_two_turns_at_once_are_refused() -> None:
