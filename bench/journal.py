@@ -44,6 +44,7 @@ async def record(folder: Path, num_groups: int, num_tokens: int) -> None:
         for group in groups:
             prompt = Prompt(group, "prompt", prompt_tokens, {"answer": group})
             members = [group * GROUP + member for member in range(GROUP)]
+            seeds = [trajectory_seed(0, id) for id in members]
             now = time.time()
             with timed(caller["group_admitted"]):
                 journal.group_admitted(
@@ -55,7 +56,7 @@ async def record(folder: Path, num_groups: int, num_tokens: int) -> None:
                     epoch=0,
                     row_number=group,
                     trajectories=members,
-                    seeds=[trajectory_seed(0, id) for id in members],
+                    seeds=seeds,
                     at=now,
                 )
         samples: list[Sample] = []
