@@ -263,7 +263,10 @@ class Sample:
 
 def older_versions(samples: Iterable[Sample], update: int) -> list[int]:
     """Returns the versions older than `update` that tokens of the samples were drawn from, in order."""
-    found = {version for sample in samples for version in np.unique(sample.token_versions).tolist()}
+    found: set[int] = set()
+    for sample in samples:
+        mixed = sample.completion.token_versions is not None
+        found.update(np.unique(sample.token_versions).tolist() if mixed else (sample.version,))
     return sorted(version for version in found if version < update)
 
 

@@ -15,7 +15,7 @@ import pytest
 from run_cases import assert_verifies, recipe, rows, run
 
 from stretto.assembly.recompute import recompute
-from stretto.assembly.retrain import made_trainer, retrain
+from stretto.assembly.retrain import made_trainer, recorded_recipe, retrain
 from stretto.cli import main
 from stretto.errors import RunError
 from stretto.setup.trainer_recovery import SampledVersions, train_again
@@ -80,7 +80,7 @@ def write_versions(folder: Path) -> None:
                 assert isinstance(made, Weights)
                 write_file(folder / "versions", made)
 
-    trainer = made_trainer(folder, lambda text: None)
+    trainer = made_trainer(recorded_recipe(folder), lambda text: None)
     try:
         asyncio.run(write())
     finally:

@@ -17,10 +17,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.assembly.retrain import made_trainer
+from stretto.assembly.retrain import made_trainer, recorded_recipe
 from stretto.errors import RunError
 from stretto.local.trainer import ThreadedTrainer
-from stretto.recipe.schema import load_recipe
 from stretto.setup.trainer_recovery import bring_back, refuse_another_base, usable_checkpoint
 from stretto.store.reader import JournalReader
 from stretto.store.resume_point import recorded_checksums
@@ -68,10 +67,11 @@ def recompute(folder: Path, count: int, *, say: Callable[[str], None] = lambda t
         samples = [reader.sample(trained[place]) for place in places]
     if not samples:
         raise RunError(f"the run in `{folder}` has trained on nothing, so there is nothing to score again")
-    trainer = made_trainer(folder, say)
+    recipe = recorded_recipe(folder)
+    trainer = made_trainer(recipe, say)
     try:
         result = RecomputeResult(count, len(trained))
-        asyncio.run(_Scoring(trainer, samples, result).run(folder, journal, say))
+        asyncio.run(_Scoring(trainer, samples, result, ages=recipe.retrained_ages).run(folder, journal, say))
         return result
     finally:
         trainer.close()
@@ -80,11 +80,15 @@ def recompute(folder: Path, count: int, *, say: Callable[[str], None] = lambda t
 class _Scoring:
     """Collects the log-probabilities of samples, version by version."""
 
-    def __init__(self, trainer: ThreadedTrainer, samples: Sequence[Sample], result: RecomputeResult) -> None:
+    def __init__(
+        self, trainer: ThreadedTrainer, samples: Sequence[Sample], result: RecomputeResult, *, ages: int
+    ) -> None:
+        """Updates that are trained again need versions up to `ages` older than their own."""
         assert isinstance(trainer.trainer, LocalTrainer)
         self._trainer, self._local = trainer, trainer.trainer
         self._samples = samples
         self._result = result
+        self._ages = ages
         self._versions = [sample.token_versions for sample in samples]
         # NaN: the version of that token was not reached, so it is not compared.
         self._scored = [np.full(len(versions), np.nan) for versions in self._versions]
@@ -126,7 +130,7 @@ class _Scoring:
         """Scores under versions that are trained again, on the way to the last of them."""
         checkpoint, sampled = await usable_checkpoint(
             folder, min(missing), max(missing),
-            ages=load_recipe(folder / "config.toml").retrained_ages, journal=journal, checksums=checksums,
+            ages=self._ages, journal=journal, checksums=checksums,
             versions=files, say=say,
         )  # fmt: skip
         way = bring_back(

@@ -25,7 +25,7 @@ from stretto.errors import RunError
 from stretto.local.trainer import ThreadedTrainer
 from stretto.models.loading import load_model
 from stretto.observe.progress import Silent
-from stretto.recipe.schema import load_recipe
+from stretto.recipe.schema import Recipe, load_recipe
 from stretto.run.folder_checks import refuse_unwritable
 from stretto.run.protocols import TrainerBackend
 from stretto.setup.device import choose_device, choose_dtype
@@ -64,9 +64,7 @@ def retrain(
     `out` is a folder for the resulting policy, as `train` writes it into `policy/`. Raises `RunError` if there is
     nothing to train again.
     """
-    journal = journal_path(folder)
-    if not (folder / "config.toml").is_file():
-        raise RunError(f"`{folder}` is no run folder: it has no `config.toml`")
+    journal, recipe = journal_path(folder), recorded_recipe(folder)
     if out is not None:
         if out.exists():
             raise RunError(f"`{out}` exists already; choose another `--out`")
@@ -78,7 +76,7 @@ def retrain(
     last = max(checksums) if until is None else until
     if not 0 <= last <= max(checksums):
         raise RunError(f"`--until` is {last}; the run has versions 0 to {max(checksums)}")
-    recipe, trainer = load_recipe(folder / "config.toml"), made_trainer(folder, say)
+    trainer = made_trainer(recipe, say)
     try:
         sampled = SampledVersions(recipe.retrained_ages)
         done = asyncio.run(_retrain(trainer, journal, last, checksums, sampled, say))
@@ -91,11 +89,15 @@ def retrain(
         trainer.close()
 
 
-def made_trainer(folder: Path, say: Callable[[str], None]) -> ThreadedTrainer:
-    """Makes the trainer of the run in `folder` as it was at version 0. Raises `RunError` if it is no run folder."""
+def recorded_recipe(folder: Path) -> Recipe:
+    """Reads the recipe of a run, as it was resolved. Raises `RunError` if `folder` is no run folder."""
     if not (folder / "config.toml").is_file():
         raise RunError(f"`{folder}` is no run folder: it has no `config.toml`")
-    recipe = load_recipe(folder / "config.toml")
+    return load_recipe(folder / "config.toml")
+
+
+def made_trainer(recipe: Recipe, say: Callable[[str], None]) -> ThreadedTrainer:
+    """Makes the trainer of a run as it was at version 0."""
     transformers_logging.disable_progress_bar()
     cluster = recipe.runtime.type == "ray"
     threads = (

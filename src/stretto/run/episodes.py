@@ -161,8 +161,6 @@ async def _contained(work: Coroutine[Any, Any, float | Outcome]) -> float | Outc
     """Returns what an environment returns. If it would end the process or cancel the run, only its episode fails."""
     try:
         return await work
-    except Exception:
-        raise
     except asyncio.CancelledError as error:
         if (task := asyncio.current_task()) is None or task.cancelling():
             raise
@@ -173,6 +171,8 @@ async def _contained(work: Coroutine[Any, Any, float | Outcome]) -> float | Outc
     except SystemExit as error:
         raise RewardError(f"the environment called `sys.exit({error.code!r})`: raise an error instead") from error
     except BaseException as error:
+        if isinstance(error, Exception):
+            raise
         raise RewardError(
             f"the environment raised `{last_line(error)}`, which is not an `Exception`: raise one that is"
         ) from error

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,32 +27,37 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from stretto.environments.reward_range import MAX_REWARD, is_trainable
 from stretto.errors import ModelError, RecipeError, TrainerError
 from stretto.models.float16_range import range_hint
 from stretto.models.lora import inject_lora
 from stretto.models.lora_options import LoraOptions
-from stretto.objectives.base import ObjectiveOptions, Tokens
+from stretto.objectives.base import ObjectiveOptions
 from stretto.objectives.grpo import GrpoOptions
 from stretto.objectives.length_options import OverlongOptions, overlong_refusal
-from stretto.training.advantages import LARGEST, Advantages, join_advantages, outcome_advantages, penalized_advantages
-from stretto.training.correction import correction_weights
+from stretto.training.advantages import Advantages
+from stretto.training.batch_advantages import (
+    batch_advantages,
+    largest_by_sample,
+    refuse_large_rewards,
+    refuse_overflow,
+    shaped_rewards,
+    untrainable,
+)
 from stretto.training.critic import make_critic
 from stretto.training.flops import Costs, peak_flops, update_flops, utilization
 from stretto.training.forward import PackedModel
 from stretto.training.loss_scaling import LossScale, initial_loss_scale
-from stretto.training.mini_batches import MicroBatchPlan, MiniBatch, micro_batch_plans, split_batch, trained_tokens
+from stretto.training.micro_batch_loss import masked, micro_batch_loss, objective_tokens
+from stretto.training.mini_batches import MicroBatchPlan, MiniBatch, micro_batch_plans, split_batch
 from stretto.training.optimizer import Optimizer, learning_rate
 from stretto.training.options import TrainingOptions
-from stretto.training.packing import MicroBatch, input_lengths, micro_batch, sampled_lengths
+from stretto.training.packing import MicroBatch, input_lengths, micro_batch
 from stretto.training.parallel import Ranks
 from stretto.training.policy_weights import PolicyWeights
 from stretto.training.protocol import Trainer
 from stretto.training.reference_policy import Reference
-from stretto.training.regularizers import sampled_divergences, weighted_divergence
-from stretto.training.reward_shaping import ShapedRewards, shape_rewards
+from stretto.training.regularizers import sampled_divergences
 from stretto.training.sharding import Sharding, wants_sharding
-from stretto.training.turn_credit import batch_turn_advantages
 from stretto.training.update_metrics import (
     TokenCollector,
     TokenValues,
@@ -64,7 +69,7 @@ from stretto.training.update_metrics import (
     token_metrics,
 )
 from stretto.training.version_scoring import VersionScorer
-from stretto.types import Batch, Sample, UpdateReport, Weights
+from stretto.types import Batch, UpdateReport, Weights
 
 __all__ = ["GrpoOptions", "LocalTrainer", "LoraOptions", "Trainer", "TrainingOptions"]
 
@@ -238,9 +243,9 @@ class LocalTrainer:
 
     def _run_steps(self, batch: Batch, mini_batches: list[MiniBatch]) -> _Measurements:
         """Runs the optimizer steps of an update. Measures before the last step: until then the update can be undone."""
-        shaped = self._shape_rewards(batch)
+        shaped = shaped_rewards(batch, self.algorithm, max_tokens=self.max_tokens)
         advantages, critic_metrics = self._compute_advantages(batch, mini_batches, shaped.rewards)
-        self._refuse_overflow(batch, advantages)
+        refuse_overflow(batch, advantages, self._dtype)
         collector, gradients = TokenCollector(), list[_Gradient]()
         for mini_batch in mini_batches[:-1]:
             gradients.append(self._compute_gradient(batch, mini_batch, advantages, collector))
@@ -307,69 +312,28 @@ class LocalTrainer:
                     reference, _ = packed.logprobs(micro, self.temperature)
                     plan.reference = reference.detach()
 
-    def _shape_rewards(self, batch: Batch) -> ShapedRewards:
-        """The rewards, shaped by length."""
-        return shape_rewards(
-            [s.reward for s in batch.samples],
-            [s.group for s in batch.samples],
-            sampled_lengths(batch.samples),
-            self.algorithm.length,
-            max_tokens=self.max_tokens,
-        )
-
     def _compute_advantages(
         self, batch: Batch, mini_batches: list[MiniBatch], rewards: NDArray[np.float64]
     ) -> tuple[Advantages, Mapping[str, float]]:
         """The advantages from the shaped rewards of the whole batch, and the critic's metrics.
 
-        Subtracts a divergence that is placed in the reward. Groups without signal are counted by the environment's own
-        rewards, because shaping makes any two samples differ.
+        Subtracts a divergence that is placed in the reward.
         """
         kl = self.algorithm.kl
         penalties = np.zeros(len(batch.samples))
         if kl is not None and kl.place == "reward":
             own = sampled_divergences(batch, micro_batch_plans(mini_batches), kl.estimate)
             penalties = kl.coefficient * self.ranks.total(own)
-        for sample, reward in zip(batch.samples, (rewards - penalties).tolist(), strict=True):
-            if not all(abs(each) <= LARGEST for each in (sample.reward, reward, *sample.rewards_by_turn)):
-                raise TrainerError(_untrainable(batch, sample, f"its reward is {reward:g} after shaping and penalties"))
+        refuse_large_rewards(batch, rewards - penalties)
         try:
-            if self.critic is not None:
-                plans = list(micro_batch_plans(mini_batches))
-                by_turn = self.algorithm.turns is not None
-                estimate = self.critic.assess(batch, plans, rewards - penalties, self.ranks.total, by_turn=by_turn)
-                return estimate.advantages, estimate.metrics
-            if self.algorithm.advantage != "whiten" or self.algorithm.whiten_over == "batch":
-                return self._critic_free_advantages(batch, rewards, penalties), {}
-            versions = np.array([s.version for s in batch.samples])
-            parts = []
-            for version in np.unique(versions).tolist():
-                chosen = np.flatnonzero(versions == version)
-                part = replace(batch, samples=[batch.samples[index] for index in chosen.tolist()])
-                parts.append((chosen, self._critic_free_advantages(part, rewards[chosen], penalties[chosen])))
-            groups = [s.group for s in batch.samples]
-            return join_advantages(parts, sampled_lengths(batch.samples), groups), {}
+            if self.critic is None:
+                return batch_advantages(batch, self.algorithm, rewards, penalties), {}
+            plans = list(micro_batch_plans(mini_batches))
+            by_turn = self.algorithm.turns is not None
+            estimate = self.critic.assess(batch, plans, rewards - penalties, self.ranks.total, by_turn=by_turn)
+            return estimate.advantages, estimate.metrics
         except ValueError as error:
             raise TrainerError(f"update {batch.update}: {error}") from error
-
-    def _critic_free_advantages(
-        self, batch: Batch, rewards: NDArray[np.float64], penalties: NDArray[np.float64]
-    ) -> Advantages:
-        name, groups = self.algorithm.advantage, [s.group for s in batch.samples]
-        if (turns := self.algorithm.turns) is not None:
-            return batch_turn_advantages(name, batch, rewards, penalties, gamma=turns.gamma)
-        found = penalized_advantages(name, rewards, penalties, groups)
-        plain = outcome_advantages(name, [s.reward for s in batch.samples], groups)
-        return replace(found, num_without_signal=plain.num_without_signal)
-
-    def _refuse_overflow(self, batch: Batch, advantages: Advantages) -> None:
-        """Raises `TrainerError` for a sample whose advantage is not finite in the type that the loss is computed in."""
-        largest = torch.finfo(self._dtype).max
-        for sample, advantage in zip(batch.samples, _largest(batch, advantages).tolist(), strict=True):
-            if not advantage <= largest:
-                dtype = str(self._dtype).removeprefix("torch.")
-                why = f"its advantage is {advantage:g}, and {dtype} ends at {largest:.2g}"
-                raise TrainerError(_untrainable(batch, sample, why))
 
     def _pack(
         self,
@@ -448,11 +412,11 @@ class LocalTrainer:
         if wrong.any():
             sample = batch.samples[int(tokens.samples[np.argmax(wrong)])]
             why = "a log-probability, the engine's or the trainer's, is not finite"
-            return _untrainable(batch, sample, why) + range_hint(self.packed.head.weight.dtype)
-        largest = _largest(batch, advantages)
+            return untrainable(batch, sample, why) + range_hint(self.packed.head.weight.dtype)
+        largest = largest_by_sample(batch, advantages)
         sample = batch.samples[int(np.argmax(largest))]
         why = f"its advantage is {largest.max():g}, the largest of the batch, and all log-probabilities are finite"
-        return _untrainable(batch, sample, why)
+        return untrainable(batch, sample, why)
 
     def _step(self, batch: Batch, gradient: _Gradient) -> None:
         self.optimizer.step(gradient.norm, gradient.norm_value, update=batch.update)
@@ -477,25 +441,13 @@ class LocalTrainer:
         collector: TokenCollector,
     ) -> None:
         """Runs the forward and the backward pass of a micro-batch, which adds to the gradient."""
-        micro = self._masked(batch, self._pack(batch, plan, advantages.values, mini_batch.weights))
+        micro = masked(self.algorithm, batch, self._pack(batch, plan, advantages.values, mini_batch.weights))
         states = self.packed.states(micro)
         logprobs, entropies = self.packed.logprobs(
             micro, self.temperature, entropy_gradient=self.algorithm.entropy is not None, states=states
         )
-        proximal = logprobs.detach() if plan.proximal is None else plan.proximal
-        tokens = Tokens(
-            logprobs=logprobs,
-            behaviour=micro.behaviour_logprobs,
-            proximal=proximal,
-            advantages=self._token_advantages(batch, plan, advantages, micro),
-            rewards=self._to_device([batch.samples[index].reward for index in plan.samples])[micro.sequences],
-            sequences=micro.sequences,
-            num_sequences=len(plan.samples),
-            lengths=self._to_device(micro.num_targets, torch.int64),
-            sampled=_scored(plan, proximal) if self.algorithm.needs_sampled else None,
-            turns=self._turn_indices(batch, plan) if self.algorithm.needs_turns else None,
-        )
-        loss, diagnostics = self._loss(tokens, entropies, micro, mini_batch, plan)
+        tokens = objective_tokens(self.algorithm, batch, plan, micro, advantages, logprobs)
+        loss, diagnostics = micro_batch_loss(self.algorithm, tokens, entropies, micro, mini_batch, plan)
         if self.critic is not None:
             critic_loss, values = self.critic.micro_batch_loss(states, micro, plan)
             loss, diagnostics = loss + critic_loss, merge(diagnostics, {"value_loss": values})
@@ -507,68 +459,6 @@ class LocalTrainer:
             micro, loss, tokens.proximal, entropies.detach(), diagnostics,
             sampled=plan.sampled, is_scored=plan.is_scored,
         )  # fmt: skip
-
-    def _loss(
-        self,
-        tokens: Tokens,
-        entropies: torch.Tensor,
-        micro: MicroBatch,
-        mini_batch: MiniBatch,
-        plan: MicroBatchPlan,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """A micro-batch's share of the loss of its step, with the diagnostics of its tokens."""
-        algorithm = self.algorithm
-        losses, diagnostics = algorithm.loss(tokens)
-        if any(table is not None for table in algorithm.corrections):
-            weights, measured = correction_weights(algorithm, tokens)
-            losses, diagnostics = losses * weights, merge(diagnostics, measured)
-        if algorithm.kl is not None:
-            assert plan.reference is not None
-            divergences = weighted_divergence(algorithm.kl.estimate, tokens.logprobs, plan.reference, tokens.behaviour)
-            diagnostics = merge(diagnostics, {"reference_kl": divergences.detach()})
-            if algorithm.kl.place == "loss":
-                losses = losses + algorithm.kl.coefficient * divergences
-        if algorithm.entropy is not None:
-            losses = losses - algorithm.entropy.coefficient * entropies
-        loss = torch.dot(losses, micro.weights)
-        if algorithm.supervised is not None:
-            assert mini_batch.imitation is not None
-            imitation = self._to_device(mini_batch.imitation[list(plan.samples)])[micro.sequences]
-            imitation = imitation * (micro.weights != 0)  # tokens that are masked are not imitated
-            loss = loss - algorithm.supervised.coefficient * torch.dot(tokens.logprobs, imitation)
-            diagnostics = merge(diagnostics, {"imitated_fraction": (imitation > 0).to(imitation.dtype)})
-        return loss, diagnostics
-
-    def _masked(self, batch: Batch, micro: MicroBatch) -> MicroBatch:
-        """Gives the tokens that the objective does not train on no weight in the loss."""
-        masks = [trained_tokens(batch.samples[index], self.algorithm) for index in micro.samples]
-        if all(mask is None for mask in masks):
-            return micro
-        whole = [
-            np.ones(count, dtype=np.bool_) if mask is None else mask
-            for mask, count in zip(masks, micro.num_targets, strict=True)
-        ]
-        return replace(micro, weights=micro.weights * self._to_device(np.concatenate(whole)))
-
-    def _turn_indices(self, batch: Batch, plan: MicroBatchPlan) -> torch.Tensor:
-        """The turn of each token of a micro-batch [C], numbered over all turns that have tokens."""
-        lengths = [
-            length for index in plan.samples for length in batch.samples[index].completion.turn_lengths if length
-        ]
-        return self._to_device(np.repeat(np.arange(len(lengths)), lengths), torch.int64)
-
-    def _token_advantages(
-        self, batch: Batch, plan: MicroBatchPlan, advantages: Advantages, micro: MicroBatch
-    ) -> torch.Tensor:
-        """The advantage of each token of a micro-batch [C]."""
-        if advantages.tokens is None:
-            return micro.advantages
-        ends = np.cumsum(sampled_lengths(batch.samples))
-        slices = np.split(advantages.tokens, ends[:-1])
-        return self._to_device(np.concatenate([slices[index] for index in plan.samples]))
-
-    def _to_device(self, values: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.as_tensor(np.asarray(values)).to(self.device, dtype or self._dtype)
 
     # -- weights and state ---------------------------------------------------------------------------------------------
 
@@ -673,28 +563,3 @@ def _with_divisor(algorithm: ObjectiveOptions, max_tokens: int) -> ObjectiveOpti
             "`max_tokens` to take instead"
         )
     return algorithm.model_copy(update={"average_tokens": max_tokens})
-
-
-def _scored(plan: MicroBatchPlan, proximal: torch.Tensor) -> torch.Tensor:
-    """The trainer's log-probabilities under the versions that sampled [C]; of the newest these are `proximal`."""
-    if plan.sampled is None or plan.is_scored is None:
-        return proximal
-    return torch.where(plan.is_scored, plan.sampled.to(proximal.dtype), proximal)
-
-
-def _largest(batch: Batch, advantages: Advantages) -> NDArray[np.float64]:
-    """The largest magnitude of the advantages of each sample [n]."""
-    found = np.abs(advantages.values)
-    if advantages.tokens is not None:
-        owner = np.repeat(np.arange(len(found)), sampled_lengths(batch.samples))
-        np.maximum.at(found, owner, np.abs(advantages.tokens))
-    return found
-
-
-def _untrainable(batch: Batch, sample: Sample, why: str) -> str:
-    """Names a sample that an update cannot be trained on, the reason, and the way on."""
-    named = f"trajectory {sample.trajectory} with the reward {sample.reward:g}"
-    said = f"update {batch.update} cannot be trained on {named}"
-    if all(is_trainable(reward) for reward in (sample.reward, *sample.rewards_by_turn)):
-        return f"{said}: {why}; `--resume --give-up {sample.trajectory}` goes on without it"
-    return f"{said}: {why}; with `--resume`, rewards beyond {MAX_REWARD:g} are scored again"

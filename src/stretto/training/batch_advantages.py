@@ -1,0 +1,95 @@
+"""The advantages of a batch: from its rewards, shaped by length and reduced by penalties, and checked to be trainable.
+
+`advantages.py` has the estimators by name. A critic has its own (`critic.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stretto.environments.reward_range import MAX_REWARD, is_trainable
+from stretto.errors import TrainerError
+from stretto.objectives.base import ObjectiveOptions
+from stretto.training.advantages import LARGEST, Advantages, join_advantages, outcome_advantages, penalized_advantages
+from stretto.training.packing import sampled_lengths
+from stretto.training.reward_shaping import ShapedRewards, shape_rewards
+from stretto.training.turn_credit import batch_turn_advantages
+from stretto.types import Batch, Sample
+
+Reals = NDArray[np.float64]
+
+
+def shaped_rewards(batch: Batch, algorithm: ObjectiveOptions, *, max_tokens: int) -> ShapedRewards:
+    """Returns the rewards, shaped by length."""
+    return shape_rewards(
+        [s.reward for s in batch.samples],
+        [s.group for s in batch.samples],
+        sampled_lengths(batch.samples),
+        algorithm.length,
+        max_tokens=max_tokens,
+    )
+
+
+def batch_advantages(batch: Batch, algorithm: ObjectiveOptions, rewards: Reals, penalties: Reals) -> Advantages:
+    """Returns the advantages of a batch without a critic. Raises `ValueError` if the numbers do not fit."""
+    if algorithm.advantage != "whiten" or algorithm.whiten_over == "batch":
+        return _compared(batch, algorithm, rewards, penalties)
+    versions = np.array([s.version for s in batch.samples])
+    parts = []
+    for version in np.unique(versions).tolist():
+        chosen = np.flatnonzero(versions == version)
+        part = replace(batch, samples=[batch.samples[index] for index in chosen.tolist()])
+        parts.append((chosen, _compared(part, algorithm, rewards[chosen], penalties[chosen])))
+    return join_advantages(parts, sampled_lengths(batch.samples), [s.group for s in batch.samples])
+
+
+def _compared(batch: Batch, algorithm: ObjectiveOptions, rewards: Reals, penalties: Reals) -> Advantages:
+    """The advantages of samples that are compared with each other.
+
+    Groups without signal are counted by the environment's own rewards, because shaping makes any two samples differ.
+    """
+    name, groups = algorithm.advantage, [s.group for s in batch.samples]
+    if (turns := algorithm.turns) is not None:
+        return batch_turn_advantages(name, batch, rewards, penalties, gamma=turns.gamma)
+    found = penalized_advantages(name, rewards, penalties, groups)
+    plain = outcome_advantages(name, [s.reward for s in batch.samples], groups)
+    return replace(found, num_without_signal=plain.num_without_signal)
+
+
+def refuse_large_rewards(batch: Batch, rewards: Reals) -> None:
+    """Raises `TrainerError` for a sample whose reward, after shaping and penalties, is too large to compute with."""
+    for sample, reward in zip(batch.samples, rewards.tolist(), strict=True):
+        if not all(abs(each) <= LARGEST for each in (sample.reward, reward, *sample.rewards_by_turn)):
+            raise TrainerError(untrainable(batch, sample, f"its reward is {reward:g} after shaping and penalties"))
+
+
+def refuse_overflow(batch: Batch, advantages: Advantages, dtype: torch.dtype) -> None:
+    """Raises `TrainerError` for a sample whose advantage is not finite in the type that the loss is computed in."""
+    largest = torch.finfo(dtype).max
+    for sample, advantage in zip(batch.samples, largest_by_sample(batch, advantages).tolist(), strict=True):
+        if not advantage <= largest:
+            name = str(dtype).removeprefix("torch.")
+            why = f"its advantage is {advantage:g}, and {name} ends at {largest:.2g}"
+            raise TrainerError(untrainable(batch, sample, why))
+
+
+def largest_by_sample(batch: Batch, advantages: Advantages) -> Reals:
+    """Returns the largest magnitude of the advantages of each sample [n]."""
+    found = np.abs(advantages.values)
+    if advantages.tokens is not None:
+        owner = np.repeat(np.arange(len(found)), sampled_lengths(batch.samples))
+        np.maximum.at(found, owner, np.abs(advantages.tokens))
+    return found
+
+
+def untrainable(batch: Batch, sample: Sample, why: str) -> str:
+    """Names a sample that an update cannot be trained on, the reason, and the way on."""
+    named = f"trajectory {sample.trajectory} with the reward {sample.reward:g}"
+    said = f"update {batch.update} cannot be trained on {named}"
+    if all(is_trainable(reward) for reward in (sample.reward, *sample.rewards_by_turn)):
+        return f"{said}: {why}; `--resume --give-up {sample.trajectory}` goes on without it"
+    return f"{said}: {why}; with `--resume`, rewards beyond {MAX_REWARD:g} are scored again"
