@@ -64,13 +64,14 @@ def retrain(
     `out` is a folder for the resulting policy, as `train` writes it into `policy/`. Raises `RunError` if there is
     nothing to train again.
     """
-    journal, recipe = journal_path(folder), recorded_recipe(folder)
+    journal = journal_path(folder)
     if out is not None:
         if out.exists():
             raise RunError(f"`{out}` exists already; choose another `--out`")
         refuse_unwritable(out)
     refuse_damaged(folder)
-    checksums = recorded_checksums(journal)
+    checksums = recorded_checksums(journal)  # before the recipe: an unreadable journal is the first thing to say
+    recipe = recorded_recipe(folder)
     if not checksums:
         raise RunError(f"the run in `{folder}` ended before it had a version; there is nothing to train again")
     last = max(checksums) if until is None else until
