@@ -21,6 +21,12 @@ from stretto.training.fake import FakeTrainer
 from stretto.types import Batch, Completion, Sample, UpdateReport, Weights
 
 
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages name the free memory of a GPU, where there is one."""
+    monkeypatch.setattr("stretto.local.trainer._release_cached", lambda: None)
+
+
 def batch(update: int = 0) -> Batch:
     done = Completion(0, update, np.array([1, 2], np.int32), np.zeros(2, np.float32), "stop", "")
     return Batch(update, [Sample(0, 0, update, (1,), done, 1.0)])

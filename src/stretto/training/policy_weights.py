@@ -12,6 +12,7 @@ import torch
 
 from stretto.errors import TrainerError
 from stretto.models.checksums import checksum
+from stretto.models.host_to_device import copied_to_device
 from stretto.models.lora import lora_tensors, write_adapter
 from stretto.models.lora_options import LoraOptions
 from stretto.training.parallel import Ranks, local
@@ -67,14 +68,17 @@ class PolicyWeights:
     def installed(self, weights: Weights) -> Iterator[None]:
         """Puts other weights into the model while the context is open, for passes that train nothing.
 
-        Where device and type are the same, the parameters point at them and nothing is copied. Otherwise they are
-        copied in one parameter at a time, while the policy's own values wait: in host memory if those that are copied
-        come from there. The policy is restored bit for bit.
+        Where device and type are the same, the parameters point at them and nothing is copied. Weights in host memory
+        are first copied to the GPU, which needs memory for them. Shards and other types are copied in one parameter at
+        a time, while the policy's own values wait. The policy is restored bit for bit.
         """
         self.check_names(weights)
         tensors = {f"value/{name}": tensor for name, tensor in weights.tensors.items()}
         if self.sharding is not None:
             tensors = self.sharding.scattered(tensors)
+        elif (device := next(self.model.parameters()).device).type == "cuda":
+            if any(tensor.device != device for tensor in tensors.values()):
+                tensors = copied_to_device(tensors, device)
         own: list[tuple[torch.Tensor, torch.Tensor, bool]] = []  # parameter, its value, and whether it only points
         parameters = dict(self.model.named_parameters())
         with torch.no_grad():

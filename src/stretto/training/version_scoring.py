@@ -6,8 +6,8 @@ arithmetic of engine and trainer (`pi_w / mu`) and the age of the data (`pi / pi
 
 Each version that a batch holds takes one forward pass over the sequences with tokens of it, so a batch of pinned
 trajectories costs one forward pass in all. The weights are those that were published. With LoRA they take the place of
-the adapters; with full weights the parameters point at them, or they are copied in one parameter at a time. Tokens of
-the newest version cost nothing: their log-probabilities are those at the start of the update.
+the adapters; with full weights the parameters point at them, once they are on the device. Tokens of the newest version
+cost nothing: their log-probabilities are those at the start of the update.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ of keys and values, as in flash attention. So the cache is read once for a whole
 fill the tensor cores. Each program finds its chunk on the device from `offsets`; the grid depends on shapes alone.
 
 The kernel is bound by arithmetic from some hundred tokens a chunk on: 4 * size * heads operations for each visible
-(token, position) pair. A short chunk after a very long context is bound by its few programs, because the context is not
-split.
+(token, position) pair. So tiles that every token of the block sees are read without masks; only the last one or two
+have them. A short chunk after a very long context is bound by its few programs, because the context is not split.
 """
 
 # ruff: noqa: N803, N806 - compile-time constants of a kernel are in capitals
@@ -20,8 +20,11 @@ from stretto.engines.native.kernels.decode_attention import LOG2_E, check_operan
 from stretto.engines.native.kernels.decode_work_list import power_of_two
 from stretto.models.triton_jit import kernel, tl
 
+# The best of the shapes that `bench/gpu/attention.py --tune` tries on an H200.
 EXTEND_PAIRS = 128  # (token, head) pairs a program; fewer for short chunks and for wide vectors
-EXTEND_STAGES = 3
+EXTEND_TILE = 64  # positions a tile
+EXTEND_WARPS = 8  # of a program of 128 pairs
+EXTEND_STAGES = 5  # the page numbers take stages too: two tiles are in flight
 
 
 def paged_extend(
@@ -48,15 +51,58 @@ def paged_extend(
     group, block_size = heads // kv_heads, power_of_two(size)
     pairs = min(EXTEND_PAIRS, EXTEND_PAIRS * 256 // max(block_size * q.element_size(), 256))
     pairs = max(16, power_of_two(group), min(pairs, power_of_two(longest_chunk * group)))
+    wide = block_size * keys.element_size() > 256  # bytes of a vector
+    tile = tile_tokens(block_size, keys.element_size()) if wide else EXTEND_TILE
     # The first block of a chunk that begins at token t is t // block + (chunks before it), which leaves enough room.
     blocks = tokens // (pairs // group) + chunks
     _extend_kernel[(blocks * kv_heads,)](
         q, keys, values, table, starts, offsets, out, scale * LOG2_E, chunks, blocks, *q.stride()[:2],
         *keys.stride()[:2], *values.stride()[:2], table.stride(0), *out.stride()[:2], KV_HEADS=kv_heads, GROUP=group,
-        SIZE=size, BLOCK_M=pairs, BLOCK_N=min(tile_tokens(block_size, keys.element_size()), 64), BLOCK_SIZE=block_size,
-        BLOCK_CHUNKS=power_of_two(chunks), PAGE_SIZE=PAGE, num_warps=8 if pairs >= 128 else 4, num_stages=EXTEND_STAGES,
+        SIZE=size, BLOCK_M=pairs, BLOCK_N=tile, BLOCK_SIZE=block_size,
+        BLOCK_CHUNKS=power_of_two(chunks), PAGE_SIZE=PAGE, num_warps=EXTEND_WARPS if pairs >= 128 else 4,
+        num_stages=EXTEND_STAGES,
     )  # fmt: skip
     return out
+
+
+@kernel()
+def _extend_tile(  # type: ignore[no-untyped-def]
+    query, key_base, value_base, pages, at, end, position, column, peak, total, sums, scale, key_slot, value_slot,
+    SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Takes the tile of positions from `at` on into an online softmax. Unless `MASKED`, every token sees all of it.
+
+    Both ways compute a visible score alike, so that a token's bits do not depend on where its block begins. `scale` is
+    positive, so the peak of the scaled scores is the scaled peak.
+    """
+    entry = at // PAGE_SIZE + tl.arange(0, BLOCK_N // PAGE_SIZE)
+    if MASKED:
+        page = tl.load(pages + entry, mask=entry * PAGE_SIZE < end, other=0).to(tl.int64)
+    else:
+        page = tl.load(pages + entry).to(tl.int64)
+    slot = tl.reshape(page[:, None] * PAGE_SIZE + tl.arange(0, PAGE_SIZE)[None, :], (BLOCK_N,))
+    key, value = key_base + slot[:, None] * key_slot, value_base + slot[:, None] * value_slot
+    if MASKED:
+        # Positions beyond the block's last token are not read: a weight of zero times NaN is NaN.
+        other = at + tl.arange(0, BLOCK_N)
+        present = (other < end)[:, None] & (column < SIZE)[None, :]
+        key, value = tl.load(key, mask=present, other=0.0), tl.load(value, mask=present, other=0.0)
+    elif SIZE == BLOCK_SIZE:
+        key, value = tl.load(key), tl.load(value)
+    else:
+        present = (column < SIZE)[None, :]
+        key, value = tl.load(key, mask=present, other=0.0), tl.load(value, mask=present, other=0.0)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+    if MASKED:
+        # Every pair sees position 0, so its peak is finite from the first tile on.
+        visible = (other[None, :] <= position[:, None]) & (other < end)[None, :]
+        scores = tl.where(visible, scores, float("-inf"))
+    higher = tl.maximum(peak, tl.max(scores, 1) * scale)
+    weights = tl.exp2(scores * scale - higher[:, None])
+    fade = tl.exp2(peak - higher)
+    total = total * fade + tl.sum(weights, 1)
+    sums = tl.dot(weights.to(value.dtype), value, sums * fade[:, None], input_precision="ieee")
+    return higher, total, sums
 
 
 @kernel("chunks", "blocks")
@@ -87,7 +133,6 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
 
     pair = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_SIZE)
-    tile = tl.arange(0, BLOCK_N)
     token = ahead + pair // GROUP
     head = kv_head * GROUP + pair % GROUP
     position = origin + pair // GROUP
@@ -101,24 +146,16 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     sums = tl.zeros((BLOCK_M, BLOCK_SIZE), tl.float32)
-    for at in range(0, end, BLOCK_N):
-        other = at + tile
-        entry = at // PAGE_SIZE + tl.arange(0, BLOCK_N // PAGE_SIZE)
-        page = tl.load(pages + entry, mask=entry * PAGE_SIZE < end, other=0).to(tl.int64)
-        slot = tl.reshape(page[:, None] * PAGE_SIZE + tl.arange(0, PAGE_SIZE)[None, :], (BLOCK_N,))
-        # Positions beyond the block's last token are not read: a weight of zero times NaN is NaN.
-        present = (other < end)[:, None] & (column < SIZE)[None, :]
-        key = tl.load(key_base + slot[:, None] * key_slot, mask=present, other=0.0)
-        value = tl.load(value_base + slot[:, None] * value_slot, mask=present, other=0.0)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        # Every pair sees position 0, so its peak is finite from the first tile on.
-        visible = (other[None, :] <= position[:, None]) & (other < end)[None, :]
-        scores = tl.where(visible, scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        fade = tl.exp2(peak - higher)
-        total = total * fade + tl.sum(weights, 1)
-        sums = tl.dot(weights.to(value.dtype), value, sums * fade[:, None], input_precision="ieee")
-        peak = higher
+    before = (origin + 1) // BLOCK_N * BLOCK_N  # positions in tiles that every token of the block sees
+    for at in range(0, before, BLOCK_N):
+        peak, total, sums = _extend_tile(
+            query, key_base, value_base, pages, at, end, position, column, peak, total, sums, scale, key_slot,
+            value_slot, SIZE, BLOCK_N, BLOCK_SIZE, PAGE_SIZE, False,
+        )  # fmt: skip
+    for at in range(before, end, BLOCK_N):
+        peak, total, sums = _extend_tile(
+            query, key_base, value_base, pages, at, end, position, column, peak, total, sums, scale, key_slot,
+            value_slot, SIZE, BLOCK_N, BLOCK_SIZE, PAGE_SIZE, True,
+        )  # fmt: skip
     place = out + line[:, None] * out_token + head[:, None] * out_head + column[None, :]
     tl.store(place, (sums / total[:, None]).to(out.dtype.element_ty), mask=real)
