@@ -1,7 +1,7 @@
 """Copies weights from host memory to a GPU at the speed of the bus.
 
-A plain copy from memory that is not pinned runs at a few GB/s. Here the bytes pass through two pinned buffers: while the
-device reads one, the host fills the other. The buffers belong to torch's allocator, which keeps them for the next time.
+A plain copy from memory that is not pinned runs at a few GB/s. Here the bytes pass through two pinned buffers: while
+the device reads one, the host fills the other. The buffers belong to torch's allocator, which keeps them for next time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def copied_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dic
     if device.type != "cuda":
         return {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
     buffers = [torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    read = [torch.cuda.Event() for _ in buffers]  # recorded when the device has read the buffer
+    # Recorded when the device has read the buffer.
+    read = [torch.cuda.Event() for _ in buffers]  # type: ignore[no-untyped-call]
     found, turn = dict[str, Tensor](), 0
     for name, tensor in tensors.items():
         if tensor.device.type != "cpu":
@@ -31,7 +32,7 @@ def copied_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dic
         found[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         source = tensor.detach().contiguous().view(-1).view(torch.uint8)
         target = found[name].view(-1).view(torch.uint8)
-        for part, into in zip(source.split(STAGE_BYTES), target.split(STAGE_BYTES), strict=True):
+        for part, into in zip(torch.split(source, STAGE_BYTES), torch.split(target, STAGE_BYTES), strict=True):
             buffer = buffers[turn][: len(part)]
             read[turn].synchronize()  # at once if it was never recorded
             buffer.copy_(part)

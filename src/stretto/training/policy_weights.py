@@ -38,6 +38,11 @@ class PolicyWeights:
             return [name for name, _ in self.model.named_parameters()]
         return [f"{name}.{leaf}" for name in self.adapted for leaf in ("lora_A", "lora_B")]
 
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = next(self.model.parameters()).device
+        return device
+
     def base_checksum(self) -> str | None:
         """The checksum of the frozen weights under the adapters; None if every weight is trained."""
         if self.lora is None:
@@ -76,9 +81,8 @@ class PolicyWeights:
         tensors = {f"value/{name}": tensor for name, tensor in weights.tensors.items()}
         if self.sharding is not None:
             tensors = self.sharding.scattered(tensors)
-        elif (device := next(self.model.parameters()).device).type == "cuda":
-            if any(tensor.device != device for tensor in tensors.values()):
-                tensors = copied_to_device(tensors, device)
+        elif self._device.type == "cuda" and any(tensor.device != self._device for tensor in tensors.values()):
+            tensors = copied_to_device(tensors, self._device)
         own: list[tuple[torch.Tensor, torch.Tensor, bool]] = []  # parameter, its value, and whether it only points
         parameters = dict(self.model.named_parameters())
         with torch.no_grad():
