@@ -52,19 +52,19 @@ def aged_batch() -> Batch:
 
 
 def test_ratios_are_of_the_anchor_and_weights_of_the_policy_that_sampled():
-    measured = token_metrics(values(np.log([0.5, 1.0, 2.0]), anchor_log_ratios=np.zeros(3)), 1)
+    measured = token_metrics(values(np.log([0.5, 1.0, 2.0]), anchor_log_ratios=np.zeros(3)))
     assert [measured[f"ratio_{q}"] for q in ("min", "p01", "p50", "p99", "max")] == [1.0] * 5
     assert measured["weight_p50"] == pytest.approx(1.0)
     assert measured["weight_max"] == pytest.approx(2.0)
     assert measured["weight_p99"] == pytest.approx(np.quantile([0.5, 1.0, 2.0], 0.99))
-    unwatched = token_metrics(values(np.log([0.5, 1.0, 2.0])), 1)
+    unwatched = token_metrics(values(np.log([0.5, 1.0, 2.0])))
     assert unwatched["ratio_max"] == pytest.approx(2.0)
     assert "share_without_gradient" not in unwatched
 
 
 def test_effective_sample_size_is_told_of_tokens_and_of_sequences():
     # Within a sequence the weights cancel: as sequences all weigh alike, as tokens they do not.
-    measured = token_metrics(values(np.log([2.0, 0.5, 0.5, 2.0]), [0, 0, 1, 1]), 2)
+    measured = token_metrics(values(np.log([2.0, 0.5, 0.5, 2.0]), [0, 0, 1, 1]))
     assert measured["effective_sample_size"] == pytest.approx(1.0)
     assert measured["token_effective_sample_size"] == pytest.approx(5.0**2 / (4 * 8.5))
 
@@ -76,7 +76,7 @@ def test_effective_sample_size_lies_between_one_sample_and_all(log_weights):
 
 
 def test_no_tokens_have_no_measures():
-    assert token_metrics(values([]), 1) == {}
+    assert token_metrics(values([])) == {}
 
 
 def test_divergences_go_by_the_age_of_the_data():
@@ -179,7 +179,7 @@ def test_tokens_without_a_gradient_are_counted(dead):
     assert (value, norm) == (pytest.approx(float(loss.detach()), rel=1e-6), 2.0)
     assert tokens.gradients.tolist() == ([0.0] * len(mask) if dead else mask.tolist())
     assert not tokens.anchor_log_ratios.any()
-    measured = token_metrics(tokens, len(batch.samples))
+    measured = token_metrics(tokens)
     assert measured["share_without_gradient"] == (1.0 if dead else (len(mask) // 2) / len(mask))
     assert measured["mask"] == pytest.approx(float(mask.mean()))
 
@@ -204,7 +204,7 @@ def test_every_measure_of_a_batch_is_documented():
     found = {
         **mismatch(batch, scored).metrics,
         **batch_metrics(batch, advantages),
-        **token_metrics(tokens, len(batch.samples)),
+        **token_metrics(tokens),
         **staleness_metrics(batch, tokens),
     }
     assert {general(name) for name in found} <= documented()

@@ -109,6 +109,7 @@ class ObjectiveOptions(Options):
     when: ClassVar[str]  # when to use it, in one sentence
     ratio_options: ClassVar[tuple[str, ...]] = ()  # options that act only through a ratio other than 1
     uses_critic: ClassVar[bool] = False
+    zero_without_advantage: ClassVar[bool] = False  # a token with advantage 0 has no gradient, whatever the rest
 
     type: str
     average: Average = Field(

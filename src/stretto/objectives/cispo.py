@@ -15,6 +15,7 @@ class CispoOptions(RatioOptions):
     formula: ClassVar[str] = "sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi"
     when: ClassVar[str] = "Stale data and long reasoning: rare but decisive tokens always keep a gradient."
     ratio_options: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "mask")
+    zero_without_advantage: ClassVar[bool] = True
 
     type: Literal["cispo"] = "cispo"
     clip_low: float = Field(

@@ -18,6 +18,7 @@ class ClipOptions(RatioOptions):
     """A ratio clipped on both sides, with an optional further bound for negative advantages."""
 
     ratio_options: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip")
+    zero_without_advantage: ClassVar[bool] = True
 
     clip_low: float = Field(0.2, gt=0, lt=1, description="The ratio is clipped below at 1 - clip_low")
     clip_high: float = Field(0.2, gt=0, description="The ratio is clipped above at 1 + clip_high")

@@ -12,6 +12,7 @@ class NaiveOptions(ObjectiveOptions):
 
     formula: ClassVar[str] = "A log pi"
     when: ClassVar[str] = "As the baseline of a comparison, or under `synchronous`, which needs no correction."
+    zero_without_advantage: ClassVar[bool] = True
 
     type: Literal["naive"] = "naive"
 

@@ -17,6 +17,7 @@ class TisOptions(RatioOptions):
         "Stale data and nothing to tune: tokens that became less likely count less, and none counts more."
     )
     ratio_options: ClassVar[tuple[str, ...]] = ("cap",)
+    zero_without_advantage: ClassVar[bool] = True
 
     type: Literal["tis"] = "tis"
     cap: float = Field(1.0, ge=1, description="Upper bound of the weight, at least 1")

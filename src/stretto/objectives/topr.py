@@ -20,6 +20,7 @@ class ToprOptions(RatioOptions):
     )
     when: ClassVar[str] = "Very stale data and binary rewards: good answers are learned whatever their age."
     ratio_options: ClassVar[tuple[str, ...]] = ("cap", "level")
+    zero_without_advantage: ClassVar[bool] = True
 
     type: Literal["topr"] = "topr"
     threshold: float = Field(0.0, description="An answer with a reward above this is good")

@@ -17,6 +17,7 @@ class WeightOptions(RatioOptions):
     """The policy gradient with an importance weight for each token or completion."""
 
     ratio_options: ClassVar[tuple[str, ...]] = ("level", "cap")
+    zero_without_advantage: ClassVar[bool] = True
 
     level: Level = Field("token", description="Ratio of each token, or of the whole completion")
     cap: float | None = Field(None, ge=1, description="Upper bound of the ratio, at least 1; default: no bound")

@@ -15,6 +15,7 @@ from stretto.environments.reward_range import MAX_REWARD, is_trainable
 from stretto.errors import TrainerError
 from stretto.objectives.base import ObjectiveOptions
 from stretto.training.advantages import LARGEST, Advantages, join_advantages, outcome_advantages, penalized_advantages
+from stretto.training.mini_batches import trained_lengths
 from stretto.training.packing import sampled_lengths
 from stretto.training.reward_shaping import ShapedRewards, shape_rewards
 from stretto.training.turn_credit import batch_turn_advantages
@@ -58,6 +59,24 @@ def _compared(batch: Batch, algorithm: ObjectiveOptions, rewards: Reals, penalti
     found = penalized_advantages(name, rewards, penalties, groups)
     plain = outcome_advantages(name, [s.reward for s in batch.samples], groups)
     return replace(found, num_without_signal=plain.num_without_signal)
+
+
+def without_gradient(batch: Batch, algorithm: ObjectiveOptions, rewards: Reals) -> NDArray[np.bool_]:
+    """Returns a mask of the samples that cannot change the policy [n], so that they need not be computed.
+
+    The gradient of their loss is exactly zero: none of their tokens is trained, or all advantages are 0 in an objective
+    that is proportional to them. A group whose rewards are equal is of the second kind. A critic and a divergence need
+    every sample.
+    """
+    if algorithm.uses_critic or algorithm.kl is not None:
+        return np.zeros(len(batch.samples), dtype=np.bool_)
+    masked: NDArray[np.bool_] = trained_lengths(batch.samples, algorithm) == 0
+    if not algorithm.zero_without_advantage or algorithm.entropy is not None or algorithm.supervised is not None:
+        return masked
+    refuse_large_rewards(batch, rewards)
+    advantages = batch_advantages(batch, algorithm, rewards, np.zeros(len(rewards)))
+    found: NDArray[np.bool_] = masked | (largest_by_sample(batch, advantages) == 0.0)
+    return found
 
 
 def refuse_large_rewards(batch: Batch, rewards: Reals) -> None:

@@ -73,25 +73,29 @@ class Costs:
 def update_flops(
     costs: Costs,
     batch: Batch,
+    computed: Sequence[int],  # the samples that are trained on
     *,
     num_steps: int,
     critic: bool,
     reference: Costs | None,
     scored: Sequence[Sequence[int]] = (),  # the samples that were scored under each older version
 ) -> float:
-    """Operations of an update, with the passes before its first step.
+    """Operations of an update over the samples that are computed, with the passes before its first step.
 
     Several steps need the log-probabilities under the policy before the update, and a critic needs its values: one pass
     computes both. A divergence needs a pass under the reference, and samples may be scored under their own versions.
     """
-    total = costs.update(batch)
+    trained = _part(batch, computed)
+    total = costs.update(trained)
     if num_steps > 1 or critic:
-        total += costs.forward(batch, head=num_steps > 1)
+        total += costs.forward(trained, head=num_steps > 1)
     if reference is not None:
-        total += reference.forward(batch)
-    for samples in scored:
-        total += costs.forward(replace(batch, samples=[batch.samples[index] for index in samples]))
-    return total
+        total += reference.forward(trained)
+    return total + sum(costs.forward(_part(batch, samples)) for samples in scored)
+
+
+def _part(batch: Batch, samples: Sequence[int]) -> Batch:
+    return replace(batch, samples=[batch.samples[index] for index in samples])
 
 
 def utilization(flops: float, seconds: float, peak: float | None) -> dict[str, float]:

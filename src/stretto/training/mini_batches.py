@@ -43,12 +43,17 @@ class MiniBatch:
     max_micro_batches: int  # of the rank with the most
     weights: NDArray[np.float64]  # [n], the loss weight of each token of a sample; 0 outside of the mini-batch
     imitation: NDArray[np.float64] | None  # [n], the weight of each token in `[algorithm.supervised]`
-    shares: list[list[int]]  # the samples of each rank
+    shares: list[list[int]]  # the samples that each rank computes
 
 
 def micro_batch_plans(mini_batches: Iterable[MiniBatch]) -> Iterator[MicroBatchPlan]:
     """Iterates over the micro-batches of an update."""
     return (plan for mini_batch in mini_batches for plan in mini_batch.micro_batches)
+
+
+def computed_samples(mini_batches: Iterable[MiniBatch]) -> list[int]:
+    """Returns the indices of the samples that some rank computes, in order."""
+    return sorted(index for mini_batch in mini_batches for share in mini_batch.shares for index in share)
 
 
 def trained_tokens(sample: Sample, algorithm: ObjectiveOptions) -> NDArray[np.bool_] | None:
@@ -94,15 +99,23 @@ def split_batch(
     micro_tokens: int,
     rank: int = 0,
     num_ranks: int = 1,
+    skipped: NDArray[np.bool_] | None = None,  # [n]
 ) -> list[MiniBatch]:
-    """Returns the mini-batches of an update, with the micro-batches of one rank: its share has whole sequences."""
+    """Returns the mini-batches of an update, with the micro-batches of one rank: its share has whole sequences.
+
+    Samples that are `skipped` count in the weights and are in no micro-batch. If a mini-batch has no others, it
+    computes its shortest sample: a step needs a gradient, and metrics need tokens.
+    """
     sizes = input_lengths(samples)
     lengths = trained_lengths(samples, algorithm)
     rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
     mini_batches = []
     for indices in split_groups([sample.group for sample in samples], num_steps):
         inside = np.asarray(indices, dtype=np.int64)
-        shared = [inside[share] for share in shares(sizes[inside], num_ranks)]
+        computed = inside if skipped is None else inside[~skipped[inside]]
+        if not len(computed):
+            computed = inside[[np.argmin(sizes[inside])]]
+        shared = [computed[share] for share in shares(sizes[computed], num_ranks)]
         bins = [first_fit_decreasing(sizes[share], micro_tokens) for share in shared]
         weights = np.zeros(len(samples))
         weights[inside] = token_weights(lengths[inside], algorithm.average, algorithm.average_tokens)

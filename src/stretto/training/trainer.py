@@ -42,13 +42,20 @@ from stretto.training.batch_advantages import (
     refuse_overflow,
     shaped_rewards,
     untrainable,
+    without_gradient,
 )
 from stretto.training.critic import make_critic
 from stretto.training.flops import Costs, peak_flops, update_flops, utilization
 from stretto.training.forward import PackedModel
 from stretto.training.loss_scaling import LossScale, initial_loss_scale
 from stretto.training.micro_batch_loss import masked, micro_batch_loss, objective_tokens
-from stretto.training.mini_batches import MicroBatchPlan, MiniBatch, micro_batch_plans, split_batch
+from stretto.training.mini_batches import (
+    MicroBatchPlan,
+    MiniBatch,
+    computed_samples,
+    micro_batch_plans,
+    split_batch,
+)
 from stretto.training.optimizer import Optimizer, learning_rate
 from stretto.training.options import TrainingOptions
 from stretto.training.packing import MicroBatch, input_lengths, micro_batch
@@ -57,6 +64,7 @@ from stretto.training.policy_weights import PolicyWeights
 from stretto.training.protocol import Trainer
 from stretto.training.reference_policy import Reference
 from stretto.training.regularizers import sampled_divergences
+from stretto.training.reward_shaping import ShapedRewards
 from stretto.training.sharding import Sharding, wants_sharding
 from stretto.training.update_metrics import (
     TokenCollector,
@@ -211,10 +219,8 @@ class LocalTrainer:
             raise TrainerError(f"update {batch.update} was asked for, but the trainer holds version {self.version}")
         if not batch.samples:
             raise TrainerError(f"update {batch.update} has an empty batch")
-        mini_batches = split_batch(
-            batch.samples, self.algorithm, num_steps=self.options.optimizer_steps,
-            micro_tokens=self.options.micro_tokens, rank=self.ranks.rank, num_ranks=self.ranks.count,
-        )  # fmt: skip
+        shaped = shaped_rewards(batch, self.algorithm, max_tokens=self.max_tokens)
+        mini_batches = self._split(batch, shaped.rewards)
         # A later step may fail after earlier ones, and then the whole update must be undone.
         before = self.state() if len(mini_batches) > 1 or self.critic is not None else None
         scale = self.scale
@@ -222,7 +228,7 @@ class LocalTrainer:
             with torch.inference_mode(False):
                 with self.ranks.together(collective_passes=self.sharding is not None):
                     self._precompute(batch, mini_batches)
-                measured = self._run_steps(batch, mini_batches)
+                measured = self._run_steps(batch, mini_batches, shaped)
                 if self.device.type == "cuda":
                     torch.cuda.current_stream(self.device).synchronize()  # the update ends before its time is taken
         except BaseException:
@@ -241,9 +247,19 @@ class LocalTrainer:
             batch.update, metrics, measured.mismatch_kl_sum, measured.mismatch_tokens, seconds, measured.advantages
         )
 
-    def _run_steps(self, batch: Batch, mini_batches: list[MiniBatch]) -> _Measurements:
+    def _split(self, batch: Batch, rewards: NDArray[np.float64]) -> list[MiniBatch]:
+        """Splits the batch into mini-batches, without the samples that cannot change the policy."""
+        try:
+            skipped = without_gradient(batch, self.algorithm, rewards)
+        except ValueError as error:
+            raise TrainerError(f"update {batch.update}: {error}") from error
+        return split_batch(
+            batch.samples, self.algorithm, num_steps=self.options.optimizer_steps,
+            micro_tokens=self.options.micro_tokens, rank=self.ranks.rank, num_ranks=self.ranks.count, skipped=skipped,
+        )  # fmt: skip
+
+    def _run_steps(self, batch: Batch, mini_batches: list[MiniBatch], shaped: ShapedRewards) -> _Measurements:
         """Runs the optimizer steps of an update. Measures before the last step: until then the update can be undone."""
-        shaped = shaped_rewards(batch, self.algorithm, max_tokens=self.max_tokens)
         advantages, critic_metrics = self._compute_advantages(batch, mini_batches, shaped.rewards)
         refuse_overflow(batch, advantages, self._dtype)
         collector, gradients = TokenCollector(), list[_Gradient]()
@@ -266,6 +282,7 @@ class LocalTrainer:
         gradients: list[_Gradient],
         metrics: Mapping[str, float],  # measured before
     ) -> _Measurements:
+        computed = computed_samples(mini_batches)
         tokens = concatenate([each.tokens for each in gradients])
         engine = mismatch(batch, tokens)
         metrics = {
@@ -276,15 +293,16 @@ class LocalTrainer:
             **metrics,
             **staleness_metrics(batch, tokens),
             **engine.metrics,
+            "skipped_sequences": float(len(batch.samples) - len(computed)),
             "micro_batches": float(sum(mini_batch.num_micro_batches for mini_batch in mini_batches)),
             "optimizer_steps": float(len(mini_batches)),
             **({} if self.scale is None else {"loss_scale": self.scale.value}),
         }
-        metrics = merge(token_metrics(tokens, len(batch.samples)), metrics)
+        metrics = merge(token_metrics(tokens), metrics)
         reference = None if self.reference is None else self.reference.costs
         flops = update_flops(
-            self.costs, batch, num_steps=len(mini_batches), critic=self.critic is not None, reference=reference,
-            scored=self._scored,
+            self.costs, batch, computed, num_steps=len(mini_batches), critic=self.critic is not None,
+            reference=reference, scored=self._scored,
         )  # fmt: skip
         return _Measurements(metrics, engine.kl_sum, engine.tokens, flops, advantages.digest())
 

@@ -202,12 +202,13 @@ def _metrics_by_age(ages: NDArray[np.int64], advantages: Values) -> dict[str, fl
     return found
 
 
-def token_metrics(tokens: TokenValues, num_samples: int) -> dict[str, float]:
+def token_metrics(tokens: TokenValues) -> dict[str, float]:
     """Metrics of the ratios between the policy and those that sampled the batch, and the objective's diagnostics."""
     if len(tokens.log_ratios) == 0:
         return {}
     weights = _ratios(tokens.log_ratios)
     ratios = _ratios(tokens.anchor_log_ratios) if len(tokens.anchor_log_ratios) else weights
+    _, owners = np.unique(tokens.samples, return_inverse=True)
     measured = {
         "ratio_mean": float(ratios.mean()),
         "ratio_min": float(ratios.min()),
@@ -217,9 +218,7 @@ def token_metrics(tokens: TokenValues, num_samples: int) -> dict[str, float]:
         "weight_max": float(weights.max()),
         **_quantiles("weight", weights),
         "entropy": float(tokens.entropies.mean()),
-        "effective_sample_size": effective_sample_size(
-            np.bincount(tokens.samples, tokens.log_ratios, minlength=num_samples).astype(np.float64)
-        ),
+        "effective_sample_size": effective_sample_size(np.bincount(owners, tokens.log_ratios).astype(np.float64)),
         "token_effective_sample_size": effective_sample_size(tokens.log_ratios),
     }
     if len(tokens.gradients):

@@ -22,7 +22,7 @@ import torch
 from stretto.errors import LostObjectError, TrainerError
 from stretto.models.checksums import checksum
 from stretto.training.forward import PackedModel
-from stretto.training.mini_batches import MicroBatchPlan, MiniBatch, micro_batch_plans
+from stretto.training.mini_batches import MicroBatchPlan, MiniBatch, computed_samples, micro_batch_plans
 from stretto.training.packing import MicroBatch, first_fit_decreasing, input_lengths
 from stretto.training.parallel import Ranks
 from stretto.training.policy_weights import PolicyWeights
@@ -68,15 +68,15 @@ def version_passes(
     return passes
 
 
-def sample_for_mismatch(batch: Batch, count: int, *, one_version: bool) -> list[int]:
-    """Chooses up to `count` samples of older versions whose weights the batch brings.
+def sample_for_mismatch(batch: Batch, computed: Sequence[int], count: int, *, one_version: bool) -> list[int]:
+    """Chooses up to `count` of the `computed` samples that are of older versions whose weights the batch brings.
 
     They are spread over the versions in turn, or taken from one version that changes with the update. The choice
     follows from the batch alone.
     """
     by_version: dict[int, list[int]] = {}
-    for index, sample in enumerate(batch.samples):
-        older = older_versions([sample], batch.update)
+    for index in computed:
+        older = older_versions([batch.samples[index]], batch.update)
         if older and all(version in batch.versions for version in older):
             by_version.setdefault(older[-1], []).append(index)
     versions = sorted(by_version)
@@ -125,7 +125,7 @@ class VersionScorer:
         Restores the policy bit for bit. Raises `TrainerError` if the objective needs a version that the batch does not
         bring, and `LostObjectError` if it needs one that cannot be read. What is only measured does without them.
         """
-        chosen = self._choose(batch)
+        chosen = self._choose(batch, computed_samples(mini_batches))
         shares = [
             [index for mini_batch in mini_batches for index in mini_batch.shares[rank]]
             for rank in range(self._ranks.count)
@@ -140,12 +140,12 @@ class VersionScorer:
         older = {index: older_versions([batch.samples[index]], batch.update) for index in chosen}
         return [[index for index in chosen if each.version in older[index]] for each in passes]
 
-    def _choose(self, batch: Batch) -> list[int]:
+    def _choose(self, batch: Batch, computed: Sequence[int]) -> list[int]:
         if self._every_token:
-            return [i for i, sample in enumerate(batch.samples) if older_versions([sample], batch.update)]
+            return [index for index in computed if older_versions([batch.samples[index]], batch.update)]
         if self._policy.lora is None and batch.update % FULL_WEIGHTS_EVERY:
             return []
-        return sample_for_mismatch(batch, self._mismatch_samples, one_version=self._policy.lora is None)
+        return sample_for_mismatch(batch, computed, self._mismatch_samples, one_version=self._policy.lora is None)
 
     def _unscored(self, sample: Sample) -> ScoredSample:
         device, count = self._packed.head.weight.device, sample.completion.num_sampled
