@@ -281,6 +281,7 @@ class Batch:
     update: int
     samples: Sequence[Sample]
     versions: Mapping[int, Weights | WeightsRef] = field(default_factory=dict)
+    micro_tokens: int | None = None  # most tokens of a micro-batch; None: those that the trainer was made with
 
 
 @dataclass(frozen=True, slots=True)

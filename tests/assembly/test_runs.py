@@ -13,9 +13,11 @@ from run_cases import assert_verifies, equal, policy, recipe, run, story
 
 import stretto.assembly.train as module
 import stretto.setup.factories as parts_module
+from stretto.assembly.retrain import retrain
 from stretto.engines.native.engine import NativeEngine
 from stretto.errors import RecipeError, TrainerError
 from stretto.observe.progress import Silent
+from stretto.store.reader import JournalReader
 from stretto.training.trainer import LocalTrainer
 from stretto.types import Batch
 
@@ -81,6 +83,27 @@ def test_trajectories_that_run_while_memory_is_given_back_are_all_trained_on(
     assert summary["kv_given_back"] > 200
     assert (summary["steps"], summary["failed_trajectories"], summary["dropped_trajectories"]) == (3, 0, 0)
     assert_verifies(tmp_path / "run")
+
+
+def test_a_run_whose_micro_batches_became_smaller_is_trained_again_with_the_same(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.local.trainer.LEAST_MICRO_TOKENS", 8)
+    run_out_of_memory(monkeypatch, update=1, times=1)
+    run(recipe(model, tmp_path), tmp_path / "run")
+    with JournalReader(tmp_path / "run" / "journal.sqlite") as reader:
+        recorded = [reader.micro_tokens(update) for update in range(3)]
+    assert recorded[0] == 8_192
+    assert recorded[1] == recorded[2] != recorded[0]
+    used, original = list[int | None](), LocalTrainer.update
+
+    def watched(self: LocalTrainer, batch: Batch) -> Any:
+        used.append(batch.micro_tokens)
+        return original(self, batch)
+
+    monkeypatch.setattr(LocalTrainer, "update", watched)
+    assert retrain(tmp_path / "run").difference is None
+    assert used == recorded
 
 
 def test_memory_that_never_suffices_ends_the_run_by_name(

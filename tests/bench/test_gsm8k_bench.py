@@ -107,7 +107,7 @@ def test_the_recipe_is_what_was_announced() -> None:
     assert recipe.model.lora is not None
     assert recipe.model.lora.rank == 32
     assert (recipe.rollout.prompts, recipe.rollout.group, recipe.rollout.max_tokens) == (64, 8, 512)
-    assert (recipe.training.learning_rate, recipe.training.micro_tokens) == (5e-5, 32_768)
+    assert (recipe.training.learning_rate, recipe.training.micro_tokens) == (5e-5, "auto")
 
 
 def test_a_score_counts_right_answers_and_what_was_cut_off(tmp_path: Path) -> None:

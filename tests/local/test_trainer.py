@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +28,8 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stretto.local.trainer._release_cached", lambda: None)
 
 
-def batch(update: int = 0) -> Batch:
-    done = Completion(0, update, np.array([1, 2], np.int32), np.zeros(2, np.float32), "stop", "")
+def batch(update: int = 0, tokens: int = 2) -> Batch:
+    done = Completion(0, update, np.ones(tokens, np.int32), np.zeros(tokens, np.float32), "stop", "")
     return Batch(update, [Sample(0, 0, update, (1,), done, 1.0)])
 
 
@@ -63,14 +64,14 @@ class Hungry(FakeTrainer):
 
 
 def updated(
-    trainer: FakeTrainer, engine: FakeEngine | None
+    trainer: FakeTrainer, engine: FakeEngine | None, tokens: int = 2
 ) -> tuple[UpdateReport, Weights, ThreadedTrainer, list[str]]:
     async def main() -> tuple[UpdateReport, Weights, ThreadedTrainer, list[str]]:
         notices: list[str] = []
         engines = [] if engine is None else [engine]
         role = ThreadedTrainer(trainer, 1, deadline_s=10.0, engine_s=0.2, engines=engines, notice=notices.append)
         try:
-            report, weights = await role.update(batch())
+            report, weights = await role.update(batch(tokens=tokens))
         finally:
             role.close()
             for each in engines:
@@ -90,6 +91,62 @@ def test_the_engine_gives_kv_back_and_the_update_is_made_again() -> None:
         "update 0 ran out of memory (CUDA out of memory. Tried to allocate 2.00 GiB): the engine keeps 70,000 of "
         "100,000 tokens of KV; try 2 of 4"
     ]
+
+
+class Packing(Hungry):
+    """A trainer that packs micro-batches, and needs memory for their tokens."""
+
+    def __init__(self, fits: int) -> None:
+        super().__init__()
+        self.fits = fits
+
+    @property
+    def micro_tokens(self) -> int:
+        return 8192
+
+    def update(self, batch: Batch) -> UpdateReport:
+        self.updates = self.tries + ((batch.micro_tokens or self.micro_tokens) > self.fits and self.tries < 5)
+        return super().update(batch)
+
+
+def test_micro_batches_are_halved_before_the_engine_gives_anything_back() -> None:
+    trainer, engine = Packing(fits=2048), FakeEngine(kv_tokens=100_000, max_context=1000)
+    _, _, role, notices = updated(trainer, engine, tokens=8191)
+    assert role.kv_given_back == 0
+    assert [one.micro_tokens for one in trainer.batches] == [2048]
+    assert ["at most 4,096 tokens" in notices[0], "at most 2,048 tokens" in notices[1], len(notices)] == [True, True, 2]
+
+
+def test_smaller_micro_batches_are_kept_and_a_batch_that_names_its_own_has_them() -> None:
+    trainer = Packing(fits=4096)
+
+    async def main() -> None:
+        role = ThreadedTrainer(trainer, 1, deadline_s=10.0, notice=lambda text: None)
+        try:
+            await role.update(batch(0, 8191))
+            await role.update(batch(1))
+            await role.update(replace(batch(2), micro_tokens=512))
+        finally:
+            role.close()
+
+    asyncio.run(main())
+    assert [one.micro_tokens for one in trainer.batches] == [4096, 4096, 512]
+    assert trainer.tries == 4
+
+
+def test_kv_is_given_back_if_small_micro_batches_do_not_fit_either() -> None:
+    trainer, engine = Packing(fits=0), FakeEngine(kv_tokens=2000, max_context=1500)
+    _, _, role, notices = updated(trainer, engine, tokens=8191)
+    assert (trainer.tries, role.kv_given_back) == (6, 500)
+    assert ["micro-batches" in text for text in notices] == [True, True, False, False, False]
+
+
+def test_a_batch_that_is_one_small_micro_batch_is_not_cut_further() -> None:
+    trainer = Packing(fits=0)
+    trainer.tries = 4  # the next fails and the one after fits
+    _, _, role, notices = updated(trainer, FakeEngine(kv_tokens=100_000, max_context=1000))
+    assert role.kv_given_back > 0
+    assert all("micro-batches" not in text for text in notices)
 
 
 def test_nothing_that_a_failed_try_had_made_is_alive_in_the_next() -> None:

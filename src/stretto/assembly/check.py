@@ -14,6 +14,7 @@ from stretto.setup.device import choose_device, resolved
 from stretto.setup.inputs import check_objective, check_scoring, load_inputs
 from stretto.setup.memory_report import describe_memory
 from stretto.setup.memory_sizes import context_length
+from stretto.setup.micro_batch_size import describe_micro_tokens, with_micro_tokens
 from stretto.setup.threads import thread_counts
 
 ALL_TARGETS = "all linear layers but the output layer"
@@ -33,13 +34,15 @@ def check(recipe: Recipe) -> str:
     tokenizer = tiny_tokenizer() if tiny else load_tokenizer(recipe.model.path)
     inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=recipe.model.path)
     scored = check_scoring(recipe, inputs.task, tokenizer)
+    asked, device = recipe, choose_device(recipe.runtime.device)
+    recipe = with_micro_tokens(recipe, config, inputs.longest_prompt, device)
     memory = describe_memory(recipe, inputs.longest_prompt)
     prompts = (
         f"{inputs.task.name}: {inputs.prompts.num_rows:,} prompts of up to {inputs.longest_prompt} tokens, "
         f"{0 if inputs.held_out is None else inputs.held_out.num_rows:,} held out, "
         f"{inputs.form}, {scored}"
     )
-    notes = [f"# {note}" for note in (prompts, *inputs.notes(recipe))]
+    notes = [f"# {note}" for note in (prompts, *inputs.notes(recipe), *describe_micro_tokens(asked, recipe))]
     return effective(recipe) + "\n" + "\n".join([*notes, memory]) + "\n"
 
 

@@ -39,6 +39,7 @@ from stretto.environments.reward_output import RewardOutput
 from stretto.environments.single_turn import SingleTurn
 from stretto.local.backend import local_backend
 from stretto.local.components import LocalComponents
+from stretto.models.loading import load_config
 from stretto.observe.metrics import JsonLines, Tally
 from stretto.observe.progress import Observer, Silent, make_observer
 from stretto.observe.summary import summary_table
@@ -61,9 +62,10 @@ from stretto.run.loop_watchdog import warn_when_blocked
 from stretto.run.pool_requests import Control
 from stretto.run.protocols import Pool, TrainerBackend
 from stretto.setup.backend import Backend, MakeBackend
-from stretto.setup.device import as_begun, choose_device, resolved
+from stretto.setup.device import as_begun, choose_device, limit_memory, resolved
 from stretto.setup.factories import DriverInputs, load_driver_inputs, model_path_of
 from stretto.setup.inputs import passed_variables
+from stretto.setup.micro_batch_size import with_micro_tokens
 from stretto.store.journal import Journal
 from stretto.store.lock import Lock
 from stretto.store.schema import JOURNAL_NAME
@@ -163,22 +165,25 @@ def train(
             from stretto.cluster.connection import connected
 
             observer.message(stack.enter_context(connected(recipe)))
-            driver, make = _on_ray(recipe, model_path, folder, observer)
-        else:
-            parts = LocalComponents.build(recipe, model_path)
-            driver, make = parts.driver, partial(local_backend, recipe, parts, observer)
+        driver, device = load_driver_inputs(recipe, model_path), choose_device(recipe.runtime.device)
+        limit_memory(recipe, device)
+        recipe = with_micro_tokens(recipe, load_config(model_path), driver.inputs.longest_prompt, device)
+        make = _backend_maker(recipe, model_path, driver, folder, observer)
         for note in driver.inputs.notes(recipe):
             observer.message(note)
         return asyncio.run(_train(recipe, folder, make, observer, lock, resume, give_up))
 
 
-def _on_ray(recipe: Recipe, model_path: str, folder: Path, observer: Observer) -> tuple[DriverInputs, MakeBackend]:
-    """Reads the inputs of a run on a cluster. Returns them, and the function that makes the backend."""
+def _backend_maker(
+    recipe: Recipe, model_path: str, driver: DriverInputs, folder: Path, observer: Observer
+) -> MakeBackend:
+    """Returns the function that makes the backend. Engines and trainer of one process are made here already."""
+    if recipe.runtime.type == "local":
+        return partial(local_backend, recipe, LocalComponents.build(recipe, model_path, driver), observer)
     from stretto.cluster.backend import cluster_backend
     from stretto.cluster.model_files import ModelSource
 
-    driver = load_driver_inputs(recipe, model_path)
-    return driver, partial(cluster_backend, recipe, driver, ModelSource.of(model_path), folder, observer)
+    return partial(cluster_backend, recipe, driver, ModelSource.of(model_path), folder, observer)
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------

@@ -33,11 +33,14 @@ class LocalComponents:
         return self.engines.pop(0) if self.engines else self.make_engine()
 
     @classmethod
-    def build(cls, recipe: Recipe, model_path: str) -> LocalComponents:
-        """Loads the inputs and the model, and makes engines and trainer. Raises `RecipeError` if they do not fit."""
+    def build(cls, recipe: Recipe, model_path: str, driver: DriverInputs | None = None) -> LocalComponents:
+        """Loads the model, and makes engines and trainer. Raises `RecipeError` if they do not fit.
+
+        `driver` None: the inputs are loaded too.
+        """
         config, device = load_config(model_path), choose_device(recipe.runtime.device)
         dtype = choose_dtype(recipe.model.dtype, device)
-        driver = load_driver_inputs(recipe, model_path)
+        driver = load_driver_inputs(recipe, model_path) if driver is None else driver
         need = footprint(recipe, config, driver.inputs.longest_prompt, device)
         try:
             model = load_model(model_path, dtype, device)

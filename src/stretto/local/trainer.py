@@ -1,12 +1,15 @@
 """The `TrainerBackend` of one process: a trainer in a thread.
 
-If an update runs out of memory, the engines give back part of their KV caches and the update is tried again, up to
-`RETRIES` times. That is safe because an update that raises has changed nothing.
+If an update runs out of memory, it is tried again: first with micro-batches of half the size, up to `HALVINGS` times,
+then with more memory, of which the engines give back a part of their KV caches, up to `RETRIES` times. That is safe
+because an update that raises has changed nothing. Later updates keep the smaller micro-batches. The size is a metric of
+each update, so that training a run again uses the same.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import sys
 import threading
@@ -14,6 +17,7 @@ import traceback
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -30,7 +34,9 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-RETRIES = 3  # of an update that ran out of memory
+HALVINGS = 2  # of the micro-batch of an update that ran out of memory
+LEAST_MICRO_TOKENS = 1_024
+RETRIES = 3  # of such an update, after that
 KEPT_SHARE = 0.7  # of the KV cache, at each retry
 
 
@@ -63,6 +69,7 @@ class ThreadedTrainer:
         self._engines = engines
         self._notice = notice
         self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any], str] | None] = SimpleQueue()
+        self._micro_tokens: int | None = None  # smaller than the trainer's own, after an update ran out of memory
         self._doing = "nothing"
         self._hangs = False
         self._has_compiled = False
@@ -73,6 +80,8 @@ class ThreadedTrainer:
         """Trains one update. Returns its report and a copy of the new weights: version `batch.update + 1`."""
         name, report = f"update {batch.update}", list[UpdateReport]()
         given_before = self.kv_given_back
+        if self._micro_tokens is not None and batch.micro_tokens is None:
+            batch = replace(batch, micro_tokens=self._micro_tokens)
 
         def work() -> Weights | str:
             try:
@@ -86,12 +95,23 @@ class ThreadedTrainer:
                 return _reason(error)
 
         try:
-            for attempt in range(RETRIES + 1):
+            attempts = RETRIES + 1
+            for attempt in itertools.count(1):
                 made = await self.call(work, name)
                 if isinstance(made, Weights):
                     return report[0], made
-                if attempt < RETRIES:
-                    await self._make_room(name, made, attempt + 1)
+                smaller = None if report else self._halved(batch)
+                if smaller is not None and attempts <= RETRIES + HALVINGS:
+                    attempts += 1
+                    self._micro_tokens = smaller
+                    batch = replace(batch, micro_tokens=smaller)
+                    await self.call(_release_cached, f"releasing memory for {name}")
+                    told = f"micro-batches have at most {smaller:,} tokens from now on"
+                    self._notice(f"{name} ran out of memory ({made}): {told}; try {attempt + 1}")
+                elif attempt < attempts:
+                    await self._make_room(name, made, attempt, attempts)
+                else:
+                    break
         except StrettoError:
             raise
         except Exception as error:
@@ -101,7 +121,7 @@ class ThreadedTrainer:
         else:
             room = "and no engine has KV to give back: what is kept is what the longest trajectory needs"
         raise TrainerError(
-            f"{name} ran out of memory {RETRIES + 1} times, {room}: {made}. Lower `training.micro_tokens`, "
+            f"{name} ran out of memory {attempts} times, {room}: {made}. Lower `training.micro_tokens`, "
             "`rollout.max_tokens` or `rollout.rows`"
         )
 
@@ -158,7 +178,15 @@ class ThreadedTrainer:
             torch.cuda.current_stream(device).synchronize()
         return weights
 
-    async def _make_room(self, name: str, reason: str, attempt: int) -> None:
+    def _halved(self, batch: Batch) -> int | None:
+        """Returns half of the tokens that a micro-batch had; None if that is too few, or the trainer makes none."""
+        budget = batch.micro_tokens or self.trainer.micro_tokens
+        if budget is None:
+            return None
+        now = min(budget, sum(len(sample.prompt) + len(sample.completion.tokens) for sample in batch.samples))
+        return None if now < 2 * LEAST_MICRO_TOKENS else now // 2
+
+    async def _make_room(self, name: str, reason: str, attempt: int, attempts: int) -> None:
         """Has every engine give back part of its KV, and frees the memory that allocators only cache."""
         # All at once, and of a copy: instances come and go meanwhile.
         said = list(await asyncio.gather(*(self._shrink(engine) for engine in tuple(self._engines))))
@@ -166,7 +194,7 @@ class ThreadedTrainer:
         if free is not None:
             said.append(f"{free / (1 << 30):.2f} GiB of the device are free now")
         told = "; ".join(said) or "there is no engine that could give any back"
-        self._notice(f"{name} ran out of memory ({reason}): {told}; try {attempt + 1} of {RETRIES + 1}")
+        self._notice(f"{name} ran out of memory ({reason}): {told}; try {attempt + 1} of {attempts}")
 
     async def _shrink(self, engine: Engine) -> str:
         """Has one engine give back part of its KV. Returns a sentence on the result, also if the engine is lost."""

@@ -159,6 +159,12 @@ class RuntimeSection(Options):
         None, ge=0, description="GPUs of a rank; may be a fraction; default: 1 on CUDA, else 0"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description='"auto": cuda if torch finds one')
+    device_gib: float | None = Field(
+        None,
+        gt=1,
+        description="GPU memory that the run plans with and may take, in GiB, to try a smaller card on a large one; "
+        "default: all that is free",
+    )
     deterministic: bool = Field(
         False,
         description="On CUDA: a trajectory never depends on its neighbours, bit for bit; slower. Always so on the CPU",

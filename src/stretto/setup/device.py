@@ -14,6 +14,7 @@ from stretto.recipe.schema import Recipe
 from stretto.types import Weights
 
 CUDA = torch.device("cuda", 0)  # the first visible device, which is the default of every new thread
+CONTEXT_GIB = 0.6  # of a CUDA context with its libraries, outside of torch's allocator
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -45,17 +46,47 @@ def resolved(recipe: Recipe, device: torch.device) -> Recipe:
             "`runtime.deterministic = true` has no effect on the CPU, where no trajectory ever depends on its"
             " neighbours: leave it out"
         )
+    if recipe.runtime.device_gib is not None and device.type == "cpu":
+        raise RecipeError(
+            f"`runtime.device_gib = {recipe.runtime.device_gib:g}` has no effect on the CPU: it limits the memory of a "
+            "GPU; leave it out"
+        )
     dtype = str(choose_dtype(recipe.model.dtype, device)).removeprefix("torch.")
-    return with_section(with_section(recipe, "model", dtype=dtype), "runtime", device=device.type)
+    recipe = with_section(with_section(recipe, "model", dtype=dtype), "runtime", device=device.type)
+    if device.type == "cpu":  # on CUDA it depends on the prompts: `setup/micro_batch_size.py`
+        recipe = with_section(recipe, "training", micro_tokens=recipe.training.micro_batch_tokens)
+    return recipe
 
 
 def as_begun(recipe: Recipe, folder: Path) -> Recipe:
-    """Returns the recipe of a resumed run with the type that the run began in, if the recipe leaves it open."""
+    """Returns the recipe of a resumed run with what the run began with, wherever the recipe says `auto`."""
     path = folder / "config.toml"
-    if recipe.model.dtype != "auto" or not path.is_file():
+    if not path.is_file():
         return recipe
-    begun = tomllib.loads(path.read_text(encoding="utf-8")).get("model", {}).get("dtype", "auto")
-    return with_section(recipe, "model", dtype=begun)
+    begun = tomllib.loads(path.read_text(encoding="utf-8"))
+    for section, key in (("model", "dtype"), ("training", "micro_tokens")):
+        if getattr(getattr(recipe, section), key) == "auto":
+            recipe = with_section(recipe, section, **{key: begun.get(section, {}).get(key, "auto")})
+    return recipe
+
+
+def free_bytes(recipe: Recipe, device: torch.device) -> int:
+    """Returns the memory of a GPU that the run may still take: what is free, within `runtime.device_gib`."""
+    left = int(torch.cuda.mem_get_info(device)[0])
+    limit = recipe.runtime.device_gib
+    return left if limit is None else min(left, device_limit(limit) - torch.cuda.memory_reserved(device))
+
+
+def device_limit(gib: float) -> int:
+    """Returns the bytes that the allocator may have on a device of `gib` GiB: the CUDA context has the rest."""
+    return int((gib - CONTEXT_GIB) * (1 << 30))
+
+
+def limit_memory(recipe: Recipe, device: torch.device) -> None:
+    """Makes the allocator of this process fail beyond `runtime.device_gib`, as it would on such a device."""
+    if (limit := recipe.runtime.device_gib) is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(0, device_limit(limit)) / total), device)
 
 
 def on_device(weights: Weights, device: torch.device) -> Weights:

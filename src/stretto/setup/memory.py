@@ -13,8 +13,8 @@ On CUDA the KV cache gets the memory that the rest leaves free. The rest is:
 | undo          | a copy of the trained weights and AdamW's averages, if an update has several steps or a critic   |
 | optimizer     | AdamW's two averages, float32                                                                    |
 | gradients     | float32; with full half-precision weights also those of one backward pass                        |
-| working       | activations and logits of a micro-batch, or a checkpoint's copy of the trainer: never both; and  |
-|               | values for each token that are computed before the first step                                    |
+| working       | activations and logits of a micro-batch, and values for each token that are computed before the   |
+|               | first step                                                                                       |
 | engine        | captured graphs, workspaces, logits of every row, and buffers to sort them if `rollout` truncates |
 | slack         | memory that the allocator cannot use                                                             |
 
@@ -39,7 +39,7 @@ from stretto.models import decoder
 from stretto.models.lora import inject_lora
 from stretto.models.varlen_attention import flash_fits
 from stretto.recipe.schema import Recipe
-from stretto.setup.device import choose_dtype
+from stretto.setup.device import choose_dtype, free_bytes
 from stretto.setup.memory_sizes import (
     GIB,
     activation_bytes,
@@ -112,9 +112,8 @@ def free_for_instance(recipe: Recipe, device: torch.device) -> int | None:
     """Returns the free bytes of an instance on a cluster, which may have a fraction of a GPU; None on the CPU."""
     if device.type != "cuda":
         return None
-    left, total = torch.cuda.mem_get_info(device)
     share = 1.0 if recipe.runtime.instance_gpus is None else min(1.0, recipe.runtime.instance_gpus)
-    return min(left, int(total * share))
+    return min(free_bytes(recipe, device), int(torch.cuda.mem_get_info(device)[1] * share))
 
 
 def footprint(
@@ -134,8 +133,8 @@ def footprint(
     """
     on_cuda, instances = device.type == "cuda", instances_per_device(recipe)
     if on_cuda and free is None:
-        free = torch.cuda.mem_get_info(device)[0]
-    need = _without_kv(recipe, config, longest_prompt, device, free or 0)
+        free = free_bytes(recipe, device)
+    need = without_kv(recipe, config, count_weights(recipe, config, device), longest_prompt, device, free or 0)
     if not trains:
         need = replace(need, store=0, trained=0, reference=0, undo=0, optimizer=0, gradients=0, working=0)
     text = config.get_text_config()
@@ -148,20 +147,40 @@ def footprint(
     return replace(need, kv=instances * tokens * per_token, kv_tokens=tokens)
 
 
-def _without_kv(recipe: Recipe, config: Any, longest_prompt: int, device: torch.device, free: int) -> Footprint:
-    """Returns the plan with no KV cache in it."""
-    dtype, on_cuda = choose_dtype(recipe.model.dtype, device), device.type == "cuda"
-    text = config.get_text_config()
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A model on the meta device with its adapters, and what is counted of it."""
+
+    model: Any
+    base: int  # bytes of the parameters, for all instances
+    one_base: int  # bytes of the parameters, once
+    num_trained: int
+    packed: bool  # the lean decoder with flash attention trains it
+
+
+def count_weights(recipe: Recipe, config: Any, device: torch.device) -> Counted:
+    """Counts the weights of the recipe's model without allocating them."""
+    dtype = choose_dtype(recipe.model.dtype, device)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    packed = decoder.fits(model) and flash_fits(device, dtype, head_size(text))
+    packed = decoder.fits(model) and flash_fits(device, dtype, head_size(config.get_text_config()))
     lora, instances = recipe.model.lora, instances_per_device(recipe)
     base = one_base = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-    if on_cuda and lora is not None and fits(model, TRITON):
+    if device.type == "cuda" and lora is not None and fits(model, TRITON):
         base += (instances - 1) * matrix_elements(model) * dtype.itemsize
     if lora is not None:
         inject_lora(model, lora.rank, 2.0 * lora.rank, lora.targets)
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return Counted(model, base, one_base, num_trained, packed)
+
+
+def without_kv(
+    recipe: Recipe, config: Any, counted: Counted, longest_prompt: int, device: torch.device, free: int
+) -> Footprint:
+    """Returns the plan with no KV cache in it."""
+    dtype, on_cuda = choose_dtype(recipe.model.dtype, device), device.type == "cuda"
+    text, lora, instances = config.get_text_config(), recipe.model.lora, instances_per_device(recipe)
+    num_trained = counted.num_trained
     version, trained = num_trained * dtype.itemsize, num_trained * torch.float32.itemsize
     half, full = dtype != torch.float32, lora is None
     activations = activation_bytes(
@@ -169,21 +188,21 @@ def _without_kv(recipe: Recipe, config: Any, longest_prompt: int, device: torch.
         micro_batch_tokens(recipe, longest_trajectory(recipe, longest_prompt)),
         dtype,
         device,
-        packed=packed,
+        packed=counted.packed,
         trains_head=full,
         checkpointing=recipe.training.checkpointing,
     )
     return Footprint(
-        base=base,
+        base=counted.base,
         versions=instances * recipe.num_slots * version,
         store=(recipe.plan.slots + 1) * version,
         trained=(trained if half else 0) if full else trained + (version if half else 0),
-        reference=reference_bytes(recipe, one_base, dtype),
+        reference=reference_bytes(recipe, counted.one_base, dtype),
         undo=3 * trained if recipe.training.optimizer_steps > 1 or recipe.algorithm.uses_critic else 0,
         optimizer=2 * trained,
         gradients=trained + (version if half and full else 0),
-        working=(max(activations, 3 * trained) if on_cuda else activations) + scored_ahead_bytes(recipe),
-        engine=instances * engine_bytes(recipe, text, model, dtype) if on_cuda else 0,
+        working=activations + scored_ahead_bytes(recipe),
+        engine=instances * engine_bytes(recipe, text, counted.model, dtype) if on_cuda else 0,
         slack=int(SLACK_SHARE * free) if on_cuda else 0,
         kv=0,
         kv_tokens=0,
@@ -227,7 +246,7 @@ def _remedies(recipe: Recipe) -> str:
     """Returns the options to change if a run does not fit, with their values."""
     rollout = recipe.rollout
     lower = [
-        f"`training.micro_tokens` (now {recipe.training.micro_tokens})",
+        f"`training.micro_tokens` (now {recipe.training.micro_batch_tokens})",
         f"`rollout.rows` (now {recipe.plan.rows})",
         f"`rollout.max_tokens` (now {rollout.max_tokens})",
         f"`rollout.staleness` (now {recipe.plan.staleness}: {recipe.num_slots} versions)",

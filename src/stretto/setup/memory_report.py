@@ -10,7 +10,7 @@ import torch
 from stretto.models.loading import load_config
 from stretto.models.tiny import tiny_config
 from stretto.recipe.schema import Recipe
-from stretto.setup.device import choose_device, choose_dtype, describe_device
+from stretto.setup.device import choose_device, choose_dtype, describe_device, free_bytes
 from stretto.setup.memory import describe_kv, footprint, free_for_instance
 from stretto.setup.memory_sizes import gib
 from stretto.training.sharding import SHARDED_FROM
@@ -26,7 +26,7 @@ def describe_memory(recipe: Recipe, longest_prompt: int | None = None) -> str:
     describe = _on_cluster if recipe.runtime.type == "ray" else _in_one_process
     bound = f"at most {plan.staleness} (auto)" if plan.auto else str(plan.staleness)
     dtype = str(choose_dtype(recipe.model.dtype, device)).removeprefix("torch.")
-    free = f", {gib(torch.cuda.mem_get_info(device)[0])} free" if device.type == "cuda" else ""
+    free = f", {gib(free_bytes(recipe, device))} free" if device.type == "cuda" else ""
     slots, count = f"{recipe.num_slots} version slots", recipe.runtime.instances
     lines = [
         f"# {plan.paradigm.name}: K = {bound}, {plan.in_flight} groups in flight, {plan.rows} rows, "

@@ -90,7 +90,7 @@ def scored_ahead_bytes(recipe: Recipe) -> int:
 def micro_batch_tokens(recipe: Recipe, longest: int) -> int:
     """Returns the tokens of the largest micro-batch: at least one whole trajectory, at most a batch of them."""
     batch = recipe.rollout.prompts * recipe.rollout.group * longest
-    return min(max(recipe.training.micro_tokens, longest), batch)
+    return min(max(recipe.training.micro_batch_tokens, longest), batch)
 
 
 def activation_bytes(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 from stretto.errors import RunError
@@ -82,16 +83,21 @@ async def train_again(
     await sampled.add(made)
     yield made
     for update in range(first, last):
-        samples = await asyncio.to_thread(_samples, journal, update)
-        report, made = await trainer.update(sampled.batch(update, samples))
+        samples, micro_tokens = await asyncio.to_thread(_recorded, journal, update)
+        batch = replace(sampled.batch(update, samples), micro_tokens=micro_tokens)
+        report, made = await trainer.update(batch)
         await sampled.add(made)
         reported(report)
         yield made
 
 
-def _samples(journal: Path, update: int) -> Sequence[Sample]:
+def _recorded(journal: Path, update: int) -> tuple[Sequence[Sample], int | None]:
+    """Returns the samples of an update and the size of its micro-batches, which decides how sums are rounded.
+
+    The size is None if it was not recorded: the trainer's own.
+    """
     with JournalReader(journal) as reader:
-        return reader.batch(update)
+        return reader.batch(update), reader.micro_tokens(update)
 
 
 async def usable_checkpoint(

@@ -296,6 +296,14 @@ class JournalReader:
         """Returns the batch of an update, as the trainer got it. Raises `JournalError` if any part of it is missing."""
         return self._samples(f"of update {update}", "m.update_id = ? ORDER BY m.position", update)
 
+    @_decodes
+    def micro_tokens(self, update: int) -> int | None:
+        """Returns the most tokens of a micro-batch of an update; None if the update has not ended, or recorded none."""
+        for (metrics,) in self._rows("SELECT metrics FROM updates WHERE update_id = ?", update):
+            if metrics is not None and (found := _mapping(metrics).get("micro_tokens")) is not None:
+                return max(1, int(found))
+        return None
+
     def trained(self) -> list[int]:
         """Returns the trajectories that were trained on, in the order of their first training."""
         rows = self._rows(

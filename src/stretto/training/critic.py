@@ -193,9 +193,12 @@ class Critic:
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Returns a copy of everything that later updates depend on, under names that begin with `PREFIX`."""
-        return {f"{PREFIX}{name}": tensor for name, tensor in self._optimizer.state().items()}
+    def state(self, device: str | None = None) -> dict[str, torch.Tensor]:
+        """Returns a copy of everything that later updates depend on, under names that begin with `PREFIX`.
+
+        It is made on `device`; None: where the tensors are.
+        """
+        return {f"{PREFIX}{name}": tensor for name, tensor in self._optimizer.state(device).items()}
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restores `state()` from the whole state of a trainer. Raises `TrainerError` with nothing changed."""

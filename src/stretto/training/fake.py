@@ -71,6 +71,10 @@ class FakeTrainer:
     def base_checksum(self) -> str | None:
         return BASE_CHECKSUM
 
+    @property
+    def micro_tokens(self) -> int | None:
+        return None
+
     def state(self) -> dict[str, torch.Tensor]:
         return {"values": self._values.clone(), "version": torch.tensor(self._version)}
 

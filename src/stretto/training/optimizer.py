@@ -132,16 +132,23 @@ class Optimizer:
         for tensor in (*self._parameters.values(), *self._stepped.values()):
             tensor.grad = None
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Returns a copy of everything that the next step depends on, as tensors named `value/`, `mean/`, `square/`."""
+    def state(self, device: str | None = None) -> dict[str, torch.Tensor]:
+        """Returns a copy of everything that the next step depends on, as tensors named `value/`, `mean/`, `square/`.
+
+        It is made on `device`, one tensor at a time; None: where the tensors are.
+        """
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.detach().to(tensor.device if device is None else device, copy=True)
+
         tensors: dict[str, torch.Tensor] = {"step": torch.tensor(self.step_count)}
         for name, stepped in self._stepped.items():
-            tensors[f"value/{name}"] = stepped.detach().clone()
+            tensors[f"value/{name}"] = copy(stepped)
             moments = self._adam.state.get(stepped)
             if moments:
-                tensors[f"mean/{name}"] = moments["exp_avg"].clone()
-                tensors[f"square/{name}"] = moments["exp_avg_sq"].clone()
-                tensors[f"count/{name}"] = moments["step"].clone()
+                tensors[f"mean/{name}"] = copy(moments["exp_avg"])
+                tensors[f"square/{name}"] = copy(moments["exp_avg_sq"])
+                tensors[f"count/{name}"] = copy(moments["step"])
         return tensors
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:

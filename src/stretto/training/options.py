@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from stretto.options import Options
 
+MICRO_TOKENS = 8_192  # of `micro_tokens = "auto"` where no memory is planned for
+
 
 class TrainingOptions(Options):
     """Updates of the policy, whatever the algorithm."""
@@ -42,7 +44,11 @@ class TrainingOptions(Options):
         description="Sequences of older versions an update on which engine and trainer are compared (full weights: "
         "every eighth update); with an objective that scores every token under its own version, all are",
     )
-    micro_tokens: int = Field(8_192, ge=1, description="Most tokens of a packed micro-batch")
+    micro_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto",
+        description="Most tokens of a packed micro-batch. `auto`: on CUDA as many as memory has room for beside the "
+        "rollout (`stretto check` prints the number), on the CPU 8,192",
+    )
     checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: much less memory, about a third more time"
     )
@@ -58,3 +64,8 @@ class TrainingOptions(Options):
                 f"{self.steps}`; use fewer"
             )
         return self
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """The budget of a micro-batch. A run replaces `auto` by a number before it makes its trainer."""
+        return MICRO_TOKENS if self.micro_tokens == "auto" else self.micro_tokens

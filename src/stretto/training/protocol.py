@@ -23,6 +23,11 @@ class Trainer(Protocol):
         """The version it holds: the number of updates done."""
         ...
 
+    @property
+    def micro_tokens(self) -> int | None:
+        """The most tokens of a micro-batch, unless a batch names another number; None if it makes none."""
+        ...
+
     def update(self, batch: Batch) -> UpdateReport:
         """Runs update `batch.update`. Raises `TrainerError`, and then nothing has changed.
 

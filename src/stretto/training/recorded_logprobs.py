@@ -33,7 +33,7 @@ def rescore(trainer: LocalTrainer, samples: Sequence[Sample]) -> list[NDArray[np
     packed, zeros = trainer.packed, np.zeros(len(samples))
     dtype = torch.float64 if packed.head.weight.dtype == torch.float64 else torch.float32
     found: dict[int, NDArray[np.float64]] = {}
-    for chosen in first_fit_decreasing(input_lengths(samples), trainer.options.micro_tokens):
+    for chosen in first_fit_decreasing(input_lengths(samples), trainer.options.micro_batch_tokens):
         micro = micro_batch(
             samples, chosen, zeros, zeros,
             device=trainer.device, dtype=dtype, flash=packed.flash, multiple=packed.multiple,

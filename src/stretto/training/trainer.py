@@ -179,7 +179,7 @@ class LocalTrainer:
             self.ranks,
             every_token=self.algorithm.needs_sampled,
             mismatch_samples=self.options.mismatch_samples,
-            micro_tokens=self.options.micro_tokens,
+            micro_tokens=self.micro_tokens,
             temperature=temperature,
             pack=self._pack,
             empty_pass=None if self.sharding is None else self._empty_pass,
@@ -212,6 +212,10 @@ class LocalTrainer:
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def micro_tokens(self) -> int:
+        return self.options.micro_batch_tokens
 
     def update(self, batch: Batch) -> UpdateReport:
         started = time.perf_counter()
@@ -255,7 +259,8 @@ class LocalTrainer:
             raise TrainerError(f"update {batch.update}: {error}") from error
         return split_batch(
             batch.samples, self.algorithm, num_steps=self.options.optimizer_steps,
-            micro_tokens=self.options.micro_tokens, rank=self.ranks.rank, num_ranks=self.ranks.count, skipped=skipped,
+            micro_tokens=batch.micro_tokens or self.micro_tokens, rank=self.ranks.rank, num_ranks=self.ranks.count,
+            skipped=skipped,
         )  # fmt: skip
 
     def _run_steps(self, batch: Batch, mini_batches: list[MiniBatch], shaped: ShapedRewards) -> _Measurements:
@@ -294,6 +299,7 @@ class LocalTrainer:
             **staleness_metrics(batch, tokens),
             **engine.metrics,
             "skipped_sequences": float(len(batch.samples) - len(computed)),
+            "micro_tokens": float(batch.micro_tokens or self.micro_tokens),
             "micro_batches": float(sum(mini_batch.num_micro_batches for mini_batch in mini_batches)),
             "optimizer_steps": float(len(mini_batches)),
             **({} if self.scale is None else {"loss_scale": self.scale.value}),
@@ -485,11 +491,14 @@ class LocalTrainer:
             raise TrainerError(f"the weights of version {version} were asked for: the trainer holds {self.version}")
         return self.policy.weights(version)
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Of sharded parameters it has this rank's shard; `save` writes them whole."""
-        critic = {} if self.critic is None else self.critic.state()
+    def state(self, device: str | None = None) -> dict[str, torch.Tensor]:
+        """Of sharded parameters it has this rank's shard; `save` writes them whole.
+
+        The copy is made on `device`; None: where the tensors are. On the host, a GPU needs no memory for it.
+        """
+        critic = {} if self.critic is None else self.critic.state(device)
         scale = {} if self.scale is None else {"loss_scale": self.scale.state()}
-        return {**self.optimizer.state(), **critic, **scale, "version": torch.tensor(self._version)}
+        return {**self.optimizer.state(device), **critic, **scale, "version": torch.tensor(self._version)}
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
         restore_policy = self.optimizer.prepare_restore(state)
@@ -516,7 +525,7 @@ class LocalTrainer:
         del own
         self.policy.check_names(weights)
         values = {f"value/{name}": tensor for name, tensor in weights.tensors.items()}
-        self.restore({**self.state(), **(values if self.sharding is None else self.sharding.scattered(values))})
+        self.restore({**self.state("cpu"), **(values if self.sharding is None else self.sharding.scattered(values))})
 
     def base_checksum(self) -> str | None:
         return self._base_checksum
@@ -541,7 +550,7 @@ class LocalTrainer:
                 write(folder)
 
     def capture(self) -> Callable[[Path], None]:
-        state = self.state() if self.sharding is None else self.sharding.gathered(self.state())
+        state = self.state("cpu") if self.sharding is None else self.sharding.gathered(self.state())
         state = {**state, **self._base}
         tensors = {name: tensor.cpu().contiguous() for name, tensor in state.items()} if self.ranks.rank == 0 else {}
 
@@ -557,7 +566,7 @@ class LocalTrainer:
         if self.sharding is not None:
             self.restore(self.sharding.scattered(load_file(folder / STATE_FILE)))
             return
-        state = load_file(folder / STATE_FILE, device=str(self.device))
+        state = load_file(folder / STATE_FILE)
         for name, own in self._base.items():
             if name in state and state[name].tolist() != own.tolist():
                 raise TrainerError(

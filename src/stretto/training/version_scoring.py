@@ -130,7 +130,8 @@ class VersionScorer:
             [index for mini_batch in mini_batches for index in mini_batch.shares[rank]]
             for rank in range(self._ranks.count)
         ]
-        passes = version_passes(batch, chosen, shares, rank=self._ranks.rank, micro_tokens=self._micro_tokens)
+        budget = batch.micro_tokens or self._micro_tokens
+        passes = version_passes(batch, chosen, shares, rank=self._ranks.rank, micro_tokens=budget)
         found = self._run(batch, passes)
         for plan in micro_batch_plans(mini_batches):
             if any(index in found for index in plan.samples):

@@ -1,0 +1,64 @@
+"""The number of tokens that `training.micro_tokens = "auto"` means on a GPU.
+
+Each micro-batch costs the host a fixed time for its launches, and small ones do not fill the device. So the largest one
+that fits trains fastest. Its activations take memory from the KV cache: the cache keeps what all rows can need at their
+longest, or `KV_SHARE` of what both have together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from stretto.recipe.schema import Recipe
+from stretto.setup.device import choose_dtype, free_bytes, with_section
+from stretto.setup.memory import Footprint, count_weights, instances_per_device, without_kv
+from stretto.setup.memory_sizes import engine_rows, kv_bytes_per_token, longest_trajectory
+
+SIZES = (131_072, 65_536, 32_768, 16_384, 8_192, 4_096, 2_048)
+KV_SHARE = 0.6  # of the memory that is left for activations and KV
+
+
+def with_micro_tokens(
+    recipe: Recipe, config: Any, longest_prompt: int, device: torch.device, *, free: int | None = None
+) -> Recipe:
+    """Returns the recipe with a number for `training.micro_tokens`, if it is `auto` and the device is a GPU.
+
+    `free` are the bytes to plan with; None asks the device. The number is the same for the same memory, recipe and
+    prompts. If nothing fits, it is the smallest, and the plan of the run says what is missing.
+    """
+    if recipe.training.micro_tokens != "auto" or device.type != "cuda":
+        return recipe
+    free = free_bytes(recipe, device) if free is None else free
+    counted = count_weights(recipe, config, device)
+    one = longest_trajectory(recipe, longest_prompt)
+    batch = recipe.rollout.prompts * recipe.rollout.group * one
+    chosen = recipe
+    for size in SIZES:
+        chosen = with_section(recipe, "training", micro_tokens=size)
+        if size >= 2 * batch:
+            continue  # the next smaller one holds the whole batch, too
+        need = without_kv(chosen, config, counted, longest_prompt, device, free)
+        if _leaves_room(chosen, config, need, one, device, free):
+            break
+    return chosen
+
+
+def describe_micro_tokens(asked: Recipe, recipe: Recipe) -> list[str]:
+    """Returns a line on what `auto` became, if it became something."""
+    if asked.training.micro_tokens == recipe.training.micro_tokens:
+        return []
+    why = "the smallest" if recipe.training.micro_tokens == SIZES[-1] else "the most that leaves KV enough memory"
+    return [f"`training.micro_tokens = {recipe.training.micro_tokens}` (auto): {why}"]
+
+
+def _leaves_room(recipe: Recipe, config: Any, need: Footprint, one: int, device: torch.device, free: int) -> bool:
+    """True if the KV cache keeps what it should, or on a cluster if a rank fits its device."""
+    if recipe.runtime.type == "ray":
+        return replace(need, versions=0, store=0, engine=0).total <= free
+    per_token = kv_bytes_per_token(config.get_text_config(), choose_dtype(recipe.model.dtype, device))
+    tokens = recipe.rollout.kv_tokens or engine_rows(recipe) * one * instances_per_device(recipe)
+    both = free - (need.without_kv - need.working)
+    return need.working <= both - min(tokens * per_token, KV_SHARE * both)
