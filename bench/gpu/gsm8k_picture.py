@@ -1,0 +1,151 @@
+"""Draws the accuracy of GSM8K runs by second and by update, from their cells: the first picture of the README.
+
+    python -m bench.gpu.gsm8k_picture bench/results/gpu/gsm8k --model qwen2.5-coder-1.5b --out docs/images/gsm8k.svg
+
+Writes the picture in light colours, and beside it one in dark colours (`gsm8k-dark.svg`). Every seed is a line. A bar is
+one standard error of a score. Seconds count from the first admission: start-up is not in them, on either side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WIDTH, HEIGHT = 980, 330
+PANEL, TOP, BOTTOM, LEFT, GAP = 400, 56, 268, 62, 76  # pixels
+GRID_STEPS = 5
+NICE = (1, 2, 2.5, 5, 10)
+LIGHT = {"text": "#1f2328", "dim": "#59636e", "grid": "#d1d9e0", "lines": ("#0969da", "#1a7f37", "#8250df", "#cf222e")}
+DARK = {"text": "#f0f6fc", "dim": "#9198a1", "grid": "#3d444d", "lines": ("#4493f8", "#3fb950", "#ab7df8", "#f85149")}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The scores of one run."""
+
+    label: str
+    points: Sequence[tuple[float, float, float, float]]  # second, update, score, standard error
+
+
+def read_runs(folder: Path, model: str) -> list[Run]:
+    """Reads the training cells of a model, ours first. TRL's cells name their model's folder `model`."""
+    runs = []
+    for path in sorted(folder.glob("gsm8k-*.json")):
+        cell = json.loads(path.read_text(encoding="utf-8"))
+        own = cell["parameters"].get("model")
+        if cell["bench"] != "gsm8k" or own not in (model, "model"):
+            continue
+        points = [_point(each) for each in cell["results"]["evaluations"] if each["score"] is not None]
+        runs.append(Run(label_of(cell), points))
+    return sorted(runs, key=lambda run: run.label.startswith("TRL"))
+
+
+def label_of(cell: dict[str, Any]) -> str:
+    """The name of a line."""
+    if cell["side"] == "trl":
+        return f"TRL {cell['versions']['trl']}, vLLM {cell['versions']['vllm']}"
+    paradigm, bound = cell["parameters"]["paradigm"], cell["parameters"]["staleness"]
+    return "Stretto, synchronous" if paradigm == "synchronous" else f"Stretto, K = {bound}"
+
+
+def _point(evaluation: dict[str, Any]) -> tuple[float, float, float, float]:
+    score, count = float(evaluation["score"]), int(evaluation["num_scored"])
+    error = math.sqrt(score * (1 - score) / count)
+    return float(evaluation["elapsed_s"]), float(evaluation["version"]), score, error
+
+
+def picture(runs: Sequence[Run], colours: dict[str, Any], title: str) -> str:
+    """Returns the picture as SVG."""
+    labels = list(dict.fromkeys(run.label for run in runs))
+    scores = [value for run in runs for _, _, score, error in run.points for value in (score - error, score + error)]
+    low, high = math.floor(min(scores) * 20) / 20, math.ceil(max(scores) * 20) / 20
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif" '
+        f'role="img" aria-label="{title}">',
+        _text(LEFT, 24, title, colours["text"], size=16, weight=600),
+    ]
+    for number, name in enumerate(("seconds of training", "updates")):
+        left = LEFT + number * (PANEL + GAP)
+        most = max(point[number] for run in runs for point in run.points)
+        parts += _panel(left, name, most, (low, high), colours)
+        for run in runs:
+            colour = colours["lines"][labels.index(run.label) % len(colours["lines"])]
+            parts += _line(run, number, left, most, (low, high), colour)
+    for place, label in enumerate(labels):
+        x = LEFT + place * 210
+        colour = colours["lines"][place % len(colours["lines"])]
+        parts.append(f'<rect x="{x}" y="{HEIGHT - 16}" width="14" height="4" fill="{colour}"/>')
+        parts.append(_text(x + 20, HEIGHT - 9, label, colours["text"], size=13))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _panel(left: float, name: str, most: float, scale: tuple[float, float], colours: dict[str, Any]) -> Iterator[str]:
+    """The grid of one panel, with its numbers."""
+    low, high = scale
+    for step in range(round((high - low) / 0.05) + 1):
+        value = low + 0.05 * step
+        y = _up(value, scale)
+        yield f'<line x1="{left}" y1="{y:.1f}" x2="{left + PANEL}" y2="{y:.1f}" stroke="{colours["grid"]}"/>'
+        yield _text(left - 8, y + 4, f"{value:.2f}", colours["dim"], anchor="end")
+    for value in ticks(most):
+        yield _text(left + PANEL * value / most, BOTTOM + 18, f"{value:g}", colours["dim"], anchor="middle")
+    yield _text(left + PANEL / 2, BOTTOM + 36, name, colours["dim"], anchor="middle")
+    yield _text(left, TOP - 10, "accuracy on 512 held-out problems, temperature 1", colours["dim"])
+
+
+def ticks(most: float) -> list[float]:
+    """Round numbers from 0 to `most`, about `GRID_STEPS` of them."""
+    raw = most / GRID_STEPS
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(nice * power for nice in NICE if nice * power >= raw)
+    return [step * number for number in range(int(most / step) + 1)]
+
+
+def _line(run: Run, axis: int, left: float, most: float, scale: tuple[float, float], colour: str) -> Iterable[str]:
+    places = [(left + PANEL * point[axis] / most, point[2], point[3]) for point in run.points]
+    for x, score, error in places:
+        top, bottom = _up(score + error, scale), _up(score - error, scale)
+        yield f'<line x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{bottom:.1f}" stroke="{colour}" opacity="0.45"/>'
+    path = " ".join(f"{x:.1f},{_up(score, scale):.1f}" for x, score, _ in places)
+    yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.2"/>'
+    for x, score, _ in places:
+        yield f'<circle cx="{x:.1f}" cy="{_up(score, scale):.1f}" r="3.2" fill="{colour}"/>'
+
+
+def _up(value: float, scale: tuple[float, float]) -> float:
+    low, high = scale
+    return BOTTOM - (BOTTOM - TOP) * (value - low) / (high - low)
+
+
+def _text(
+    x: float, y: float, text: str, colour: str, *, size: int = 12, anchor: str = "start", weight: int = 400
+) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{colour}" text-anchor="{anchor}" '
+        f'font-weight="{weight}">{text}</text>'
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cells", type=Path, help="the folder of the cells")
+    parser.add_argument("--model", required=True, help="the name of the model's folder")
+    parser.add_argument("--title", default="Qwen2.5-Coder-1.5B-Instruct on GSM8K, LoRA, one H200")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    runs = read_runs(options.cells, options.model)
+    if not runs:
+        parser.error(f"no cell of `{options.model}` in {options.cells}")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    for path, colours in ((options.out, LIGHT), (options.out.with_stem(f"{options.out.stem}-dark"), DARK)):
+        path.write_text(picture(runs, colours, options.title), encoding="utf-8")
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""The picture of the GSM8K runs: what the README shows is what the committed cells say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from bench.gpu.gsm8k_picture import DARK, LIGHT, picture, read_runs, ticks
+
+ROOT = Path(__file__).parents[2]
+CELLS, IMAGES = ROOT / "bench" / "results" / "gpu" / "gsm8k", ROOT / "docs" / "images"
+TITLE = "Qwen2.5-Coder-1.5B-Instruct on GSM8K, LoRA, one H200"
+
+
+@pytest.mark.parametrize(("name", "colours"), [("gsm8k.svg", LIGHT), ("gsm8k-dark.svg", DARK)])
+def test_the_committed_picture_is_that_of_the_committed_cells(name, colours):
+    runs = read_runs(CELLS, "qwen2.5-coder-1.5b")
+    assert (IMAGES / name).read_text(encoding="utf-8") == picture(runs, colours, TITLE)
+
+
+def test_every_run_is_a_line_in_both_panels_and_ours_comes_first():
+    runs = read_runs(CELLS, "qwen2.5-coder-1.5b")
+    assert runs[0].label == "Stretto, K = 2"
+    assert runs[-1].label.startswith("TRL")
+    tree = ElementTree.fromstring(picture(runs, LIGHT, TITLE))
+    lines = [each for each in tree.iter() if each.tag.endswith("polyline")]
+    assert len(lines) == 2 * len(runs)
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [(640.7, [0, 200, 400, 600]), (60, [0, 20, 40, 60]), (3, [0, 1, 2, 3]), (24, [0, 5, 10, 15, 20])],
+)
+def test_ticks_are_round_numbers(most, expected):
+    assert ticks(most) == expected
