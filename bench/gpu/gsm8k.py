@@ -79,6 +79,7 @@ def recipe_of(cell: Cell, options: argparse.Namespace) -> Recipe:
         f"training.steps={options.updates}",
         f"evaluation.every={options.every if options.every < options.updates else 0}",
         f"evaluation.prompts={options.held_out}",
+        "evaluation.greedy=false",  # the whole test has the greedy score, and TRL's evaluations are sampled alone
     ]
     if cell.parameters["paradigm"] != "synchronous":
         given.append(f"rollout.staleness={cell.parameters['staleness']}")

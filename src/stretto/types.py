@@ -300,14 +300,29 @@ Moment = Literal["before", "during", "after"]
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationResult:
-    """The result of one evaluation, with the version that was evaluated."""
+class HeldOutScore:
+    """The score of the held-out prompts, each answered once in the same way."""
 
-    version: int
-    moment: Moment
     score: float | None  # mean reward, accuracy where rewards are 0 or 1; None where nothing could be scored
     num_scored: int
     num_failed: int
     mean_tokens: float  # of the completions that there are, scored or not
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """The result of one evaluation, with the version that was evaluated.
+
+    `score`, `num_scored`, `num_failed` and `mean_tokens` are those of the answers at the evaluation's temperature, as
+    in a `HeldOutScore`.
+    """
+
+    version: int
+    moment: Moment
+    score: float | None
+    num_scored: int
+    num_failed: int
+    mean_tokens: float
     at: float  # when it ended
     seconds: float
+    greedy: HeldOutScore | None = None  # of the answers at temperature 0; None: not asked for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from stretto.assembly import compare
 from stretto.assembly.compare import _add_time_to_target, comparison
@@ -40,6 +42,31 @@ def test_without_a_score_there_is_no_target() -> None:
     rows = [row("drop", (0.0, None), (9.0, None))]
     _add_time_to_target(rows, None)
     assert (rows[0]["target"], rows[0]["seconds_to_target"]) == (None, None)
+
+
+def test_greedy_scores_have_a_column_if_a_run_has_them() -> None:
+    rest = {
+        "staleness_bound": 2, "tokens_per_second": 123_456.0, "wall_seconds": 1234.5, "trainer_idle_share": 0.5,
+        "rollout_idle_share": 0.5, "row_idle_share": 0.5, "dropped_share": 0.125, "length_ratio": 1.0,
+        "staleness": {"mean": 1.25, "max": 2}, "mixed_version_share": 0.25,
+    }  # fmt: skip
+    rows = [row("synchronous", (0.0, 0.25), (9.0, 0.5)) | rest, row("multi-version", (0.0, 0.25), (9.0, 0.5)) | rest]
+    _add_time_to_target(rows, None)
+
+    def table() -> list[str]:
+        out = io.StringIO()
+        Console(file=out, width=compare.TABLE_WIDTH).print(compare.comparison_table(rows))
+        return out.getvalue().splitlines()
+
+    assert "greedy" not in "".join(table())
+    rows[1] |= {"eval_before_greedy": 0.375, "eval_after_greedy": 0.625}  # the other is of an earlier release
+    lines = table()
+    (header,) = [line for line in lines if "paradigm " in line]
+    assert header.split("┃")[-2].strip() == "greedy", "all columns fit into one line"
+    assert [line.split("│")[-3:-1] for line in lines if "0.25 -> 0.50" in line] == [
+        [" 0.25 -> 0.50 ", "            - "],
+        [" 0.25 -> 0.50 ", " 0.38 -> 0.62 "],
+    ]
 
 
 @pytest.mark.parametrize(

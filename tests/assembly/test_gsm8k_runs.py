@@ -49,6 +49,7 @@ def recipe(name: str, model: Path, *changes: str) -> Recipe:
 def assert_trains(made: Recipe, folder: Path) -> None:
     summary = run(made, folder)
     assert (summary["steps"], summary["trained_trajectories"]) == (2, 8)
+    assert [each["greedy"]["num_scored"] for each in summary["evaluations"]] == [2, 2]
     assert_verifies(folder)
 
 

@@ -411,15 +411,16 @@ def test_a_run_that_was_killed_in_its_last_evaluation_is_resumed_and_evaluated_o
             if result.moment == "after":
                 Dies.killed()
 
-    evaluate = Evaluator.evaluate
+    episode = Evaluator._episode
 
-    async def killed_at_the_last(self: Evaluator, engine: Any, version: int, moment: Any, checksum: Any) -> Any:
-        return Dies.killed() if moment == "after" else await evaluate(self, engine, version, moment, checksum)
+    async def killed_in_the_middle(self: Evaluator, *args: Any) -> Any:
+        reward = await episode(self, *args)
+        return Dies.killed() if self.num_ended > 5 else reward  # an evaluation has four answers, two of them greedy
 
-    made, folder = recipe(model, tmp_path), tmp_path / "run"
+    made, folder = recipe(model, tmp_path, "evaluation.greedy=true"), tmp_path / "run"
     with monkeypatch.context() as patched:
         if not recorded:
-            patched.setattr(Evaluator, "evaluate", killed_at_the_last)
+            patched.setattr(Evaluator, "_episode", killed_in_the_middle)
         with pytest.raises(KeyError):
             run(made, folder, observer=DiesAtTheEnd())
     assert standing(folder) == "stopped"
@@ -430,7 +431,10 @@ def test_a_run_that_was_killed_in_its_last_evaluation_is_resumed_and_evaluated_o
     assert rows(folder, "SELECT kind FROM evaluations ORDER BY id") == [("before",), ("after",)]
     assert summary == json.loads((folder / "summary.json").read_text())
     assert (summary["steps"], summary["stopped"], summary["eval_after_version"]) == (3, False, 3)
-    assert summary["eval_after"] is not None
+    scores = [(each["score"], each["greedy"]["score"]) for each in summary["evaluations"]]
+    assert None not in [score for pair in scores for score in pair]
+    assert scores[0] == (summary["eval_before"], summary["eval_before_greedy"])
+    assert scores[1] == (summary["eval_after"], summary["eval_after_greedy"])
     assert_verifies(folder)
 
 

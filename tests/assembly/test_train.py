@@ -145,6 +145,40 @@ def test_evaluations_say_which_version_they_measured(model: Path, tmp_path: Path
     assert [line["update"] for line in lines if line["kind"] == "update"] == [0, 1, 2, 3]
 
 
+def test_an_evaluation_has_its_score_and_the_greedy_one_that_temperature_0_gives_and_neither_changes_the_training(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    always = ['rollout.paradigm="synchronous"', "training.steps=2", "evaluation.every=1", "evaluation.prompts=4"]
+    recipe(model, tmp_path)
+
+    def train(name: str, change: str) -> list[dict[str, Any]]:
+        words = [word for each in (*always, change) for word in ("--set", each)]
+        assert main(["train", str(tmp_path / "recipe.toml"), *words, "--out", str(tmp_path / name)]) == 0
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return [line for line in lines if line["kind"] == "evaluation"]
+
+    alone = train("alone", "evaluation.temperature=0")
+    capsys.readouterr()
+    both = train("both", "evaluation.greedy=true")
+    said = capsys.readouterr().out
+    assert [line["version"] for line in both] == [0, 1, 2]
+    names = ("score", "num_scored", "num_failed", "mean_tokens")
+    assert [line["greedy"] for line in both] == [{name: line[name] for name in names} for line in alone]
+    assert all(line["score"] != line["greedy"]["score"] for line in both), "otherwise this test shows nothing"
+    assert [line["greedy"] for line in alone] == [None] * 3
+    assert story(tmp_path / "both") == story(tmp_path / "alone"), "nothing of an evaluation is trained on"
+    summary = json.loads((tmp_path / "both" / "summary.json").read_text())
+    assert (summary["eval_before"], summary["eval_before_greedy"]) == (both[0]["score"], alone[0]["score"])
+    assert (summary["eval_after"], summary["eval_after_greedy"]) == (both[2]["score"], alone[2]["score"])
+    scores = f"{both[1]['score']:.3f} on 4 prompts; greedy {alone[1]['score']:.3f} on 4 prompts"
+    assert f"evaluation of version 1: {scores}" in said
+    assert "held-out score after, greedy" in said
+    assert main(["show", str(tmp_path / "both")]) == 0
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["during", "1", f"{both[1]['score']:.4f}", f"{alone[1]['score']:.4f}", "4"] in [row[:-1] for row in shown]
+    assert_verifies(tmp_path / "both")
+
+
 def test_too_few_rows_to_hold_any_out_is_refused_before_anything_is_made(model: Path, tmp_path: Path) -> None:
     write_task(tmp_path, num_rows=4)
     with pytest.raises(

@@ -99,6 +99,7 @@ def test_every_cell_is_a_recipe_with_the_paradigm_and_bound_that_it_names() -> N
         assert recipe.plan.paradigm.name == cell.parameters["paradigm"]
         assert (recipe.seed, recipe.training.steps) == (cell.parameters["seed"], 7)
         assert (recipe.model.path, recipe.evaluation.prompts) == ("somewhere/model", 512)
+        assert not recipe.evaluation.greedy, "what is timed beside training is the same as in TRL's runs"
 
 
 def test_the_recipe_is_what_was_announced() -> None:

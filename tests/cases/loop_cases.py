@@ -168,6 +168,7 @@ class Bench:
     replacements: int = 0
     instance_s: float = 20.0
     max_turns: int = 1
+    greedy: bool = False  # evaluations answer greedily too
     rebalance_s: float = 5.0
     beside: Callable[[Bench], Coroutine[Any, Any, None]] | None = None  # runs beside the loop
 
@@ -213,7 +214,9 @@ class Bench:
             progress = progress_of(journal.path)
             totals = Totals() if progress is None else Totals.from_json(progress.totals, progress.lines)
             self.tally = Tally(rows=plan.rows, sink=JsonLines(self.folder / "metrics.jsonl"), totals=totals)
-            evaluator = Evaluator(prompts, 4, environment=InProcess(), sampling=sampling, seed=0, journal=journal)
+            evaluator = Evaluator(
+                prompts, 4, environment=InProcess(), sampling=sampling, seed=0, journal=journal, greedy=self.greedy
+            )
             self.loop = CheckedLoop(
                 controller,
                 engines=dict(enumerate(self.engines)) if pool is None else pool,

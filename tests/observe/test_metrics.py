@@ -15,7 +15,7 @@ from stretto.errors import RunError
 from stretto.observe.metrics import JsonLines, Tally, Totals, is_mixed
 from stretto.observe.progress import describe_evaluation, describe_update
 from stretto.observe.summary import summary_table
-from stretto.types import Completion, EngineStats, EvaluationResult, Sample, UpdateReport
+from stretto.types import Completion, EngineStats, EvaluationResult, HeldOutScore, Sample, UpdateReport
 
 
 class Kept:
@@ -161,6 +161,37 @@ def test_an_evaluation_says_which_version_it_measured_and_when_by_the_runs_own_c
     assert describe_evaluation(after) == "evaluation of version 6: 0.750 on 3 prompts, 1 failed"
     nothing = EvaluationResult(6, "after", None, 0, 4, 3.0, at=130.0, seconds=1.0)
     assert describe_evaluation(nothing) == "evaluation of version 6: no score on 0 prompts, 4 failed"
+
+
+def test_both_scores_of_an_evaluation_are_in_its_line_in_the_summary_and_in_the_closing_table() -> None:
+    subject, sink = tally()
+    greedy = HeldOutScore(0.375, 3, 1, 3.0)
+    before = EvaluationResult(0, "before", 0.25, 4, 0, 3.0, at=50.0, seconds=1.0, greedy=greedy)
+    nothing = HeldOutScore(None, 0, 4, 0.0)
+    subject.evaluated(before)
+    subject.evaluated(EvaluationResult(6, "after", 0.75, 4, 0, 3.0, at=60.0, seconds=1.0, greedy=nothing))
+    assert sink.records[0]["greedy"] == {"score": 0.375, "num_scored": 3, "num_failed": 1, "mean_tokens": 3.0}
+    summary = {**subject.summary(), "spared_groups": 0, "replaced_groups": 0}
+    assert (summary["eval_before_greedy"], summary["eval_after_greedy"]) == (0.375, None)
+    stream = io.StringIO()
+    Console(file=stream, width=160).print(summary_table(summary))
+    rows = [" ".join(line.strip("│ ").split()) for line in stream.getvalue().splitlines()]
+    assert [row for row in rows if row.startswith("held-out")] == [
+        "held-out score before │ 0.250 (version 0)",
+        "held-out score before, greedy │ 0.375 (version 0)",
+        "held-out score after │ 0.750 (version 6)",
+    ]
+    assert (
+        describe_evaluation(before)
+        == "evaluation of version 0: 0.250 on 4 prompts; greedy 0.375 on 3 prompts, 1 failed"
+    )
+
+
+def test_evaluations_of_a_journal_from_before_there_were_greedy_ones_are_read() -> None:
+    subject, _ = tally()
+    subject.evaluated(EvaluationResult(0, "before", 0.25, 4, 0, 3.0, at=50.0, seconds=1.0))
+    del subject.totals.evaluations[0]["greedy"]
+    assert subject.summary()["eval_before_greedy"] is None
 
 
 def test_rewards_that_are_always_equal_are_told_in_every_line_once_in_a_warning_and_in_the_table() -> None:

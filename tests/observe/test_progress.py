@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from stretto.observe.progress import LEGEND, Plain, Status, Terminal, make_observer
-from stretto.types import EngineStats, EvaluationResult
+from stretto.types import EngineStats, EvaluationResult, HeldOutScore
 
 LINE: dict[str, Any] = {
     "update": 1,
@@ -34,6 +35,7 @@ STATUS = Status(
     waits=["trainer: update 2: 1 of 3 groups [/are] finished"],
 )
 EVALUATION = EvaluationResult(2, "during", 0.5, 4, 0, 3.0, at=1.0, seconds=1.0)
+BOTH = replace(EVALUATION, greedy=HeldOutScore(0.75, 3, 1, 3.0))
 
 
 def test_a_terminal_shows_versions_and_waits_and_leaves_the_last_update() -> None:
@@ -41,7 +43,7 @@ def test_a_terminal_shows_versions_and_waits_and_leaves_the_last_update() -> Non
     observer = Terminal(Console(file=out, force_terminal=True, width=200), steps=4)
     observer.status(STATUS)
     observer.updated(LINE)
-    observer.evaluated(EVALUATION)
+    observer.evaluated(BOTH)
     observer._live.refresh()
     observer.message("a [message] with brackets")
     observer.close()
@@ -49,6 +51,7 @@ def test_a_terminal_shows_versions_and_waits_and_leaves_the_last_update() -> Non
     said = out.getvalue()
     assert "2 of 4" in said
     assert "v1: 3" in said
+    assert "0.500, greedy 0.750 (version 2)" in said
     assert "\\[" not in said, "the bar is the same whether what is printed above it is markup or not"
     assert "groups [/are] finished" in said, "what waits is text, whatever is in it"
     assert "a [message] with brackets" in said

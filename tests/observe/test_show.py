@@ -82,6 +82,21 @@ def test_the_overview_has_a_line_an_update_and_every_count(run_folder):
     assert "trainer idle 38 s: group [8123], version 17" in text
 
 
+def test_the_overview_has_greedy_scores_where_an_evaluation_has_them(tmp_path):
+    greedy = {"score": 0.75, "num_scored": 15, "num_failed": 1, "mean_tokens": 3.0}
+    unscored = {"score": None, "num_scored": 0, "num_failed": 16, "mean_tokens": 0.0}
+    with Journal.open(tmp_path / JOURNAL_NAME) as journal:
+        journal.begin(RunFacts("multi-version", 1, False, 1, 2, 3, 0, 9, 0), at=1.0)
+        journal.evaluation(0, "before", at=2.0, reward=0.5, num=16, seconds=1.5, line={"greedy": greedy})
+        journal.evaluation(1, "skipped", at=3.0)
+        journal.evaluation(2, "after", at=4.0, reward=0.5, num=16, seconds=1.5, line={"greedy": unscored})
+    lines = [line.split() for line in render(show(tmp_path)).splitlines()]
+    assert ["evaluation", "version", "reward", "greedy", "prompts", "seconds"] in lines
+    assert ["before", "0", "0.5000", "0.7500", "16", "1.5"] in lines
+    assert ["skipped", "1", "-", "-", "0", "0.0"] in lines
+    assert ["after", "2", "0.5000", "-", "16", "1.5"] in lines
+
+
 def test_the_samples_of_an_update_come_best_first_under_their_prompt(run_folder):
     text = render(show(run_folder, update=0))
     assert "update 0: 2 of 2 samples, mean reward 0.5000" in text

@@ -95,6 +95,11 @@ def test_an_unknown_key_names_the_nearest_real_one() -> None:
             '`rollout.filter = "no-signal"` is refused with `algorithm.advantage = "whiten"`',
         ),
         ({"evaluation": {"prompts": 0, "every": 5}}, "`evaluation.every` has no effect"),
+        ({"evaluation": {"prompts": 0, "greedy": True}}, "`evaluation.greedy` has no effect"),
+        (
+            {"evaluation": {"temperature": 0, "greedy": True}},
+            "`evaluation.greedy = true` has no effect with `evaluation.temperature = 0`, where every answer is greedy",
+        ),
         (
             {"evaluation": {"every": 5}, "training": {"steps": 5}},
             "`evaluation.every = 5` has no effect in a run of `training.steps = 5`",

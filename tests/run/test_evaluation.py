@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from stretto.run.evaluation import PRIORITY, Evaluator
 from stretto.run.first_reward import FirstReward
 from stretto.store.journal import Journal, JournalReader
 from stretto.store.schema import RunFacts
-from stretto.types import Completion, EvaluationResult, Prompt, Request, Sampling
+from stretto.types import Completion, EvaluationResult, HeldOutScore, Prompt, Request, Sampling
 
 
 class Characters:
@@ -40,7 +41,10 @@ class Characters:
 
 
 class Answers:
-    """As much of an engine as an evaluation uses: ten tokens for each request, or what `trouble` raises."""
+    """As much of an engine as an evaluation uses: ten tokens for each request, or what `trouble` raises.
+
+    The tokens are 1 in a greedy answer, and otherwise 0.
+    """
 
     def __init__(self, trouble: Callable[[Request], None], checksum: str = "sum") -> None:
         self.requests: list[Request] = []
@@ -51,8 +55,9 @@ class Answers:
         self.requests.append(request)
         self._trouble(request)
         length = min(10, request.sampling.max_tokens)
-        empty = np.zeros(length, dtype=np.float32)
-        return Completion(request.id, request.version, np.zeros(length, dtype=np.int32), empty, "stop", self._checksum)
+        tokens = np.full(length, request.sampling.temperature == 0.0, dtype=np.int32)
+        logprobs = np.zeros(length, dtype=np.float32)
+        return Completion(request.id, request.version, tokens, logprobs, "stop", self._checksum)
 
 
 class Huge:
@@ -88,7 +93,7 @@ def evaluate(
         options = {"environment": Scores(), **options}
         evaluator = Evaluator(prompts, 4, sampling=Sampling(max_tokens=16), seed=5, journal=journal, **options)
         result = asyncio.run(evaluator.evaluate(engine, version, "during", "sum"))
-        evaluator.record(result)
+        evaluator.record(result, asdict(result))
     with JournalReader(folder / f"{version}.sqlite") as reader:
         recorded = [(each.version, each.kind, each.reward, each.num) for each in reader.evaluations()]
     return result, engine.requests, recorded
@@ -205,6 +210,89 @@ def test_mistakes_of_an_environment_are_counted_and_told_and_cost_no_engine(
         "4 of 4 held-out prompts failed in the evaluation of version 4, the first of them: the environment asked"
         in (caplog.text)
     )
+
+
+class RightIfGreedy:
+    """An environment in which greedy answers earn 1 and the others a quarter; the first prompt cannot be scored."""
+
+    async def episode(self, prompt: Prompt, policy: Policy) -> float:
+        answer = await policy.generate(prompt.tokens)
+        if prompt.index == 0:
+            raise RewardError("no idea")
+        return 1.0 if answer.tokens[0] == 1 else 0.25
+
+
+def greedy_answer(request: Request) -> bool:
+    return request.sampling.temperature == 0.0
+
+
+def test_with_greedy_every_prompt_is_answered_twice_and_the_sampled_answers_are_as_without_it(tmp_path: Path) -> None:
+    plain, alone, _ = evaluate(tmp_path, version=4)
+    both, requests, _ = evaluate(tmp_path, version=5, greedy=True)
+    sampled = [each for each in requests if not greedy_answer(each)]
+    greedy = [each for each in requests if greedy_answer(each)]
+    assert [replace(each, version=4) for each in sampled] == alone
+    assert [each.prompt for each in greedy] == [each.prompt for each in sampled]
+    assert len({each.id for each in requests}) == 8
+    assert all(each.id < 0 and each.priority == PRIORITY for each in greedy), "no trajectory of rollout, and after it"
+    assert plain.greedy is None
+    assert (both.score, both.num_scored, both.num_failed) == (plain.score, plain.num_scored, plain.num_failed)
+
+
+def test_the_two_scores_are_apart_and_both_are_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def trouble(request: Request) -> None:
+        if greedy_answer(request) and request.prompt[0] in (ord("1"), ord("2")):
+            raise RequestError("too long")
+
+    result, _, recorded = evaluate(tmp_path, trouble=trouble, environment=RightIfGreedy(), greedy=True)
+    assert (result.score, result.num_scored, result.num_failed, result.mean_tokens) == (0.25, 3, 1, 10.0)
+    assert result.greedy == HeldOutScore(score=1.0, num_scored=1, num_failed=3, mean_tokens=10.0)
+    assert recorded == [(4, "during", 0.25, 3)]
+    with JournalReader(tmp_path / "4.sqlite") as reader:
+        assert [each.greedy for each in reader.evaluations()] == [result.greedy]
+    assert "1 of 4 held-out prompts failed in the evaluation of version 4, the first of them: no idea" in caplog.text
+    assert "3 of 4 held-out prompts failed in the greedy evaluation of version 4" in caplog.text
+
+
+def test_one_way_may_have_a_score_and_the_other_none(tmp_path: Path) -> None:
+    def no_greedy(request: Request) -> None:
+        if greedy_answer(request):
+            raise RequestError("too long")
+
+    result, _, _ = evaluate(tmp_path, trouble=no_greedy, environment=RightIfGreedy(), greedy=True)
+    assert (result.score, result.num_failed) == (0.25, 1)
+    assert result.greedy == HeldOutScore(score=None, num_scored=0, num_failed=4, mean_tokens=0.0)
+
+
+def test_an_engine_that_dies_over_a_greedy_answer_leaves_no_result(tmp_path: Path) -> None:
+    def trouble(request: Request) -> None:
+        if greedy_answer(request):
+            raise EngineError("gone")
+
+    with pytest.raises(EngineError, match="gone"):
+        evaluate(tmp_path, trouble=trouble, greedy=True)
+    with JournalReader(tmp_path / "4.sqlite") as reader:
+        assert reader.evaluations() == []
+
+
+class AsksTwice:
+    """Two turns with a token between them."""
+
+    async def episode(self, prompt: Prompt, policy: Policy) -> float:
+        first = await policy.generate(prompt.tokens)
+        last = await policy.generate([*prompt.tokens, *first.tokens.tolist(), 7])
+        return float(last.tokens[0])
+
+
+def test_greedy_episodes_have_turns_of_their_own(tmp_path: Path) -> None:
+    result, requests, _ = evaluate(tmp_path, environment=AsksTwice(), max_turns=2, greedy=True)
+    by_id = {id: [each for each in requests if each.id == id] for id in {each.id for each in requests}}
+    assert len(by_id) == 8
+    for begins, goes_on in by_id.values():
+        assert greedy_answer(begins) == greedy_answer(goes_on)
+        assert goes_on.prompt == (*begins.prompt, *[int(greedy_answer(begins))] * 10, 7)
+    assert result.greedy is not None
+    assert (result.score, result.greedy.score) == (0.0, 1.0)
 
 
 def test_a_reward_that_cannot_be_trained_on_is_no_score(tmp_path: Path) -> None:

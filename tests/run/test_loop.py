@@ -306,6 +306,15 @@ class DiesEvaluating(FakeEngine):
         return await super().generate(request)
 
 
+class DiesAnsweringGreedily(FakeEngine):
+    """Dies at the first greedy answer of an evaluation, beside the sampled ones."""
+
+    async def generate(self, request: Request) -> Completion:
+        if request.sampling.temperature == 0.0:
+            await self.close()
+        return await super().generate(request)
+
+
 class LoadsLate(FakeEngine):
     """Confirms a version after the other instance, so that the other evaluates it."""
 
@@ -314,16 +323,17 @@ class LoadsLate(FakeEngine):
         await super().load(weights)
 
 
-@pytest.mark.parametrize("kind", [DiesLoading, DiesEvaluating])
+@pytest.mark.parametrize("kind", [DiesLoading, DiesEvaluating, DiesAnsweringGreedily])
 def test_an_instance_may_die_at_any_command(kind: type[FakeEngine], tmp_path: Path) -> None:
     engines = [kind(rows=6, step_s=0.0005), LoadsLate(rows=6, step_s=0.0005)]
-    bench = Bench(tmp_path, plan(evaluate_every=1), engines=engines)
+    bench = Bench(tmp_path, plan(evaluate_every=1), engines=engines, greedy=True)
     assert bench.run()
     assert bench.tasks_left == []
     assert broken(tmp_path) == []
     with JournalReader(tmp_path) as reader:
         assert reader.counts() == {"trained": 72}
         assert [kind for _, kind, _ in reader.notes() if kind != "evaluation skipped"] == ["instance lost"]
+        assert all((each.greedy is None) == (each.kind == "skipped") for each in reader.evaluations())
 
 
 def test_engines_that_cannot_hold_every_version_are_refused(tmp_path: Path) -> None:

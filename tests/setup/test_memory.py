@@ -238,6 +238,15 @@ def test_a_model_to_stay_near_that_is_not_there_is_named_by_its_option() -> None
         footprint(made, tiny_config(), 16, CPU)
 
 
+def test_an_engine_has_rows_for_the_greedy_answers_of_an_evaluation_too() -> None:
+    def rows(**evaluation: Any) -> int:
+        return engine_rows(recipe(rollout={"rows": 32}, evaluation=evaluation))
+
+    assert rows(prompts=0) == 32
+    assert (rows(prompts=3), rows(prompts=3, greedy=True)) == (35, 38)
+    assert rows(prompts=64) == rows(prompts=64, greedy=True) == 40, "a quarter more, however many prompts there are"
+
+
 # -- several instances -------------------------------------------------------------------------------------------------
 
 

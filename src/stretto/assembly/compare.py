@@ -25,6 +25,7 @@ from stretto.run.command_hint import command
 from stretto.run.folder_checks import refuse_another_recipe, refuse_lost, refuse_unwritable, standing
 from stretto.run.interrupts import handled
 
+TABLE_WIDTH = 185  # least, for fifteen columns
 STOPPED = 130  # exit status of a run that was stopped and can be resumed
 
 
@@ -47,7 +48,7 @@ def compare_from_command_line(
     """Runs `compare`, prints its table after every paradigm, and writes `compare.json`. Returns the exit status."""
     chosen = folder or Path("runs") / f"compare-{recipe.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     console = Console(emoji=False)
-    wide = Console(width=max(console.width, 170), emoji=False)  # fourteen columns do not fit into less
+    wide = Console(width=max(console.width, TABLE_WIDTH), emoji=False)
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -267,13 +268,12 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         f"s to {target:.2f}" if target is not None else "s to target",
     ]
     headers += ["trainer idle", "rollout idle", "row idle", "dropped", "length ratio", "age mean (max)", "mixed"]
-    headers += ["accuracy"]
+    greedy = any(score is not None for row in rows for score in _greedy_scores(row))
+    headers += ["accuracy", *["greedy"] * greedy]
     for index, header in enumerate(headers):
         table.add_column(header, justify="left" if index == 0 else "right")
     for row in rows:
         reached = row["seconds_to_target"]
-        ends = [row["eval_before"], row["eval_after"]]
-        accuracy = "-" if ends == [None, None] else " -> ".join("-" if e is None else f"{e:.2f}" for e in ends)
         table.add_row(
             row["paradigm"],
             str(row["staleness_bound"]),
@@ -288,6 +288,19 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             f"{row['length_ratio']:.3f}",
             f"{row['staleness']['mean']:.2f} ({row['staleness']['max']})",
             f"{row['mixed_version_share']:.0%}",
-            accuracy,
+            _from_to(row["eval_before"], row["eval_after"]),
+            *[_from_to(*_greedy_scores(row))] * greedy,
         )
     return table
+
+
+def _greedy_scores(row: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """Returns the greedy scores before and after a run; a finished run of an earlier release has no key for them."""
+    return row.get("eval_before_greedy"), row.get("eval_after_greedy")
+
+
+def _from_to(before: float | None, after: float | None) -> str:
+    """Returns the scores before and after a run as one cell."""
+    if before is None and after is None:
+        return "-"
+    return " -> ".join("-" if score is None else f"{score:.2f}" for score in (before, after))

@@ -416,6 +416,7 @@ def _evaluator(run: _Run, environment: Environment, first_reward: FirstReward) -
         sampling=sampling,
         seed=recipe.seed,
         journal=run.journal,
+        greedy=wanted.greedy,
         vocabulary=driver.vocabulary,
         max_turns=driver.inputs.task.max_turns,
         episode_s=run.episode_s,

@@ -289,6 +289,8 @@ class Tally:
             "tokens_per_second": _ratio(totals.tokens, totals.wall_s),
             "eval_before": before[0]["score"] if before else None,
             "eval_after": after[-1]["score"] if after else None,
+            "eval_before_greedy": _greedy_score(before[0]) if before else None,
+            "eval_after_greedy": _greedy_score(after[-1]) if after else None,
             "eval_before_version": before[0]["version"] if before else None,
             "eval_after_version": after[-1]["version"] if after else None,
             "evaluations": totals.evaluations,
@@ -348,6 +350,12 @@ def is_mixed(completion: Completion) -> bool:
     """True if the tokens were sampled from more than one version."""
     versions = completion.token_versions
     return versions is not None and len(np.unique(versions)) > 1
+
+
+def _greedy_score(evaluation: Mapping[str, Any]) -> float | None:
+    """Returns the greedy score of an evaluation; None if it has none, as in the journals before there was one."""
+    greedy: Mapping[str, Any] = evaluation.get("greedy") or {}
+    return greedy.get("score")
 
 
 def _ratio(numerator: float, denominator: float) -> float:

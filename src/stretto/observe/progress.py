@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.observe.metrics import is_without_signal
-from stretto.types import EngineStats, EvaluationResult
+from stretto.types import EngineStats, EvaluationResult, HeldOutScore
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +90,17 @@ def describe_signal(line: Mapping[str, Any]) -> str:
 
 
 def describe_evaluation(result: EvaluationResult) -> str:
-    """Returns an evaluation as one line."""
+    """Returns an evaluation as one line, with both scores if it has a greedy one."""
+    text = f"evaluation of version {result.version}: {_score_and_count(result)}"
+    return text if result.greedy is None else f"{text}; greedy {_score_and_count(result.greedy)}"
+
+
+def _score_and_count(result: EvaluationResult | HeldOutScore) -> str:
     failed = f", {result.num_failed} failed" if result.num_failed else ""
-    return f"evaluation of version {result.version}: {_score(result)} on {result.num_scored} prompts{failed}"
+    return f"{_score(result)} on {result.num_scored} prompts{failed}"
 
 
-def _score(result: EvaluationResult) -> str:
+def _score(result: EvaluationResult | HeldOutScore) -> str:
     return "no score" if result.score is None else f"{result.score:.3f}"
 
 
@@ -184,7 +189,9 @@ class Terminal:
             table.add_row("speed", f"{line['tokens_per_second']:,.0f} tokens/s")
             table.add_row("age of data", f"{line['staleness_mean']:.2f} updates, at most {line['staleness_max']}")
         if self._evaluation is not None:
-            table.add_row("evaluation", f"{_score(self._evaluation)} (version {self._evaluation.version})")
+            made = self._evaluation
+            greedy = "" if made.greedy is None else f", greedy {_score(made.greedy)}"
+            table.add_row("evaluation", f"{_score(made)}{greedy} (version {made.version})")
         if status is not None:
             live = "  ".join(f"v{version}: {count}" for version, count in sorted(status.versions.items()))
             running = sum(load.running for load in status.loads)

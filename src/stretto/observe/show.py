@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.errors import RunError
-from stretto.store.reader import JournalReader, SampleRecord, UpdateRecord
+from stretto.store.reader import EvaluationRecord, JournalReader, SampleRecord, UpdateRecord
 from stretto.store.schema import ENDS, UNDER_WAY, reading
 
 NUM_SAMPLES = 8  # shown of an update by default
@@ -41,11 +41,7 @@ def _overview(reader: JournalReader) -> RenderableType:
     if updates := reader.updates():
         parts.append(_updates(updates))
     if evaluations := reader.evaluations():
-        table = _table("evaluation", "version", "reward", "prompts", "seconds")
-        for record in evaluations:
-            reward = "-" if record.reward is None else f"{record.reward:.4f}"
-            table.add_row(record.kind, str(record.version), reward, str(record.num), f"{record.seconds:.1f}")
-        parts.append(table)
+        parts.append(_evaluations(evaluations))
     parts.append(_ends(reader.counts()))
     notes = [(kind, text) for _, kind, text in reader.notes()]
     notes += [(f"{kind} failed", f"trajectory {trajectory}: {why}") for trajectory, kind, why in reader.failures()]
@@ -56,6 +52,21 @@ def _overview(reader: JournalReader) -> RenderableType:
             table.add_row(Text(_clean(kind)), str(len(texts)), Text(_clean(texts[-1])))
         parts.append(table)
     return Group(*parts)
+
+
+def _evaluations(evaluations: list[EvaluationRecord]) -> Table:
+    greedy = any(record.greedy is not None for record in evaluations)
+    table = _table("evaluation", "version", "reward", *["greedy"] * greedy, "prompts", "seconds")
+    for record in evaluations:
+        scores = [record.reward, *[None if record.greedy is None else record.greedy.score] * greedy]
+        table.add_row(
+            record.kind,
+            str(record.version),
+            *["-" if score is None else f"{score:.4f}" for score in scores],
+            str(record.num),
+            f"{record.seconds:.1f}",
+        )
+    return table
 
 
 def _headline(reader: JournalReader) -> Text:

@@ -13,12 +13,13 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table = Table(title="summary of the run", show_header=False)
     table.add_column(justify="left")
     table.add_column(justify="right")
-    if summary["eval_before"] is not None:
-        table.add_row(
-            "held-out score before", f"{summary['eval_before']:.3f} (version {summary['eval_before_version']})"
-        )
-    if summary["eval_after"] is not None:
-        table.add_row("held-out score after", f"{summary['eval_after']:.3f} (version {summary['eval_after_version']})")
+    for moment in ("before", "after"):
+        for key, name in (
+            (f"eval_{moment}", f"held-out score {moment}"),
+            (f"eval_{moment}_greedy", f"held-out score {moment}, greedy"),
+        ):
+            if summary[key] is not None:
+                table.add_row(name, f"{summary[key]:.3f} (version {summary[f'eval_{moment}_version']})")
     table.add_row("updates", f"{summary['steps']}")
     table.add_row("wall time", f"{summary['wall_seconds']:.1f} s")
     table.add_row("speed", f"{summary['tokens_per_second']:,.0f} tokens/s")

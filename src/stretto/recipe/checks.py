@@ -54,13 +54,18 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
             '`training.final_fraction` has no effect with `schedule = "constant"`; choose "linear" or "cosine"'
         )
     if recipe.evaluation.prompts == 0:
-        for name in ("every", "temperature", "max_tokens"):
+        for name in ("every", "temperature", "greedy", "max_tokens"):
             found["evaluation", name] = f"`evaluation.{name}` has no effect with `evaluation.prompts = 0`"
         found["task", "evaluation_path"] = "`task.evaluation_path` has no effect with `evaluation.prompts = 0`"
     elif recipe.evaluation.every >= recipe.training.steps:
         found["evaluation", "every"] = (
             f"`evaluation.every = {recipe.evaluation.every}` has no effect in a run of `training.steps = "
             f"{recipe.training.steps}`, which is always evaluated before and after; use less, or leave it out"
+        )
+    if recipe.evaluation.prompts and recipe.evaluation.temperature == 0:
+        found["evaluation", "greedy"] = (
+            "`evaluation.greedy = true` has no effect with `evaluation.temperature = 0`, where every answer is greedy "
+            "already; leave `greedy` out, or choose a `temperature` above 0 for the other score"
         )
     if recipe.runtime.slots is not None and (most := _versions_at_once(recipe)) < recipe.runtime.slots:
         found["runtime", "slots"] = (

@@ -1,4 +1,15 @@
-"""Evaluation of one version on held-out prompts, at low priority, while rollouts continue."""
+"""Evaluation of one version on held-out prompts, at low priority, while rollouts continue.
+
+An evaluation answers every prompt once at its temperature and, with `greedy`, once more at temperature 0. All answers
+are generated together, so that they share one tail. They make one result, with a score for each of the two ways:
+
+- *Whole or not at all.* A result is recorded when every answer has ended. An evaluation that was interrupted, or whose
+  instance was lost, has no result. It is made again with all of its answers, or skipped.
+- *Apart.* An answer that fails is counted in its own way and changes nothing in the other. With or without the greedy
+  answers, the sampled ones have the same prompts and seeds.
+- *Never trained on.* The core knows only that a version is evaluated, and the journal only the result. No answer is a
+  trajectory: the ids of requests are negative.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +32,7 @@ from stretto.run.output_checks import refuse_output
 from stretto.run.seeds import derived_seed, turn_seed
 from stretto.run.turns import Turns
 from stretto.store.journal import Journal
-from stretto.types import Completion, EvaluationResult, Moment, Prompt, Request, Sampling
+from stretto.types import Completion, EvaluationResult, HeldOutScore, Moment, Prompt, Request, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +41,12 @@ PRIORITY = 1  # after everything that trains
 
 @dataclass(slots=True, eq=False)
 class _HeldOut:
-    """One prompt of an evaluation, and the turns of its episode so far."""
+    """One prompt of an evaluation that is answered in one way, and the turns of its episode so far."""
 
+    id: int  # of its requests; negative
     index: int
     prompt: Prompt
+    sampling: Sampling
     turns: Turns = field(init=False)
 
     def __post_init__(self) -> None:
@@ -41,7 +54,7 @@ class _HeldOut:
 
 
 class Evaluator:
-    """Runs the same held-out prompts with the same seeds under any version."""
+    """Answers the same held-out prompts with the same seeds under any version."""
 
     def __init__(
         self,
@@ -52,19 +65,23 @@ class Evaluator:
         sampling: Sampling,
         seed: int,
         journal: Journal,
+        greedy: bool = False,
         vocabulary: int | None = None,
         max_turns: int = 1,
         episode_s: float | None = None,
         first_reward: FirstReward | None = None,
     ) -> None:
-        """`vocabulary`: size, an engine may answer with smaller token ids only; None: any. `max_turns`: of an episode.
+        """`greedy`: answers every prompt a second time, at temperature 0; `sampling` must then have another.
 
+        `vocabulary`: size, an engine may answer with smaller token ids only; None: any. `max_turns`: of an episode.
         `episode_s`: an environment's deadline between tokens; None: whatever it waits for has a deadline.
         """
+        assert not greedy or sampling.temperature > 0, "refused in the recipe"
         self._prompts = prompts
         self._count = count
         self._environment = environment
         self._sampling = sampling
+        self._greedy = greedy
         self._seed = seed
         self._journal = journal
         self._vocabulary = vocabulary
@@ -83,36 +100,33 @@ class Evaluator:
         """
         started = clock.now()
         checksums = {} if checksum is None else {version: checksum}
-        held_out = [_HeldOut(index, self._prompts.prompt(index)) for index in range(self._count)]
-        episodes = [self._episode(each, partial(self._turn, engine, version, checksums, each)) for each in held_out]
-        results = await _outcomes(episodes)
-        rewards: list[float] = []
-        failures: list[RewardError | RequestError] = []
-        for outcome in results:
-            if isinstance(outcome, RewardError | RequestError):
-                failures.append(outcome)
-                continue
-            if isinstance(outcome, Exception):
-                raise outcome
-            rewards.append(outcome)
-        if failures:
-            failed = f"{len(failures)} of {len(results)} held-out prompts failed"
-            log.warning("%s in the evaluation of version %d, the first of them: %s", failed, version, failures[0])
-        lengths = [each.turns.num_sampled for each in held_out if each.turns.done]
+        prompts = [self._prompts.prompt(index) for index in range(self._count)]
+        sampled = [_HeldOut(-1 - index, index, prompt, self._sampling) for index, prompt in enumerate(prompts)]
+        greedy = []
+        if self._greedy:
+            at_zero = replace(self._sampling, temperature=0.0)
+            greedy = [_HeldOut(each.id - self._count, each.index, each.prompt, at_zero) for each in sampled]
+        answers = [*sampled, *greedy]
+        episodes = [self._episode(each, partial(self._turn, engine, version, checksums, each)) for each in answers]
+        outcomes = await _outcomes(episodes)
+        of_sampled = _score(sampled, outcomes[: self._count], f"in the evaluation of version {version}")
+        of_greedy = _score(greedy, outcomes[self._count :], f"in the greedy evaluation of version {version}")
         ended = clock.now()
         return EvaluationResult(
             version=version,
             moment=moment,
-            score=sum(rewards) / len(rewards) if rewards else None,
-            num_scored=len(rewards),
-            num_failed=len(failures),
-            mean_tokens=sum(lengths) / len(lengths) if lengths else 0.0,
+            score=of_sampled.score,
+            num_scored=of_sampled.num_scored,
+            num_failed=of_sampled.num_failed,
+            mean_tokens=of_sampled.mean_tokens,
             at=ended,
             seconds=ended - started,
+            greedy=of_greedy if self._greedy else None,
         )
 
     async def _episode(self, held_out: _HeldOut, take_turn: TakeTurn) -> float:
-        episode = Episode(held_out.turns, take_turn, max_tokens=self._sampling.max_tokens, deadline_s=self._episode_s)
+        max_tokens = held_out.sampling.max_tokens
+        episode = Episode(held_out.turns, take_turn, max_tokens=max_tokens, deadline_s=self._episode_s)
         try:
             outcome = await episode.play(self._environment, held_out.prompt)
             reward, _ = earned(outcome, len(held_out.turns.done))
@@ -120,11 +134,11 @@ class Evaluator:
             return reward
         except StrettoError as error:
             if isinstance(error, RewardError):
-                self._first_reward.failed(-1 - held_out.index, -1 - held_out.index, error)
+                self._first_reward.failed(held_out.id, -1 - held_out.index, error)
             raise
         except Exception as error:
             failure = RewardError(last_line(error))
-            self._first_reward.failed(-1 - held_out.index, -1 - held_out.index, failure)
+            self._first_reward.failed(held_out.id, -1 - held_out.index, failure)
             raise failure from error
         finally:
             self.num_ended += 1
@@ -138,14 +152,14 @@ class Evaluator:
         number: int,
         tokens: tuple[int, ...],
     ) -> Completion:
-        turns = held_out.turns
-        room = turns.room(number, tokens, max_turns=self._max_turns, max_tokens=self._sampling.max_tokens)
+        turns, sampling = held_out.turns, held_out.sampling
+        room = turns.room(number, tokens, max_turns=self._max_turns, max_tokens=sampling.max_tokens)
         request = Request(
-            id=-1 - held_out.index,
+            id=held_out.id,
             version=version,
             prompt=tokens,
             seed=turn_seed(derived_seed(self._seed, "evaluation", held_out.index), number),
-            sampling=replace(self._sampling, max_tokens=room),
+            sampling=replace(sampling, max_tokens=room),
             priority=PRIORITY,
             keep=number + 1 < self._max_turns,
         )
@@ -162,7 +176,10 @@ class Evaluator:
         return completion
 
     def record(self, result: EvaluationResult, line: Mapping[str, Any] | None = None) -> None:
-        """Records a result in the journal, when the core counts it; `line` is the one of `metrics.jsonl`."""
+        """Records a result in the journal, when the core counts it.
+
+        `line` is the one of `metrics.jsonl`. In the journal, only `line` has the greedy score.
+        """
         self._journal.evaluation(
             result.version,
             result.moment,
@@ -172,6 +189,29 @@ class Evaluator:
             seconds=result.seconds,
             line=line,
         )
+
+
+def _score(answers: Sequence[_HeldOut], outcomes: Sequence[float | Exception], where: str) -> HeldOutScore:
+    """Returns the score of answers with these outcomes, and logs what failed. Raises an error that is no failure."""
+    rewards: list[float] = []
+    failures: list[RewardError | RequestError] = []
+    for outcome in outcomes:
+        if isinstance(outcome, RewardError | RequestError):
+            failures.append(outcome)
+            continue
+        if isinstance(outcome, Exception):
+            raise outcome
+        rewards.append(outcome)
+    if failures:
+        failed = f"{len(failures)} of {len(outcomes)} held-out prompts failed"
+        log.warning("%s %s, the first of them: %s", failed, where, failures[0])
+    lengths = [each.turns.num_sampled for each in answers if each.turns.done]
+    return HeldOutScore(
+        score=sum(rewards) / len(rewards) if rewards else None,
+        num_scored=len(rewards),
+        num_failed=len(failures),
+        mean_tokens=sum(lengths) / len(lengths) if lengths else 0.0,
+    )
 
 
 async def _outcomes(episodes: Sequence[Coroutine[Any, Any, float]]) -> list[float | Exception]:

@@ -49,7 +49,7 @@ def engine_rows(recipe: Recipe) -> int:
     more than the whole target.
     """
     rows = min(recipe.plan.rows, 2 * -(-recipe.plan.rows // recipe.runtime.instances))
-    return rows + (min(recipe.evaluation.prompts, max(8, rows // 4)) if recipe.evaluation.prompts else 0)
+    return rows + min(recipe.evaluation.num_answers, max(8, rows // 4))
 
 
 def kv_bytes_per_token(config: Any, dtype: torch.dtype = torch.float32) -> int:

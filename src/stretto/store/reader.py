@@ -29,7 +29,7 @@ from stretto.store.schema import (
     journal_path,
     reading,
 )
-from stretto.types import Completion, Prompt, Sample, Supports
+from stretto.types import Completion, HeldOutScore, Prompt, Sample, Supports
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -111,14 +111,15 @@ class SampleRecord:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRecord:
-    """One evaluation; `reward` is None if it was skipped."""
+    """One evaluation; `reward` is None if it was skipped, or nothing could be scored."""
 
     version: int
     kind: str
     at: float
     reward: float | None
-    num: int
+    num: int  # prompts that `reward` is the mean of
     seconds: float
+    greedy: HeldOutScore | None  # None: not asked for, or skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,8 +366,8 @@ class JournalReader:
     @_decodes
     def evaluations(self) -> list[EvaluationRecord]:
         """Returns every evaluation, in the order in which they ended."""
-        rows = self._rows("SELECT version, kind, at, reward, num, seconds FROM evaluations ORDER BY id")
-        return [_typed(EvaluationRecord(*row)) for row in rows]
+        rows = self._rows("SELECT version, kind, at, reward, num, seconds, line FROM evaluations ORDER BY id")
+        return [_typed(EvaluationRecord(*(*row[:-1], _greedy(row[-1])))) for row in rows]
 
     @_decodes
     def notes(self) -> list[tuple[float, str, str]]:
@@ -450,6 +451,12 @@ def _supports(values: NDArray[np.int32], num_tokens: int) -> Supports:
     if len(made.counts) != num_tokens or (made.counts < 1).any() or made.counts.sum() != len(made.tokens):
         raise ValueError(f"its supports are not those of {num_tokens} tokens")
     return made
+
+
+def _greedy(line: str | None) -> HeldOutScore | None:
+    """Returns the greedy score that the line of an evaluation has; None if it has none."""
+    found = None if line is None else _mapping(line).get("greedy")
+    return None if found is None else _typed(HeldOutScore(*(found[each.name] for each in fields(HeldOutScore))))
 
 
 def _mapping(text: str) -> dict[str, Any]:

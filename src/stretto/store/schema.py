@@ -26,7 +26,8 @@
                    that of the advantages, which the trainer reports
     members        the trajectories of each batch in order; `use` 0 is the training that law 2 speaks of, later uses are
                    those of a replay buffer. (trajectory, use) is unique: the file refuses to train one twice
-    evaluations    before, during, after, skipped; `line` is what `metrics.jsonl` says of it (JSON)
+    evaluations    before, during, after, skipped; `reward` is the score at the evaluation's temperature; `line` is what
+                   `metrics.jsonl` says of it (JSON), with the greedy score if there is one
     instances      one row an instance that joined a session: its slots, when it came and left, and as what (`removed`,
                    `lost`; NULL while it is there, and where the session ended first)
     moves          every time that a trajectory changed its instance: its context then, the bytes of KV that it took
