@@ -63,6 +63,7 @@ class Ranks:
     """The ranks of a trainer in this process: rank 0 does what it does on a cluster."""
 
     failure = None
+    processes = (1,)
 
     def __init__(self, trainer: FakeTrainer) -> None:
         self.version = trainer.version

@@ -19,11 +19,12 @@ import torch
 from ray_cases import lost_reference, small_cluster
 from run_cases import recipe
 
+import stretto.cluster.rank_group as rank_group
 from stretto.cluster.model_files import ModelSource
 from stretto.cluster.rank_group import RankOptions, rank_options
 from stretto.cluster.trainer import RankedTrainer
 from stretto.cluster.weights import PackedWeights, RayWeightsRef, WeightsStore
-from stretto.errors import RunError, TrainerLostError
+from stretto.errors import LostObjectError, RunError, TrainerLostError
 from stretto.models.loading import load_model
 from stretto.run.protocols import TrainerBackend
 from stretto.setup.factories import make_trainer
@@ -64,6 +65,12 @@ def cluster() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def lost() -> Any:
+    """A reference to an object whose owner is dead."""
+    return lost_reference()
+
+
 def expected() -> list[str]:
     """The checksums of the versions that the batches make."""
     trainer, found = FakeTrainer(), []
@@ -85,7 +92,7 @@ async def ends_without_a_way_back(trainer_backend: RankedTrainer) -> None:
         await training
     assert time.monotonic() - started < 60
     with pytest.raises(TrainerLostError):
-        await bare.weights(4)
+        await bare.update(batch(4))
 
 
 def test_ranks_that_are_killed_are_made_anew_and_come_back_to_their_version(tmp_path: Path) -> None:
@@ -138,9 +145,108 @@ def test_ranks_that_are_killed_are_made_anew_and_come_back_to_their_version(tmp_
     assert notices[3] == "the ranks of the trainer are at version 2 again"
 
 
-def test_a_version_is_written_by_its_rank_and_asked_for_again_where_it_is_lost(tmp_path: Path) -> None:
+class Arriving:
+    """A rank that is little but a process, and so starts soon. It dies as it starts if `make` yields a file."""
+
+    def __init__(self, make: Any, rank: int, count: int, threads: int) -> None:
+        self.rank = rank
+        for death in make():
+            death.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def ready(self) -> None:
+        pass
+
+    def open(self, timeout_s: float) -> tuple[str, int]:
+        return "", 0
+
+    def start(self, host: str, port: int, timeout_s: float) -> tuple[int, int]:
+        return 0, os.getpid()
+
+    def load(self, folder: str) -> int:
+        if Path(folder).name == "lost":
+            if self.rank == 0:
+                raise LostObjectError("version 0 cannot be fetched: GetTimeoutError")
+            time.sleep(60)
+        return int(Path(folder).name)
+
+    def base_checksum(self) -> str:
+        return "base"
+
+
+def arriving(folder: Path, deaths: int = 0, count: int = 1) -> RankOptions:
+    for death in range(deaths):
+        (folder / f"{death}.death").touch()
+    return RankOptions(lambda: folder.glob("*.death"), count, cpus=0.1)  # type: ignore[arg-type,misc] # of `Arriving`
+
+
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_ranks_that_die_while_they_are_first_placed_are_placed_again(
+    deaths: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no journal yet, and nothing to restore; the restarts are counted as all are."""
+    monkeypatch.setattr(rank_group, "TrainerRank", Arriving)
+    notices: list[str] = []
+
+    async def main() -> None:
+        options = arriving(tmp_path, deaths)
+        trainer_backend = RankedTrainer(options, deadline_s=200.0, restarts=1, notice=notices.append)
+        try:
+            if deaths == 1:
+                await trainer_backend.place()
+                assert await trainer_backend.base_checksum() == "base"
+            else:
+                with pytest.raises(TrainerLostError, match="placing the ranks of the trainer failed"):
+                    await trainer_backend.place()
+            assert trainer_backend.restarts == 1
+        finally:
+            trainer_backend.close()
+
+    asyncio.run(main())
+    (notice,) = notices
+    assert notice.startswith("placing the ranks of the trainer failed, and the trainer with it: rank 0: ActorDiedError")
+    assert notice.endswith("; the ranks are restarted (1 of 1 times)")
+
+
+@pytest.mark.parametrize("reader", ["the driver", "one of two ranks"])
+def test_an_object_that_is_lost_while_ranks_are_restored_has_others_restored(
+    reader: str, tmp_path: Path, lost: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_group, "TrainerRank", Arriving)
+    monkeypatch.setattr(rank_group, "GRACE_S", 0.1)  # for the rank that reads nothing
+    whole = RayWeightsRef.put(FakeTrainer().weights(0))
+    needed = [replace(whole, ref=lost), whole]
+    notices: list[str] = []
+
+    async def restore(trainer_backend: TrainerBackend, version: int) -> None:
+        read = needed.pop(0)
+        if reader == "the driver":
+            await asyncio.to_thread(read.fetch)
+        elif read is not whole:
+            await trainer_backend.load(tmp_path / "lost")
+        await trainer_backend.load(tmp_path / str(version))
+
+    async def main() -> None:
+        options = arriving(tmp_path, count=1 if reader == "the driver" else 2)
+        trainer_backend = RankedTrainer(options, deadline_s=200.0, restore=restore, notice=notices.append)
+        try:
+            await trainer_backend.load(tmp_path / "2")
+            os.kill(trainer_backend.processes[0], signal.SIGKILL)
+            assert await trainer_backend.base_checksum() == "base"
+            assert trainer_backend.restarts == 2
+        finally:
+            trainer_backend.close()
+
+    asyncio.run(main())
+    _, again, done = notices
+    assert "version 0 cannot be fetched: " in again
+    assert again.endswith("; the ranks are restarted (2 of 4 times)")
+    assert done == "the ranks of the trainer are at version 2 again"
+
+
+def test_a_version_is_written_by_its_rank_and_asked_for_again_where_it_is_lost(tmp_path: Path, lost: Any) -> None:
     """Lost alone, lost with the rank that made it, and lost for good."""
-    lost, files = lost_reference(), VersionFiles(tmp_path / "versions")
+    files = VersionFiles(tmp_path / "versions")
 
     async def restore(trainer_backend: TrainerBackend, version: int) -> None:
         for each in BATCHES[:version]:

@@ -33,6 +33,7 @@ from stretto.types import Batch, UpdateReport, Weights, WeightsRef
 log = logging.getLogger(__name__)
 
 RESTARTS = 4  # of the ranks, over a run
+LOSSES = TrainerLostError, LostObjectError  # of a run on a cluster: new ranks are restored without what was lost
 TRANSFERS = 3  # of an older version to the ranks, for one update
 
 Result = TypeVar("Result")
@@ -43,7 +44,8 @@ Restore = Callable[[TrainerBackend, int], Awaitable[None]]
 class RankedTrainer:
     """A `TrainerBackend` that survives the loss of its ranks, as long as `restore` can bring new ones to their version.
 
-    Without `restore`, the loss of a rank ends the run. `notice` gets a sentence for every restart.
+    New ranks are at version 0. Without `restore`, the loss of a rank at a later version ends the run. `notice` gets a
+    sentence for every restart.
     """
 
     kv_given_back = 0
@@ -65,8 +67,7 @@ class RankedTrainer:
         self._max_restarts = restarts
         self._notice = notice
         self._store = store or WeightsStore()
-        self._group: RankGroup | None = None  # in use, or lost
-        self._starting: RankGroup | None = None  # placed, or being restored to the version
+        self._group: RankGroup | None = None  # placed, in use, or lost
         self._version = 0
         self._latest: weakref.ref[RayWeightsRef] | None = None  # the weights that were returned last
         self._closed = False
@@ -79,8 +80,8 @@ class RankedTrainer:
 
     async def place(self) -> None:
         """Finds room for the ranks, before instances take it. The ranks start with the first call."""
-        self._starting = RankGroup(self._options, deadline_s=self._deadline_s)
-        await self._starting.place()
+        async with self._turn:
+            await self._survive(RankGroup.place, 0)
 
     async def update(self, batch: Batch) -> tuple[UpdateReport, RayWeightsRef]:
         """Trains one update. Versions that it is scored under and that are lost are put into the object store again."""
@@ -151,56 +152,64 @@ class RankedTrainer:
 
     def close(self) -> None:
         self._closed = True
-        for group in (self._group, self._starting):
-            if group is not None:
-                group.close()
+        if self._group is not None:
+            self._group.close()
 
     async def _call(self, work: Callable[[RankGroup], Awaitable[Result]], version: int | None) -> Result:
-        """Calls the ranks, in turn with other calls. If they are lost, calls new ones that were restored to `version`.
+        """Calls the ranks once they have started and are at `version`, in turn with other calls.
 
-        `version` None stands for the version of the lost ranks.
+        `version` None stands for the version of the last call.
         """
-        async with self._turn:
-            while True:
-                try:
-                    group = await self._ready(self._version if version is None else version)
-                    found = await work(group)
-                except TrainerLostError as error:
-                    if self._group is not None:
-                        self._group.end(error)
-                    if self._closed or self.restore is None or self.restarts >= self._max_restarts:
-                        raise
-                    continue
-                self._version = group.version
-                return found
 
-    async def _ready(self, version: int) -> RankGroup:
-        """Returns ranks that have started and are at `version`: those in use, or new ones if they are lost."""
+        async def started(group: RankGroup) -> Result:
+            if not group.processes:
+                await self._start(group, at)
+            return await work(group)
+
+        async with self._turn:
+            at = self._version if version is None else version
+            return await self._survive(started, at)
+
+    async def _survive(self, work: Callable[[RankGroup], Awaitable[Result]], version: int) -> Result:
+        """Does `work` with the ranks. If they are lost, does it with new ones, which may have to be at `version`."""
+        while True:
+            group = self._living(version)
+            try:
+                found = await work(group)
+            except TrainerLostError as error:
+                group.end(error)
+                continue  # with others, or `_living` raises the same
+            self._version = group.version
+            return found
+
+    def _living(self, version: int) -> RankGroup:
+        """Returns the ranks, or new ones in place of lost ones. Raises the failure of ranks that are not replaced."""
         lost = self._group
-        if lost is not None and lost.failure is None:
-            return lost
         if lost is not None:
-            if self._closed or self.restore is None or not isinstance(lost.failure, TrainerLostError):
-                lost.check()
-            if self.restarts >= self._max_restarts:
+            if lost.failure is None:
+                return lost
+            replaced = isinstance(lost.failure, LOSSES) and self.restarts < self._max_restarts
+            if self._closed or not replaced or (version and self.restore is None):
                 lost.check()
             self.restarts += 1
             self._notice(f"{lost.failure}; the ranks are restarted ({self.restarts} of {self._max_restarts} times)")
-        group = self._starting = self._starting or RankGroup(self._options, deadline_s=self._deadline_s)
+        self._group = RankGroup(self._options, deadline_s=self._deadline_s)
+        return self._group
+
+    async def _start(self, group: RankGroup, version: int) -> None:
+        """Starts ranks. Those that replace others are brought to `version`, or ended: nothing uses them before."""
         try:
             await group.start()
-            if lost is not None and version:
-                assert self.restore is not None, "without it, lost ranks raise"
+            if self.restarts and version:
+                assert self.restore is not None, "without it, lost ranks are not replaced"
                 await self.restore(group, version)
                 await self._replace_latest(group, version)
                 self._notice(f"the ranks of the trainer are at version {version} again")
+        except LostObjectError as error:  # what was lost meanwhile is made again from the start
+            raise TrainerLostError(f"bringing the ranks to version {version} failed: {error}") from error
         except BaseException as error:
             group.end(error if isinstance(error, StrettoError) else TrainerLostError(f"starting them ended: {error!r}"))
             raise
-        finally:
-            # Nothing uses ranks that are being restored: from here on they are at the version, or lost.
-            self._group, self._starting = group, None
-        return group
 
     async def _replace_latest(self, group: RankGroup, version: int) -> None:
         """Replaces the weights that the lost ranks returned last: they may be lost with the machine, and after the next
