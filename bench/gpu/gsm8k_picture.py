@@ -2,8 +2,8 @@
 
     python -m bench.gpu.gsm8k_picture bench/results/gpu/gsm8k --model qwen2.5-coder-1.5b --out docs/images/gsm8k.svg
 
-Writes the picture in light colours, and beside it one in dark colours (`gsm8k-dark.svg`). Every seed is a line. Bars are
-standard errors of a score. Seconds count from the first admission: start-up is not in them, on either side.
+Writes the picture in light colours, and beside it one in dark colours (`gsm8k-dark.svg`). Every seed is a line. Bars
+are standard errors of a score. Seconds count from the first admission: start-up is not in them, on either side.
 """
 
 from __future__ import annotations
