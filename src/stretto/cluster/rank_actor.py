@@ -22,7 +22,7 @@ from stretto.cluster.weights import PackedWeights
 from stretto.errors import RunError
 from stretto.models.loading import load_model
 from stretto.recipe.schema import Recipe
-from stretto.setup.device import choose_device, choose_dtype, limit_memory
+from stretto.setup.device import choose_device, choose_dtype, prepare_device
 from stretto.setup.factories import make_trainer
 from stretto.store.version_files import write_file
 from stretto.training.parallel import Ranks, open_rendezvous
@@ -61,7 +61,7 @@ class RankTrainerFactory:
     def __call__(self, ranks: Ranks) -> Trainer:
         transformers_logging.disable_progress_bar()
         path, device = self.source.here(), choose_device(self.recipe.runtime.device)
-        limit_memory(self.recipe, device)
+        prepare_device(self.recipe, device)
         model = load_model(path, choose_dtype(self.recipe.model.dtype, device), device)
         return make_trainer(self.recipe, model, path, base=self.source.path, ranks=ranks)
 

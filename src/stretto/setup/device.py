@@ -11,6 +11,7 @@ import torch
 
 from stretto.errors import RecipeError
 from stretto.recipe.schema import Recipe
+from stretto.setup.compile_cache import keep_compiled
 from stretto.types import Weights
 
 CUDA = torch.device("cuda", 0)  # the first visible device, which is the default of every new thread
@@ -82,8 +83,12 @@ def device_limit(gib: float) -> int:
     return int((gib - CONTEXT_GIB) * (1 << 30))
 
 
-def limit_memory(recipe: Recipe, device: torch.device) -> None:
-    """Makes the allocator of this process fail beyond `runtime.device_gib`, as it would on such a device."""
+def prepare_device(recipe: Recipe, device: torch.device) -> None:
+    """Prepares this process for work on a GPU: compiled code is kept, memory is limited to `runtime.device_gib`.
+
+    Beyond the limit the allocator fails, as it would on such a device. Call before anything is compiled.
+    """
+    keep_compiled(device)
     if (limit := recipe.runtime.device_gib) is not None and device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, max(0, device_limit(limit)) / total), device)

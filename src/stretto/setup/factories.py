@@ -19,7 +19,7 @@ from stretto.models.loading import load_config, load_model, load_tokenizer
 from stretto.models.tiny import WarmStart, tiny_model
 from stretto.observe.progress import Observer
 from stretto.recipe.schema import Recipe
-from stretto.setup.device import choose_device, choose_dtype, limit_memory
+from stretto.setup.device import choose_device, choose_dtype, prepare_device
 from stretto.setup.inputs import Inputs, check_objective, load_inputs
 from stretto.setup.memory import footprint, free_for_instance, out_of_memory
 from stretto.setup.memory_sizes import context_length, engine_rows
@@ -93,7 +93,7 @@ def make_native_engine(recipe: Recipe, model: nn.Module, kv_tokens: int, decode:
 def make_instance_engine(recipe: Recipe, model_path: str, longest_prompt: int) -> NativeEngine:
     """Loads the model and makes the engine of a rollout instance that has a process for itself."""
     config, device = load_config(model_path), choose_device(recipe.runtime.device)
-    limit_memory(recipe, device)
+    prepare_device(recipe, device)
     free = free_for_instance(recipe, device)
     need = footprint(recipe, config, longest_prompt, device, free=free, trains=False)
     try:

@@ -1,0 +1,43 @@
+"""Keeps what torch compiles between runs, so that the first update of a second run is quick.
+
+Torch's own folder is in the temporary folder, which a restart of the machine or of a container empties. Ours is in the
+user's cache folder, one for each combination of what the code was compiled for. `TORCHINDUCTOR_CACHE_DIR` and
+`TRITON_CACHE_DIR`, if they are set, have precedence.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from pathlib import Path
+
+import torch
+
+VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+
+
+def keep_compiled(device: torch.device) -> None:
+    """Makes torch and Triton keep compiled code in the user's cache folder. Does nothing on the CPU.
+
+    Call before anything is compiled. A folder that cannot be made is done without.
+    """
+    if device.type != "cuda":
+        return
+    folder = cache_folder(torch.cuda.get_device_name(device))
+    for variable, name in VARIABLES.items():
+        if variable in os.environ:
+            continue
+        try:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        os.environ[variable] = str(folder / name)
+
+
+def cache_folder(device_name: str) -> Path:
+    """Returns the folder of code that was compiled for this device by this Python and torch."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
+    parts = (device_name, *(f"{name}-{version}" for name, version in versions.items()))
+    return base / "stretto" / "compiled" / re.sub(r"[^A-Za-z0-9.+_-]+", "-", "-".join(parts))
