@@ -280,7 +280,9 @@ def test_a_version_that_finds_no_room_ends_the_run_and_it_goes_on_when_there_is(
 
 
 def test_a_run_that_was_killed_before_it_had_anything_begins(model: Path, tmp_path: Path) -> None:
-    made = recipe(model, tmp_path, "training.steps=1", "evaluation.prompts=0", "model.dtype=float32")
+    made = recipe(
+        model, tmp_path, "training.steps=1", "evaluation.prompts=0", "model.dtype=float32", "training.micro_tokens=8192"
+    )
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.toml").write_text(made.dumps())
@@ -443,10 +445,10 @@ def test_a_run_that_is_being_resumed_is_not_resumed_twice(
 ) -> None:
     made, build = killed(), LocalComponents.build
 
-    def asked_again_meanwhile(recipe: Recipe, model_path: str) -> LocalComponents:
+    def asked_again_meanwhile(*args: Any) -> LocalComponents:
         with pytest.raises(RunError, match="goes on in another process"):
             run(made, tmp_path / "run", resume=True)
-        return build(recipe, model_path)
+        return build(*args)
 
     monkeypatch.setattr(LocalComponents, "build", asked_again_meanwhile)
     go_on(made, tmp_path / "run")
@@ -462,11 +464,11 @@ def test_of_two_runs_that_begin_in_one_folder_the_second_leaves_the_first_as_it_
 
     built: list[int] = []
 
-    def another_begins_meanwhile(recipe: Recipe, model_path: str) -> LocalComponents:
+    def another_begins_meanwhile(recipe: Recipe, *args: Any) -> LocalComponents:
         built.append(recipe.seed)
         with pytest.raises(RunError, match="a process is starting a run in it; choose another `--out`"):
             run(second, folder)
-        return build(recipe, model_path)
+        return build(recipe, *args)
 
     monkeypatch.setattr(LocalComponents, "build", another_begins_meanwhile)
     run(first, folder)
