@@ -440,6 +440,30 @@ def test_pool_says_what_is_wrong_before_it_asks_anybody(tmp_path: Path, capsys: 
     assert "no run has begun in" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "show RUN --update",
+        "show RUN --samples",
+        "replay RUN --until",
+        "pool RUN --add",
+        "pool RUN --remove",
+        "verify RUN --recompute",
+        "train RECIPE --give-up",
+    ],
+)
+@pytest.mark.parametrize("number", ["9223372036854775808", "9" * 301, "9" * 5_000])
+def test_every_number_on_the_command_line_is_bounded(
+    typed: str, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*typed.split(), number])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "is too large: give at most 1000000000000" in said
+    assert len(said) < 1_000, "the number is shortened"
+
+
 def test_a_home_that_the_shell_left_is_expanded_on_the_command_line_and_refused_by_name_in_a_recipe(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
