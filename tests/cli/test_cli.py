@@ -1,6 +1,7 @@
 """The command line: fast, and clear about what is wrong."""
 
 import errno
+import io
 import json
 import logging
 import os
@@ -206,6 +207,47 @@ def test_train_verify_and_show_follow_one_another(
     assert "is finished" in capsys.readouterr().err
     assert main(["train", str(recipe), *settings(), "--out", str(run)]) == 2
     assert capsys.readouterr().err.endswith("exists already; choose another `--out`\n"), "nothing to resume in it"
+
+
+class Gone(io.TextIOWrapper):
+    """An output whose reader goes away after it has seen some words."""
+
+    def __init__(self, path: Path, words: str) -> None:
+        super().__init__(path.open("wb"), encoding="utf-8", write_through=True)
+        self._words, self._is_gone = words, False
+
+    def write(self, text: str) -> int:
+        if self._is_gone:
+            raise BrokenPipeError
+        self._is_gone = self._words in text
+        return super().write(text)
+
+
+def test_a_run_whose_reader_is_gone_ends_as_by_sigpipe_and_goes_on_with_resume(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    train = ["train", str(recipe), *settings(), "--out", str(tmp_path / "run")]
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", Gone(tmp_path / "read", "reward: mean of the batch"))
+        with pytest.raises(SystemExit) as ended:
+            main(train)
+    assert ended.value.code == 141, "1 is a broken law"
+    assert main([*train, "--resume"]) == 0
+    assert main(["verify", str(tmp_path / "run")]) == 0
+
+
+def test_a_command_whose_reader_is_gone_ends_as_by_sigpipe(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def says_much(_: object) -> int:
+        sys.stdout.write("two")
+        sys.stdout.write("lines")
+        return 0
+
+    monkeypatch.setattr("stretto.cli.check.run", says_much)
+    monkeypatch.setattr(sys, "stdout", Gone(tmp_path / "read", "two"))
+    assert main(["check", str(recipe)]) == 141
 
 
 def test_the_policy_of_the_tiny_model_travels_with_its_base_and_says_how_it_was_asked(

@@ -60,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the arguments, runs the command and returns the exit status.
 
     0: success. 1: a law is broken, or `replay` computed other weights than the run. 2: bad input, or a run that failed.
-    130: stopped by Ctrl-C or a signal; a run that was stopped or killed can be resumed.
+    130: stopped by Ctrl-C or a signal. 141: the reader of the output is gone. A run that ended with 130, with 141 or
+    was killed can be resumed.
     """
     options = _parser().parse_args(arguments)
     from stretto.run.interrupts import handled  # not before: `--help` answers at once
@@ -73,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     on_interrupt = signal.getsignal(signal.SIGINT)
     try:
         with handled({signal.SIGTERM: _interrupt}):  # until a run has handlers of its own
-            return run(options)
+            status = run(options)
+            sys.stdout.flush()
+            return status
     except StrettoError as error:
         sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
         return 2
@@ -81,8 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write("interrupted\n")
         return 130
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of the output has gone
-        return 0
+        from stretto.observe.console import BROKEN_PIPE, discard_output
+
+        discard_output()
+        return BROKEN_PIPE
     except SystemExit:
         raise
     except BaseException:  # a fault of this package or of the user's code; not 1, which `verify` and `replay` use

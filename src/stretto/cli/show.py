@@ -16,9 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
+    from stretto.observe.console import make_console
     from stretto.observe.show import show
 
-    Console(emoji=False).print(show(options.run, update=options.update, samples=options.samples))
+    make_console().print(show(options.run, update=options.update, samples=options.samples))
     return 0
