@@ -865,3 +865,11 @@ def test_a_reward_or_a_batch_that_was_taken_back_without_a_reason_is_a_break(rec
     findings = damage(tmp_path, statement)
     assert laws(findings) == {"2"}
     assert sentence in format_findings(findings)
+
+
+def test_a_run_folder_without_its_configuration_is_proved_and_says_what_was_not_compared(finished_run):
+    findings = verify(finished_run)
+    assert "not the configuration: there is no `config.toml`" in format_findings(findings)
+    assert exit_code(findings) == 0
+    (finished_run / "config.toml").touch()
+    assert "configuration" not in format_findings(verify(finished_run))

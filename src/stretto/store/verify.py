@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import JournalError
-from stretto.store.data_checks import MAX_REWARD, DataResult, check_data, token_range
+from stretto.store.data_checks import CONFIG_NAME, MAX_REWARD, DataResult, check_data, token_range
 from stretto.store.law_checks import CHECKS
 from stretto.store.schema import (
     LAWS_GIVEN_UP,
@@ -312,6 +312,8 @@ def _findings(db: sqlite3.Connection, run: _Run, data: DataResult) -> list[Findi
         "once": f"{once:,} trained once, {again:,} later uses",
         "data": f"digests of {data.num_updates:,} updates and {data.num_samples:,} samples, metrics, sums and seeds",
     }
+    if not data.has_config:
+        counts["data"] += f"; not the configuration: there is no `{CONFIG_NAME}`"
     if taken := uses - once - again:
         counts["once"] += f", {taken:,} in the batch of an unfinished update"
     if sessions > 1:
