@@ -110,6 +110,15 @@ def shortened(text: str) -> str:
     return _LONG_NUMBER.sub(lambda found: f"{found[0][:6]}...{found[0][-6:]} ({len(found[0])} digits)", text)
 
 
+def printable(text: str, *, lines: bool = False) -> str:
+    """Returns a text with its control characters escaped: they could move the cursor or change what a terminal shows.
+
+    Tabs stay, and with `lines` the ends of lines.
+    """
+    kept = "\t\n" if lines else "\t"
+    return "".join(char if char.isprintable() or char in kept else ascii(char)[1:-1] for char in text)
+
+
 def describe(error: BaseException) -> str:
     """Returns the message of one of these errors, and type and message of any other."""
     return str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"

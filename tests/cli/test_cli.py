@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import stretto.assembly.compare
 from stretto.assembly import export
-from stretto.cli import COMMANDS, main
+from stretto.cli import COMMANDS, _StandardError, main
+from stretto.errors import RunError
 from stretto.recipe.schema import load_recipe
 from stretto.store.lock import Lock
 
@@ -541,6 +542,19 @@ def test_an_exception_of_any_kind_is_no_broken_law(
     monkeypatch.setattr("stretto.cli.check.run", fails)
     assert main(["check", str(recipe)]) == 2
     assert "BaseException: boo" in capsys.readouterr().err
+
+
+def test_neither_an_error_nor_a_log_line_controls_the_terminal(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(_: object) -> int:
+        raise RunError("`\x1b[2J`\nhelp")
+
+    monkeypatch.setattr("stretto.cli.check.run", fails)
+    assert main(["check", str(recipe)]) == 2
+    assert capsys.readouterr().err == "error: RunError: `\\x1b[2J`\nhelp\n"
+    record = logging.makeLogRecord({"msg": "file `%s`", "args": ("\x1b[2J",)})
+    assert _StandardError().format(record) == r"file `\x1b[2J`"
 
 
 def test_a_line_of_the_hub_appears_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
