@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args
 
 import numpy as np
@@ -165,10 +167,31 @@ def _check_tokens(db: sqlite3.Connection, run: _Run) -> None:
         run.params,
     )
     for row in rows:
+        if others := [f"trajectory {row[0]} {sentence}" for sentence in _other_types(row)]:
+            run.breaks["data"] += others
+            continue
         try:
             _check_row(run, row, published)
-        except (TypeError, ValueError) as error:  # a column has another type than the journal writes
+        except (TypeError, ValueError) as error:  # a column of another table has another type
             run.breaks["data"].append(f"trajectory {row[0]} has columns that cannot be read: {error}")
+
+
+# The columns of `_check_tokens`, in order, with the types that the journal writes. SQLite stores any other too.
+_COLUMNS: Sequence[tuple[str, tuple[type, ...]]] = (
+    ("trajectory", (int,)), ("trajectories.version", (int,)), ("completions.version", (int,)), ("checksum", (str,)),
+    ("num_tokens", (int,)), ("tokens", (bytes,)), ("logprobs", (bytes,)), ("token_versions", (bytes, NoneType)),
+    ("supports", (bytes, NoneType)), ("num_sampled", (int,)), ("turns", (bytes, NoneType)),
+    ("reward", (float, NoneType)), ("turn_rewards", (bytes, NoneType)), ("finish", (str,)),
+)  # fmt: skip
+
+_SQL_NAMES = {int: "INTEGER", float: "REAL", str: "TEXT", bytes: "BLOB"}
+
+
+def _other_types(row: Sequence[Any]) -> Iterator[str]:
+    """Returns the columns that hold something else than the journal writes."""
+    for (name, types), value in zip(_COLUMNS, row, strict=False):
+        if not isinstance(value, types):
+            yield f"has {reprlib.repr(value)} in its column `{name}`, which is no {_SQL_NAMES[types[0]]}"
 
 
 def _check_row(run: _Run, row: Sequence[Any], published: dict[int, set[str]]) -> None:
