@@ -17,7 +17,7 @@ class StrettoError(Exception):
 
     def __str__(self) -> str:
         """Returns the message. A number of hundreds of digits, which any option may get, is shortened."""
-        return _LONG_NUMBER.sub(lambda found: _shortened(found[0]), super().__str__())
+        return shortened(super().__str__())
 
 
 class RecipeError(StrettoError, ValueError):
@@ -105,8 +105,18 @@ class TransitionError(StrettoError):
 # -- errors as text ----------------------------------------------------------------------------------------------------
 
 
-def _shortened(digits: str) -> str:
-    return f"{digits[:6]}...{digits[-6:]} ({len(digits)} digits)"
+def shortened(text: str) -> str:
+    """Returns a text in which numbers of very many digits are cut in the middle."""
+    return _LONG_NUMBER.sub(lambda found: f"{found[0][:6]}...{found[0][-6:]} ({len(found[0])} digits)", text)
+
+
+def printable(text: str, *, lines: bool = False) -> str:
+    """Returns a text with its control characters escaped: they could move the cursor or change what a terminal shows.
+
+    Tabs stay, and with `lines` the ends of lines.
+    """
+    kept = "\t\n" if lines else "\t"
+    return "".join(char if char.isprintable() or char in kept else ascii(char)[1:-1] for char in text)
 
 
 def describe(error: BaseException) -> str:

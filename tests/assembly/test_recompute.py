@@ -181,10 +181,15 @@ def test_a_broken_journal_is_not_recomputed(one_ahead: Path, capsys: pytest.Capt
 
 
 def test_what_cannot_be_recomputed_is_refused_by_name(one_ahead: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number in ("0", "-1", "many"):
+    for number, words in (
+        ("0", "is no number of trajectories: give 1 or more"),
+        ("-1", "is no number of trajectories: give 1 or more"),
+        ("many", "'many' is not a whole number"),
+        ("9" * 301, "999999...999999 (301 digits) is too large: give at most 1000000000000"),
+    ):
         with pytest.raises(SystemExit):
             main(["verify", str(one_ahead), f"--recompute={number}"])
-        assert "is no number of trajectories: give 1 or more" in capsys.readouterr().err
+        assert words in capsys.readouterr().err
     (one_ahead / "config.toml").unlink()
     with pytest.raises(RunError, match=r"it has no `config.toml`"):
         recompute(one_ahead, 1)

@@ -1,6 +1,7 @@
 """The command line: fast, and clear about what is wrong."""
 
 import errno
+import io
 import json
 import logging
 import os
@@ -21,7 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import stretto.assembly.compare
 from stretto.assembly import export
-from stretto.cli import COMMANDS, main
+from stretto.cli import COMMANDS, _StandardError, main
+from stretto.errors import RunError
 from stretto.recipe.schema import load_recipe
 from stretto.store.lock import Lock
 
@@ -206,6 +208,47 @@ def test_train_verify_and_show_follow_one_another(
     assert "is finished" in capsys.readouterr().err
     assert main(["train", str(recipe), *settings(), "--out", str(run)]) == 2
     assert capsys.readouterr().err.endswith("exists already; choose another `--out`\n"), "nothing to resume in it"
+
+
+class Gone(io.TextIOWrapper):
+    """An output whose reader goes away after it has seen some words."""
+
+    def __init__(self, path: Path, words: str) -> None:
+        super().__init__(path.open("wb"), encoding="utf-8", write_through=True)
+        self._words, self._is_gone = words, False
+
+    def write(self, text: str) -> int:
+        if self._is_gone:
+            raise BrokenPipeError
+        self._is_gone = self._words in text
+        return super().write(text)
+
+
+def test_a_run_whose_reader_is_gone_ends_as_by_sigpipe_and_goes_on_with_resume(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    train = ["train", str(recipe), *settings(), "--out", str(tmp_path / "run")]
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", Gone(tmp_path / "read", "reward: mean of the batch"))
+        with pytest.raises(SystemExit) as ended:
+            main(train)
+    assert ended.value.code == 141, "1 is a broken law"
+    assert main([*train, "--resume"]) == 0
+    assert main(["verify", str(tmp_path / "run")]) == 0
+
+
+def test_a_command_whose_reader_is_gone_ends_as_by_sigpipe(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def says_much(_: object) -> int:
+        sys.stdout.write("two")
+        sys.stdout.write("lines")
+        return 0
+
+    monkeypatch.setattr("stretto.cli.check.run", says_much)
+    monkeypatch.setattr(sys, "stdout", Gone(tmp_path / "read", "two"))
+    assert main(["check", str(recipe)]) == 141
 
 
 def test_the_policy_of_the_tiny_model_travels_with_its_base_and_says_how_it_was_asked(
@@ -440,6 +483,30 @@ def test_pool_says_what_is_wrong_before_it_asks_anybody(tmp_path: Path, capsys: 
     assert "no run has begun in" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "show RUN --update",
+        "show RUN --samples",
+        "replay RUN --until",
+        "pool RUN --add",
+        "pool RUN --remove",
+        "verify RUN --recompute",
+        "train RECIPE --give-up",
+    ],
+)
+@pytest.mark.parametrize("number", ["9223372036854775808", "9" * 301, "9" * 5_000])
+def test_every_number_on_the_command_line_is_bounded(
+    typed: str, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*typed.split(), number])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "is too large: give at most 1000000000000" in said
+    assert len(said) < 1_000, "the number is shortened"
+
+
 def test_a_home_that_the_shell_left_is_expanded_on_the_command_line_and_refused_by_name_in_a_recipe(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -475,6 +542,19 @@ def test_an_exception_of_any_kind_is_no_broken_law(
     monkeypatch.setattr("stretto.cli.check.run", fails)
     assert main(["check", str(recipe)]) == 2
     assert "BaseException: boo" in capsys.readouterr().err
+
+
+def test_neither_an_error_nor_a_log_line_controls_the_terminal(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(_: object) -> int:
+        raise RunError("`\x1b[2J`\nhelp")
+
+    monkeypatch.setattr("stretto.cli.check.run", fails)
+    assert main(["check", str(recipe)]) == 2
+    assert capsys.readouterr().err == "error: RunError: `\\x1b[2J`\nhelp\n"
+    record = logging.makeLogRecord({"msg": "file `%s`", "args": ("\x1b[2J",)})
+    assert _StandardError().format(record) == r"file `\x1b[2J`"
 
 
 def test_a_line_of_the_hub_appears_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -309,6 +309,14 @@ def test_check_says_which_parts_hold_and_what_is_open(monkeypatch):
     assert "does not keep code from reading" in said[-1]
 
 
+@pytest.mark.parametrize(("user", "processes", "is_said"), [(0, 64, True), (0, 301, False), (1000, 64, False)])
+def test_check_says_that_root_gets_more_processes(monkeypatch, user, processes, is_said):
+    monkeypatch.setattr(inputs, "held_parts", lambda limits: frozenset(PARTS))
+    monkeypatch.setattr(inputs.os, "getuid", lambda: user)
+    said = "\n".join(inputs._sandbox_notes(recipe(sandbox={"processes": processes})))
+    assert ("`task.sandbox.processes = 64` is 301 on this machine" in said) == is_said
+
+
 def test_a_sandbox_has_limits_and_no_secrets():
     made = recipe(sandbox={"memory_gib": 0.5, "disk_mib": 2, "processes": 9})
     assert made.task.sandbox.limits == Limits(512 << 20, 2 << 20, 9)

@@ -28,6 +28,17 @@ def test_the_first_of_a_kind_is_said_and_the_others_are_counted(caplog: pytest.L
     ]
 
 
+def test_addresses_of_objects_make_no_kinds_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
+    repeats = Repeats(LOG)
+    for address in ("0x7f12aa00bc10", "0x7f12AA00BC50", "0xdeadbeef"):
+        repeats.warn(f"`r:f` returned <r.Score object at {address}> (Score)")
+    repeats.close()
+    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
+        "`r:f` returned <r.Score object at 0x7f12aa00bc10>",
+        "and 2 more like it: `r:f` returned <r.Score object at 0x7f12aa00bc10>",
+    ]
+
+
 def test_reasons_that_all_differ_do_not_flood_either(caplog: pytest.LogCaptureFixture) -> None:
     repeats = Repeats(LOG)
     for number in range(500):

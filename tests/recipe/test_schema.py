@@ -462,3 +462,33 @@ def test_every_name_of_another_package_leads_to_an_option() -> None:
     known = {*all_keys(Recipe), *Recipe.model_fields}
     assert not {key for keys in OURS.values() for key in keys} - known
     assert not OURS.keys() & ELSEWHERE.keys()
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"training": {"steps": 10**300}}, "`training.steps = 100000...000000 (301 digits)` must be at most 10000000"),
+        ({"rollout": {"retries": 10**12 + 1}}, "`rollout.retries = 1000000000001` must be at most 1000000000000"),
+        ({"rollout": {"in_flight": 10**300}}, "`rollout.in_flight = 100000...000000 (301 digits)` must be at most"),
+        ({"training": {"replay": {"ratio": 0.5, "uses": 10**300}}}, "`training.replay.uses = 100000...000000 (301"),
+    ],
+)
+def test_no_integer_is_larger_than_a_journal_can_hold(sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(with_(**sections))
+    assert words in str(caught.value)
+
+
+def test_an_integer_with_a_bound_of_its_own_has_no_other() -> None:
+    assert parse_recipe({**MINIMAL, "seed": 2**63 - 1}).seed == 2**63 - 1
+    assert parse_recipe(with_(training={"steps": 10**12})).training.steps == 10**12
+
+
+def test_an_integer_of_more_digits_than_python_converts_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(f'seed = {"9" * 5_000}\n[model]\npath = "tiny"\n[task]\ntype = "countdown-chain"\n')
+    with pytest.raises(RecipeError, match=r"is not valid TOML: .*5000 digits"):
+        load_recipe(path)
+    path.write_text('[model]\npath = "tiny"\n[task]\ntype = "countdown-chain"\n')
+    with pytest.raises(RecipeError, match=r"999999\.\.\.999999 \(5000 digits\)\"` must be a whole number"):
+        load_recipe(path, [f"training.steps={'9' * 5_000}"])

@@ -90,6 +90,19 @@ def test_what_is_no_file_is_refused_by_name_and_the_run_goes_on(
     assert [path.name for path in (tmp_path / FOLDER).iterdir()] == [f"3{REQUEST}"]
 
 
+def test_the_name_of_a_request_cannot_control_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool_requests, "POLL_S", 0.02)
+    Control(tmp_path).open()
+    for name, make in (("\x1b[2J\nWARNING", Path.touch), ("\x1b]0;title\x07", os.mkfifo), ("\x1bdir", Path.mkdir)):
+        make(tmp_path / FOLDER / f"{name}{REQUEST}")
+    serve(tmp_path, lambda: len(caplog.records) == 3)
+    said = [record.getMessage() for record in caplog.records]
+    assert all(line.isprintable() for line in said), said
+    assert any(r"request `\x1b[2J\nWARNING` is refused" in line for line in said)
+
+
 def test_requests_are_read_and_answered_outside_of_the_loops_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

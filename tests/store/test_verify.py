@@ -865,3 +865,26 @@ def test_a_reward_or_a_batch_that_was_taken_back_without_a_reason_is_a_break(rec
     findings = damage(tmp_path, statement)
     assert laws(findings) == {"2"}
     assert sentence in format_findings(findings)
+
+
+def test_a_run_folder_without_its_configuration_is_proved_and_says_what_was_not_compared(finished_run):
+    findings = verify(finished_run)
+    assert "not the configuration: there is no `config.toml`" in format_findings(findings)
+    assert exit_code(findings) == 0
+    (finished_run / "config.toml").touch()
+    assert "configuration" not in format_findings(verify(finished_run))
+
+
+@pytest.mark.parametrize(
+    ("statement", "sentence"),
+    [
+        ("UPDATE trajectories SET reward = 'abc'", "has 'abc' in its column `reward`, which is no REAL"),
+        ("UPDATE completions SET tokens = 'abc'", "has 'abc' in its column `tokens`, which is no BLOB"),
+        ("UPDATE completions SET num_sampled = 0.5", "has 0.5 in its column `num_sampled`, which is no INTEGER"),
+        ("UPDATE completions SET finish = x'00'", r"has b'\x00' in its column `finish`, which is no TEXT"),
+    ],
+)
+def test_a_column_that_holds_another_type_is_named_with_what_it_holds(finished_run, statement, sentence):
+    findings = damage(finished_run, f"{statement} WHERE trajectory = 14")
+    assert exit_code(findings) == 1
+    assert f"trajectory 14 {sentence}" in [detail for finding in findings for detail in finding.details]

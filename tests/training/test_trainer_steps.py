@@ -137,3 +137,38 @@ def test_a_sample_that_cannot_be_trained_on_leaves_nothing_changed_in_several_st
     with pytest.raises(TrainerError, match="loss of update 0 is nan"):
         made.update(Batch(0, samples))
     assert made.weights(0).checksum == before
+
+
+@pytest.mark.parametrize("optimizer_steps", [1, 3])
+@pytest.mark.parametrize("options", [{"learning_rate": 1e20}, {"learning_rate": 1e38, "weight_decay": 10.0}])
+def test_an_update_whose_weights_are_not_finite_fails_and_changes_nothing(optimizer_steps, options):
+    made = LocalTrainer(
+        tiny(), options=TrainingOptions(optimizer_steps=optimizer_steps, **options), algorithm=GrpoOptions()
+    )
+    before = made.state()
+    with pytest.raises(TrainerError, match=r"update 0 makes weights .* Lower `training\.learning_rate`") as caught:
+        made.update(random_batch())
+    assert "--give-up" not in str(caught.value)
+    after = made.state()
+    assert made.version == 0
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_policy_without_finite_log_probabilities_is_not_blamed_on_a_trajectory():
+    made = trainer()
+    with torch.no_grad():
+        made.packed.head.weight.fill_(1e300)  # finite, and the logits are not
+    with pytest.raises(TrainerError, match=r"no sample has .* under version 0: .*`training\.learning_rate`") as caught:
+        made.update(random_batch())
+    assert "--give-up" not in str(caught.value)
+
+
+def test_the_norm_of_weights_in_half_precision_is_computed_in_float32():
+    parameters = {"half": torch.nn.Parameter(torch.full((4,), 6e4, dtype=torch.float16)), "full": _full(3.0)}
+    assert float(Optimizer(parameters, TrainingOptions()).weight_norm()) == pytest.approx(120_000.0, rel=1e-3)
+    parameters["full"] = _full(float("nan"))
+    assert not np.isfinite(float(Optimizer(parameters, TrainingOptions()).weight_norm()))
+
+
+def _full(value):
+    return torch.nn.Parameter(torch.full((2, 2), value))

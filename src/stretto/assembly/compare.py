@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from stretto.core.paradigms import PARADIGMS
 from stretto.errors import RecipeError, RunError, StrettoError
+from stretto.observe.console import make_console
 from stretto.recipe.schema import PARADIGM_NAMES, Recipe, load_recipe
 from stretto.run.command_hint import command
 from stretto.run.folder_checks import refuse_another_recipe, refuse_lost, refuse_unwritable, standing
@@ -47,8 +47,8 @@ def compare_from_command_line(
 ) -> int:
     """Runs `compare`, prints its table after every paradigm, and writes `compare.json`. Returns the exit status."""
     chosen = folder or Path("runs") / f"compare-{recipe.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    console = Console(emoji=False)
-    wide = Console(width=max(console.width, TABLE_WIDTH), emoji=False)
+    console = make_console()
+    wide = make_console(max(console.width, TABLE_WIDTH))
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)

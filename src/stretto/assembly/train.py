@@ -40,6 +40,7 @@ from stretto.environments.single_turn import SingleTurn
 from stretto.local.backend import local_backend
 from stretto.local.components import LocalComponents
 from stretto.models.loading import load_config
+from stretto.observe.console import make_console
 from stretto.observe.metrics import JsonLines, Tally
 from stretto.observe.progress import Observer, Silent, make_observer
 from stretto.observe.summary import summary_table
@@ -85,7 +86,7 @@ def train_from_command_line(
     Ctrl-C after the end of the run is ignored and does not change the status. `part_of_compare` leaves out the
     suggestions of what to type next: `compare` prints its own.
     """
-    console = Console(emoji=False)
+    console = make_console()
     observer = make_observer(console, recipe.training.steps)
     try:
         summary = train(recipe, folder, resume=resume, observer=observer, give_up=give_up)

@@ -17,7 +17,7 @@ from typing import Protocol, TextIO
 
 from stretto import __version__
 from stretto.cli import check, compare, pool, replay, show, train, verify
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, printable
 
 EXAMPLES = """examples:
   stretto check recipes/quickstart.toml
@@ -29,6 +29,8 @@ EXAMPLES = """examples:
   stretto pool runs/short --add 2
   stretto replay runs/short
 """
+
+LOG_FORMAT = "%(levelname)s %(name)s: %(message)s"
 
 
 class Command(Protocol):
@@ -60,29 +62,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the arguments, runs the command and returns the exit status.
 
     0: success. 1: a law is broken, or `replay` computed other weights than the run. 2: bad input, or a run that failed.
-    130: stopped by Ctrl-C or a signal; a run that was stopped or killed can be resumed.
+    130: stopped by Ctrl-C or a signal. 141: the reader of the output is gone. A run that ended with 130, with 141 or
+    was killed can be resumed.
     """
     options = _parser().parse_args(arguments)
     from stretto.run.interrupts import handled  # not before: `--help` answers at once
 
-    logging.basicConfig(
-        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[_StandardError()]
-    )
+    logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT, handlers=[_StandardError()])
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own: lines would appear twice
     run: Callable[[argparse.Namespace], int] = options.run_command
     on_interrupt = signal.getsignal(signal.SIGINT)
     try:
         with handled({signal.SIGTERM: _interrupt}):  # until a run has handlers of its own
-            return run(options)
+            status = run(options)
+            sys.stdout.flush()
+            return status
     except StrettoError as error:
-        sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
+        sys.stderr.write(f"error: {type(error).__name__}: {printable(str(error), lines=True)}\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of the output has gone
-        return 0
+        from stretto.observe.console import BROKEN_PIPE, discard_output
+
+        discard_output()
+        return BROKEN_PIPE
     except SystemExit:
         raise
     except BaseException:  # a fault of this package or of the user's code; not 1, which `verify` and `replay` use
@@ -114,7 +119,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
-    """Writes to the current `sys.stderr`, which the live display replaces so that log lines appear above it."""
+    """Writes to the current `sys.stderr`, which the live display replaces so that log lines appear above it.
+
+    Control characters are escaped: names of files, and texts that a model made, reach the log.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), lines=True)
 
     @property
     def stream(self) -> TextIO:

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 from pathlib import Path
 
-from stretto.errors import RecipeError
+from stretto.errors import RecipeError, shortened
 
 
 def path(text: str) -> Path:
@@ -15,6 +15,21 @@ def path(text: str) -> Path:
         return Path(text).expanduser()
     except RuntimeError:  # no such user
         return Path(text)
+
+
+def integer(text: str) -> int:
+    """Returns a typed whole number. It has the bound of the integers of a recipe, so that every journal can hold it."""
+    from stretto.options import MAX_INTEGER  # not before: `--help` answers at once
+
+    try:
+        value = int(text)
+    except ValueError as error:
+        if not text.strip().lstrip("+-").isdecimal():  # otherwise Python refuses to convert so many digits
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from error
+        value = MAX_INTEGER + 1
+    if abs(value) > MAX_INTEGER:
+        raise argparse.ArgumentTypeError(f"{shortened(text)} is too large: give at most {MAX_INTEGER}")
+    return value
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:

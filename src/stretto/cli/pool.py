@@ -17,8 +17,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_run(parser)
     request = parser.add_mutually_exclusive_group(required=True)
     request.add_argument("--list", action="store_true", help="show what every instance is doing")
-    request.add_argument("--add", type=int, metavar="N", help="start N more instances")
-    request.add_argument("--remove", type=int, metavar="ID", help="end an instance once its trajectories have moved")
+    request.add_argument("--add", type=arguments.integer, metavar="N", help="start N more instances")
+    request.add_argument(
+        "--remove", type=arguments.integer, metavar="ID", help="end an instance once its trajectories have moved"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ HELP = "train a run again from its journal; compare every version"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_run(parser)
-    parser.add_argument("--until", type=int, metavar="N", help="stop at version N (default: the last)")
+    parser.add_argument("--until", type=arguments.integer, metavar="N", help="stop at version N (default: the last)")
     parser.add_argument("--out", type=arguments.path, metavar="FOLDER", help="write the resulting policy there")
 
 

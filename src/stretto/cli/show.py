@@ -11,14 +11,13 @@ HELP = "read a run: its updates, or the samples of one update"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_run(parser)
-    parser.add_argument("--update", type=int, metavar="N", help="show the samples of update N")
-    parser.add_argument("--samples", type=int, metavar="M", help="number of samples to show (default: 8)")
+    parser.add_argument("--update", type=arguments.integer, metavar="N", help="show the samples of update N")
+    parser.add_argument("--samples", type=arguments.integer, metavar="M", help="number of samples to show (default: 8)")
 
 
 def run(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
+    from stretto.observe.console import make_console
     from stretto.observe.show import show
 
-    Console(emoji=False).print(show(options.run, update=options.update, samples=options.samples))
+    make_console().print(show(options.run, update=options.update, samples=options.samples))
     return 0

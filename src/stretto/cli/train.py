@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--give-up",
-        type=int,
+        type=arguments.integer,
         action="append",
         default=[],
         metavar="ID",

@@ -40,9 +40,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+    if (count := arguments.integer(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of trajectories: give 1 or more")
-    return int(text)
+    return count
 
 
 def _print(text: str) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
+from stretto.errors import printable
+
 MAX_SHOWN = 10  # lines; a `print` in a reward is called for every completion
 
 
@@ -28,7 +30,7 @@ class RewardOutput:
     def __call__(self, line: str) -> None:
         self._num_lines += 1
         if self._num_lines <= MAX_SHOWN:
-            self._show(f"reward: {_printable(line)}")
+            self._show(f"reward: {printable(line)}")
         elif self._num_lines == MAX_SHOWN + 1:
             self._show(f"reward: (more output follows; all of it is in {self._path})")
         if self._broken:
@@ -52,8 +54,3 @@ class RewardOutput:
         if file is not None:
             with contextlib.suppress(OSError):  # a failed write has been reported
                 file.close()
-
-
-def _printable(line: str) -> str:
-    """Replaces control characters, which could move the cursor or change what a terminal shows."""
-    return "".join(character if character.isprintable() or character == "\t" else "\ufffd" for character in line)

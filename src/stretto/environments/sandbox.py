@@ -55,7 +55,7 @@ _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 
 _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _ATTR_RDONLY = 442, -100, 0x8000, 1
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _LAST_CAPABILITY = 63
-_LEAST_PID_MAX = 301  # the kernel reserves the first 300
+LEAST_PROCESSES_OF_ROOT = 301  # the kernel reserves the first 300
 
 # Numbers of the refused system calls on x86-64 and on arm64. A process of the sandbox gets `PermissionError`.
 _REFUSED = {
@@ -178,7 +178,7 @@ def _own_proc(processes: int) -> bool:
         _call("mount", b"tmpfs", b"/proc", b"tmpfs", flags, b"size=0,mode=555")
         return False
     try:
-        _write("/proc/sys/kernel/pid_max", str(max(processes, _LEAST_PID_MAX)))
+        _write("/proc/sys/kernel/pid_max", str(max(processes, LEAST_PROCESSES_OF_ROOT)))
         return True
     except OSError:  # before Linux 6.14 the number is one for the whole machine
         return False

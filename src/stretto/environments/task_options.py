@@ -10,6 +10,7 @@ from stretto.environments.sandbox import Limits
 from stretto.options import Options
 
 _GIB, _MIB = 1 << 30, 1 << 20
+MAX_ROWS = 100_000_000  # of a generated task: their order is drawn in memory
 
 
 class SharedTaskOptions(Options):
@@ -71,7 +72,7 @@ class CountdownChainOptions(ScoredTaskOptions):
     """The task of the quickstart: `4+3*17?` asks for (4 + 3*17) mod 10, solved by a chain of steps."""
 
     type: Literal["countdown-chain"] = "countdown-chain"
-    size: int = Field(4_096, ge=1, description="Number of rows")
+    size: int = Field(4_096, ge=1, le=MAX_ROWS, description="Number of rows")
 
 
 class ReasoningGymOptions(ScoredTaskOptions):
@@ -79,7 +80,7 @@ class ReasoningGymOptions(ScoredTaskOptions):
 
     type: Literal["reasoning-gym"] = "reasoning-gym"
     name: str = Field(description="Name of the data set, such as `chain_sum`")
-    size: int = Field(10_000, ge=1, description="Number of rows")
+    size: int = Field(10_000, ge=1, le=MAX_ROWS, description="Number of rows")
     config: dict[str, Any] = Field(default_factory=dict, description="Options of the data set")
     scoring: Literal["exact", "scorer"] = Field(
         "exact", description="`exact`: exact match. `scorer`: the data set's scorer"
@@ -103,7 +104,7 @@ class GuessOptions(EpisodeTaskOptions):
     """A small task of several turns: find numbers from 1 to 7 by guesses, which are answered with `>`, `<` or `!`."""
 
     type: Literal["guess"] = "guess"
-    size: int = Field(4_096, ge=1, description="Number of rows")
+    size: int = Field(4_096, ge=1, le=MAX_ROWS, description="Number of rows")
     turns: int = Field(6, ge=1, description="Most guesses of an episode")
 
 

@@ -10,7 +10,7 @@ from stretto.options import Options
 class LoraOptions(Options):
     """Trains low-rank adapters over a frozen base instead of every parameter."""
 
-    rank: int = Field(16, ge=1, description="Rank of the adapters")
+    rank: int = Field(16, ge=1, le=65_536, description="Rank of the adapters")
     alpha: float | None = Field(None, gt=0, description="The adapters are scaled by alpha / rank; default: 2 * rank")
     targets: tuple[str, ...] = Field(
         (), description="Suffixes of the names of the linear modules to adapt; empty: all except the output layer"

@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from stretto.errors import printable
 from stretto.observe.metrics import is_without_signal
 from stretto.types import EngineStats, EvaluationResult, HeldOutScore
 
@@ -114,7 +115,7 @@ class Plain:
         self._shown_at = 0.0
 
     def message(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(printable(text, lines=True), highlight=False, markup=False, soft_wrap=True)
 
     def status(self, status: Status) -> None:
         pass
@@ -149,7 +150,7 @@ class Terminal:
         self._started = False
 
     def message(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False)
+        self._console.print(printable(text, lines=True), highlight=False, markup=False)
 
     def status(self, status: Status) -> None:
         self._status = status

@@ -7,7 +7,7 @@ import re
 
 MOST_KINDS = 20  # kinds that are logged; further ones are counted together
 
-_VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|\d+(\.\d+)?")
+_VARYING = re.compile(r"0x[0-9a-fA-F]+|'[^']*'|\"[^\"]*\"|\d+(\.\d+)?")
 
 
 class Repeats:
@@ -19,7 +19,7 @@ class Repeats:
         self._first: dict[str, str] = {}
 
     def warn(self, text: str) -> None:
-        """Logs or counts a warning. Two are of one kind if they differ only in numbers and quoted text."""
+        """Logs or counts a warning. Two are of one kind if they differ only in numbers, addresses and quoted text."""
         kind = _VARYING.sub("#", text)
         if kind not in self._first and len(self._first) >= MOST_KINDS:
             kind = "of other kinds"

@@ -15,7 +15,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from stretto.errors import RunError
+from stretto.errors import RunError, printable
 from stretto.store.reader import EvaluationRecord, JournalReader, SampleRecord, UpdateRecord
 from stretto.store.schema import ENDS, UNDER_WAY, reading
 
@@ -49,7 +49,7 @@ def _overview(reader: JournalReader) -> RenderableType:
         table = _table("note", "times", "last text")
         for kind in sorted({kind for kind, _ in notes}):
             texts = [text for one, text in notes if one == kind]
-            table.add_row(Text(_clean(kind)), str(len(texts)), Text(_clean(texts[-1])))
+            table.add_row(Text(printable(kind)), str(len(texts)), Text(printable(texts[-1])))
         parts.append(table)
     return Group(*parts)
 
@@ -168,12 +168,8 @@ def _describe(record: SampleRecord) -> str:
 
 def _indented(text: str) -> Text:
     """Indents a text as plain characters: the output of a model is never markup and never controls the terminal."""
-    lines = [_clean(line) for line in text.split("\n")]
+    lines = [printable(line) for line in text.split("\n")]
     if len(lines) > MAX_LINES:
         half = MAX_LINES // 2
         lines = [*lines[:half], f"[... {len(lines) - 2 * half} lines ...]", *lines[-half:]]
     return Text("\n".join(f"    {line}" for line in lines))
-
-
-def _clean(text: str) -> str:
-    return "".join(char if char.isprintable() or char == "\t" else ascii(char)[1:-1] for char in text)

@@ -37,7 +37,7 @@ def _value_of(text: str, override: str) -> Any:
     before = "value = "
     try:
         return tomllib.loads(before + text)["value"]
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # not TOML, or an integer of more digits than Python converts
         if text[0] not in "{[\"'":
             return text
         reason = re.sub(r"line 1, column (\d+)", lambda place: f"character {int(place[1]) - len(before)}", str(error))

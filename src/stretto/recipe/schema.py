@@ -34,6 +34,7 @@ from stretto.training.options import TrainingOptions
 PARADIGM_NAMES = tuple(PARADIGMS)
 UNREFUSED = "unrefused"  # a validation context: checks types only
 MAX_SEED = 2**63 - 1  # the limit of torch generators and of TOML
+MAX_THREADS = 4_096  # of one process; torch itself takes more only to fail
 
 
 class WarmStartSection(Options):
@@ -178,12 +179,14 @@ class RuntimeSection(Options):
     engine_threads: int | None = Field(
         None,
         ge=1,
+        le=MAX_THREADS,
         description="Torch threads of an instance; default: 1 on CUDA; on the CPU its share of all cores if rollout "
         "and training take turns, else of half of them",
     )
     trainer_threads: int | None = Field(
         None,
         ge=1,
+        le=MAX_THREADS,
         description="Torch threads of the trainer; default: 1 on CUDA; on the CPU all cores if rollout and training "
         "take turns, else half of them",
     )
@@ -302,7 +305,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, compare_as: 
         raise RecipeError(
             f"recipe `{path}` cannot be read: {error.strerror}; name a TOML file that you can read"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # no UTF-8, no TOML, or an integer of more digits than Python converts
         raise RecipeError(f"recipe `{path}` is not valid TOML: {error}") from error
     source = str(path)
     if overrides:

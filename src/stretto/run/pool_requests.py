@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from stretto.errors import RunError, StrettoError
+from stretto.errors import RunError, StrettoError, printable
 from stretto.run.folder_checks import standing
 from stretto.store.lock import is_alive
 
@@ -90,7 +90,7 @@ class Control:
                 path.unlink()
             except OSError as error:  # it may be found the next time
                 if path not in self._unreadable:
-                    log.warning("request `%s` cannot be read: %s", path, error)
+                    log.warning("request `%s` cannot be read: %s", printable(str(path)), error)
                 self._unreadable.add(path)
                 continue
             taken.append((path.name.removesuffix(REQUEST), request))
@@ -105,19 +105,21 @@ class Control:
             done = await _do(instances, request)
             answer = {"done": done, "instances": instances.describe()}
         except StrettoError as error:
-            log.warning("request `%s` is refused: %s", name, error)
+            log.warning("request `%s` is refused: %s", printable(name), error)
             answer = {"error": str(error)}
         finally:
             try:
                 await asyncio.to_thread(_write, self._folder / f"{name}{ANSWER}", answer)
             except OSError as error:
-                log.warning("request `%s` was answered with %s, which cannot be written: %s", name, answer, error)
+                log.warning(
+                    "request `%s` was answered with %s, which cannot be written: %s", printable(name), answer, error
+                )
 
 
 def _read(path: Path) -> _Request:
     """Reads a request: its value, or the error that refuses it. Raises `OSError` if it cannot be read now."""
     if not stat.S_ISREG(path.lstat().st_mode):
-        return RunError(f"`{path}` is not a regular file, so it is no request")
+        return RunError(f"`{printable(str(path))}` is not a regular file, so it is no request")
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         text = file.read(MAX_BYTES + 1)

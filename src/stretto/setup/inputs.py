@@ -16,7 +16,7 @@ from stretto.environments.prompt_order import PassRates
 from stretto.environments.reward_environment import named_variables
 from stretto.environments.reward_pool import RewardPool
 from stretto.environments.reward_worker import Columns
-from stretto.environments.sandbox import PARTS, missing
+from stretto.environments.sandbox import LEAST_PROCESSES_OF_ROOT, PARTS, missing
 from stretto.environments.sandbox_processes import held_parts
 from stretto.environments.task_options import ScoredTaskOptions
 from stretto.environments.tasks import Task, load_task
@@ -152,6 +152,12 @@ def _sandbox_notes(recipe: Recipe) -> Iterator[str]:
     yield f"`task.sandbox` {where}: these parts hold: {', '.join(part for part in PARTS if part in held) or 'none'}"
     for gap in missing(held):
         yield f"`task.sandbox` {where} has a gap: {gap}"
+    processes = recipe.task.sandbox.processes
+    if os.getuid() == 0 and "process count" in held and processes < LEAST_PROCESSES_OF_ROOT:
+        yield (
+            f"`task.sandbox.processes = {processes}` is {LEAST_PROCESSES_OF_ROOT} {where}, because this process is "
+            "root's: the kernel bounds its process numbers, of which it keeps the first 300; run as another user"
+        )
     readable = "every file, because this process is root's" if os.getuid() == 0 else "the files that your user can read"
     yield f"`task.sandbox` does not keep code from reading {readable}, nor from using a bug of the kernel"
 

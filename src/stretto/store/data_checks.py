@@ -28,6 +28,7 @@ from stretto.store.digests import SIZE, row_digest, update_digest
 from stretto.store.schema import FAILURES_OF_MEMBERS, JOURNAL_NAME
 from stretto.store.traces import recorded_in
 
+CONFIG_NAME = "config.toml"  # in the run folder
 MAX_REWARD = 1e9  # the largest reward that can be trained on, written down apart from `environments/reward_range.py`
 ROUNDING = 1e-9  # of a metric, relative to the largest number that it is made of
 LARGEST_ID = (1 << 63) - 1
@@ -63,11 +64,12 @@ class DataResult:
     num_updates: int = 0  # with a digest
     num_samples: int = 0  # of those updates
     ages: Counter[int] = field(default_factory=Counter)  # of the samples of all batches; of its oldest token each
+    has_config: bool = False  # `config.toml` was there to be compared
 
 
 def check_data(db: sqlite3.Connection, folder: Path, facts: Mapping[str, Any]) -> DataResult:
     """Checks the rows of a run in `folder`. `facts` are those of its journal."""
-    result = DataResult()
+    result = DataResult(has_config=(folder / CONFIG_NAME).exists())
     _check_updates(db, result)
     result.breaks += _sessions(db)
     result.breaks += _prompts(db, facts.get("vocabulary", 0))
@@ -305,12 +307,12 @@ def _rest_of_folder(folder: Path, facts: Mapping[str, Any]) -> Iterator[str]:
     config: Any = {}
     with contextlib.suppress(FileNotFoundError):
         try:
-            config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+            config = tomllib.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            yield f"`{folder / 'config.toml'}` is not valid TOML: {error}"
+            yield f"`{folder / CONFIG_NAME}` is not valid TOML: {error}"
     for fact, recorded, key, value in _configured(config, facts):
         if recorded != value:
-            yield f"`{key} = {value!r}` in `config.toml`, and the journal has `{fact}` as {recorded!r}"
+            yield f"`{key} = {value!r}` in `{CONFIG_NAME}`, and the journal has `{fact}` as {recorded!r}"
 
 
 def _configured(config: Any, facts: Mapping[str, Any]) -> Iterator[tuple[str, object, str, object]]:

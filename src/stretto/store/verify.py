@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import JournalError
-from stretto.store.data_checks import MAX_REWARD, DataResult, check_data, token_range
+from stretto.store.data_checks import CONFIG_NAME, MAX_REWARD, DataResult, check_data, token_range
 from stretto.store.law_checks import CHECKS
 from stretto.store.schema import (
     LAWS_GIVEN_UP,
@@ -165,10 +167,31 @@ def _check_tokens(db: sqlite3.Connection, run: _Run) -> None:
         run.params,
     )
     for row in rows:
+        if others := [f"trajectory {row[0]} {sentence}" for sentence in _other_types(row)]:
+            run.breaks["data"] += others
+            continue
         try:
             _check_row(run, row, published)
-        except (TypeError, ValueError) as error:  # a column has another type than the journal writes
+        except (TypeError, ValueError) as error:  # a column of another table has another type
             run.breaks["data"].append(f"trajectory {row[0]} has columns that cannot be read: {error}")
+
+
+# The columns of `_check_tokens`, in order, with the types that the journal writes. SQLite stores any other too.
+_COLUMNS: Sequence[tuple[str, tuple[type, ...]]] = (
+    ("trajectory", (int,)), ("trajectories.version", (int,)), ("completions.version", (int,)), ("checksum", (str,)),
+    ("num_tokens", (int,)), ("tokens", (bytes,)), ("logprobs", (bytes,)), ("token_versions", (bytes, NoneType)),
+    ("supports", (bytes, NoneType)), ("num_sampled", (int,)), ("turns", (bytes, NoneType)),
+    ("reward", (float, NoneType)), ("turn_rewards", (bytes, NoneType)), ("finish", (str,)),
+)  # fmt: skip
+
+_SQL_NAMES = {int: "INTEGER", float: "REAL", str: "TEXT", bytes: "BLOB"}
+
+
+def _other_types(row: Sequence[Any]) -> Iterator[str]:
+    """Returns the columns that hold something else than the journal writes."""
+    for (name, types), value in zip(_COLUMNS, row, strict=False):
+        if not isinstance(value, types):
+            yield f"has {reprlib.repr(value)} in its column `{name}`, which is no {_SQL_NAMES[types[0]]}"
 
 
 def _check_row(run: _Run, row: Sequence[Any], published: dict[int, set[str]]) -> None:
@@ -312,6 +335,8 @@ def _findings(db: sqlite3.Connection, run: _Run, data: DataResult) -> list[Findi
         "once": f"{once:,} trained once, {again:,} later uses",
         "data": f"digests of {data.num_updates:,} updates and {data.num_samples:,} samples, metrics, sums and seeds",
     }
+    if not data.has_config:
+        counts["data"] += f"; not the configuration: there is no `{CONFIG_NAME}`"
     if taken := uses - once - again:
         counts["once"] += f", {taken:,} in the batch of an unfinished update"
     if sessions > 1:

@@ -187,6 +187,10 @@ class Critic:
         self.check()
         self._optimizer.step(value=self.last_norm)
 
+    def weight_norm(self) -> torch.Tensor:
+        """The norm of the head's weights, on the device, without waiting for it."""
+        return self._optimizer.weight_norm()
+
     def discard(self) -> None:
         """Discards the gradient summed so far."""
         self._optimizer.discard()

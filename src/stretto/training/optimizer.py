@@ -15,6 +15,8 @@ from stretto.training.loss_scaling import divide_gradients
 from stretto.training.options import TrainingOptions
 from stretto.training.parallel import Ranks, local
 
+SMALL_EPSILON = 1e-20  # below it, AdamW may divide by almost nothing in float32
+
 
 def learning_rate(step: int, options: TrainingOptions) -> float:
     """The learning rate of update `step`, from 0. Above 0 during warm-up; constant after the last update."""
@@ -126,6 +128,28 @@ class Optimizer:
                 torch._foreach_copy_([p for p, _ in self._copied], [master for _, master in self._copied])
         self.step_count += 1
         return value, rate
+
+    def weight_norm(self) -> torch.Tensor:
+        """The norm of this rank's weights, on the device, without waiting for it.
+
+        Not finite if a weight is not, or if one is above about 1e19 in float32.
+        """
+        norms: list[torch.Tensor] = []
+        for half in (False, True):
+            same = [local(p.detach()) for p in self._parameters.values() if (p.dtype.itemsize < 4) == half]
+            if same:
+                norms += torch._foreach_norm(same, 2, torch.float32 if half else None)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]))
+        return total
+
+    @property
+    def may_overflow(self) -> bool:
+        """True if a single step can make weights that are not finite.
+
+        With usual options a step changes a weight by little more than the learning rate.
+        """
+        options = self.options
+        return options.learning_rate * max(1.0, options.weight_decay) > 1.0 or options.epsilon < SMALL_EPSILON
 
     def discard(self) -> None:
         """Discards the gradients summed so far."""

@@ -225,8 +225,9 @@ class LocalTrainer:
             raise TrainerError(f"update {batch.update} has an empty batch")
         shaped = shaped_rewards(batch, self.algorithm, max_tokens=self.max_tokens)
         mini_batches = self._split(batch, shaped.rewards)
-        # A later step may fail after earlier ones, and then the whole update must be undone.
-        before = self.state() if len(mini_batches) > 1 or self.critic is not None else None
+        # If an update fails after a step, it must be undone: a later step may fail, or the weights of the last one.
+        undoable = len(mini_batches) > 1 or self.critic is not None or self.optimizer.may_overflow
+        before = self.state() if undoable else None
         scale = self.scale
         try:
             with torch.inference_mode(False):
@@ -431,12 +432,18 @@ class LocalTrainer:
         return _Gradient(loss, norm, norm_value, tokens)
 
     def _why(self, batch: Batch, advantages: Advantages, tokens: TokenValues) -> str:
-        """Says which sample of a batch has a loss that is not finite, and what of it."""
+        """Says which sample of a batch has a loss that is not finite, and what of it; or that all have."""
         wrong = ~np.isfinite(tokens.log_ratios)
+        hint = range_hint(self.packed.head.weight.dtype)
+        if 1 < len(np.unique(tokens.samples)) == len(np.unique(tokens.samples[wrong])):
+            return (
+                f"no sample has finite log-probabilities under version {batch.update}: training has diverged. No "
+                f"trajectory is the cause. Lower `training.learning_rate` and start a new run{hint}"
+            )
         if wrong.any():
             sample = batch.samples[int(tokens.samples[np.argmax(wrong)])]
             why = "a log-probability, the engine's or the trainer's, is not finite"
-            return untrainable(batch, sample, why) + range_hint(self.packed.head.weight.dtype)
+            return untrainable(batch, sample, why) + hint
         largest = largest_by_sample(batch, advantages)
         sample = batch.samples[int(np.argmax(largest))]
         why = f"its advantage is {largest.max():g}, the largest of the batch, and all log-probabilities are finite"
@@ -446,6 +453,21 @@ class LocalTrainer:
         self.optimizer.step(gradient.norm, gradient.norm_value, update=batch.update)
         if self.critic is not None:
             self.critic.step()
+        self._refuse_diverged(batch)
+
+    def _refuse_diverged(self, batch: Batch) -> None:
+        """Raises `TrainerError` on every rank if the step has made weights that are not finite."""
+        norms = [self.optimizer.weight_norm(), *([] if self.critic is None else [self.critic.weight_norm()])]
+        found = self.ranks.total(torch.stack(norms).cpu().numpy())
+        for norm, part, option in zip(
+            found.tolist(), ("", " of its critic"), ("training.learning_rate", "algorithm.critic.learning_rate"),
+            strict=False,
+        ):  # fmt: skip
+            if not math.isfinite(norm):
+                raise TrainerError(
+                    f"update {batch.update} makes weights{part} that are not finite, or too large to compute with: "
+                    f"training has diverged. No trajectory is the cause. Lower `{option}` and start a new run"
+                )
 
     def _num_empty_passes(self, mini_batch: MiniBatch) -> int:
         """Passes that this rank makes beyond its own micro-batches, because sharded passes are collective."""

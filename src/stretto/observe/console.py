@@ -1,0 +1,29 @@
+"""The console that commands print to. If its reader is gone, the command ends as one that the signal SIGPIPE ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+from rich.console import Console
+
+BROKEN_PIPE = 141  # the exit status that shells give to a process ended by SIGPIPE
+
+
+def make_console(width: int | None = None) -> Console:
+    """Returns a console on the standard output."""
+    return _Console(width=width, emoji=False)
+
+
+def discard_output() -> None:
+    """Sends what is still written to the standard output nowhere: its reader is gone."""
+    with contextlib.suppress(OSError, ValueError):  # it may be no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        discard_output()
+        raise SystemExit(BROKEN_PIPE)
