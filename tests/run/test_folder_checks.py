@@ -90,3 +90,18 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_a_run_begins(
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(RunError, match="nothing can be written to"):
         refuse_occupied(tmp_path / "new" / "run")
+
+
+def test_a_run_goes_on_with_what_auto_became_and_without_keys_that_are_newer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("recipe.toml")
+    path.write_text(RECIPE)
+    begun = load_recipe(path, ["training.micro_tokens=4096", 'model.dtype="float32"']).dumps()
+    assert "greedy = false\n" in begun
+    Path("config.toml").write_text(begun.replace("greedy = false\n", ""))
+    refuse_another_recipe(load_recipe(path), Path())
+    for override in ("training.micro_tokens=2048", "evaluation.greedy=true"):
+        with pytest.raises(RunError, match=override.partition("=")[0]):
+            refuse_another_recipe(load_recipe(path, [override]), Path())

@@ -126,6 +126,10 @@ def refuse_lost(folder: Path) -> None:
     raise RunError("\n  ".join([*lines, "nothing was changed"]))
 
 
+# Keys whose `auto` a run replaces by its meaning on the machine where it begins. They stay so for the whole run.
+RESOLVED_KEYS = ("model.dtype", "training.micro_tokens")
+
+
 def refuse_another_recipe(recipe: Recipe, folder: Path, instead: str | None = None) -> None:
     """Raises `RunError` if a run would be resumed by another recipe; only `[runtime]` may change.
 
@@ -140,8 +144,12 @@ def refuse_another_recipe(recipe: Recipe, folder: Path, instead: str | None = No
             "back as it was, or start a new run"
         ) from error
     now = _flat(tomllib.loads(recipe.dumps()))
-    if now.get("model.dtype") == "auto":  # stays as it was resolved when the run began
-        now["model.dtype"] = before.get("model.dtype")
+    for key in RESOLVED_KEYS:
+        if now.get(key) == "auto":
+            now[key] = before.get(key)
+    for key in now.keys() - before.keys():
+        if _is_default(recipe, key):  # the run began before there was such a key
+            before[key] = now[key]
     changed = [
         key
         for key in sorted(before.keys() | now.keys())
@@ -179,6 +187,14 @@ def facts_of(recipe: Recipe, *, data_rows: int, templated: bool, vocabulary: int
         vocabulary=vocabulary,
         laws_broken=plan.paradigm.breaks,
     )
+
+
+def _is_default(recipe: Recipe, key: str) -> bool:
+    """True if a key of a section has its default value."""
+    section, _, name = key.partition(".")
+    options = getattr(recipe, section, None)
+    field = getattr(type(options), "model_fields", {}).get(name)
+    return field is not None and bool(field.default == getattr(options, name))
 
 
 def _refuse_another_journal(recipe: Recipe, folder: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from stretto.errors import RecipeError
 from stretto.recipe.schema import Recipe
+from stretto.run.folder_checks import RESOLVED_KEYS
 from stretto.setup.compile_cache import keep_compiled
 from stretto.types import Weights
 
@@ -65,7 +66,7 @@ def as_begun(recipe: Recipe, folder: Path) -> Recipe:
     if not path.is_file():
         return recipe
     begun = tomllib.loads(path.read_text(encoding="utf-8"))
-    for section, key in (("model", "dtype"), ("training", "micro_tokens")):
+    for section, _, key in (name.partition(".") for name in RESOLVED_KEYS):
         if getattr(getattr(recipe, section), key) == "auto":
             recipe = with_section(recipe, section, **{key: begun.get(section, {}).get(key, "auto")})
     return recipe
