@@ -145,8 +145,8 @@ def refuse_another_recipe(recipe: Recipe, folder: Path, instead: str | None = No
         ) from error
     now = _flat(tomllib.loads(recipe.dumps()))
     for key in RESOLVED_KEYS:
-        if now.get(key) == "auto":
-            now[key] = before.get(key)
+        if "auto" in (now.get(key), before.get(key)):
+            now[key] = before[key] = None
     for key in now.keys() - before.keys():
         if _is_default(recipe, key):  # the run began before there was such a key
             before[key] = now[key]
