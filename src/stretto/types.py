@@ -282,6 +282,7 @@ class Batch:
     samples: Sequence[Sample]
     versions: Mapping[int, Weights | WeightsRef] = field(default_factory=dict)
     micro_tokens: int | None = None  # most tokens of a micro-batch; None: those that the trainer was made with
+    skips: bool = True  # sequences without a gradient are not computed; false for updates of runs from before that
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ def test_a_run_whose_micro_batches_became_smaller_is_trained_again_with_the_same
     run_out_of_memory(monkeypatch, update=1, times=1)
     run(recipe(model, tmp_path), tmp_path / "run")
     with JournalReader(tmp_path / "run" / "journal.sqlite") as reader:
-        recorded = [reader.micro_tokens(update) for update in range(3)]
+        recorded = [reader.update_metrics(update)["micro_tokens"] for update in range(3)]
     assert recorded[0] == 8_192
     assert recorded[1] == recorded[2] != recorded[0]
     used, original = list[int | None](), LocalTrainer.update

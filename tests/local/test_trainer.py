@@ -29,8 +29,13 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def batch(update: int = 0, tokens: int = 2) -> Batch:
-    done = Completion(0, update, np.ones(tokens, np.int32), np.zeros(tokens, np.float32), "stop", "")
-    return Batch(update, [Sample(0, 0, update, (1,), done, 1.0)])
+    """A batch of sequences of up to 1,024 tokens, `tokens` in all."""
+    samples = []
+    for id in range(-(-tokens // 1024)):
+        count = min(1024, tokens - 1024 * id) - 1
+        done = Completion(id, update, np.ones(count, np.int32), np.zeros(count, np.float32), "stop", "")
+        samples.append(Sample(id, 0, update, (1,), done, 1.0))
+    return Batch(update, samples)
 
 
 class Activations:
@@ -111,7 +116,7 @@ class Packing(Hungry):
 
 def test_micro_batches_are_halved_before_the_engine_gives_anything_back() -> None:
     trainer, engine = Packing(fits=2048), FakeEngine(kv_tokens=100_000, max_context=1000)
-    _, _, role, notices = updated(trainer, engine, tokens=8191)
+    _, _, role, notices = updated(trainer, engine, tokens=8192)
     assert role.kv_given_back == 0
     assert [one.micro_tokens for one in trainer.batches] == [2048]
     assert ["at most 4,096 tokens" in notices[0], "at most 2,048 tokens" in notices[1], len(notices)] == [True, True, 2]
@@ -123,7 +128,7 @@ def test_smaller_micro_batches_are_kept_and_a_batch_that_names_its_own_has_them(
     async def main() -> None:
         role = ThreadedTrainer(trainer, 1, deadline_s=10.0, notice=lambda text: None)
         try:
-            await role.update(batch(0, 8191))
+            await role.update(batch(0, 8192))
             await role.update(batch(1))
             await role.update(replace(batch(2), micro_tokens=512))
         finally:
@@ -136,9 +141,22 @@ def test_smaller_micro_batches_are_kept_and_a_batch_that_names_its_own_has_them(
 
 def test_kv_is_given_back_if_small_micro_batches_do_not_fit_either() -> None:
     trainer, engine = Packing(fits=0), FakeEngine(kv_tokens=2000, max_context=1500)
-    _, _, role, notices = updated(trainer, engine, tokens=8191)
+    _, _, role, notices = updated(trainer, engine, tokens=8192)
     assert (trainer.tries, role.kv_given_back) == (6, 500)
     assert ["micro-batches" in text for text in notices] == [True, True, False, False, False]
+
+
+def test_micro_batches_are_not_made_smaller_than_a_sequence_which_is_never_cut() -> None:
+    trainer = Packing(fits=0)
+    trainer.tries = 4
+    long = Completion(0, 0, np.ones(6000, np.int32), np.zeros(6000, np.float32), "stop", "")
+    samples = [Sample(id, 0, 0, (1,), replace(long, id=id), 1.0) for id in range(2)]
+    role = ThreadedTrainer(trainer, 1, deadline_s=10.0, notice=lambda text: None)
+    try:
+        assert role._halved(Batch(0, samples)) is None
+        assert role._halved(Batch(0, samples, micro_tokens=16_384)) == 6_001
+    finally:
+        role.close()
 
 
 def test_a_batch_that_is_one_small_micro_batch_is_not_cut_further() -> None:

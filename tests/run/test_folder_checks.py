@@ -102,6 +102,7 @@ def test_a_run_goes_on_with_what_auto_became_and_without_keys_that_are_newer(
     assert "greedy = false\n" in begun
     Path("config.toml").write_text(begun.replace("greedy = false\n", ""))
     refuse_another_recipe(load_recipe(path), Path())
-    for override in ("training.micro_tokens=2048", "evaluation.greedy=true"):
+    refuse_another_recipe(load_recipe(path, ["training.micro_tokens=2048"]), Path())
+    for override in ('model.dtype="bfloat16"', "evaluation.greedy=true"):
         with pytest.raises(RunError, match=override.partition("=")[0]):
             refuse_another_recipe(load_recipe(path, [override]), Path())

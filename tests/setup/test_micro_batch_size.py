@@ -120,3 +120,18 @@ def test_a_limit_is_for_gpus_alone() -> None:
         resolved(limited, CPU)
     assert resolved(limited, CUDA).runtime.device_gib == 22
     assert device_limit(22) == int((22 - CONTEXT_GIB) * GIB)
+
+
+@pytest.mark.parametrize(("free", "tokens"), [(139, 3_300_000), (78, 1_800_000), (44, 900_000)])
+def test_a_cache_that_the_recipe_names_always_fits(free: int, tokens: int) -> None:
+    made = chosen(recipe(rollout={"kv_tokens": tokens}), QWEN_1_5B, free)
+    assert footprint(made, QWEN_1_5B, PROMPT, CUDA, free=free * GIB).kv_tokens == tokens
+
+
+def test_on_a_cluster_it_does_not_follow_the_memory_of_the_driver() -> None:
+    asked = recipe(runtime={"type": "ray"})
+    made = chosen(asked, QWEN_1_5B, 139)
+    assert made.training.micro_tokens == 8_192
+    assert describe_micro_tokens(asked, made) == [
+        "`training.micro_tokens = 8192` (auto): on a cluster it does not follow the memory"
+    ]

@@ -9,6 +9,7 @@ from objective_cases import CASES, options_of
 from tests.training.test_trainer_objectives import gradients, relative_error
 from training_cases import UNSTEPPED, random_batch, tiny
 
+from stretto.errors import TrainerError
 from stretto.objectives.grpo import GrpoOptions
 from stretto.objectives.kimi import KimiOptions
 from stretto.objectives.ppo import PpoOptions
@@ -118,3 +119,16 @@ def test_masked_samples_are_skipped_whatever_the_terms():
     options = GrpoOptions(entropy={"coefficient": 0.1}, mask_truncated=True)
     rewards = np.array([s.reward for s in batch.samples])
     assert without_gradient(batch, options, rewards).tolist() == cut
+
+
+def test_a_log_probability_that_is_not_finite_is_found_in_a_skipped_sample_too():
+    batch = equal_in_group(random_batch(), 1)
+    place = next(index for index, sample in enumerate(batch.samples) if sample.group == 1)
+    batch.samples[place].completion.logprobs[0] = np.nan
+    with pytest.raises(TrainerError, match="a log-probability of the engine is not finite"):
+        make(GrpoOptions()).update(batch)
+
+
+def test_an_update_from_before_samples_were_skipped_computes_them_all():
+    batch = dataclasses.replace(equal_in_group(random_batch(), 1), skips=False)
+    assert make(GrpoOptions()).update(batch).metrics["skipped_sequences"] == 0

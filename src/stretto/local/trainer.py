@@ -80,8 +80,10 @@ class ThreadedTrainer:
         """Trains one update. Returns its report and a copy of the new weights: version `batch.update + 1`."""
         name, report = f"update {batch.update}", list[UpdateReport]()
         given_before = self.kv_given_back
-        if self._micro_tokens is not None and batch.micro_tokens is None:
+        if batch.micro_tokens is None:
             batch = replace(batch, micro_tokens=self._micro_tokens)
+        elif batch.micro_tokens < (self._micro_tokens or self.trainer.micro_tokens or 0):
+            self._micro_tokens = batch.micro_tokens  # an update of this run that had run out of memory
 
         def work() -> Weights | str:
             try:
@@ -103,11 +105,11 @@ class ThreadedTrainer:
                 smaller = None if report else self._halved(batch)
                 if smaller is not None and attempts <= RETRIES + HALVINGS:
                     attempts += 1
-                    self._micro_tokens = smaller
+                    self._micro_tokens = min(smaller, self._micro_tokens or smaller)
                     batch = replace(batch, micro_tokens=smaller)
                     await self.call(_release_cached, f"releasing memory for {name}")
                     told = f"micro-batches have at most {smaller:,} tokens from now on"
-                    self._notice(f"{name} ran out of memory ({made}): {told}; try {attempt + 1}")
+                    self._notice(f"{name} ran out of memory ({made}): {told}; try {attempt + 1} of {attempts}")
                 elif attempt < attempts:
                     await self._make_room(name, made, attempt, attempts)
                 else:
@@ -183,8 +185,9 @@ class ThreadedTrainer:
         budget = batch.micro_tokens or self.trainer.micro_tokens
         if budget is None:
             return None
-        now = min(budget, sum(len(sample.prompt) + len(sample.completion.tokens) for sample in batch.samples))
-        return None if now < 2 * LEAST_MICRO_TOKENS else now // 2
+        lengths = [len(sample.prompt) + len(sample.completion.tokens) for sample in batch.samples]
+        half = min(budget, sum(lengths)) // 2
+        return None if half < max(LEAST_MICRO_TOKENS, *lengths) else half  # a sequence is never cut
 
     async def _make_room(self, name: str, reason: str, attempt: int, attempts: int) -> None:
         """Has every engine give back part of its KV, and frees the memory that allocators only cache."""

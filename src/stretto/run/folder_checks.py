@@ -31,7 +31,10 @@ from stretto.store.traces import recorded_in
 if TYPE_CHECKING:
     from stretto.recipe.schema import Recipe
 
-MAY_CHANGE = ("task.pass_env",)  # beside `[runtime]`, of a run that goes on
+# Beside `[runtime]`, of a run that goes on. The size of its micro-batches is recorded with each update.
+MAY_CHANGE = ("task.pass_env", "training.micro_tokens")
+# Keys whose `auto` a run replaces by its meaning on the machine where it begins, and keeps unless the recipe says else.
+RESOLVED_KEYS = ("model.dtype", "training.micro_tokens")
 
 Standing = Literal["empty", "finished", "stopped", "lost", "foreign"]
 """The contents of a folder: nothing, a run that is finished, one that was stopped or killed, one whose journal is gone
@@ -126,12 +129,8 @@ def refuse_lost(folder: Path) -> None:
     raise RunError("\n  ".join([*lines, "nothing was changed"]))
 
 
-# Keys whose `auto` a run replaces by its meaning on the machine where it begins. They stay so for the whole run.
-RESOLVED_KEYS = ("model.dtype", "training.micro_tokens")
-
-
 def refuse_another_recipe(recipe: Recipe, folder: Path, instead: str | None = None) -> None:
-    """Raises `RunError` if a run would be resumed by another recipe; only `[runtime]` may change.
+    """Raises `RunError` if a run would be resumed by another recipe; only `[runtime]` and `MAY_CHANGE` may change.
 
     Neither `config.toml` nor the journal may be of another run. `instead` is what the error tells the user to do, if
     not to resume it by its own recipe.

@@ -90,9 +90,11 @@ def prepare_device(recipe: Recipe, device: torch.device) -> None:
     Beyond the limit the allocator fails, as it would on such a device. Call before anything is compiled.
     """
     keep_compiled(device)
-    if (limit := recipe.runtime.device_gib) is not None and device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, max(0, device_limit(limit)) / total), device)
+    if device.type != "cuda":
+        return
+    limit, total = recipe.runtime.device_gib, torch.cuda.get_device_properties(device).total_memory
+    share = 1.0 if limit is None else min(1.0, max(0, device_limit(limit)) / total)
+    torch.cuda.set_per_process_memory_fraction(share, device)
 
 
 def on_device(weights: Weights, device: torch.device) -> Weights:

@@ -19,8 +19,8 @@ On CUDA the KV cache gets the memory that the rest leaves free. The rest is:
 | slack         | memory that the allocator cannot use                                                             |
 
 Versions, engine and KV are those of all instances that share the device. Activations are an estimate. If it is too low,
-an update runs out of memory and the engines give KV back (`local/trainer.py`). If it is too high, the cache is smaller
-than it could be. The sizes themselves are in `memory_sizes.py`.
+an update runs out of memory and is repeated with smaller micro-batches, then with less KV (`local/trainer.py`). If it
+is too high, the cache is smaller than it could be. The sizes themselves are in `memory_sizes.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from stretto.models import decoder
 from stretto.models.lora import inject_lora
 from stretto.models.varlen_attention import flash_fits
 from stretto.recipe.schema import Recipe
-from stretto.setup.device import choose_dtype, free_bytes
+from stretto.setup.device import choose_dtype, device_limit, free_bytes
 from stretto.setup.memory_sizes import (
     GIB,
     activation_bytes,
@@ -113,7 +113,9 @@ def free_for_instance(recipe: Recipe, device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     share = 1.0 if recipe.runtime.instance_gpus is None else min(1.0, recipe.runtime.instance_gpus)
-    return min(free_bytes(recipe, device), int(torch.cuda.mem_get_info(device)[1] * share))
+    limit = recipe.runtime.device_gib
+    total = torch.cuda.mem_get_info(device)[1] if limit is None else device_limit(limit)
+    return min(free_bytes(recipe, device), int(total * share))
 
 
 def footprint(

@@ -1,4 +1,4 @@
-"""The number of tokens that `training.micro_tokens = "auto"` means on a GPU.
+"""The number of tokens that `training.micro_tokens = "auto"` means on the GPU of one process; on a cluster it is 8,192.
 
 Each micro-batch costs the host a fixed time for its launches, and small ones do not fill the device. So the largest one
 that fits trains fastest. Its activations take memory from the KV cache: the cache keeps what all rows can need at their
@@ -7,7 +7,6 @@ longest, or `KV_SHARE` of what both have together.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from stretto.recipe.schema import Recipe
 from stretto.setup.device import choose_dtype, free_bytes, with_section
 from stretto.setup.memory import Footprint, count_weights, instances_per_device, without_kv
 from stretto.setup.memory_sizes import engine_rows, kv_bytes_per_token, longest_trajectory
+from stretto.training.options import MICRO_TOKENS
 
 SIZES = (131_072, 65_536, 32_768, 16_384, 8_192, 4_096, 2_048)
 KV_SHARE = 0.6  # of the memory that is left for activations and KV
@@ -31,6 +31,8 @@ def with_micro_tokens(
     """
     if recipe.training.micro_tokens != "auto" or device.type != "cuda":
         return recipe
+    if recipe.runtime.type == "ray":  # ranks have other devices than the driver, and do not try smaller ones
+        return with_section(recipe, "training", micro_tokens=MICRO_TOKENS)
     free = free_bytes(recipe, device) if free is None else free
     counted = count_weights(recipe, config, device)
     one = longest_trajectory(recipe, longest_prompt)
@@ -50,15 +52,18 @@ def describe_micro_tokens(asked: Recipe, recipe: Recipe) -> list[str]:
     """Returns a line on what `auto` became, if it became something."""
     if asked.training.micro_tokens == recipe.training.micro_tokens:
         return []
-    why = "the smallest" if recipe.training.micro_tokens == SIZES[-1] else "the most that leaves KV enough memory"
+    if recipe.runtime.type == "ray":
+        why = "on a cluster it does not follow the memory"
+    else:
+        why = "the smallest" if recipe.training.micro_tokens == SIZES[-1] else "the most that leaves KV enough memory"
     return [f"`training.micro_tokens = {recipe.training.micro_tokens}` (auto): {why}"]
 
 
 def _leaves_room(recipe: Recipe, config: Any, need: Footprint, one: int, device: torch.device, free: int) -> bool:
-    """True if the KV cache keeps what it should, or on a cluster if a rank fits its device."""
-    if recipe.runtime.type == "ray":
-        return replace(need, versions=0, store=0, engine=0).total <= free
+    """True if the KV cache keeps what the recipe names, or what it should have by default."""
     per_token = kv_bytes_per_token(config.get_text_config(), choose_dtype(recipe.model.dtype, device))
-    tokens = recipe.rollout.kv_tokens or engine_rows(recipe) * one * instances_per_device(recipe)
     both = free - (need.without_kv - need.working)
+    if recipe.rollout.kv_tokens is not None:
+        return need.working <= both - recipe.rollout.kv_tokens * per_token
+    tokens = engine_rows(recipe) * one * instances_per_device(recipe)
     return need.working <= both - min(tokens * per_token, KV_SHARE * both)

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from stretto.errors import RunError
 from stretto.run.protocols import TrainerBackend
@@ -83,21 +84,20 @@ async def train_again(
     await sampled.add(made)
     yield made
     for update in range(first, last):
-        samples, micro_tokens = await asyncio.to_thread(_recorded, journal, update)
-        batch = replace(sampled.batch(update, samples), micro_tokens=micro_tokens)
-        report, made = await trainer.update(batch)
+        samples, how = await asyncio.to_thread(_recorded, journal, update)
+        report, made = await trainer.update(replace(sampled.batch(update, samples), **how))
         await sampled.add(made)
         reported(report)
         yield made
 
 
-def _recorded(journal: Path, update: int) -> tuple[Sequence[Sample], int | None]:
-    """Returns the samples of an update and the size of its micro-batches, which decides how sums are rounded.
-
-    The size is None if it was not recorded: the trainer's own.
-    """
+def _recorded(journal: Path, update: int) -> tuple[Sequence[Sample], Mapping[str, Any]]:
+    """Returns the samples of an update, and the fields of its batch that decide how sums are rounded."""
     with JournalReader(journal) as reader:
-        return reader.batch(update), reader.micro_tokens(update)
+        samples, metrics = reader.batch(update), reader.update_metrics(update)
+    size = metrics.get("micro_tokens")
+    skips = not metrics or "skipped_sequences" in metrics
+    return samples, {"micro_tokens": None if size is None else max(1, int(size)), "skips": skips}
 
 
 async def usable_checkpoint(

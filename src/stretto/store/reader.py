@@ -298,12 +298,10 @@ class JournalReader:
         return self._samples(f"of update {update}", "m.update_id = ? ORDER BY m.position", update)
 
     @_decodes
-    def micro_tokens(self, update: int) -> int | None:
-        """Returns the most tokens of a micro-batch of an update; None if the update has not ended, or recorded none."""
-        for (metrics,) in self._rows("SELECT metrics FROM updates WHERE update_id = ?", update):
-            if metrics is not None and (found := _mapping(metrics).get("micro_tokens")) is not None:
-                return max(1, int(found))
-        return None
+    def update_metrics(self, update: int) -> Mapping[str, Any]:
+        """Returns the metrics of an update; empty if it has not ended."""
+        rows = self._rows("SELECT metrics FROM updates WHERE update_id = ? AND metrics IS NOT NULL", update)
+        return _mapping(rows[0][0]) if rows else {}
 
     def trained(self) -> list[int]:
         """Returns the trajectories that were trained on, in the order of their first training."""

@@ -76,6 +76,9 @@ def without_gradient(batch: Batch, algorithm: ObjectiveOptions, rewards: Reals) 
     refuse_large_rewards(batch, rewards)
     advantages = batch_advantages(batch, algorithm, rewards, np.zeros(len(rewards)))
     found: NDArray[np.bool_] = masked | (largest_by_sample(batch, advantages) == 0.0)
+    for sample in (batch.samples[index] for index in np.flatnonzero(found).tolist()):
+        if not np.isfinite(sample.completion.logprobs).all():
+            raise TrainerError(untrainable(batch, sample, "a log-probability of the engine is not finite"))
     return found
 
 

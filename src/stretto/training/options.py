@@ -46,8 +46,8 @@ class TrainingOptions(Options):
     )
     micro_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",
-        description="Most tokens of a packed micro-batch. `auto`: on CUDA as many as memory has room for beside the "
-        "rollout (`stretto check` prints the number), on the CPU 8,192",
+        description="Most tokens of a packed micro-batch. `auto`: on the GPU of one process as many as memory has room "
+        "for beside the rollout (`stretto check` prints the number), otherwise 8,192",
     )
     checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: much less memory, about a third more time"

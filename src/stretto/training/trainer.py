@@ -255,7 +255,7 @@ class LocalTrainer:
     def _split(self, batch: Batch, rewards: NDArray[np.float64]) -> list[MiniBatch]:
         """Splits the batch into mini-batches, without the samples that cannot change the policy."""
         try:
-            skipped = without_gradient(batch, self.algorithm, rewards)
+            skipped = without_gradient(batch, self.algorithm, rewards) if batch.skips else None
         except ValueError as error:
             raise TrainerError(f"update {batch.update}: {error}") from error
         return split_batch(

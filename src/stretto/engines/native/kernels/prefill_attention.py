@@ -25,6 +25,7 @@ EXTEND_PAIRS = 128  # (token, head) pairs a program; fewer for short chunks and 
 EXTEND_TILE = 64  # positions a tile
 EXTEND_WARPS = 8  # of a program of 128 pairs
 EXTEND_STAGES = 5  # the page numbers take stages too: two tiles are in flight
+WIDE_STAGES = 3  # of vectors of more than 256 bytes: small GPUs have 99 KiB of shared memory a program
 
 
 def paged_extend(
@@ -60,7 +61,7 @@ def paged_extend(
         *keys.stride()[:2], *values.stride()[:2], table.stride(0), *out.stride()[:2], KV_HEADS=kv_heads, GROUP=group,
         SIZE=size, BLOCK_M=pairs, BLOCK_N=tile, BLOCK_SIZE=block_size,
         BLOCK_CHUNKS=power_of_two(chunks), PAGE_SIZE=PAGE, num_warps=EXTEND_WARPS if pairs >= 128 else 4,
-        num_stages=EXTEND_STAGES,
+        num_stages=WIDE_STAGES if wide else EXTEND_STAGES,
     )  # fmt: skip
     return out
 
