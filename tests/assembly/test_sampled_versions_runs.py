@@ -55,17 +55,15 @@ class Stops(Silent):
 def test_stale_tokens_are_reproduced_and_the_run_can_be_trained_again(
     model: Path, tmp_path: Path, objective: str, mix: str, lora: bool
 ) -> None:
-    made = recipe(
-        model, tmp_path, *STALE, *MIXES[mix], f'algorithm.type="{objective}"', "evaluation.prompts=0", lora=lora
-    )
+    # With an entropy bonus every sequence has a gradient, and none is skipped.
+    chosen = (f'algorithm.type="{objective}"', "algorithm.entropy.coefficient=1e-6", "evaluation.prompts=0")
+    made = recipe(model, tmp_path, *STALE, *MIXES[mix], *chosen, lora=lora)
     run(made, tmp_path / "run")
     assert_verifies(tmp_path / "run")
     updates = lines(tmp_path / "run")
     assert max(line["staleness_max"] for line in updates) >= 1, "nothing was stale; the test shows nothing"
-    assert any(line["skipped_sequences"] == 0 for line in updates), "no update was computed whole"
     for line in updates:
-        whole = line["skipped_sequences"] == 0
-        assert line["mismatch_tokens"] >= whole * line["tokens"], "every token is compared, whatever its age"
+        assert line["mismatch_tokens"] >= line["tokens"], "every token is compared, whatever its age"
         assert line["mismatch_kl"] < 1e-8
         assert line.get("masked_fraction", 0.0) == 0.0
         assert line.get("weight_capped_fraction", 0.0) == 0.0
