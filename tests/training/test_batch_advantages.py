@@ -14,6 +14,7 @@ from stretto.objectives.grpo import GrpoOptions
 from stretto.objectives.kimi import KimiOptions
 from stretto.objectives.ppo import PpoOptions
 from stretto.training import trainer as trainer_module
+from stretto.training.advantages import outcome_advantages
 from stretto.training.batch_advantages import without_gradient
 from stretto.training.trainer import LocalTrainer, TrainingOptions
 from stretto.types import Batch
@@ -108,8 +109,8 @@ def test_a_batch_without_any_signal_is_an_update_with_no_gradient():
 )
 def test_terms_that_need_no_advantage_keep_every_sample(options):
     batch = equal_in_group(random_batch(), 1)
-    rewards = np.array([s.reward for s in batch.samples])
-    assert not without_gradient(batch, options, rewards).any()
+    trainer = LocalTrainer(tiny(dtype=torch.float64), algorithm=options, reference=tiny(dtype=torch.float64))
+    assert trainer.update(batch).metrics["skipped_sequences"] == 0
 
 
 def test_masked_samples_are_skipped_whatever_the_terms():
@@ -117,8 +118,8 @@ def test_masked_samples_are_skipped_whatever_the_terms():
     cut = [s.completion.finish == "length" for s in batch.samples]
     assert 0 < sum(cut) < len(cut)
     options = GrpoOptions(entropy={"coefficient": 0.1}, mask_truncated=True)
-    rewards = np.array([s.reward for s in batch.samples])
-    assert without_gradient(batch, options, rewards).tolist() == cut
+    advantages = outcome_advantages("group", [s.reward for s in batch.samples], [s.group for s in batch.samples])
+    assert without_gradient(batch, options, advantages).tolist() == cut
 
 
 def test_a_log_probability_that_is_not_finite_is_found_in_a_skipped_sample_too():

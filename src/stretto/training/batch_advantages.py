@@ -61,20 +61,18 @@ def _compared(batch: Batch, algorithm: ObjectiveOptions, rewards: Reals, penalti
     return replace(found, num_without_signal=plain.num_without_signal)
 
 
-def without_gradient(batch: Batch, algorithm: ObjectiveOptions, rewards: Reals) -> NDArray[np.bool_]:
+def without_gradient(batch: Batch, algorithm: ObjectiveOptions, advantages: Advantages) -> NDArray[np.bool_]:
     """Returns a mask of the samples that cannot change the policy [n], so that they need not be computed.
 
     The gradient of their loss is exactly zero: none of their tokens is trained, or all advantages are 0 in an objective
-    that is proportional to them. A group whose rewards are equal is of the second kind. A critic and a divergence need
-    every sample.
+    that is proportional to them. A group whose rewards are equal is of the second kind. A divergence needs every
+    sample.
     """
-    if algorithm.uses_critic or algorithm.kl is not None:
+    if algorithm.kl is not None:
         return np.zeros(len(batch.samples), dtype=np.bool_)
     masked: NDArray[np.bool_] = trained_lengths(batch.samples, algorithm) == 0
     if not algorithm.zero_without_advantage or algorithm.entropy is not None or algorithm.supervised is not None:
         return masked
-    refuse_large_rewards(batch, rewards)
-    advantages = batch_advantages(batch, algorithm, rewards, np.zeros(len(rewards)))
     found: NDArray[np.bool_] = masked | (largest_by_sample(batch, advantages) == 0.0)
     for sample in (batch.samples[index] for index in np.flatnonzero(found).tolist()):
         if not np.isfinite(sample.completion.logprobs).all():

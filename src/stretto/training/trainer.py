@@ -37,14 +37,13 @@ from stretto.objectives.length_options import OverlongOptions, overlong_refusal
 from stretto.training.advantages import Advantages
 from stretto.training.batch_advantages import (
     batch_advantages,
-    largest_by_sample,
     refuse_large_rewards,
     refuse_overflow,
     shaped_rewards,
-    untrainable,
     without_gradient,
 )
 from stretto.training.critic import make_critic
+from stretto.training.failure_reasons import refuse_diverged, why_not_finite
 from stretto.training.flops import Costs, peak_flops, update_flops, utilization
 from stretto.training.forward import PackedModel
 from stretto.training.loss_scaling import LossScale, initial_loss_scale
@@ -224,7 +223,10 @@ class LocalTrainer:
         if not batch.samples:
             raise TrainerError(f"update {batch.update} has an empty batch")
         shaped = shaped_rewards(batch, self.algorithm, max_tokens=self.max_tokens)
-        mini_batches = self._split(batch, shaped.rewards)
+        kl = self.algorithm.kl
+        from_passes = self.critic is not None or (kl is not None and kl.place == "reward")
+        known = None if from_passes else self._compute_advantages(batch, [], shaped.rewards)
+        mini_batches = self._split(batch, None if known is None else known[0])
         # If an update fails after a step, it must be undone: a later step may fail, or the weights of the last one.
         undoable = len(mini_batches) > 1 or self.critic is not None or self.optimizer.may_overflow
         before = self.state() if undoable else None
@@ -233,7 +235,7 @@ class LocalTrainer:
             with torch.inference_mode(False):
                 with self.ranks.together(collective_passes=self.sharding is not None):
                     self._precompute(batch, mini_batches)
-                measured = self._run_steps(batch, mini_batches, shaped)
+                measured = self._run_steps(batch, mini_batches, shaped, known)
                 if self.device.type == "cuda":
                     torch.cuda.current_stream(self.device).synchronize()  # the update ends before its time is taken
         except BaseException:
@@ -252,21 +254,32 @@ class LocalTrainer:
             batch.update, metrics, measured.mismatch_kl_sum, measured.mismatch_tokens, seconds, measured.advantages
         )
 
-    def _split(self, batch: Batch, rewards: NDArray[np.float64]) -> list[MiniBatch]:
-        """Splits the batch into mini-batches, without the samples that cannot change the policy."""
-        try:
-            skipped = without_gradient(batch, self.algorithm, rewards) if batch.skips else None
-        except ValueError as error:
-            raise TrainerError(f"update {batch.update}: {error}") from error
+    def _split(self, batch: Batch, advantages: Advantages | None) -> list[MiniBatch]:
+        """Splits the batch into mini-batches, without the samples that cannot change the policy.
+
+        `advantages` None: they are computed from passes over every sample.
+        """
+        skipped = None
+        if batch.skips and advantages is not None:
+            skipped = without_gradient(batch, self.algorithm, advantages)
         return split_batch(
             batch.samples, self.algorithm, num_steps=self.options.optimizer_steps,
             micro_tokens=batch.micro_tokens or self.micro_tokens, rank=self.ranks.rank, num_ranks=self.ranks.count,
             skipped=skipped,
         )  # fmt: skip
 
-    def _run_steps(self, batch: Batch, mini_batches: list[MiniBatch], shaped: ShapedRewards) -> _Measurements:
-        """Runs the optimizer steps of an update. Measures before the last step: until then the update can be undone."""
-        advantages, critic_metrics = self._compute_advantages(batch, mini_batches, shaped.rewards)
+    def _run_steps(
+        self,
+        batch: Batch,
+        mini_batches: list[MiniBatch],
+        shaped: ShapedRewards,
+        known: tuple[Advantages, Mapping[str, float]] | None,
+    ) -> _Measurements:
+        """Runs the optimizer steps of an update. Measures before the last step: until then the update can be undone.
+
+        `known` are the advantages, with metrics, if no pass was needed for them.
+        """
+        advantages, critic_metrics = known or self._compute_advantages(batch, mini_batches, shaped.rewards)
         refuse_overflow(batch, advantages, self._dtype)
         collector, gradients = TokenCollector(), list[_Gradient]()
         for mini_batch in mini_batches[:-1]:
@@ -423,51 +436,21 @@ class LocalTrainer:
         own_loss, norm_value, own_tokens = collector.finish(norm)
         loss, tokens = self.ranks.combine(own_loss, norm_value, own_tokens)
         if not math.isfinite(loss):
-            raise TrainerError(f"the loss of update {batch.update} is {loss}: {self._why(batch, advantages, tokens)}")
+            why = why_not_finite(batch, advantages, tokens, self.packed.head.weight.dtype)
+            raise TrainerError(f"the loss of update {batch.update} is {loss}: {why}")
         if self.scale is None and not math.isfinite(norm_value):
-            why = self._why(batch, advantages, tokens)
+            why = why_not_finite(batch, advantages, tokens, self.packed.head.weight.dtype)
             raise TrainerError(f"the gradient's norm is {norm_value} at update {batch.update}: {why}")
         if self.critic is not None:
             self.critic.check()
         return _Gradient(loss, norm, norm_value, tokens)
 
-    def _why(self, batch: Batch, advantages: Advantages, tokens: TokenValues) -> str:
-        """Says which sample of a batch has a loss that is not finite, and what of it; or that all have."""
-        wrong = ~np.isfinite(tokens.log_ratios)
-        hint = range_hint(self.packed.head.weight.dtype)
-        if 1 < len(np.unique(tokens.samples)) == len(np.unique(tokens.samples[wrong])):
-            return (
-                f"no sample has finite log-probabilities under version {batch.update}: training has diverged. No "
-                f"trajectory is the cause. Lower `training.learning_rate` and start a new run{hint}"
-            )
-        if wrong.any():
-            sample = batch.samples[int(tokens.samples[np.argmax(wrong)])]
-            why = "a log-probability, the engine's or the trainer's, is not finite"
-            return untrainable(batch, sample, why) + hint
-        largest = largest_by_sample(batch, advantages)
-        sample = batch.samples[int(np.argmax(largest))]
-        why = f"its advantage is {largest.max():g}, the largest of the batch, and all log-probabilities are finite"
-        return untrainable(batch, sample, why)
-
     def _step(self, batch: Batch, gradient: _Gradient) -> None:
         self.optimizer.step(gradient.norm, gradient.norm_value, update=batch.update)
         if self.critic is not None:
             self.critic.step()
-        self._refuse_diverged(batch)
-
-    def _refuse_diverged(self, batch: Batch) -> None:
-        """Raises `TrainerError` on every rank if the step has made weights that are not finite."""
         norms = [self.optimizer.weight_norm(), *([] if self.critic is None else [self.critic.weight_norm()])]
-        found = self.ranks.total(torch.stack(norms).cpu().numpy())
-        for norm, part, option in zip(
-            found.tolist(), ("", " of its critic"), ("training.learning_rate", "algorithm.critic.learning_rate"),
-            strict=False,
-        ):  # fmt: skip
-            if not math.isfinite(norm):
-                raise TrainerError(
-                    f"update {batch.update} makes weights{part} that are not finite, or too large to compute with: "
-                    f"training has diverged. No trajectory is the cause. Lower `{option}` and start a new run"
-                )
+        refuse_diverged(batch.update, self.ranks.total(torch.stack(norms).cpu().numpy()).tolist())
 
     def _num_empty_passes(self, mini_batch: MiniBatch) -> int:
         """Passes that this rank makes beyond its own micro-batches, because sharded passes are collective."""
