@@ -63,7 +63,7 @@ from stretto.run.loop_watchdog import warn_when_blocked
 from stretto.run.pool_requests import Control
 from stretto.run.protocols import Pool, TrainerBackend
 from stretto.setup.backend import Backend, MakeBackend
-from stretto.setup.device import as_begun, choose_device, prepare_device, resolved
+from stretto.setup.device import as_begun, choose_device, resolved
 from stretto.setup.factories import DriverInputs, load_driver_inputs, model_path_of
 from stretto.setup.inputs import passed_variables
 from stretto.setup.micro_batch_size import with_micro_tokens
@@ -167,7 +167,6 @@ def train(
 
             observer.message(stack.enter_context(connected(recipe)))
         driver, device = load_driver_inputs(recipe, model_path), choose_device(recipe.runtime.device)
-        prepare_device(recipe, device)
         recipe = with_micro_tokens(recipe, load_config(model_path), driver.inputs.longest_prompt, device)
         make = _backend_maker(recipe, model_path, driver, folder, observer)
         for note in driver.inputs.notes(recipe):

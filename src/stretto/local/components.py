@@ -10,7 +10,7 @@ import torch
 from stretto.engines.native.engine import NativeEngine
 from stretto.models.loading import load_config, load_model, second_tree
 from stretto.recipe.schema import Recipe
-from stretto.setup.device import choose_device, choose_dtype
+from stretto.setup.device import choose_device, choose_dtype, prepare_device
 from stretto.setup.factories import DriverInputs, load_driver_inputs, make_native_engine, make_trainer
 from stretto.setup.memory import footprint, out_of_memory
 from stretto.training.trainer import LocalTrainer
@@ -40,6 +40,7 @@ class LocalComponents:
         """
         config, device = load_config(model_path), choose_device(recipe.runtime.device)
         dtype = choose_dtype(recipe.model.dtype, device)
+        prepare_device(recipe, device)
         driver = load_driver_inputs(recipe, model_path) if driver is None else driver
         need = footprint(recipe, config, driver.inputs.longest_prompt, device)
         try:
