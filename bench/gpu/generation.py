@@ -46,6 +46,8 @@ def parse(benches: Sequence[str], description: str | None, arguments: Sequence[s
     parser.add_argument("--filled", type=int, default=8_192, help="context of the filled cells; 0: none of them")
     parser.add_argument("--filled-batches", type=integers, default=[64, 16, 1, 128])
     parser.add_argument("--steps", type=int, default=64, help="timed steps of a filled cell")
+    parser.add_argument("--prefills", type=products, default=[(8_192, 32), (1_024, 256)], help="tokens x prompts")
+    parser.add_argument("--profile", action="store_true", help="native prefill: print the kernels by their time")
     parser.add_argument("--tails", type=words, default=["short", "published"])
     parser.add_argument("--groups", type=integers, help="groups of a rollout; default: by the tail, 64, or 32 and 16")
     parser.add_argument("--sustained", type=float, default=2.0, help="completions counted, in multiples of the rows")
@@ -61,7 +63,14 @@ def parse(benches: Sequence[str], description: str | None, arguments: Sequence[s
     if options.tiny:
         options.sizes, options.batches, options.filled_batches, options.tails = ["tiny"], [1, 3], [2], ["tiny"]
         options.prompt, options.tokens, options.filled, options.steps, options.prefill_tokens = 8, 12, 48, 4, 64
+        options.prefills = [(96, 2), (16, 4)]
     return options
+
+
+def products(text: str) -> list[tuple[int, int]]:
+    """Pairs of numbers: `8192x32,1024x256`."""
+    pairs = [part.split("x") for part in words(text)]
+    return [(int(left), int(right)) for left, right in pairs]
 
 
 def main(benches: Sequence[str], description: str | None, arguments: Sequence[str] | None = None) -> int:

@@ -3,6 +3,7 @@ the steps of a GPU on."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -171,6 +172,25 @@ def paged_extend(
     return out
 
 
+def dense_causal(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    lengths: Sequence[int],
+    multiple: int,
+    scale: float,
+    out: Tensor,
+) -> Tensor:
+    """What `dense_causal` computes, sequence by sequence in float32."""
+    begin = 0
+    for length in lengths:
+        own = slice(begin, begin + length)
+        out[own] = dense_attention(q[own], keys[slots[own]], values[slots[own]], scale).to(out.dtype)
+        begin += length
+    return out
+
+
 def plan_items(plan: DecodePlan, contexts: Tensor, chunk: int, max_items: int, sharing: Sharing | None = None) -> None:
     """What `plan_items` does, in plain torch."""
     rows = contexts.shape[0]
@@ -207,5 +227,5 @@ REFERENCE = replace(
     add_norm=add_norm,
     split_heads=split_heads,
     gate=gate,
-    paged=PagedKernels(draw=draw, plan_items=plan_items, paged_decode=paged_decode, paged_extend=paged_extend),
+    paged=PagedKernels(draw, plan_items, paged_decode, paged_extend, dense_causal),
 )

@@ -488,6 +488,44 @@ def test_prompts_of_any_size_and_number_are_prefilled(device, monkeypatch, sizes
     agree(drive(overlapped(device, **options), work), drive(mixed(**options), work))
 
 
+def test_long_first_chunks_are_prefilled_without_pages(device, monkeypatch):
+    """Later chunks of a sequence, and chunks beside a short one, run over pages."""
+    monkeypatch.setattr(prefill, "SIZES", (8,))
+    monkeypatch.setattr(prefill, "DENSE_TOKENS", 24)
+    monkeypatch.setattr(prefill, "DENSE_MULTIPLE", 16)
+    monkeypatch.setattr(prefill, "dense_fits", lambda *_: True)
+    lengths = [30, 100, 5, 24, 61, 47, 90, 25]
+    work = [Request(i, i % 2, prompt_of(length, i), i, Sampling(4)) for i, length in enumerate(lengths)]
+    engine = overlapped(device, versions=(0, 1), prefill_tokens=64, kernels=REFERENCE)
+    prefills, seen = engine._steps._prefills, []
+
+    def watched(q: Any, keys: Any, values: Any, slots: Any, lengths: Any, *rest: Any) -> Any:
+        seen.append(tuple(lengths))
+        return REFERENCE.paged.dense_causal(q, keys, values, slots, lengths, *rest)
+
+    prefills._dense_causal = watched
+    agree(drive(engine, work), drive(mixed(versions=(0, 1), prefill_tokens=64), work))
+    assert {24, 30, 64} <= {length for lengths in seen for length in lengths}
+    assert all(length >= 24 for lengths in seen for length in lengths)
+
+
+def test_rows_that_have_all_of_their_tokens_are_not_decoded_once_more(device):
+    engine = overlapped(device)
+    launches, launch = [], engine._steps._decodes.launch
+
+    def counted(observed: Any) -> Any:
+        launches.append(len(engine._rows))
+        return launch(observed)
+
+    engine._steps._decodes.launch = counted
+    first = [Request(i, 0, prompt_of(9, i), i, Sampling(1)) for i in range(6)]
+    agree(drive(engine, first), drive(mixed(), first))
+    assert launches == []
+    later = [Request(10 + i, 0, prompt_of(9, i), i, Sampling(4)) for i in range(6)]
+    agree(drive(engine, later), drive(mixed(), later))
+    assert len(launches) == 3  # the first token is drawn from the prompt's logits
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_capture_that_breaks_off_on_the_device_changes_no_token(device):
     if device == "cpu":

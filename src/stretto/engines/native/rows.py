@@ -37,6 +37,7 @@ HOST_FIELDS = np.dtype(
         ("context", np.int64),  # tokens, as launched
         ("made", np.int64),  # tokens, as recorded
         ("limit", np.int64),  # tokens to make
+        ("end", np.int64),  # context, as launched, once all of them are
         ("slot", np.int64),
         ("pages", np.int64),
         ("width", np.int64),  # the most tokens that a support may have; 0: none is recorded
@@ -47,7 +48,7 @@ HOST_FIELDS = np.dtype(
         ("scaled", np.bool_),  # its temperature is not 1
     ]
 )
-FREE_ON_HOST = (-1, 1, 0, 0, 0, 1, 0, 0, False, False, False, False)
+FREE_ON_HOST = (-1, 1, 0, 0, 0, 0, 1, 0, 0, False, False, False, False)
 
 Ending = tuple[int, FinishReason | None, bool]
 """A row that may end, the reason (None: only a stop string may end it), and whether its draw failed."""
@@ -154,8 +155,9 @@ class Rows:
             how, made = t.sampling, len(t.tokens)
             self._of_row[row] = self._changed[row] = t
             width, temperature = support_width(how), how.temperature
+            prompt = len(t.request.prompt)
             self._host[row] = (
-                self._issued, len(t.request.prompt) + made, made, how.max_tokens, t.slot, len(t.pages), width,
+                self._issued, prompt + made, made, how.max_tokens, prompt + how.max_tokens, t.slot, len(t.pages), width,
                 mix_seed(t.request.seed), bool(how.stop_strings), how.truncates, temperature <= 0, temperature != 1.0,
             )  # fmt: skip
             self._issued += 1
@@ -192,6 +194,11 @@ class Rows:
             self._changed[row] = None
         self._host[row] = FREE_ON_HOST
         self._numbers = None
+
+    @property
+    def any_due(self) -> bool:
+        """True if a row has not been launched for all tokens that it may make."""
+        return bool((self.context < self._host["end"]).any())
 
     def lacking(self) -> list[SequenceState]:
         """Returns the rows whose next token needs a page that they do not hold."""

@@ -121,7 +121,7 @@ class Steps:
         if not schedule.queue and not schedule.num_waiting and not rows.dense and decodes.shrinks():
             before = self._collect(0)
             rows.compact()
-        if len(rows):
+        if rows.any_due:
             drawn, numbers = decodes.launch(self.observed), rows.numbers()
             self._expect(numbers, drawn, numbers)
         self._collect(len(self._pending) - before if self._overlap else 0)

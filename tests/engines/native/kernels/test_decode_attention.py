@@ -266,6 +266,25 @@ def test_extending_packed_chunks_equals_dense_attention(
     torch.testing.assert_close(made, wanted, atol=TOLERANCE[dtype], rtol=0)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("lengths", [[2048], [3000, 2049], [4096, 2050, 2048]])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(16, 8, 128), (12, 2, 128), (9, 3, 64)])
+def test_first_chunks_without_pages_equal_those_over_pages(
+    lengths: list[int], heads: int, kv_heads: int, size: int
+) -> None:
+    device = torch.device("cuda")
+    if not extend.dense_fits(device, torch.bfloat16, size):
+        pytest.skip("not on this GPU")
+    cached = Cached(lengths, kv_heads, size, torch.bfloat16)
+    slots = torch.cat([kernel_references.context_slots(row, n) for row, n in zip(cached.table, lengths, strict=True)])
+    q = queries(sum(lengths), heads, size, torch.bfloat16)
+    made, wanted = torch.full_like(q, math.nan), torch.empty_like(q)
+    operands = (q, cached.keys, cached.values, slots, lengths, 512, 0.1)
+    extend.dense_causal(*operands, made)
+    kernel_references.dense_causal(*operands, wanted)
+    torch.testing.assert_close(made, wanted, atol=TOLERANCE[torch.bfloat16], rtol=0)
+
+
 def test_a_chunk_does_not_see_later_tokens_or_other_chunks() -> None:
     q = queries(60, 2, 32, torch.float32)
     results = []

@@ -13,7 +13,7 @@ from stretto.engines.native.batched_linears import JoinedProduct, Product, Stack
 from stretto.engines.native.kernels import cpu_layers, layers
 from stretto.engines.native.kernels.decode_attention import paged_decode
 from stretto.engines.native.kernels.decode_work_list import plan_items
-from stretto.engines.native.kernels.prefill_attention import paged_extend
+from stretto.engines.native.kernels.prefill_attention import dense_causal, paged_extend
 from stretto.engines.native.kernels.token_draw import draw
 
 
@@ -25,6 +25,7 @@ class PagedKernels:
     plan_items: Callable[..., Any]
     paged_decode: Callable[..., Any]
     paged_extend: Callable[..., Any]
+    dense_causal: Callable[..., Any] | None = None  # None: everything runs over pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ TRITON = Kernels(
     add_norm=layers.add_norm,
     split_heads=layers.split_heads,
     gate=layers.gate,
-    paged=PagedKernels(draw, plan_items, paged_decode, paged_extend),
+    paged=PagedKernels(draw, plan_items, paged_decode, paged_extend, dense_causal),
     overlap=True,
     signed_sines=False,
     float32_stream=True,

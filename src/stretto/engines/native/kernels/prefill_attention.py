@@ -13,11 +13,15 @@ have them. A short chunk after a very long context is bound by its few programs,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from stretto.engines.native.cache import PAGE
 from stretto.engines.native.kernels.decode_attention import LOG2_E, check_operands, tile_tokens
 from stretto.engines.native.kernels.decode_work_list import power_of_two
+from stretto.models.float32_products import HALF
 from stretto.models.triton_jit import kernel, tl
 
 # The best of the shapes that `bench/gpu/attention.py --tune` tries on an H200.
@@ -25,6 +29,8 @@ EXTEND_PAIRS = 128  # (token, head) pairs a program; fewer for short chunks and 
 EXTEND_TILE = 64  # positions a tile
 EXTEND_WARPS = 8  # of a program of 128 pairs
 EXTEND_STAGES = 5  # the page numbers take stages too: two tiles are in flight
+DENSE_SIZE = 128  # of a head: cuDNN's attention has no larger ones on every GPU
+DENSE_CAPABILITY = (9, 0)  # where it was measured to be faster
 WIDE_STAGES = 3  # of vectors of more than 256 bytes: small GPUs have 99 KiB of shared memory a program
 
 
@@ -63,6 +69,45 @@ def paged_extend(
         BLOCK_CHUNKS=power_of_two(chunks), PAGE_SIZE=PAGE, num_warps=EXTEND_WARPS if pairs >= 128 else 4,
         num_stages=WIDE_STAGES if wide else EXTEND_STAGES,
     )  # fmt: skip
+    return out
+
+
+def dense_fits(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """True if `dense_causal` can run there, for heads of this size."""
+    if device.type != "cuda" or dtype not in HALF or size > DENSE_SIZE or size % 8:
+        return False
+    return torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(device) >= DENSE_CAPABILITY
+
+
+def dense_causal(
+    q: Tensor,  # [tokens, heads, size]
+    keys: Tensor,  # [slots, kv heads, size]
+    values: Tensor,
+    slots: Tensor,  # [tokens] int64: of each token's keys and values
+    lengths: Sequence[int],  # of the sequences, which lie side by side; each begins at position 0
+    multiple: int,
+    scale: float,
+    out: Tensor,  # [tokens, heads, size]
+) -> Tensor:
+    """Computes each sequence's causal attention over itself by cuDNN, into `out`. Half precision, on CUDA.
+
+    A sequence is padded to a `multiple` of tokens. What pads it comes last, where no real token sees it: keys and
+    values of its last token, which are finite, and queries whose results are left out.
+    """
+    begin = 0
+    for length in lengths:
+        own = slice(begin, begin + length)
+        begin += length
+        query, where = q[own], slots[own]
+        if filling := -length % multiple:
+            query = torch.cat((query, query[-1:].expand(filling, -1, -1)))
+            where = torch.cat((where, where[-1:].expand(filling)))
+        key, value = keys.index_select(0, where), values.index_select(0, where)
+        # Called by its ATen name: to choose the backend of `scaled_dot_product_attention` is a setting of all threads.
+        made = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *(x.transpose(0, 1)[None] for x in (query, key, value)), None, False, 0.0, True, False, scale=scale
+        )[0]
+        out[own].copy_(made[0, :, :length].transpose(0, 1))
     return out
 
 
