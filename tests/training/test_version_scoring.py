@@ -24,9 +24,10 @@ AGES = range(UPDATES + 1)
 
 
 @pytest.fixture(autouse=True)
-def full_weights_too(monkeypatch):
-    """Compares full weights in every update, as adapters are."""
+def always(monkeypatch):
+    """Compares engine and trainer in every update."""
     monkeypatch.setattr(version_scoring, "FULL_WEIGHTS_EVERY", 1)
+    monkeypatch.setattr(version_scoring, "ADAPTERS_EVERY", 1)
 
 
 class Watch:
@@ -251,7 +252,17 @@ def test_a_comparison_with_the_engine_changes_no_bit_of_the_update(lora, dtype):
     assert equal_states(without, compared)
 
 
-@pytest.mark.parametrize(("every", "passes"), [(UPDATES, 1), (UPDATES + 1, 0)])
+@pytest.mark.parametrize(("every", "compared"), [(UPDATES + 1, True), (UPDATES, False)])
+def test_adapters_are_compared_once_in_a_while_and_under_every_version(every, compared, monkeypatch):
+    monkeypatch.setattr(version_scoring, "ADAPTERS_EVERY", every)
+    trainer, batch = aged(GrpoOptions(), lora=True, mismatch_samples=4)
+    watch = Watch(trainer, monkeypatch)
+    trainer.update(batch)
+    versions = {batch.samples[index].version for samples in watch.scored for index in samples}
+    assert len(versions) == (min(4, UPDATES) if compared else 0)
+
+
+@pytest.mark.parametrize(("every", "passes"), [(UPDATES + 1, 1), (UPDATES, 0)])
 def test_full_weights_are_compared_once_in_a_while_and_under_one_version(every, passes, monkeypatch):
     monkeypatch.setattr(version_scoring, "FULL_WEIGHTS_EVERY", every)
     trainer, batch = aged(GrpoOptions(), lora=False, mismatch_samples=4)

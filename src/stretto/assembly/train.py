@@ -65,6 +65,7 @@ from stretto.run.protocols import Pool, TrainerBackend
 from stretto.setup.backend import Backend, MakeBackend
 from stretto.setup.device import as_begun, choose_device, resolved
 from stretto.setup.factories import DriverInputs, load_driver_inputs, model_path_of
+from stretto.setup.garbage import spare_from_collection
 from stretto.setup.inputs import passed_variables
 from stretto.setup.micro_batch_size import with_micro_tokens
 from stretto.store.journal import Journal
@@ -278,6 +279,7 @@ async def _run(run: _Run) -> dict[str, Any]:
         with warn_when_blocked(recipe.runtime.stall_seconds):
             await evaluate(evaluator, resumed.weights[0], "before")
     loop = _make_loop(run, resumed, environment, evaluator, tally, first_reward)
+    spare_from_collection()
     with stopped_by_interrupts(loop.stop), warn_when_blocked(recipe.runtime.stall_seconds):
         if not await loop.run():
             await loop.checkpoints.save()

@@ -41,8 +41,8 @@ class TrainingOptions(Options):
     mismatch_samples: int = Field(
         4,
         ge=0,
-        description="Sequences of older versions an update on which engine and trainer are compared (full weights: "
-        "every eighth update); with an objective that scores every token under its own version, all are",
+        description="Sequences of older versions on which engine and trainer are compared, every fourth update (full "
+        "weights: every eighth); with an objective that scores every token under its own version, all are",
     )
     micro_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",

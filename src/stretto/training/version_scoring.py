@@ -30,7 +30,10 @@ from stretto.types import Batch, Sample, Weights, WeightsRef, older_versions
 
 log = logging.getLogger(__name__)
 
-FULL_WEIGHTS_EVERY = 8  # updates between two measurements of full weights, which have to be brought to the device
+# Updates between two measurements. Each is a pass of a few sequences for every version, which costs a small model as
+# many launches as its update; full weights have to be brought to the device, too.
+ADAPTERS_EVERY = 4
+FULL_WEIGHTS_EVERY = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,8 @@ class VersionScorer:
     def _choose(self, batch: Batch, computed: Sequence[int]) -> list[int]:
         if self._every_token:
             return [index for index in computed if older_versions([batch.samples[index]], batch.update)]
-        if self._policy.lora is None and batch.update % FULL_WEIGHTS_EVERY:
+        every = FULL_WEIGHTS_EVERY if self._policy.lora is None else ADAPTERS_EVERY
+        if (batch.update + 1) % every:
             return []
         return sample_for_mismatch(batch, computed, self._mismatch_samples, one_version=self._policy.lora is None)
 

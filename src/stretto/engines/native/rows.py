@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.engines.native.cache import PAGE
-from stretto.engines.native.device_memory import to_device
+from stretto.engines.native.device_memory import to_device, to_device_together
 from stretto.engines.native.sampling import mix_seed
 from stretto.engines.native.sequence import SequenceState
 from stretto.engines.native.shared_pages import SharedPages
@@ -245,28 +245,42 @@ class Rows:
     # -- the device ----------------------------------------------------------------------------------------------------
 
     def upload(self) -> None:
-        """Brings what changed on the host to the device, behind what was launched before."""
-        if self.shared is not None:
-            self.shared.upload()
-        if not self._changed and not self._granted:
+        """Brings what changed on the host to the device, behind what was launched before, in one copy."""
+        lists = [] if self.shared is None else self.shared.changes()
+        changed = self._changed_rows() if self._changed else []
+        granted = self._granted_pages() if self._granted else []
+        self._changed, self._granted = {}, []
+        arrays = [*lists, *changed, *granted]
+        if not arrays:
             return
-        if self._changed:
-            self._upload_changed()
-        granted = [entry for entry in self._granted if entry[0] not in self._changed]
-        self._granted = []
+        brought = iter(to_device_together(arrays, self.device))
+        if lists and self.shared is not None:
+            self.shared.sharing.pages.copy_(next(brought))
+            self.shared.sharing.peers.copy_(next(brought))
+        if changed:
+            index = next(brought)
+            self.ints.index_copy_(1, index, next(brought))
+            self.floats.index_copy_(1, index, next(brought))
+            self.table.index_copy_(0, index, next(brought))
         if granted:
-            row, number, page = np.array(granted, dtype=np.int64).T
-            width, entries = self.table.shape[1], self._entries
-            place = row * width + number * entries
-            if entries > 1:
-                offsets = np.arange(entries)
-                place = (place[:, None] + offsets).reshape(-1)
-                page = (page[:, None] * entries + offsets).reshape(-1)
-            where, what = to_device(place, self.device), to_device(page.astype(np.int32), self.device)
-            self.table.view(-1).index_copy_(0, where, what)
-        self._changed = {}
+            self.table.view(-1).index_copy_(0, next(brought), next(brought))
 
-    def _upload_changed(self) -> None:
+    def _granted_pages(self) -> list[NDArray[Any]]:
+        """Returns the places of new pages in the table and the pages, without those of rows that are uploaded whole."""
+        granted = [entry for entry in self._granted if entry[0] not in self._changed]
+        if not granted:
+            return []
+        row, number, page = np.array(granted, dtype=np.int64).T
+        width, entries = self.table.shape[1], self._entries
+        place = row * width + number * entries
+        if entries > 1:
+            offsets = np.arange(entries)
+            place = (place[:, None] + offsets).reshape(-1)
+            page = (page[:, None] * entries + offsets).reshape(-1)
+        return [place, page.astype(np.int32)]
+
+    def _changed_rows(self) -> list[NDArray[Any]]:
+        """Returns the numbers of changed rows with their integers, floats and tables."""
         count, entries = len(self._changed), self._entries
         ints, floats = np.empty((7, count), dtype=np.int64), np.ones((3, count), dtype=np.float32)
         table = np.zeros((count, self.table.shape[1] // entries, entries), dtype=np.int32)
@@ -280,10 +294,8 @@ class Rows:
             ints[:, i] = (last, len(t.request.prompt) + made, t.slot, self.seed[row], how.top_k, made, 1)
             floats[:, i] = (how.temperature, how.top_p, how.min_p)
             table[i, : len(t.pages)] = np.array(t.pages)[:, None] * entries + offsets
-        index = to_device(np.array(list(self._changed), dtype=np.int64), self.device)
-        self.ints.index_copy_(1, index, to_device(ints, self.device))
-        self.floats.index_copy_(1, index, to_device(floats, self.device))
-        self.table.index_copy_(0, index, to_device(table.reshape(count, -1), self.device))
+        index = np.array(list(self._changed), dtype=np.int64)
+        return [index, ints, floats, table.reshape(count, -1)]
 
     def clear_from(self, start: int) -> None:
         """Makes the free rows from `start` on valid on the device; no row there is in use."""
