@@ -31,7 +31,7 @@ def to_device_together(arrays: Sequence[NDArray[np.generic]], device: torch.devi
     for array, size in zip(arrays, sizes, strict=True):
         bytes_of[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         begin += size
-    parts = staged.to(device, non_blocking=True).split(sizes)
+    parts = staged.to(device, non_blocking=True).split_with_sizes(sizes)
     return [
         part[: array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
         for part, array in zip(parts, arrays, strict=True)

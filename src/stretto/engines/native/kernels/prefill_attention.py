@@ -76,7 +76,8 @@ def dense_fits(device: torch.device, dtype: torch.dtype, size: int) -> bool:
     """True if `dense_causal` can run there, for heads of this size."""
     if device.type != "cuda" or dtype not in HALF or size > DENSE_SIZE or size % 8:
         return False
-    return torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(device) >= DENSE_CAPABILITY
+    available = bool(torch.backends.cudnn.is_available())  # type: ignore[no-untyped-call]
+    return available and torch.cuda.get_device_capability(device) >= DENSE_CAPABILITY
 
 
 def dense_causal(
