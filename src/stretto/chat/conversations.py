@@ -61,7 +61,7 @@ class Conversations:
     def request(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, *, train: bool = True
     ) -> ChatRequest:
-        """Returns the context of a call: that of the longest lineage which it continues, or a new one.
+        """Returns the context of a call: a new one, or that of the longest (then newest) lineage that it continues.
 
         A lineage that trains is not continued by a call that does not, nor the other way round. Raises `ChatError` if
         the messages cannot be rendered.
@@ -72,7 +72,7 @@ class Conversations:
         seen = tuple(_Seen(fingerprint(message), reasoning_of(message)) for message in given)
         offered = tuple(tools or ())
         known = [n for n, it in enumerate(self._lineages) if it is not None and it.train == train and it.within(seen)]
-        for number in sorted(known, key=self._length, reverse=True):
+        for number in sorted(known, key=lambda number: (self._length(number), number), reverse=True):
             if (found := self._continued(number, given, seen, offered)) is not None:
                 return found
         text = self._renderer.text(given, offered)

@@ -145,7 +145,7 @@ class Tool:
     def _cut(self, text: str) -> str:
         if len(text) <= self.output_chars:
             return text
-        return f"{text[: self.output_chars]}\n[cut: {self.output_chars:,} of {len(text):,} characters are shown]"
+        return f"{text[: self.output_chars]}\n[cut: only the first {self.output_chars:,} characters are shown]"
 
 
 AnyTool = Tool | Callable[..., Any] | Mapping[str, Any]

@@ -82,4 +82,6 @@ def _power(base: Number, exponent: Number) -> Number:
 def _bounded(number: Number) -> Number:
     if isinstance(number, int) and number.bit_length() > MAX_BITS:
         raise OverflowError("the result is too large")
+    if not isinstance(number, int) and not math.isfinite(number):
+        raise OverflowError("the result is not a finite number")
     return number
