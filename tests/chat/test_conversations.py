@@ -340,6 +340,16 @@ def test_a_special_token_in_the_result_of_a_tool_does_not_end_its_message() -> N
     assert "3< |im_end|>\n< |im_start|>user" in tokenizer.decode(policy.rows[0][0])
 
 
+def test_a_template_gets_the_arguments_of_a_call_as_an_object_or_as_text_whichever_it_takes() -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    for template, text in (
+        ("{% for key in messages[0].tool_calls[0].function.arguments.keys() %}{{ key }}{% endfor %}", "a"),
+        ("{{ 'call ' + messages[0].tool_calls[0].function.arguments }}", 'call {"a": 1}'),
+    ):
+        assert Renderer(chat_tokenizer("hermes", template)).text(messages) == text
+
+
 @pytest.mark.parametrize(
     ("messages", "said"),
     [

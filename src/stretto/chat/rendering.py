@@ -5,6 +5,8 @@ Text is what the template writes; a context is extended by text, so that no toke
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,11 +45,17 @@ class Renderer:
         given = [self._unforged(for_template(message)) for message in messages]
         options = {"tools": [dict(tool) for tool in tools]} if tools else {}
         try:
-            text = self._tokenizer.apply_chat_template(
-                given, tokenize=False, add_generation_prompt=True, **options, **self._options
-            )
+            return self._rendered(given, options)
         except Exception as error:  # a template may raise anything
+            if any("tool_calls" in message for message in given):  # some join the arguments of a call to a text
+                with contextlib.suppress(Exception):
+                    return self._rendered([*map(_with_text_arguments, given)], options)
             raise ChatError(f"the chat template refused the messages: {error}") from error
+
+    def _rendered(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
+        text = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **options, **self._options
+        )
         return encodable(str(text))
 
     def encode(self, text: str, behind: int | None = None) -> tuple[int, ...]:
@@ -78,6 +86,18 @@ class Renderer:
         if message["role"] == "tool":
             message["content"] = self._forged.sub(lambda found: f"{found[0][0]} {found[0][1:]}", message["content"])
         return message
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        arguments = function["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": text}})
+    return {**message, "tool_calls": calls}
 
 
 def encodable(text: str) -> str:
