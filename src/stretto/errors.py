@@ -59,6 +59,10 @@ class LateRewardError(RewardError):
     """A reward function or an environment did not return in time."""
 
 
+class ChatError(RewardError):
+    """Messages or tools of a chat that cannot be rendered, or an answer to a request that is out of date."""
+
+
 class RoomError(RewardError):
     """An episode asks for another turn, and what it has so far leaves no token for one. It may catch this and end."""
 

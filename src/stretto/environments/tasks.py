@@ -202,7 +202,15 @@ def _file(options: FileOptions | EnvironmentOptions, seed: int, num_evaluation: 
     name = f"`{options.path}`"
     if isinstance(options, FileOptions):
         return Task(name, rows, held_out, options.reward)
-    return Task(name, rows, held_out, None, EnvironmentSpec(options.environment, options.turns, _config(options)))
+    environment = EnvironmentSpec(options.environment, options.turns, _config(options))
+    return Task(name, [*map(_with_column, rows)], [*map(_with_column, held_out)], None, environment)
+
+
+def _with_column(row: Row) -> Row:
+    """Returns a row whose messages are also a column: an environment may render them again, a reward may not."""
+    if row.messages is None:
+        return row
+    return dataclasses.replace(row, columns={**row.columns, "messages": [dict(message) for message in row.messages]})
 
 
 def _config(options: ReasoningGymOptions | EnvironmentOptions) -> dict[str, Any]:
