@@ -61,10 +61,12 @@ def load_driver_inputs(recipe: Recipe, model_path: str) -> DriverInputs:
 
 def decoder_of(tokenizer: Any) -> Decode:
     """Returns a function from tokens to text without special tokens."""
+    # `decode` looks at every token, in case one is an array, which takes twice as long as turning them into text.
+    of_ids = getattr(tokenizer, "_decode", tokenizer.decode)
 
     @lru_cache(maxsize=8)  # journal and environment need the same text, one right after the other
     def text_of(tokens: tuple[int, ...]) -> str:
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return str(of_ids(list(tokens), skip_special_tokens=True))
 
     def decode(tokens: Sequence[int]) -> str:
         return text_of(tuple(tokens))
