@@ -270,7 +270,7 @@ def _anew(rollout: Rollout) -> Rollout:
     """What a run that is taken up knows of a trajectory: nothing of where it was and what was asked for it."""
     again = Rollout(
         rollout.id, rollout.group, rollout.version, rollout.seed, rollout.prompt, rollout.row_number,
-        completion=rollout.completion, reward=rollout.reward, suspended=rollout.suspended,
+        lineages=rollout.lineages, reward=rollout.reward, suspended=rollout.suspended,
         turn_rewards=rollout.turn_rewards,
     )  # fmt: skip
     again.turns = rollout.turns

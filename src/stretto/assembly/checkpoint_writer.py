@@ -83,7 +83,7 @@ def take_checkpoint(
     versions.hold(updates, older)
     suspended = [rollout.suspended for rollout in loop.rollouts.values() if rollout.suspended is not None]
     turns = [
-        rollout.turns.whole() for rollout in loop.rollouts.values() if rollout.completion is None and rollout.turns.done
+        rollout.turns.whole() for rollout in loop.rollouts.values() if not rollout.is_generated and rollout.turns.done
     ]
     for weights in needed:
         versions.keep(weights)  # now: a version that is retired meanwhile must not be written after its removal

@@ -35,7 +35,7 @@ from stretto.store.reader import GroupRecord, JournalReader, TrajectoryRecord
 from stretto.store.resume_point import progress_of
 from stretto.store.schema import UNDER_WAY, RunFacts, reading
 from stretto.store.version_files import VersionFiles
-from stretto.types import Completion, Prompt, Suspended, Weights, WeightsRef
+from stretto.types import Completion, Lineage, Prompt, Suspended, Weights, WeightsRef
 
 SHOWN = 200  # characters of a row in an error
 
@@ -218,7 +218,7 @@ def _short(row: Mapping[str, Any]) -> str:
 
 
 def _tell(journal: Journal, rollouts: dict[int, Rollout], say: Callable[[str], None]) -> None:
-    unfinished = [rollout for rollout in rollouts.values() if rollout.completion is None]
+    unfinished = [rollout for rollout in rollouts.values() if not rollout.is_generated]
     going_on = sum(rollout.suspended is not None or bool(rollout.turns.done) for rollout in unfinished)
     text = f"{going_on} trajectories continue from their tokens, {len(unfinished) - going_on} from their prompts"
     journal.note("resumed", text, at=clock.now())
@@ -242,7 +242,7 @@ def rollouts_again(prompts: PromptStream, journal: Journal, checkpoint: Checkpoi
                 rollout = _rollout(
                     group, record, prompt, *(reader.load_completion(record.trajectory) if ended else (None, None, None))
                 )
-                if rollout.completion is None:
+                if not rollout.is_generated:
                     _go_on(rollout, turns.get(rollout.id), suspended.get(rollout.id), checksums)
                 rollouts[rollout.id] = rollout
     return rollouts
@@ -258,7 +258,8 @@ def _rollout(
 ) -> Rollout:
     return Rollout(
         record.trajectory, group.group, group.version, record.seed, prompt, group.row_number,
-        completion=completion, reward=reward, turn_rewards=turn_rewards,
+        lineages=() if completion is None else (Lineage(prompt.tokens, completion),), reward=reward,
+        turn_rewards=turn_rewards,
     )  # fmt: skip
 
 
@@ -267,7 +268,7 @@ def _go_on(rollout: Rollout, turns: Completion | None, suspended: Suspended | No
     if turns is not None:
         if turns.checksum not in checksums:
             return
-        rollout.turns = Turns.of(rollout.prompt.tokens, turns)
+        rollout.turns = Turns.of(rollout.prompt.tokens, [Lineage(rollout.prompt.tokens, turns)])
     if suspended is not None and suspended.checksum in checksums:
         rollout.suspended = suspended
 
