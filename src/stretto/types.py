@@ -296,6 +296,14 @@ def older_versions(samples: Iterable[Sample], update: int) -> list[int]:
     return sorted(version for version in found if version < update)
 
 
+def by_trajectory(samples: Iterable[Sample]) -> list[list[Sample]]:
+    """Returns the samples of each trajectory and use: one for each lineage that is trained."""
+    found: dict[tuple[int, int], list[Sample]] = {}
+    for sample in samples:
+        found.setdefault((sample.trajectory, sample.use), []).append(sample)
+    return list(found.values())
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The samples of one update, ordered by (version, group, member, lineage); those used again follow, likewise.

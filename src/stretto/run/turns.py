@@ -52,11 +52,12 @@ class Turns:
                 turns = [Turn(context, made, number, lineage.train)]
             else:
                 tokens, spans = made.tokens.tolist(), made.turns.tolist()
-                finishes: list[FinishReason] = [*("stop" for _ in spans[1:]), made.finish]
-                turns = [
-                    Turn((*context, *tokens[:start]), _part(made, start, end, finish), number, lineage.train)
-                    for (start, end), finish in zip(spans, finishes, strict=True)
+                last = len(spans) - 1
+                parts = [
+                    (start, _part(made, start, end, made.finish if place == last else "stop"))
+                    for place, (start, end) in enumerate(spans)
                 ]
+                turns = [Turn((*context, *tokens[:start]), part, number, lineage.train) for start, part in parts]
             done |= zip(lineage.turn_numbers or range(len(turns)), turns, strict=True)
         return cls(tuple(prompt), [done[number] for number in sorted(done)])
 
