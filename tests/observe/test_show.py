@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 from stretto.errors import RunError
 from stretto.observe.show import show
 from stretto.store.journal import JOURNAL_NAME, Journal, RunFacts
-from stretto.types import Completion, Prompt
+from stretto.types import Completion, Lineage, Prompt
 
 REWARDS = {0: 0.0, 1: 1.0, 2: 0.5, 3: 0.25}
 
@@ -57,7 +57,9 @@ def run_folder(tmp_path: Path):
     for id, reward in REWARDS.items():
         tokens = np.arange(5 + id, dtype=np.int32)
         completion = Completion(id, 0, tokens, np.zeros(len(tokens), np.float32), "stop", "sum0")
-        journal.generated(id, completion, f"line one of {id}\n[red]\x1b[2J wipes the screen", at=3.0)
+        journal.generated(
+            id, [Lineage((1, 2), completion)], [f"line one of {id}\n[red]\x1b[2J wipes the screen"], at=3.0
+        )
         journal.scored(id, reward, at=3.5)
     journal.batch_taken(0, [0, 1], at=4.0)
     journal.update_done(0, {"loss": 0.1}, at=6.5)
@@ -136,7 +138,8 @@ def test_a_very_long_completion_is_cut_in_the_middle(tmp_path):
             at=1.0,
         )
         completion = Completion(0, 0, np.zeros(3, np.int32), np.zeros(3, np.float32), "length", "sum0")
-        journal.generated(0, completion, "\n".join(f"<{i}>" for i in range(1000)), at=1.0)
+        text = "\n".join(f"<{i}>" for i in range(1000))
+        journal.generated(0, [Lineage((1,), completion)], [text], at=1.0)
         journal.scored(0, 1.0, at=1.0)
         journal.batch_taken(0, [0], at=1.0)
     text = render(show(tmp_path, update=0))
@@ -181,7 +184,7 @@ def test_how_often_a_run_was_resumed_is_said_in_words(tmp_path: Path, sessions: 
 def test_the_overview_counts_what_was_used_again_and_what_was_filtered(run_folder):
     with sqlite3.connect(run_folder / JOURNAL_NAME) as db:
         db.execute("UPDATE updates SET metrics = ? WHERE update_id = 0", (json.dumps({"filtered_groups": 4}),))
-        db.execute("INSERT INTO members VALUES (1, 2, 0, 1), (1, 3, 1, 1)")
+        db.execute("INSERT INTO members VALUES (1, 2, 0, 1, 0), (1, 3, 1, 1, 0)")
     text = render(show(run_folder))
     (header,) = [line for line in text.splitlines() if "reused" in line]
     assert header.split()[:8] == ["update", "reward", "samples", "reused", "filtered", "groups", "tokens", "age"]

@@ -35,7 +35,7 @@ from stretto.store.reader import GroupRecord, JournalReader, TrajectoryRecord
 from stretto.store.resume_point import progress_of
 from stretto.store.schema import UNDER_WAY, RunFacts, reading
 from stretto.store.version_files import VersionFiles
-from stretto.types import Completion, Lineage, Prompt, Suspended, Weights, WeightsRef
+from stretto.types import Lineage, Prompt, Suspended, Weights, WeightsRef
 
 SHOWN = 200  # characters of a row in an error
 
@@ -240,10 +240,10 @@ def rollouts_again(prompts: PromptStream, journal: Journal, checkpoint: Checkpoi
                     continue
                 ended = record.state in ("scoring", "scored", "training")
                 rollout = _rollout(
-                    group, record, prompt, *(reader.load_completion(record.trajectory) if ended else (None, None, None))
+                    group, record, prompt, *(reader.load_lineages(record.trajectory) if ended else ((), None, None))
                 )
                 if not rollout.is_generated:
-                    _go_on(rollout, turns.get(rollout.id), suspended.get(rollout.id), checksums)
+                    _go_on(rollout, turns.get(rollout.id, ()), suspended.get(rollout.id), checksums)
                 rollouts[rollout.id] = rollout
     return rollouts
 
@@ -252,23 +252,21 @@ def _rollout(
     group: GroupRecord,
     record: TrajectoryRecord,
     prompt: Prompt,
-    completion: Completion | None,
+    lineages: tuple[Lineage, ...],
     reward: float | None,
     turn_rewards: tuple[float, ...] | None,
 ) -> Rollout:
     return Rollout(
         record.trajectory, group.group, group.version, record.seed, prompt, group.row_number,
-        lineages=() if completion is None else (Lineage(prompt.tokens, completion),), reward=reward,
-        turn_rewards=turn_rewards,
+        lineages=lineages, reward=reward, turn_rewards=turn_rewards,
     )  # fmt: skip
 
 
-def _go_on(rollout: Rollout, turns: Completion | None, suspended: Suspended | None, checksums: set[str]) -> None:
+def _go_on(rollout: Rollout, turns: Sequence[Lineage], suspended: Suspended | None, checksums: set[str]) -> None:
     """Sets the turns and tokens so far. Without the weights that sampled them, the trajectory starts again."""
-    if turns is not None:
-        if turns.checksum not in checksums:
-            return
-        rollout.turns = Turns.of(rollout.prompt.tokens, [Lineage(rollout.prompt.tokens, turns)])
+    if any(lineage.completion.checksum not in checksums for lineage in turns):
+        return
+    rollout.turns = Turns.of(rollout.prompt.tokens, turns)
     if suspended is not None and suspended.checksum in checksums:
         rollout.suspended = suspended
 
@@ -281,7 +279,5 @@ def kept_again(prompts: PromptStream, journal: Journal, replay: ReuseBuffer) -> 
             prompt = _prompt(prompts, group)
             for record in group.trajectories:
                 if record.trajectory in replay.kept[group.group].trajectories:
-                    kept[record.trajectory] = _rollout(
-                        group, record, prompt, *reader.load_completion(record.trajectory)
-                    )
+                    kept[record.trajectory] = _rollout(group, record, prompt, *reader.load_lineages(record.trajectory))
     return kept

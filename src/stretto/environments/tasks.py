@@ -50,6 +50,11 @@ class Task:
         """The most turns that an episode can have."""
         return 1 if self.environment is None else self.environment.max_turns
 
+    @property
+    def max_lineages(self) -> int:
+        """The most lineages that an episode can have: each has a turn."""
+        return 1 if self.environment is None else min(self.environment.max_lineages, self.max_turns)
+
 
 def load_task(options: TaskOptions, *, seed: int = 0, num_evaluation: int = 128) -> Task:
     """Makes the task that the options describe, with up to `num_evaluation` rows to evaluate on.
@@ -202,7 +207,8 @@ def _file(options: FileOptions | EnvironmentOptions, seed: int, num_evaluation: 
     name = f"`{options.path}`"
     if isinstance(options, FileOptions):
         return Task(name, rows, held_out, options.reward)
-    return Task(name, rows, held_out, None, EnvironmentSpec(options.environment, options.turns, _config(options)))
+    spec = EnvironmentSpec(options.environment, options.turns, _config(options), options.max_lineages)
+    return Task(name, rows, held_out, None, spec)
 
 
 def _config(options: ReasoningGymOptions | EnvironmentOptions) -> dict[str, Any]:

@@ -406,10 +406,11 @@ class Rollouts:
 
     def _complete(self, run: _EpisodeRun) -> None:
         """A rollout has its last token."""
-        id, lineages = run.rollout.id, run.rollout.complete()
+        id, lineages, prompt = run.rollout.id, run.rollout.complete(), run.rollout.prompt.tokens
         run.completed = True
         texts = [self._decode(lineage.completion.tokens.tolist()) for lineage in lineages]
-        self._journal.generated(id, lineages[0].completion, texts[0], at=clock.now())
+        contexts = [None if each.context == prompt else self._decode(each.context) for each in lineages]
+        self._journal.generated(id, lineages, texts, at=clock.now(), contexts=contexts)
         self._post(core.Generated(id, run.rollout.num_sampled))
 
 

@@ -67,9 +67,14 @@ class Updates:
         """Records the batch, in the order of the core's decisions; the coroutine that is returned trains it."""
         waited_for, self._waits_for = self._waits_for, ""
         self._batch = command.trajectories
-        uses = [0] * len(command.trajectories) + [use for _, use in command.again]
-        ids = [*command.trajectories, *(id for id, _ in command.again)]
-        self._journal.batch_taken(command.update, ids, at=clock.now(), uses=uses)
+        samples = self._samples(command)
+        self._journal.batch_taken(
+            command.update,
+            [sample.trajectory for sample in samples],
+            at=clock.now(),
+            uses=[sample.use for sample in samples],
+            lineages=[sample.lineage for sample in samples],
+        )
         return self._update(command, waited_for)
 
     def _samples(self, command: core.Train) -> list[Sample]:
