@@ -168,6 +168,8 @@ class Bench:
     replacements: int = 0
     instance_s: float = 20.0
     max_turns: int = 1
+    max_lineages: int = 1
+    max_context: int | None = None
     greedy: bool = False  # evaluations answer greedily too
     rebalance_s: float = 5.0
     beside: Callable[[Bench], Coroutine[Any, Any, None]] | None = None  # runs beside the loop
@@ -239,6 +241,8 @@ class Bench:
                     rebalance_s=self.rebalance_s,
                     vocabulary=100,
                     max_turns=self.max_turns,
+                    max_lineages=self.max_lineages,
+                    max_context=self.max_context,
                 ),
                 weights=weights or {},
                 rollouts={id: _anew(rollout) for id, rollout in self.rollouts.items()},

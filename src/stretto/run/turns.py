@@ -139,7 +139,8 @@ class Turns:
         if len(context) >= limit:
             if own and number == len(self.done):
                 self.cut.add(lineage)
-            raise _no_room(number, first, before, context, max_tokens, limit)
+            own_context = "" if first is self.prompt else f"the {len(first)} tokens that lineage {lineage} begins with"
+            raise _no_room(number, len(first), len(before), len(context), max_tokens, limit, own_context)
         if number < len(self.done):
             raise other_tokens(number)
         return limit - len(context)
@@ -245,21 +246,16 @@ def _refuse_other_beginning(
 
 
 def _no_room(
-    number: int,
-    first: tuple[int, ...],
-    before: tuple[int, ...],
-    context: tuple[int, ...],
-    max_tokens: int,
-    limit: int,
+    number: int, first: int, before: int, context: int, max_tokens: int, limit: int, own_context: str
 ) -> RoomError:
-    what, most = "the prompt", f"{max_tokens} (`rollout.max_tokens`)"
-    if limit < len(first) + max_tokens:
-        what = f"the {len(first)} tokens of its lineage's own context"
+    """Returns the error for a context of so many tokens; the lineage begins with `first` of them and has `before`."""
+    most = f"{max_tokens} (`rollout.max_tokens`)"
+    if limit < first + max_tokens:
         most = f"{limit} in all (the longest prompt plus `rollout.max_tokens`)"
     return RoomError(
-        f"there is no room for turn {number}: {len(before) - len(first)} tokens follow {what}, "
-        f"{len(context) - len(before)} more are observed, and the limit is {most}; catch this error and return what "
-        "was earned, or look at `policy.left` before"
+        f"there is no room for turn {number}: {before - first} tokens follow {own_context or 'the prompt'}, "
+        f"{context - before} more are observed, and the limit is {most}; catch this error and return what was earned "
+        "or open another lineage, or look at `policy.left` before"
     )
 
 
