@@ -32,7 +32,7 @@ class SharedTaskOptions(Options):
 
     @property
     def max_lineages(self) -> int:
-        """The most lineages of one episode."""
+        """The most lineages of one episode, each of which has a turn."""
         return 1
 
 
@@ -128,7 +128,7 @@ class EnvironmentOptions(EpisodeTaskOptions):
 
     @property
     def max_lineages(self) -> int:
-        return self.lineages
+        return min(self.lineages, self.turns)
 
 
 TaskOptions = Annotated[

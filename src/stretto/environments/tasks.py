@@ -52,8 +52,8 @@ class Task:
 
     @property
     def max_lineages(self) -> int:
-        """The most lineages that an episode can have: each has a turn."""
-        return 1 if self.environment is None else min(self.environment.max_lineages, self.max_turns)
+        """The most lineages that an episode can have."""
+        return 1 if self.environment is None else self.environment.max_lineages
 
 
 def load_task(options: TaskOptions, *, seed: int = 0, num_evaluation: int = 128) -> Task:
