@@ -66,7 +66,7 @@ class Branches:
 
 def branching(model: Path, folder: Path, *overrides: str) -> Recipe:
     """Four updates of 3 groups of 4 episodes, whose turns end at a vowel."""
-    (folder / "our_environments.py").write_text(MINE)
+    (folder / "our_branches.py").write_text(MINE)
     path = folder / "branching.toml"
     path.write_text(
         f"""
@@ -77,7 +77,7 @@ def branching(model: Path, folder: Path, *overrides: str) -> Recipe:
         [task]
         type = "environment"
         path = "prompts.jsonl"
-        environment = "our_environments:Branches"
+        environment = "our_branches:Branches"
         turns = 6
         [rollout]
         prompts = 3
