@@ -173,6 +173,10 @@ def test_a_run_that_is_stopped_goes_on_with_its_lineages_and_can_be_trained_and_
     assert equal(policy(tmp_path / "as a run"), policy(tmp_path / "run"))
     assert main(["verify", str(tmp_path / "run"), "--recompute", "5"]) == 0
     assert "recomputed: 5 of 48 trained trajectories" in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "run"), "--update", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert "lineage 1:" in shown
+    assert "not trained" in shown
 
 
 def test_trajectories_that_are_used_again_bring_all_of_their_lineages(model: Path, tmp_path: Path) -> None:

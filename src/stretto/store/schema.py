@@ -18,7 +18,8 @@
                    an episode with several turns `turns` says where each begins and ends, and what lies between was
                    observed: `num_tokens` counts it, `num_sampled` does not; `context` is what the lineage begins with,
                    NULL if that is the prompt of its group; `train` is 0 if it is never trained on; `turn_numbers` are
-                   those of its turns in the episode, NULL if the trajectory has one lineage
+                   those of its turns in the episode, NULL if the trajectory has one lineage; small columns come first,
+                   because a column behind large ones is slow to read
     transitions    every change of state; `seq` is the order in which they were recorded, whatever the clocks say,
                    and is never given twice
     failures       every attempt that failed: to generate a trajectory, or to score it
@@ -106,11 +107,11 @@ CREATE TABLE trajectories (
 CREATE INDEX trajectories_by_group ON trajectories (group_id, member);
 CREATE INDEX trajectories_by_state ON trajectories (state);
 CREATE TABLE completions (
-    trajectory INTEGER NOT NULL, version INTEGER NOT NULL, checksum TEXT NOT NULL, num_tokens INTEGER NOT NULL,
-    finish TEXT NOT NULL, started_at REAL NOT NULL, finished_at REAL NOT NULL, prefilled INTEGER NOT NULL,
-    text TEXT NOT NULL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL, token_versions BLOB, supports BLOB,
-    num_sampled INTEGER NOT NULL, turns BLOB, lineage INTEGER NOT NULL DEFAULT 0, context BLOB, context_text TEXT,
-    train INTEGER NOT NULL DEFAULT 1, turn_numbers BLOB, PRIMARY KEY (trajectory, lineage));
+    trajectory INTEGER NOT NULL, lineage INTEGER NOT NULL, train INTEGER NOT NULL, version INTEGER NOT NULL,
+    checksum TEXT NOT NULL, num_tokens INTEGER NOT NULL, num_sampled INTEGER NOT NULL, finish TEXT NOT NULL,
+    started_at REAL NOT NULL, finished_at REAL NOT NULL, prefilled INTEGER NOT NULL, turn_numbers BLOB, turns BLOB,
+    text TEXT NOT NULL, context_text TEXT, context BLOB, tokens BLOB NOT NULL, logprobs BLOB NOT NULL,
+    token_versions BLOB, supports BLOB, PRIMARY KEY (trajectory, lineage));
 CREATE TABLE transitions (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, trajectory INTEGER NOT NULL, from_state TEXT, to_state TEXT NOT NULL,
     at REAL NOT NULL, reason TEXT NOT NULL);
