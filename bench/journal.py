@@ -19,7 +19,7 @@ import numpy as np
 from stretto.run.seeds import trajectory_seed
 from stretto.store.journal import JOURNAL_NAME, Journal, RunFacts
 from stretto.store.verify import exit_code, format_findings, verify
-from stretto.types import Completion, Prompt, Sample
+from stretto.types import Completion, Lineage, Prompt, Sample
 
 GROUP = 8
 BATCH = 64
@@ -65,7 +65,7 @@ async def record(folder: Path, num_groups: int, num_tokens: int) -> None:
             completion = Completion(id, update, tokens, logprobs, "stop", checksum)
             samples.append(Sample(id, id // GROUP, update, prompt_tokens, completion, 1.0))
             with timed(caller["generated"]):
-                journal.generated(id, completion, text, at=now)
+                journal.generated(id, [Lineage(prompt_tokens, completion)], [text], at=now)
             with timed(caller["scored"]):
                 journal.scored(id, 1.0, at=now)
         with timed(caller["batch_taken"]):

@@ -129,6 +129,22 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class Lineage:
+    """One row of tokens of a trajectory: a context, and the turns that were sampled behind it.
+
+    Most trajectories have one lineage, whose context is the prompt of their group. A sub-agent, a context that was
+    compacted or a history that was rewritten has one of its own. Lineages are numbered from 0 in the order of their
+    first turns. All lineages of a trajectory have its version and its reward.
+    """
+
+    context: tuple[int, ...]
+    completion: Completion
+    train: bool = True  # False: recorded, so that its episode can be run again, and never trained on
+    # The numbers of its turns among those of the episode; None: they are all of them, as if it is the only lineage.
+    turn_numbers: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class KVRef:
     """The KV of a suspended trajectory that lies on another machine. A backend adds where it is."""
 
@@ -227,16 +243,19 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One finished trajectory as the trainer sees it."""
+    """One lineage of a finished trajectory as the trainer sees it. Most trajectories have one."""
 
     trajectory: int
     group: int
     version: int
-    prompt: Sequence[int]
+    prompt: Sequence[int]  # the context of the lineage
     completion: Completion
-    reward: float
+    reward: float  # of the trajectory
     use: int = 0  # 0: trained for the first time; later ones are those of a replay
-    turn_rewards: tuple[float, ...] | None = None  # of each turn, adding up to `reward`; None: all at the last one
+    # Of each turn of the trajectory, adding up to `reward`; None: all at the last one.
+    turn_rewards: tuple[float, ...] | None = None
+    lineage: int = 0
+    turn_numbers: tuple[int, ...] | None = None  # as in `Lineage`
 
     @property
     def oldest_version(self) -> int:
@@ -248,10 +267,17 @@ class Sample:
 
     @property
     def rewards_by_turn(self) -> tuple[float, ...]:
-        """The reward of each turn of its completion."""
-        if self.turn_rewards is not None:
+        """The reward of each turn of its completion.
+
+        What other lineages earned after a turn of this one, and before its next turn, counts as earned at that turn.
+        """
+        if self.turn_rewards is None:
+            return (0.0,) * (len(self.completion.turn_lengths) - 1) + (self.reward,)
+        if self.turn_numbers is None:
             return self.turn_rewards
-        return (0.0,) * (len(self.completion.turn_lengths) - 1) + (self.reward,)
+        ends = (*self.turn_numbers[1:], len(self.turn_rewards))
+        spans = zip(self.turn_numbers, ends, strict=True)
+        return tuple(math.fsum(self.turn_rewards[start:end]) for start, end in spans)
 
     @property
     def token_versions(self) -> NDArray[np.int64]:
@@ -270,9 +296,17 @@ def older_versions(samples: Iterable[Sample], update: int) -> list[int]:
     return sorted(version for version in found if version < update)
 
 
+def by_trajectory(samples: Iterable[Sample]) -> list[list[Sample]]:
+    """Returns the samples of each trajectory and use: one for each lineage that is trained."""
+    found: dict[tuple[int, int], list[Sample]] = {}
+    for sample in samples:
+        found.setdefault((sample.trajectory, sample.use), []).append(sample)
+    return list(found.values())
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The samples of one update, ordered by (version, group, member); those that are used again follow, likewise.
+    """The samples of one update, ordered by (version, group, member, lineage); those used again follow, likewise.
 
     `versions` has the weights of the older versions that sampled it, for a trainer that scores tokens under them. It
     may lack some, or all.

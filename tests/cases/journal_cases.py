@@ -9,7 +9,7 @@ import numpy as np
 from stretto.run.seeds import trajectory_seed
 from stretto.store.journal import JOURNAL_NAME, Journal, RunFacts
 from stretto.store.reader import JournalReader
-from stretto.types import Completion, Prompt
+from stretto.types import Completion, Lineage, Prompt
 
 FACTS = RunFacts(
     paradigm="multi-version", staleness=2, auto=False, batch=2, group=3, updates=4, seed=7, data_rows=8, retries=1
@@ -72,7 +72,8 @@ class Recorder:
             started_at=self.now(),
             finished_at=self.now(),
         )
-        self.journal.generated(id, completion, f"answer of {id}", at=self.now())
+        prompt = (1, 2, id // self.facts.group)
+        self.journal.generated(id, [Lineage(prompt, completion)], [f"answer of {id}"], at=self.now())
 
     def finish(self, group: int) -> list[int]:
         for id in self.ids(group):

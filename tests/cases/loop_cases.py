@@ -168,6 +168,8 @@ class Bench:
     replacements: int = 0
     instance_s: float = 20.0
     max_turns: int = 1
+    max_lineages: int = 1
+    max_context: int | None = None
     greedy: bool = False  # evaluations answer greedily too
     rebalance_s: float = 5.0
     beside: Callable[[Bench], Coroutine[Any, Any, None]] | None = None  # runs beside the loop
@@ -239,6 +241,8 @@ class Bench:
                     rebalance_s=self.rebalance_s,
                     vocabulary=100,
                     max_turns=self.max_turns,
+                    max_lineages=self.max_lineages,
+                    max_context=self.max_context,
                 ),
                 weights=weights or {},
                 rollouts={id: _anew(rollout) for id, rollout in self.rollouts.items()},
@@ -270,7 +274,7 @@ def _anew(rollout: Rollout) -> Rollout:
     """What a run that is taken up knows of a trajectory: nothing of where it was and what was asked for it."""
     again = Rollout(
         rollout.id, rollout.group, rollout.version, rollout.seed, rollout.prompt, rollout.row_number,
-        completion=rollout.completion, reward=rollout.reward, suspended=rollout.suspended,
+        lineages=rollout.lineages, reward=rollout.reward, suspended=rollout.suspended,
         turn_rewards=rollout.turn_rewards,
     )  # fmt: skip
     again.turns = rollout.turns

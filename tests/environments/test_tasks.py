@@ -13,7 +13,13 @@ from stretto.environments.countdown import Problem
 from stretto.environments.reasoning_problems import exact, extract_answer
 from stretto.environments.reward_pool import RewardPool
 from stretto.environments.single_turn import SingleTurn
-from stretto.environments.task_options import CountdownChainOptions, FileOptions, ReasoningGymOptions
+from stretto.environments.task_options import (
+    CountdownChainOptions,
+    EnvironmentOptions,
+    FileOptions,
+    GuessOptions,
+    ReasoningGymOptions,
+)
 from stretto.environments.tasks import load_task
 from stretto.errors import RecipeError, RewardError
 from stretto.types import Completion, Prompt
@@ -204,3 +210,14 @@ def test_an_episode_asks_once_and_scores_the_decoded_answer():
 
     assert asyncio.run(run()) == 1.0
     assert asked == [(1, 2, 3)]
+
+
+def test_an_episode_has_no_more_lineages_than_turns(tmp_path):
+    given = {"path": "p.jsonl", "environment": "a:B"}
+    assert EnvironmentOptions(turns=4, **given).max_lineages == 4
+    assert EnvironmentOptions(turns=40, **given).max_lineages == 16
+    assert EnvironmentOptions(turns=40, lineages=2, **given).max_lineages == 2
+    assert GuessOptions(turns=4).max_lineages == 1
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    options = EnvironmentOptions(turns=4, path=str(tmp_path / "p.jsonl"), environment="a:B", lineages=3)
+    assert load_task(options, num_evaluation=0).max_lineages == 3

@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 from stretto.errors import RunError
 from stretto.observe.show import show
 from stretto.store.journal import JOURNAL_NAME, Journal, RunFacts
-from stretto.types import Completion, Prompt
+from stretto.types import Completion, Lineage, Prompt
 
 REWARDS = {0: 0.0, 1: 1.0, 2: 0.5, 3: 0.25}
 
@@ -57,7 +57,9 @@ def run_folder(tmp_path: Path):
     for id, reward in REWARDS.items():
         tokens = np.arange(5 + id, dtype=np.int32)
         completion = Completion(id, 0, tokens, np.zeros(len(tokens), np.float32), "stop", "sum0")
-        journal.generated(id, completion, f"line one of {id}\n[red]\x1b[2J wipes the screen", at=3.0)
+        journal.generated(
+            id, [Lineage((1, 2), completion)], [f"line one of {id}\n[red]\x1b[2J wipes the screen"], at=3.0
+        )
         journal.scored(id, reward, at=3.5)
     journal.batch_taken(0, [0, 1], at=4.0)
     journal.update_done(0, {"loss": 0.1}, at=6.5)
@@ -136,7 +138,8 @@ def test_a_very_long_completion_is_cut_in_the_middle(tmp_path):
             at=1.0,
         )
         completion = Completion(0, 0, np.zeros(3, np.int32), np.zeros(3, np.float32), "length", "sum0")
-        journal.generated(0, completion, "\n".join(f"<{i}>" for i in range(1000)), at=1.0)
+        text = "\n".join(f"<{i}>" for i in range(1000))
+        journal.generated(0, [Lineage((1,), completion)], [text], at=1.0)
         journal.scored(0, 1.0, at=1.0)
         journal.batch_taken(0, [0], at=1.0)
     text = render(show(tmp_path, update=0))
@@ -181,7 +184,7 @@ def test_how_often_a_run_was_resumed_is_said_in_words(tmp_path: Path, sessions: 
 def test_the_overview_counts_what_was_used_again_and_what_was_filtered(run_folder):
     with sqlite3.connect(run_folder / JOURNAL_NAME) as db:
         db.execute("UPDATE updates SET metrics = ? WHERE update_id = 0", (json.dumps({"filtered_groups": 4}),))
-        db.execute("INSERT INTO members VALUES (1, 2, 0, 1), (1, 3, 1, 1)")
+        db.execute("INSERT INTO members VALUES (1, 2, 0, 1, 0), (1, 3, 1, 1, 0)")
     text = render(show(run_folder))
     (header,) = [line for line in text.splitlines() if "reused" in line]
     assert header.split()[:8] == ["update", "reward", "samples", "reused", "filtered", "groups", "tokens", "age"]
@@ -189,3 +192,40 @@ def test_the_overview_counts_what_was_used_again_and_what_was_filtered(run_folde
     assert ["0", "0.5000", "2", "0", "4", "5.5", "0.00", "0", "2.5"] in lines
     assert any(line[:5] == ["1", "0.4375", "4", "2", "-"] for line in lines)
     assert "trajectory 1: reward 1.0000, version 0, age 1, 6 tokens, stop, use 1" in render(show(run_folder, update=1))
+
+
+def test_lineages_are_told_apart(tmp_path):
+    logprobs = np.zeros(4, np.float32)
+    with Journal.open(tmp_path / JOURNAL_NAME) as journal:
+        journal.begin(RunFacts("synchronous", 0, False, 1, 1, 1, 0, 9, 0), at=1.0)
+        journal.group_admitted(
+            0,
+            version=0,
+            deadline=0,
+            staleness=0,
+            prompt=Prompt(0, "what is it?", (1, 2), {}),
+            epoch=0,
+            row_number=0,
+            trajectories=[0],
+            seeds=[1],
+            at=1.0,
+        )
+        spans = np.array([[0, 1], [3, 4]], np.int32)
+        lineages = [
+            Lineage((1, 2), Completion(0, 0, np.arange(4), logprobs, "stop", "sum0", turns=spans), True, (0, 3)),
+            Lineage((5,), Completion(0, 0, np.arange(4), logprobs, "length", "sum0"), False, (1,)),
+            Lineage((6, 7), Completion(0, 0, np.arange(4), logprobs, "stop", "sum0"), True, (2,)),
+        ]
+        texts, contexts = ["the answer", "a title", "the agent's"], [None, "name it:", "you are [an agent]:"]
+        journal.generated(0, lineages, texts, at=1.0, contexts=contexts)
+        journal.scored(0, 1.0, at=1.0)
+        journal.batch_taken(0, [0, 0], at=1.0, lineages=[0, 2])
+    text = render(show(tmp_path, update=0))
+    assert "update 0: 1 of 1 samples, mean reward 1.0000" in text
+    assert "trajectory 0: reward 1.0000, version 0, age 0, 10 tokens in 4 turns, 3 lineages" in text
+    lines = [line.strip() for line in text.splitlines()]
+    start = lines.index("lineage 0: 2 tokens in 2 turns, stop")
+    assert lines[start + 1 :] == [
+        *("the answer", "lineage 1: 4 tokens, length, not trained", "context:", "name it:", "completion:", "a title"),
+        *("lineage 2: 4 tokens, stop", "context:", "you are [an agent]:", "completion:", "the agent's"),
+    ]

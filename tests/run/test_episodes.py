@@ -32,7 +32,7 @@ class Asked:
         self.ended: list[str] = []
         self._takes_s, self._fault = takes_s, fault
 
-    async def _turn(self, number: int, tokens: tuple[int, ...]) -> Completion:
+    async def _turn(self, number: int, tokens: tuple[int, ...], lineage: int, train: bool) -> Completion:
         try:
             await asyncio.sleep(self._takes_s)
         except asyncio.CancelledError:
@@ -41,7 +41,7 @@ class Asked:
         if self._fault is not None:
             raise self._fault
         self.ended.append("done")
-        self.turns.add(tokens, TURN)
+        self.turns.add(tokens, TURN, lineage, train)
         return TURN
 
 

@@ -279,9 +279,9 @@ def test_a_stopped_run_uses_again_what_the_journal_has(tmp_path: Path) -> None:
         kept = kept_again(prompts, journal, Controller.restore(second.plan, told).reuse)
     assert kept.keys() == expected.keys()
     for id, rollout in kept.items():
-        assert rollout.completion is not None
-        assert rollout.completion.tokens.tolist() == expected[id].completion.tokens.tolist()
-        assert rollout.completion.logprobs.tolist() == expected[id].completion.logprobs.tolist()
+        assert rollout.is_generated
+        assert rollout.lineages[0].completion.tokens.tolist() == expected[id].lineages[0].completion.tokens.tolist()
+        assert rollout.lineages[0].completion.logprobs.tolist() == expected[id].lineages[0].completion.logprobs.tolist()
         assert (rollout.reward, rollout.prompt) == (expected[id].reward, expected[id].prompt)
     second.trainer, second.snapshot, second.kept = first.trainer, told, kept
     second.rollouts, second.weights = first.loop.rollouts, first.loop.weights

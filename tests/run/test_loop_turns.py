@@ -260,7 +260,7 @@ def test_a_run_that_is_stopped_goes_on_with_the_turns_that_were_done(tmp_path: P
     assert not bench.run()
     assert broken(tmp_path) == []
     left = dict(bench.loop.rollouts)
-    done = {id: len(rollout.turns.done) for id, rollout in left.items() if rollout.completion is None}
+    done = {id: len(rollout.turns.done) for id, rollout in left.items() if not rollout.is_generated}
     assert any(done.values()), "something was stopped between two turns"
     engine = CountingEngine(rows=32, median_tokens=6.0)
     resumed = talking(

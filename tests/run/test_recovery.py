@@ -95,7 +95,7 @@ def test_the_journal_says_what_the_core_was(tmp_path: Path, name: str) -> None:
     score = InProcess(lambda prompt, completion, attempt: float(completion.tokens[-1] % 2))
     bench = stopped(tmp_path, asked, environment=score)
     own, told = record(bench.loop.controller), snapshot(tmp_path / "journal.sqlite", asked)
-    late = {rollout.id for rollout in bench.loop.rollouts.values() if rollout.completion is not None}
+    late = {rollout.id for rollout in bench.loop.rollouts.values() if rollout.is_generated}
     assert comparable(told, late) == comparable(own, late)
     assert told.outstanding or not asked.staleness, "nothing was under way; the test shows nothing"
     Controller.restore(asked, told)

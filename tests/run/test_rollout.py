@@ -11,12 +11,13 @@ import pytest
 
 from stretto.errors import TransitionError
 from stretto.run.rollout import TRANSITIONS, Placement, Rollout, RolloutState
-from stretto.types import Completion, Prompt, Request, Sampling, Suspended
+from stretto.types import Completion, Lineage, Prompt, Request, Sampling, Suspended
 
 S = RolloutState
 PROMPT = Prompt(0, "1+1=", (1, 2, 3), {})
 REQUEST = Request(0, 1, PROMPT.tokens, seed=9, sampling=Sampling(8))
 TURN = Completion(0, 1, np.arange(4, dtype=np.int32), np.zeros(4, np.float32), "stop", "sum")
+WHOLE = (Lineage(PROMPT.tokens, TURN),)
 
 
 def placed(rollout: Rollout) -> None:
@@ -131,8 +132,8 @@ def test_the_table_has_nothing_that_no_method_does() -> None:
 
 def test_what_the_journal_has_of_a_trajectory_says_its_state() -> None:
     assert Rollout(0, 7, 1, 9, PROMPT, 0).state is S.WAITING
-    assert Rollout(0, 7, 1, 9, PROMPT, 0, completion=TURN).state is S.SCORING
-    assert Rollout(0, 7, 1, 9, PROMPT, 0, completion=TURN, reward=0.0).state is S.SCORED
+    assert Rollout(0, 7, 1, 9, PROMPT, 0, lineages=WHOLE).state is S.SCORING
+    assert Rollout(0, 7, 1, 9, PROMPT, 0, lineages=WHOLE, reward=0.0).state is S.SCORED
 
 
 def test_a_rollout_waits_once_every_instance_that_it_left_has_handed_it_over() -> None:
@@ -176,7 +177,7 @@ def test_a_turn_that_comes_after_its_rollout_left_is_kept_and_changes_no_state()
         assert (rollout.state, rollout.instance) == (S.PLACED, 1)
         assert (rollout.num_sampled, rollout.context, rollout.suspended, before.pending) == (4, 7, None, None)
         rollout.complete()
-        assert (rollout.state, rollout.instance, rollout.completion) == (S.SCORING, None, TURN)
+        assert (rollout.state, rollout.instance, rollout.lineages) == (S.SCORING, None, WHOLE)
 
     asyncio.run(story())
 
@@ -198,6 +199,6 @@ def test_one_that_was_dropped_keeps_the_tokens_that_still_come() -> None:
 def test_a_scored_rollout_has_its_completion_and_no_turns() -> None:
     async def story() -> None:
         rollout = in_state(S.SCORED)
-        assert (rollout.reward, rollout.completion, rollout.turns.done) == (0.5, TURN, [])
+        assert (rollout.reward, rollout.lineages, rollout.turns.done) == (0.5, WHOLE, [])
 
     asyncio.run(story())

@@ -38,7 +38,7 @@ from stretto.run.settings import Settings
 from stretto.run.turns import Turn
 from stretto.run.version_loader import VersionLoader
 from stretto.training.fake import FakeTrainer
-from stretto.types import Capacity, Completion, EngineStats, Prompt, Request, Sampling, Suspended, Weights
+from stretto.types import Capacity, Completion, EngineStats, Lineage, Prompt, Request, Sampling, Suspended, Weights
 
 PROMPT = Prompt(0, "1+1=", (1, 2, 3), {})
 
@@ -172,7 +172,7 @@ def test_a_rollout_goes_from_its_prompt_to_its_reward() -> None:
     made, recorder, events = rollouts(rollout, {0: engine}, outcome=0.5)
     asyncio.run(run_episode(made, rollout, 2, 0))
     assert engine.generated == [replace(request(0, 2), group=7)]
-    assert (rollout.completion, rollout.reward, rollout.instance) == (engine.done, 0.5, None)
+    assert (rollout.lineages[0].completion, rollout.reward, rollout.instance) == (engine.done, 0.5, None)
     assert [name for name, _ in recorder.told] == ["generated", "member_ended", "scored"]
     assert events == [core.Generated(0, 4), core.Scored(0, 0.5)]
 
@@ -250,9 +250,9 @@ def test_one_that_began_anew_under_newer_weights_says_so_of_every_token() -> Non
     rollout, engine = Rollout(0, 0, 1, 9, PROMPT, 0), Engine(completion(3))
     made, _, _ = rollouts(rollout, {0: engine}, pinned=False)
     asyncio.run(run_episode(made, rollout, 3, 0))
-    assert rollout.completion is not None
-    assert rollout.completion.token_versions is not None
-    assert rollout.completion.token_versions.tolist() == [3, 3, 3, 3]
+    assert rollout.is_generated
+    assert rollout.lineages[0].completion.token_versions is not None
+    assert rollout.lineages[0].completion.token_versions.tolist() == [3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("turns", [0, 1], ids=["of the turn under way", "of a turn that is done"])
@@ -315,7 +315,7 @@ def test_a_lost_instance_is_told_once_and_the_last_one_ends_the_run() -> None:
 
 def test_what_is_thrown_away_is_recorded_with_the_tokens_that_it_had() -> None:
     running = Rollout(0, 0, 1, 9, PROMPT, 0)
-    done = Rollout(1, 0, 1, 9, PROMPT, 0, completion=completion(1))
+    done = Rollout(1, 0, 1, 9, PROMPT, 0, lineages=(Lineage(PROMPT.tokens, completion(1)),))
     waiting = Rollout(2, 0, 1, 9, PROMPT, 0)
     made, recorder, _ = rollouts(running, {0: Engine(completion(1))})
 
@@ -499,8 +499,8 @@ def test_two_turns_are_one_trajectory_that_ends_when_the_last_is_done() -> None:
     asyncio.run(run_episode(made, rollout, 1, 0))
     assert [each.sampling.max_tokens for each in engine.generated] == [8, 4]
     assert asks.left == [5]
-    assert rollout.completion is not None
-    assert rollout.completion.tokens.tolist() == [0, 1, 2, 9, 0, 1, 2]
+    assert rollout.is_generated
+    assert rollout.lineages[0].completion.tokens.tolist() == [0, 1, 2, 9, 0, 1, 2]
     assert events == [core.Generated(0, 6), core.Scored(0, 0.5)]
     assert [name for name, _ in recorder.told] == ["generated", "member_ended", "scored"]
 
@@ -513,9 +513,9 @@ def test_a_turn_that_was_suspended_goes_on_behind_those_that_are_done() -> None:
     asyncio.run(run_episode(made, rollout, 1, 0))
     assert not engine.generated
     assert [each.request for each in engine.resumed] == [second()]
-    assert rollout.completion is not None
-    assert rollout.completion.turns is not None
-    assert rollout.completion.turns.tolist() == [[0, 4], [5, 8]]
+    assert rollout.is_generated
+    assert rollout.lineages[0].completion.turns is not None
+    assert rollout.lineages[0].completion.turns.tolist() == [[0, 4], [5, 8]]
     assert events == [core.Generated(0, 7), core.Scored(0, 0.5)]
 
 
@@ -615,7 +615,7 @@ def test_a_trajectory_that_has_its_last_token_is_scored_with_the_turns_that_it_h
     made_before.turns.add(CONTEXT, replace(completion(1), tokens=np.arange(3, dtype=np.int32)))
     whole = replace(made_before.turns.done[0].completion, tokens=np.array([0, 1, 2, 3, 9, 0, 1, 2], np.int32))
     whole = replace(whole, logprobs=np.zeros(8, np.float32), turns=np.array([[0, 4], [5, 8]], np.int32))
-    rollout = Rollout(0, 7, 1, 9, PROMPT, 0, completion=whole)
+    rollout = Rollout(0, 7, 1, 9, PROMPT, 0, lineages=(Lineage(PROMPT.tokens, whole),))
     made, recorder, events = rollouts(rollout, {}, environment=Asks(), max_turns=3)
 
     async def scored() -> None:

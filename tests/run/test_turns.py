@@ -10,7 +10,7 @@ import pytest
 from stretto.environments.protocol import Outcome, earned
 from stretto.errors import RewardError, RoomError
 from stretto.run.turns import Turns, token_ids
-from stretto.types import Completion, FinishReason, Sample, Supports
+from stretto.types import Completion, FinishReason, Lineage, Sample, Supports
 
 PROMPT = (1, 2)
 LIMITS = {"max_turns": 3, "max_tokens": 8}
@@ -60,7 +60,7 @@ def test_turns_become_one_trajectory_that_says_which_tokens_were_sampled() -> No
 
 def test_the_turns_of_a_trajectory_are_found_again_in_it() -> None:
     before = three()
-    after = Turns.of(PROMPT, before.whole())
+    after = Turns.of(PROMPT, before.lineages())
     assert [each.context for each in after.done] == [each.context for each in before.done]
     for one, other in zip(before.done, after.done, strict=True):
         assert other.completion.tokens.tolist() == one.completion.tokens.tolist()
@@ -77,7 +77,7 @@ def test_a_single_turn_behind_its_prompt_is_what_the_engine_made_of_it() -> None
     made, turns = turn(10, 11), Turns(PROMPT)
     turns.add(PROMPT, made)
     assert turns.whole() is made
-    (again,) = Turns.of(PROMPT, made).done
+    (again,) = Turns.of(PROMPT, [Lineage(PROMPT, made)]).done
     assert again.completion is made
     observed = Turns(PROMPT)
     observed.add((*PROMPT, 90), made)
@@ -202,3 +202,159 @@ def test_one_reward_is_that_of_the_last_turn() -> None:
     sample = Sample(0, 0, 0, PROMPT, three().whole(), 2.0)
     assert sample.rewards_by_turn == (0.0, 0.0, 2.0)
     assert Sample(0, 0, 0, PROMPT, three().whole(), 2.0, turn_rewards=(1.0, 1.0, 0.0)).rewards_by_turn == (1, 1, 0)
+
+
+# -- lineages ----------------------------------------------------------------------------------------------------------
+
+SEVERAL = {"max_turns": 9, "max_tokens": 8, "max_lineages": 3, "max_context": 11}
+
+
+def branched() -> Turns:
+    """The prompt, a sub-agent with two turns around the second turn of the first lineage, and an untrained title."""
+    turns = Turns(PROMPT)
+    turns.add((1, 2), turn(10, 11, supports=True))
+    turns.add((70, 71), turn(20, supports=True), 1)
+    turns.add((1, 2, 10, 11, 90), turn(12, supports=True))
+    turns.add((70, 71, 20, 95), turn(21, 22, supports=True, finish="length"), 1)
+    turns.add((80,), turn(30, supports=True), 2, train=False)
+    return turns
+
+
+def test_turns_of_several_lineages_become_a_row_each() -> None:
+    first, agent, title = branched().lineages()
+    assert (first.context, agent.context, title.context) == (PROMPT, (70, 71), (80,))
+    assert [each.train for each in (first, agent, title)] == [True, True, False]
+    assert [each.turn_numbers for each in (first, agent, title)] == [(0, 2), (1, 3), (4,)]
+    assert first.completion.tokens.tolist() == [10, 11, 90, 12]
+    assert agent.completion.tokens.tolist() == [20, 95, 21, 22]
+    assert agent.completion.turns is not None
+    assert agent.completion.turns.tolist() == [[0, 1], [2, 4]]
+    assert agent.completion.logprobs == pytest.approx([-2.0, 0.0, -2.1, -2.2])
+    assert agent.completion.supports is not None
+    assert agent.completion.supports.tokens.tolist() == [20, 70, 95, 21, 71, 22, 72]
+    assert (first.completion.finish, agent.completion.finish) == ("stop", "length")
+    assert (title.completion.tokens.tolist(), title.completion.turns) == ([30], None)
+
+
+def test_the_turns_of_several_lineages_are_found_again_in_their_order() -> None:
+    before = branched()
+    after = Turns.of(PROMPT, before.lineages())
+    for name in ("context", "lineage", "train"):
+        assert [getattr(each, name) for each in after.done] == [getattr(each, name) for each in before.done]
+    assert [t.completion.tokens.tolist() for t in after.done] == [t.completion.tokens.tolist() for t in before.done]
+    assert after.num_sampled == before.num_sampled == 7
+    assert after.num_tokens_after(5) == 4
+
+
+def test_one_lineage_is_what_it_was_without_lineages() -> None:
+    (only,) = three().lineages()
+    assert (only.context, only.train, only.turn_numbers) == (PROMPT, True, None)
+
+
+def test_the_first_lineage_may_begin_with_another_context_than_the_prompt() -> None:
+    turns, own = Turns(PROMPT), (50, 51, 52)
+    assert turns.room(0, own, **LIMITS) == 8
+    turns.add(own, made := turn(10, 11))
+    (only,) = turns.lineages()
+    assert only.context == own
+    assert only.completion is made
+    assert Turns.of(PROMPT, [only]).done[0].context == own
+    assert turns.room(1, (*own, 10, 11, 90), **LIMITS) == 5
+    assert turns.left(1, max_tokens=8) == 6
+    assert turns.left(1, max_tokens=8, max_context=6) == 1
+    with pytest.raises(RewardError, match="does not begin with the 5 tokens"):
+        turns.room(1, (*PROMPT, 10, 11), **LIMITS)
+
+
+def test_a_lineage_is_continued_with_its_own_tokens_and_opened_with_any() -> None:
+    turns = Turns(PROMPT)
+    turns.add(PROMPT, turn(10, 11))
+    assert turns.room(1, (70, 71), 1, **SEVERAL) == 8
+    assert turns.room(1, (7,) * 10, 1, **SEVERAL) == 1
+    turns.add((70, 71), turn(20), 1)
+    assert turns.room(2, (70, 71, 20, 95), 1, **SEVERAL) == 6
+    assert turns.room(2, (*PROMPT, 10, 11), **SEVERAL) == 6
+    with pytest.raises(RewardError, match="turn 2 of lineage 1 with a context that does not begin with the 3 tokens"):
+        turns.room(2, (*PROMPT, 10, 11), 1, **SEVERAL)
+
+
+@pytest.mark.parametrize("lineage", [2, 5, -1, None])
+def test_lineages_are_numbered_one_after_the_other(lineage: Any) -> None:
+    turns = Turns(PROMPT)
+    turns.add(PROMPT, turn(10, 11))
+    with pytest.raises(RewardError, match=rf"turn 1 in lineage {lineage}, and its episode has 1 .*`lineage=1`"):
+        turns.room(1, (70,), lineage, **SEVERAL)
+
+
+def test_more_lineages_than_the_task_has_and_empty_ones_are_refused() -> None:
+    turns = branched()
+    with pytest.raises(RewardError, match=r"opened lineage 3, .* have 3 at most: .*`task.lineages`"):
+        turns.room(5, (70,), 3, **SEVERAL)
+    with pytest.raises(RewardError, match="opened lineage 0 with an empty context"):
+        Turns(PROMPT).room(0, (), **SEVERAL)
+
+
+def test_a_lineage_stays_trained_or_not() -> None:
+    with pytest.raises(RewardError, match=r"turn 5 with `train=True` in lineage 2, which it opened with `train=False`"):
+        branched().room(5, (80, 30, 31), 2, **SEVERAL)
+    assert branched().room(5, (80, 30, 31), 2, train=False, **SEVERAL) == 6
+
+
+def test_a_context_that_is_too_long_for_a_lineage_opens_none_and_cuts_none() -> None:
+    turns = Turns(PROMPT)
+    turns.add(PROMPT, turn(10, 11))
+    begins = "no room for turn 1: 0 tokens follow the 12 tokens that lineage 1 begins with"
+    with pytest.raises(RoomError, match=f"{begins}, .* the limit is 11 in all"):
+        turns.room(1, (7,) * 12, 1, **SEVERAL)
+    assert (turns.num_lineages, turns.cut) == (1, set())
+
+
+def test_only_the_lineage_without_room_is_cut() -> None:
+    turns = Turns(PROMPT)
+    turns.add(PROMPT, turn(10, 11))
+    with pytest.raises(RoomError):
+        turns.room(1, (*PROMPT, 10, 11, *range(6)), **SEVERAL)
+    turns.add((70,), turn(20), 1)
+    assert [each.completion.finish for each in turns.lineages()] == ["length", "stop"]
+    assert [each.completion.finish for each in Turns.of(PROMPT, turns.lineages()).done] == ["length", "stop"]
+    # The episode is run again, and asks for what had no room once more.
+    assert turns.get(1, (*PROMPT, 10, 11, *range(6))) is None
+    with pytest.raises(RoomError):
+        turns.room(1, (*PROMPT, 10, 11, *range(6)), **SEVERAL)
+
+
+def test_a_turn_is_handed_back_for_the_same_lineage_alone() -> None:
+    turns = branched()
+    assert turns.get(1, (70, 71), 1) is turns.done[1].completion
+    assert turns.get(1, (70, 71)) is None
+    assert turns.get(4, (80,), 2) is None
+    assert turns.get(4, (80,), 2, train=False) is turns.done[4].completion
+
+
+def test_an_episode_is_full_when_nothing_can_follow() -> None:
+    turns = Turns(PROMPT)
+    turns.add(PROMPT, turn(10, finish="length"))
+    assert turns.is_full(max_turns=9, max_lineages=1)
+    assert turns.is_full(max_turns=1, max_lineages=3)
+    assert not turns.is_full(max_turns=9, max_lineages=2)
+    turns.add((70,), turn(20), 1)
+    assert not turns.is_full(max_turns=9, max_lineages=2)
+    turns.add((70, 20), turn(21, finish="length"), 1)
+    assert turns.is_full(max_turns=9, max_lineages=2)
+
+
+def test_a_lineage_earns_what_was_earned_from_each_of_its_turns_to_its_next() -> None:
+    first, agent, title = branched().lineages()
+    rewards = (1.0, 2.0, 4.0, 8.0, 16.0)
+
+    def earned_by(lineage: Lineage) -> tuple[float, ...]:
+        sample = Sample(
+            0, 0, 0, lineage.context, lineage.completion, 31.0, turn_rewards=rewards, turn_numbers=lineage.turn_numbers
+        )
+        return sample.rewards_by_turn
+
+    assert earned_by(first) == (3.0, 28.0)
+    assert earned_by(agent) == (6.0, 24.0)
+    assert earned_by(title) == (16.0,)
+    whole = Sample(0, 0, 0, agent.context, agent.completion, 31.0, turn_numbers=agent.turn_numbers)
+    assert whole.rewards_by_turn == (0.0, 31.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from stretto.store.checkpoint_files import (
     find_checkpoint,
     load_checkpoint,
 )
-from stretto.types import Completion, Request, Sampling, Supports, Suspended
+from stretto.types import Completion, Lineage, Request, Sampling, Supports, Suspended
 
 
 def suspended(id: int, num_tokens: int, versions: bool = False, supports: bool = False) -> Suspended:
@@ -93,12 +94,18 @@ def test_the_turns_that_were_done_come_back(tmp_path: Path) -> None:
         turns=np.array([[0, 1], [2, 3]], dtype=np.int32),
     )
     one = Completion(13, 3, made.tokens.copy(), made.logprobs.copy(), "stop", "abc")
-    folder = complete_checkpoint(begin_checkpoint(tmp_path, 4), [suspended(12, 2)], [made, one])
+    other = replace(one, id=12, tokens=np.array([1, 2, 3], dtype=np.int32), logprobs=one.logprobs.copy())
+    turns = {
+        12: (Lineage((4, 5), made, turn_numbers=(0, 2)), Lineage((6,), other, train=False, turn_numbers=(1,))),
+        13: (Lineage((4, 5), one),),
+    }
+    folder = complete_checkpoint(begin_checkpoint(tmp_path, 4), [suspended(12, 2)], turns)
     read = load_checkpoint(folder)
     assert same(read.suspended[12], suspended(12, 2))
     for name in Completion.__dataclass_fields__:
-        for before, after in ((made, read.turns[12]), (one, read.turns[13])):
-            old, new = getattr(before, name), getattr(after, name)
+        for before, after in zip((*turns[12], *turns[13]), (*read.turns[12], *read.turns[13]), strict=True):
+            assert replace(after, completion=before.completion) == before
+            old, new = getattr(before.completion, name), getattr(after.completion, name)
             if isinstance(old, Supports):
                 assert np.array_equal(old.counts, new.counts)
                 assert np.array_equal(old.tokens, new.tokens)

@@ -20,7 +20,7 @@ from stretto.errors import JournalError, RunError
 from stretto.run.seeds import trajectory_seed
 from stretto.store.journal import JOURNAL_NAME, Journal, JournalReader, RunFacts
 from stretto.store.verify import verify
-from stretto.types import Completion, Prompt
+from stretto.types import Completion, Lineage, Prompt
 
 FACTS = RunFacts(
     paradigm="multi-version", staleness=2, auto=False, batch=2, group=3, updates=4, seed=7, data_rows=8, retries=1
@@ -38,7 +38,9 @@ def test_what_was_recorded_is_read_back(recorder, tmp_path):
     run.journal.scored(0, 0.75, at=3.0)
     run.journal.flush()
     with JournalReader(tmp_path) as reader:
-        completion, reward, turn_rewards = reader.load_completion(0)
+        (lineage,), reward, turn_rewards = reader.load_lineages(0)
+        completion = lineage.completion
+        assert (lineage.context, lineage.train, lineage.turn_numbers) == ((1, 2, 0), True, None)
         assert (reward, turn_rewards, completion.turns, completion.num_sampled) == (0.75, None, None, 4)
         assert completion.tokens.tolist() == [0, 1, 2, 3]
         assert completion.tokens.dtype == np.int32
@@ -55,7 +57,7 @@ def test_what_was_recorded_is_read_back(recorder, tmp_path):
         assert reader.versions() == {0: "sum0"}
         assert reader.num_groups() == 1
         with pytest.raises(JournalError, match="no completion of trajectory 1"):
-            reader.load_completion(1)
+            reader.load_lineages(1)
         with pytest.raises(JournalError, match="no trajectory 99"):
             reader.trajectory(99)
 
@@ -368,7 +370,7 @@ def test_a_journal_of_another_schema_is_refused(recorder, tmp_path):
     recorder().journal.close()
     with sqlite3.connect(tmp_path / JOURNAL_NAME) as db:
         db.execute("PRAGMA user_version = 6")
-    named = "was written with schema version 6, and .* reads schema version 7: use the version of stretto that wrote it"
+    named = "was written with schema version 6, and .* reads schema version 8: use the version of stretto that wrote it"
     for read in (JournalReader, verify, lambda folder: Journal.open(folder / JOURNAL_NAME, resume=True)):
         with pytest.raises(JournalError, match=named):
             read(tmp_path)
@@ -455,7 +457,7 @@ def test_recording_encodes_nothing_on_the_callers_side(recorder):
     for id in run.ids(0):
         completion = Completion(id, 0, tokens, logprobs, "length", "sum0", started_at=1.0)
         started = time.perf_counter()
-        run.journal.generated(id, completion, "text", at=1.0)
+        run.journal.generated(id, [Lineage((1, 2, 0), completion)], ["text"], at=1.0)
         seconds.append(time.perf_counter() - started)
     assert min(seconds) < 0.001  # copying 16 MB takes longer; the others may have lost the processor meanwhile
     run.journal.flush()
@@ -496,11 +498,12 @@ def test_turns_and_what_each_earned_are_read_back(recorder, tmp_path):
         checksum="sum0",
         turns=np.array([[0, 2], [3, 4]], dtype=np.int32),
     )
-    run.journal.generated(0, made, "45Z6", at=2.0)
+    run.journal.generated(0, [Lineage((1, 2, 0), made)], ["45Z6"], at=2.0)
     run.journal.scored(0, 1.5, at=3.0, turns=(0.5, 1.0))
     run.journal.flush()
     with JournalReader(tmp_path) as reader:
-        completion, reward, turn_rewards = reader.load_completion(0)
+        (lineage,), reward, turn_rewards = reader.load_lineages(0)
+    completion = lineage.completion
     assert (reward, turn_rewards) == (1.5, (0.5, 1.0))
     assert completion.turns is not None
     assert completion.turns.tolist() == [[0, 2], [3, 4]]

@@ -250,7 +250,7 @@ DAMAGES = {
     "3 a deadline before its update": (["UPDATE groups SET deadline = 1, staleness = -1 WHERE group_id = 4"], "4"),
     # exactly once
     "once a trajectory twice in a batch": (
-        ["DROP INDEX members_train_once", "INSERT INTO members VALUES (2, 99, 14, 0)"],
+        ["DROP INDEX members_train_once", "INSERT INTO members VALUES (2, 99, 14, 0, 0)"],
         "14",
     ),
 }
@@ -281,7 +281,7 @@ def test_what_was_trained_before_its_version_existed_breaks_law_3_as_well(finish
 
 
 def test_a_trajectory_of_two_batches_breaks_exactly_once(finished_run):
-    findings = damage(finished_run, "DROP INDEX members_train_once", "INSERT INTO members VALUES (3, 99, 12, 0)")
+    findings = damage(finished_run, "DROP INDEX members_train_once", "INSERT INTO members VALUES (3, 99, 12, 0, 0)")
     assert "once" in laws(findings)
 
 
@@ -314,7 +314,7 @@ def test_only_the_first_offenders_are_named_and_the_rest_counted(finished_run):
 
 
 REPLAYS = [f"UPDATE run SET value = '1' WHERE key = '{key}'" for key in ("replay_groups", "replay_uses")]
-AGAIN = "INSERT INTO members SELECT 3, trajectory + 90, trajectory, 1 FROM trajectories WHERE group_id = "
+AGAIN = "INSERT INTO members SELECT 3, trajectory + 90, trajectory, 1, 0 FROM trajectories WHERE group_id = "
 
 
 def test_a_later_use_is_no_second_training(finished_run):

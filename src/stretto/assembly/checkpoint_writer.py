@@ -82,9 +82,11 @@ def take_checkpoint(
     needed = [loop.weights[version] for version in {*loop.controller.needed_versions, *older}]
     versions.hold(updates, older)
     suspended = [rollout.suspended for rollout in loop.rollouts.values() if rollout.suspended is not None]
-    turns = [
-        rollout.turns.whole() for rollout in loop.rollouts.values() if rollout.completion is None and rollout.turns.done
-    ]
+    turns = {
+        rollout.id: rollout.turns.lineages()
+        for rollout in loop.rollouts.values()
+        if not rollout.is_generated and rollout.turns.done
+    }
     for weights in needed:
         versions.keep(weights)  # now: a version that is retired meanwhile must not be written after its removal
 

@@ -64,7 +64,7 @@ def recompute(folder: Path, count: int, *, say: Callable[[str], None] = lambda t
     with JournalReader(journal) as reader:
         trained = reader.trained()
         places = np.unique(np.linspace(0, len(trained) - 1, min(count, len(trained))).round().astype(int)).tolist()
-        samples = [reader.sample(trained[place]) for place in places]
+        samples = [sample for place in places for sample in reader.trained_samples(trained[place])]
     if not samples:
         raise RunError(f"the run in `{folder}` has trained on nothing, so there is nothing to score again")
     recipe = recorded_recipe(folder)
@@ -151,7 +151,7 @@ class _Scoring:
             self._scored[index][own] = values[own]
 
     def _compare(self) -> None:
-        result, dtype = self._result, self._local.packed.head.weight.dtype
+        result, dtype, checked = self._result, self._local.packed.head.weight.dtype, set[int]()
         for sample, scored in zip(self._samples, self._scored, strict=True):
             recorded = sample.completion.logprobs[sample.completion.sampled].astype(np.float64)
             known = ~np.isnan(scored)
@@ -159,7 +159,8 @@ class _Scoring:
                 continue
             differences = np.abs(recorded - scored)[known]
             by_token, mean = tolerance(dtype, recorded[known])
-            result.num_checked += 1
+            checked.add(sample.trajectory)
+            result.num_checked = len(checked)
             result.num_tokens += int(known.sum())
             result.largest = max(result.largest, float(differences.max()))
             if not ((differences <= by_token).all() and differences.mean() <= mean):  # so that NaN is a break

@@ -35,7 +35,7 @@ from stretto.store.reader import GroupRecord, JournalReader, TrajectoryRecord
 from stretto.store.resume_point import progress_of
 from stretto.store.schema import UNDER_WAY, RunFacts, reading
 from stretto.store.version_files import VersionFiles
-from stretto.types import Completion, Prompt, Suspended, Weights, WeightsRef
+from stretto.types import Lineage, Prompt, Suspended, Weights, WeightsRef
 
 SHOWN = 200  # characters of a row in an error
 
@@ -218,7 +218,7 @@ def _short(row: Mapping[str, Any]) -> str:
 
 
 def _tell(journal: Journal, rollouts: dict[int, Rollout], say: Callable[[str], None]) -> None:
-    unfinished = [rollout for rollout in rollouts.values() if rollout.completion is None]
+    unfinished = [rollout for rollout in rollouts.values() if not rollout.is_generated]
     going_on = sum(rollout.suspended is not None or bool(rollout.turns.done) for rollout in unfinished)
     text = f"{going_on} trajectories continue from their tokens, {len(unfinished) - going_on} from their prompts"
     journal.note("resumed", text, at=clock.now())
@@ -240,10 +240,10 @@ def rollouts_again(prompts: PromptStream, journal: Journal, checkpoint: Checkpoi
                     continue
                 ended = record.state in ("scoring", "scored", "training")
                 rollout = _rollout(
-                    group, record, prompt, *(reader.load_completion(record.trajectory) if ended else (None, None, None))
+                    group, record, prompt, *(reader.load_lineages(record.trajectory) if ended else ((), None, None))
                 )
-                if rollout.completion is None:
-                    _go_on(rollout, turns.get(rollout.id), suspended.get(rollout.id), checksums)
+                if not rollout.is_generated:
+                    _go_on(rollout, turns.get(rollout.id, ()), suspended.get(rollout.id), checksums)
                 rollouts[rollout.id] = rollout
     return rollouts
 
@@ -252,22 +252,21 @@ def _rollout(
     group: GroupRecord,
     record: TrajectoryRecord,
     prompt: Prompt,
-    completion: Completion | None,
+    lineages: tuple[Lineage, ...],
     reward: float | None,
     turn_rewards: tuple[float, ...] | None,
 ) -> Rollout:
     return Rollout(
         record.trajectory, group.group, group.version, record.seed, prompt, group.row_number,
-        completion=completion, reward=reward, turn_rewards=turn_rewards,
+        lineages=lineages, reward=reward, turn_rewards=turn_rewards,
     )  # fmt: skip
 
 
-def _go_on(rollout: Rollout, turns: Completion | None, suspended: Suspended | None, checksums: set[str]) -> None:
+def _go_on(rollout: Rollout, turns: Sequence[Lineage], suspended: Suspended | None, checksums: set[str]) -> None:
     """Sets the turns and tokens so far. Without the weights that sampled them, the trajectory starts again."""
-    if turns is not None:
-        if turns.checksum not in checksums:
-            return
-        rollout.turns = Turns.of(rollout.prompt.tokens, turns)
+    if any(lineage.completion.checksum not in checksums for lineage in turns):
+        return
+    rollout.turns = Turns.of(rollout.prompt.tokens, turns)
     if suspended is not None and suspended.checksum in checksums:
         rollout.suspended = suspended
 
@@ -280,7 +279,5 @@ def kept_again(prompts: PromptStream, journal: Journal, replay: ReuseBuffer) -> 
             prompt = _prompt(prompts, group)
             for record in group.trajectories:
                 if record.trajectory in replay.kept[group.group].trajectories:
-                    kept[record.trajectory] = _rollout(
-                        group, record, prompt, *reader.load_completion(record.trajectory)
-                    )
+                    kept[record.trajectory] = _rollout(group, record, prompt, *reader.load_lineages(record.trajectory))
     return kept

@@ -354,6 +354,8 @@ def _make_loop(
             rebalance_s=runtime.rebalance_seconds,
             vocabulary=driver.vocabulary,
             max_turns=driver.inputs.task.max_turns,
+            max_lineages=driver.inputs.task.max_lineages,
+            max_context=driver.inputs.longest_prompt + driver.sampling.max_tokens,
             sampled_ages=run.recipe.sampled_ages,
         ),
         weights=resumed.weights,
@@ -421,6 +423,8 @@ def _evaluator(run: _Run, environment: Environment, first_reward: FirstReward) -
         greedy=wanted.greedy,
         vocabulary=driver.vocabulary,
         max_turns=driver.inputs.task.max_turns,
+        max_lineages=driver.inputs.task.max_lineages,
+        max_context=driver.inputs.longest_prompt + sampling.max_tokens,
         episode_s=run.episode_s,
         first_reward=first_reward,
     )

@@ -25,6 +25,7 @@ class EnvironmentSpec:
     name: str  # `package.module:Class`
     max_turns: int  # of one episode
     config: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the class
+    max_lineages: int = 1  # of one episode
 
 
 def load_environment(spec: EnvironmentSpec, tokenizer: Any) -> Environment:

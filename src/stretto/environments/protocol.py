@@ -6,10 +6,17 @@ Contract:
   observed so far, then the new tokens that the policy observes before it continues. Anything else is a `RewardError`.
   An episode asks at least once, and at most as often as its task allows (`turns`). It awaits each turn before it asks
   for the next one or returns.
-- `rollout.max_tokens` limits all tokens after the prompt, sampled and observed. `Policy.left` is the number of tokens
-  that may follow. A turn that reaches the limit finishes as `length`. If no sampled token fits after an observation,
-  `generate` raises `RoomError`: the observation is not part of the trajectory, and the trajectory is recorded as cut
-  at the limit. The episode catches the error and returns the reward; an episode that lets it through fails.
+- A trajectory may have several *lineages*: rows of tokens, each with a context of its own and the turns behind it. A
+  turn belongs to lineage 0 unless the episode names another. The next number that is not taken opens a lineage, with
+  any context; for lineage 0 that need not begin with the prompt. Later turns of a lineage begin with everything that it
+  has so far. A task limits their number (`lineages`). Turns are numbered over all lineages, in the order in which they
+  are asked for. A lineage that is opened with `train=False` is recorded and never trained on; at least one is trained.
+- `rollout.max_tokens` limits all tokens after the prompt or after a lineage's own first context, sampled and observed.
+  A lineage with a context of its own also ends at the length of the longest prompt plus `rollout.max_tokens`, context
+  included. `Policy.left` is the number of tokens that may follow in lineage 0. A turn that reaches the limit finishes
+  as `length`. If no sampled token fits after an observation, `generate` raises `RoomError`: the observation is not part
+  of the trajectory, and its lineage is recorded as cut at the limit. The episode catches the error and opens another
+  lineage or returns the reward; an episode that lets it through fails.
 - A trajectory's reward is what `episode` returns: a finite number, earned at the last turn, or an `Outcome` with one
   number for each turn. The magnitude of each, and of their sum, is at most `MAX_REWARD` (`reward_range.py`). An episode
   that fails raises `RewardError`; the error is recorded with its trajectory, and the run continues.
@@ -38,13 +45,14 @@ class Policy(Protocol):
 
     @property
     def left(self) -> int:
-        """The number of tokens, observed or sampled, that may follow the current context."""
+        """The number of tokens, observed or sampled, that may follow the current context of lineage 0."""
         ...
 
-    async def generate(self, tokens: Sequence[int]) -> Completion:
+    async def generate(self, tokens: Sequence[int], *, lineage: int = 0, train: bool = True) -> Completion:
         """Continues `tokens`, the whole context, to a stop token, a stop string or the token limit.
 
-        Raises `RoomError` if no token fits.
+        `lineage` is the one that the turn belongs to, or the next number, which opens one. `train` is fixed when a
+        lineage is opened. Raises `RoomError` if no token fits.
         """
         ...
 

@@ -30,6 +30,11 @@ class SharedTaskOptions(Options):
         """The most turns of one episode."""
         return 1
 
+    @property
+    def max_lineages(self) -> int:
+        """The most lineages of one episode, each of which has a turn."""
+        return 1
+
 
 class SandboxOptions(Options):
     """A sandbox for reward functions that run code written by the model: no network, no secrets, nothing to write to
@@ -114,9 +119,16 @@ class EnvironmentOptions(EpisodeTaskOptions):
     type: Literal["environment"] = "environment"
     path: str = Field(description="File with a column `prompt` or `messages`")
     environment: str = Field(description="`package.module:Class`")
+    lineages: int = Field(
+        16, ge=1, le=4_096, description="Most lineages of an episode: contexts of its own, such as that of a sub-agent"
+    )
     config: dict[str, Any] = Field(default_factory=dict, description="Options of the class")
     evaluation_path: str | None = Field(None, description="File of held-out prompts; default: split from `path`")
     system: str | None = Field(None, description="System message; every `prompt` becomes a user message after it")
+
+    @property
+    def max_lineages(self) -> int:
+        return min(self.lineages, self.turns)
 
 
 TaskOptions = Annotated[

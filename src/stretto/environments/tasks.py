@@ -50,6 +50,11 @@ class Task:
         """The most turns that an episode can have."""
         return 1 if self.environment is None else self.environment.max_turns
 
+    @property
+    def max_lineages(self) -> int:
+        """The most lineages that an episode can have."""
+        return 1 if self.environment is None else self.environment.max_lineages
+
 
 def load_task(options: TaskOptions, *, seed: int = 0, num_evaluation: int = 128) -> Task:
     """Makes the task that the options describe, with up to `num_evaluation` rows to evaluate on.
@@ -202,7 +207,7 @@ def _file(options: FileOptions | EnvironmentOptions, seed: int, num_evaluation: 
     name = f"`{options.path}`"
     if isinstance(options, FileOptions):
         return Task(name, rows, held_out, options.reward)
-    environment = EnvironmentSpec(options.environment, options.turns, _config(options))
+    environment = EnvironmentSpec(options.environment, options.turns, _config(options), options.max_lineages)
     return Task(name, [*map(_with_column, rows)], [*map(_with_column, held_out)], None, environment)
 
 

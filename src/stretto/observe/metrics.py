@@ -21,7 +21,7 @@ import numpy as np
 
 from stretto.errors import RunError
 from stretto.observe.collapse import History
-from stretto.types import Completion, EngineStats, EvaluationResult, Sample, UpdateReport
+from stretto.types import Completion, EngineStats, EvaluationResult, Sample, UpdateReport, by_trajectory
 
 
 class Sink(Protocol):
@@ -212,23 +212,25 @@ class Tally:
         """Records an update and returns its line of `metrics.jsonl`."""
         totals = self.totals
         fresh = [sample for sample in samples if sample.use == 0]
+        uses = by_trajectory(samples)
+        trained = [own for own in uses if own[0].use == 0]
         tokens = sum(sample.completion.num_sampled for sample in fresh)
         reused_tokens = sum(sample.completion.num_sampled for sample in samples) - tokens
-        ages = Counter(report.update - sample.oldest_version for sample in samples)
+        ages = Counter(report.update - min(sample.oldest_version for sample in own) for own in uses)
         totals.steps += 1
         totals.trainer_busy_s += ended - started
         totals.tokens += tokens
-        totals.trained += len(fresh)
-        totals.replayed += len(samples) - len(fresh)
+        totals.trained += len(trained)
+        totals.replayed += len(uses) - len(trained)
         totals.replayed_tokens += reused_tokens
         totals.mismatch_kl_sum += report.mismatch_kl_sum
         totals.mismatch_tokens += report.mismatch_tokens
         for age, count in ages.items():
             totals.ages[age] = totals.ages.get(age, 0) + count
-        for sample in fresh:
-            self._sampled(sample.completion.num_sampled)
-            totals.mixed += is_mixed(sample.completion)
-            totals.truncated += sample.completion.finish == "length"
+        for own in trained:
+            self._sampled(sum(sample.completion.num_sampled for sample in own))
+            totals.mixed += len({s.oldest_version for s in own}) > 1 or any(is_mixed(s.completion) for s in own)
+            totals.truncated += any(sample.completion.finish == "length" for sample in own)
         totals.groups_without_signal += int(report.metrics.get("groups_without_signal", 0))
         totals.updates_without_signal += is_without_signal(report.metrics)
         cycle_s, self._last_ended = ended - self._last_ended, ended
@@ -243,7 +245,7 @@ class Tally:
             "cycle_seconds": cycle_s,
             "trainer_idle_seconds": idle_s,
             "trainer_waited_for": waited_for,
-            "staleness_mean": sum(age * count for age, count in ages.items()) / max(1, len(samples)),
+            "staleness_mean": sum(age * count for age, count in ages.items()) / max(1, len(uses)),
             "staleness_max": max(ages, default=0),
             "staleness_histogram": {str(age): ages[age] for age in sorted(ages)},
             "replayed_sequences": len(samples) - len(fresh),

@@ -6,6 +6,7 @@ Reads only the journal and imports no torch, so it starts fast and works while t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -133,37 +134,60 @@ def _update(reader: JournalReader, update: int, samples: int) -> RenderableType:
         taken = [record.update for record in reader.updates()]
         known = f"it has updates {taken[0]} to {taken[-1]}" if taken else "it has none yet"
         raise RunError(f"`--update {update}` is not in `{reader.path.parent}`: {known}")
-    # The batch is ordered by (version, group, member), so the samples of a group are adjacent.
-    ordered = [record for _, group in groupby(records, lambda r: r.group) for record in sorted(group, key=_best_first)]
+    # The batch is ordered by (version, group, member, lineage), so the samples of a group are adjacent.
+    trajectories = [list(own) for _, own in groupby(records, lambda r: (r.trajectory, r.use))]
+    ordered = [own for _, group in groupby(trajectories, _group_of) for own in sorted(group, key=_best_first)]
     shown = ordered[:samples]
-    rewards = [record.reward for record in records if record.reward is not None]
+    rewards = [own[0].reward for own in trajectories if own[0].reward is not None]
     mean = sum(rewards) / len(rewards) if rewards else math.nan
     parts: list[RenderableType] = [
-        Text(f"update {update}: {len(shown)} of {len(records)} samples, mean reward {mean:.4f}")
+        Text(f"update {update}: {len(shown)} of {len(trajectories)} samples, mean reward {mean:.4f}")
     ]
-    for group, members in groupby(shown, lambda r: r.group):
+    for group, members in groupby(shown, _group_of):
         sharing = list(members)
         parts += [Rule(f"group {group}", style="none", characters="="), Text("prompt:", style="bold")]
-        parts.append(_indented(sharing[0].prompt))
-        for record in sharing:
-            parts += [Text(_describe(record), style="bold"), _indented(record.text)]
+        parts.append(_indented(sharing[0][0].prompt))
+        for own in sharing:
+            parts.append(Text(_describe(own), style="bold"))
+            parts += [part for record in own for part in _lineage(record)]
     return Group(*parts)
 
 
-def _best_first(record: SampleRecord) -> tuple[float, int]:
+def _group_of(trajectory: Sequence[SampleRecord]) -> int:
+    return trajectory[0].group
+
+
+def _best_first(trajectory: Sequence[SampleRecord]) -> tuple[float, int]:
+    record = trajectory[0]
     return (-record.reward if record.reward is not None else math.inf, record.member)
 
 
-def _describe(record: SampleRecord) -> str:
+def _describe(trajectory: Sequence[SampleRecord]) -> str:
+    """Describes a trajectory; `trajectory` has its lineages."""
+    record = trajectory[0]
     reward = "none" if record.reward is None else f"{record.reward:.4f}"
     again = f", use {record.use}" if record.use else ""
-    turns = f" in {record.turns} turns" if record.turns > 1 else ""
     if record.turn_rewards is not None:
         reward += f" ({' + '.join(f'{each:g}' for each in record.turn_rewards)})"
+    num_turns = sum(each.turns for each in trajectory)
+    turns = f" in {num_turns} turns" if num_turns > 1 else ""
+    end = record.finish if record.num_lineages == 1 else f"{record.num_lineages} lineages"
     return (
         f"trajectory {record.trajectory}: reward {reward}, version {record.version}, age {record.age}, "
-        f"{record.num_tokens} tokens{turns}, {record.finish}{again}"
+        f"{sum(each.num_tokens for each in trajectory)} tokens{turns}, {end}{again}"
     )
+
+
+def _lineage(record: SampleRecord) -> list[RenderableType]:
+    """Returns the text of a lineage; after a line about it and its own context, if its trajectory has several."""
+    parts: list[RenderableType] = []
+    if record.num_lineages > 1:
+        turns = f" in {record.turns} turns" if record.turns > 1 else ""
+        untrained = "" if record.train else ", not trained"
+        parts.append(Text(f"  lineage {record.lineage}: {record.num_tokens} tokens{turns}, {record.finish}{untrained}"))
+    if record.context is not None:
+        parts += [Text("  context:"), _indented(record.context), Text("  completion:")]
+    return [*parts, _indented(record.text)]
 
 
 def _indented(text: str) -> Text:

@@ -20,19 +20,28 @@ from stretto.errors import LateRewardError, RewardError
 from stretto.run.turns import Turns, token_ids
 from stretto.types import Completion, Prompt
 
-TakeTurn = Callable[[int, tuple[int, ...]], Coroutine[Any, Any, Completion]]
-"""Returns the turn of this number behind this context."""
+TakeTurn = Callable[[int, tuple[int, ...], int, bool], Coroutine[Any, Any, Completion]]
+"""Returns the turn of this number behind this context, of this lineage, which is trained on or not."""
 
 
 class Episode:
     """The policy that an environment asks for its turns. When `play` is over, no turn is in progress any more."""
 
-    __slots__ = ("_deadline_s", "_direct", "_limit", "_max_tokens", "_over", "_process", "_take_turn", "_turn",
-                 "_turns", "fault", "num_asked")  # fmt: skip
+    __slots__ = ("_deadline_s", "_direct", "_limit", "_max_context", "_max_tokens", "_over", "_process", "_take_turn",
+                 "_turn", "_turns", "fault", "num_asked")  # fmt: skip
 
-    def __init__(self, turns: Turns, take_turn: TakeTurn, *, max_tokens: int, deadline_s: float | None) -> None:
+    def __init__(
+        self,
+        turns: Turns,
+        take_turn: TakeTurn,
+        *,
+        max_tokens: int,
+        deadline_s: float | None,
+        max_context: int | None = None,
+    ) -> None:
         """`turns` are those that are done, which `take_turn` adds to; `max_tokens` bounds what follows the prompt.
 
+        `max_context` bounds a lineage with a context of its own, which is included.
         `deadline_s`: of the environment, while it waits for no token. None: whatever it waits for has a deadline.
         """
         self.num_asked = 0  # turns that this run of the episode has had
@@ -40,6 +49,7 @@ class Episode:
         self._turns = turns
         self._take_turn = take_turn
         self._max_tokens = max_tokens
+        self._max_context = max_context
         self._deadline_s = deadline_s
         self._turn: asyncio.Task[Completion] | None = None  # the last that the environment asked for
         self._direct = False  # the only turn of a `SingleTurn` environment is in progress
@@ -49,8 +59,8 @@ class Episode:
 
     @property
     def left(self) -> int:
-        """Tokens that may still follow, observed or sampled. For the environment."""
-        return max(0, self._max_tokens - self._turns.num_tokens_after(self.num_asked))
+        """Tokens that may still follow in lineage 0, observed or sampled. For the environment."""
+        return self._turns.left(self.num_asked, max_tokens=self._max_tokens, max_context=self._max_context)
 
     @property
     def environment_works(self) -> bool:
@@ -63,7 +73,7 @@ class Episode:
             return await self._bounded(_in_own_task(self._played(environment, prompt)))
         self._direct = True
         try:
-            completion = await self._take_turn(0, prompt.tokens)
+            completion = await self._take_turn(0, prompt.tokens, 0, True)
         except Exception as error:
             self.fault = error
             raise
@@ -83,7 +93,7 @@ class Episode:
         if os.getpid() != self._process:
             os._exit(1)
 
-    async def generate(self, tokens: Sequence[int]) -> Completion:
+    async def generate(self, tokens: Sequence[int], *, lineage: int = 0, train: bool = True) -> Completion:
         """Returns the next turn. For the environment, which may handle a `RewardError` of it, and no other error."""
         self._end_forked_process()
         context = token_ids(tokens)
@@ -95,7 +105,7 @@ class Episode:
             )
             raise self.fault
         self._limit.reschedule(None)
-        self._turn = asyncio.create_task(self._take_turn(self.num_asked, context), name="turn")
+        self._turn = asyncio.create_task(self._take_turn(self.num_asked, context, lineage, bool(train)), name="turn")
         try:
             completion = await self._turn
         except RewardError:

@@ -68,12 +68,15 @@ class Evaluator:
         greedy: bool = False,
         vocabulary: int | None = None,
         max_turns: int = 1,
+        max_lineages: int = 1,
+        max_context: int | None = None,
         episode_s: float | None = None,
         first_reward: FirstReward | None = None,
     ) -> None:
         """`greedy`: answers every prompt a second time, at temperature 0; `sampling` must then have another.
 
-        `vocabulary`: size, an engine may answer with smaller token ids only; None: any. `max_turns`: of an episode.
+        `vocabulary`: size, an engine may answer with smaller token ids only; None: any. `max_turns`,
+        `max_lineages`: of an episode. `max_context`: tokens of a lineage with a context of its own; None: any number.
         `episode_s`: an environment's deadline between tokens; None: whatever it waits for has a deadline.
         """
         assert not greedy or sampling.temperature > 0, "refused in the recipe"
@@ -86,6 +89,8 @@ class Evaluator:
         self._journal = journal
         self._vocabulary = vocabulary
         self._max_turns = max_turns
+        self._max_lineages = max_lineages
+        self._max_context = max_context
         self._episode_s = episode_s
         self._first_reward = first_reward or FirstReward()
         self.num_ended = 0  # episodes, scored or failed, of all evaluations
@@ -126,7 +131,10 @@ class Evaluator:
 
     async def _episode(self, held_out: _HeldOut, take_turn: TakeTurn) -> float:
         max_tokens = held_out.sampling.max_tokens
-        episode = Episode(held_out.turns, take_turn, max_tokens=max_tokens, deadline_s=self._episode_s)
+        episode = Episode(
+            held_out.turns, take_turn,
+            max_tokens=max_tokens, max_context=self._max_context, deadline_s=self._episode_s,
+        )  # fmt: skip
         try:
             outcome = await episode.play(self._environment, held_out.prompt)
             reward, _ = earned(outcome, len(held_out.turns.done))
@@ -151,9 +159,14 @@ class Evaluator:
         held_out: _HeldOut,
         number: int,
         tokens: tuple[int, ...],
+        lineage: int,
+        train: bool,
     ) -> Completion:
         turns, sampling = held_out.turns, held_out.sampling
-        room = turns.room(number, tokens, max_turns=self._max_turns, max_tokens=sampling.max_tokens)
+        room = turns.room(
+            number, tokens, lineage, train, max_turns=self._max_turns, max_tokens=sampling.max_tokens,
+            max_lineages=self._max_lineages, max_context=self._max_context,
+        )  # fmt: skip
         request = Request(
             id=held_out.id,
             version=version,
@@ -172,7 +185,7 @@ class Evaluator:
         except Exception as error:
             raise EngineError(f"it answered an evaluation with {type(error).__name__}: {error}") from error
         refuse_output(completion, request, checksums=checksums, vocabulary=self._vocabulary, continued=False)
-        turns.add(tokens, completion)
+        turns.add(tokens, completion, lineage, train)
         return completion
 
     def record(self, result: EvaluationResult, line: Mapping[str, Any] | None = None) -> None:

@@ -32,7 +32,7 @@ class LoadSampler:
     def context(self, rollout: Rollout, placement: Placement, load: EngineStats) -> int:
         """Estimates the tokens of a rollout's context: while an instance generates for it, a step adds one token."""
         grown = 0 if placement.pending is None else max(0, load.steps - placement.pending.engine_steps)
-        return min(rollout.context + grown, len(rollout.prompt.tokens) + self._max_tokens)
+        return min(rollout.context + grown, rollout.max_context)
 
     def sample(self) -> core.LoadSampled:
         """Returns a load sample, and measures the rate of prefilling since the last one."""
@@ -49,7 +49,7 @@ class LoadSampler:
         ending = frozenset(
             id
             for id, context in tokens.items()
-            if len(self._in_progress[id].prompt.tokens) + self._max_tokens - context <= ENDING_SHARE * self._max_tokens
+            if self._in_progress[id].max_context - context <= ENDING_SHARE * self._max_tokens
         )
         return core.LoadSampled(tokens, crowded, ending)
 

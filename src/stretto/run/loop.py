@@ -343,7 +343,7 @@ class Loop:
     def _resume(self, command: core.Resume) -> None:
         rollout = self.rollouts[command.trajectory]
         self._open_window(clock.now())
-        if rollout.completion is not None:
+        if rollout.is_generated:
             return  # it had ended before it was suspended; that event is queued
         if command.reason:
             log.info("trajectory %d goes to instance %d: %s", rollout.id, command.instance, command.reason)

@@ -108,7 +108,7 @@ def recall_draws(path: Path, prompts: PromptStream) -> None:
         rows = db.execute(
             "SELECT t.from_state, t.to_state, g.row_number, x.reward, x.member, m.update_id FROM transitions t "
             "JOIN trajectories x USING (trajectory) JOIN groups g USING (group_id) "
-            "LEFT JOIN members m ON m.trajectory = t.trajectory AND m.use = 0 "
+            "LEFT JOIN (SELECT DISTINCT trajectory, update_id FROM members WHERE use = 0) m USING (trajectory) "
             "WHERE t.from_state IS NULL "
             f"OR (t.to_state = 'scored' AND x.reward IS NOT NULL AND {last.format('scoring', 'scored')}) "
             f"OR (t.to_state = 'training' AND m.update_id IS NOT NULL AND {last.format('scored', 'training')}) "
@@ -196,7 +196,7 @@ def _reusable(db: sqlite3.Connection, plan: Plan, finished: int) -> tuple[Reusab
         "SELECT g.group_id, g.version, g.deadline, m.trajectory, (SELECT MAX(use) + 1 FROM members u "
         "WHERE u.trajectory = m.trajectory AND u.update_id < ?1) FROM members m JOIN trajectories USING (trajectory) "
         "JOIN groups g USING (group_id) WHERE m.use = 0 AND m.update_id < ?1 AND g.deadline >= ?1 "
-        "ORDER BY g.group_id, m.position",
+        "GROUP BY m.trajectory ORDER BY g.group_id, MIN(m.position)",
         (finished,),
     )
     facts: dict[int, tuple[int, int, int]] = {}  # group -> version, deadline, uses

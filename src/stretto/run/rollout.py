@@ -27,7 +27,7 @@ from enum import Enum
 
 from stretto.errors import TransitionError
 from stretto.run.turns import Turns
-from stretto.types import Completion, Prompt, Request, Suspended
+from stretto.types import Completion, Lineage, Prompt, Request, Suspended
 
 
 class RolloutState(Enum):
@@ -109,7 +109,7 @@ class Rollout:
     row_number: int  # of the data set, where the prompt was drawn from
 
     # From SCORING and from SCORED on.
-    completion: Completion | None = None  # all of it
+    lineages: tuple[Lineage, ...] = ()  # all of it
     reward: float | None = None
     turn_rewards: tuple[float, ...] | None = None  # if the environment returns one for each turn
 
@@ -117,6 +117,7 @@ class Rollout:
     suspended: Suspended | None = None  # the unfinished turn, as it last left an instance
     turns: Turns = field(init=False)  # those of its episode that are done; empty again from SCORED on
     context: int = 0  # tokens, prompt included, when it last asked for a turn or had one
+    max_context: int = 0  # the most that the context can become by the turn that it last asked for
 
     # PLACED, GENERATING, BETWEEN_TURNS: where it is. WAITING, SUSPENDING, PLACED: where it was.
     placement: Placement | None = None
@@ -130,9 +131,9 @@ class Rollout:
     state: RolloutState = field(init=False)
 
     def __post_init__(self) -> None:
-        made, prompt = self.completion, self.prompt.tokens
-        self.turns = Turns(prompt) if made is None or self.reward is not None else Turns.of(prompt, made)
-        if made is None:
+        scoring = self.is_generated and self.reward is None
+        self.turns = Turns.of(self.prompt.tokens, self.lineages if scoring else ())
+        if not self.is_generated:
             self.state = RolloutState.WAITING
         else:
             self.state = RolloutState.SCORING if self.reward is None else RolloutState.SCORED
@@ -150,12 +151,20 @@ class Rollout:
         self._become(RolloutState.GENERATING)
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.context = context
+        self.max_context = len(request.prompt) + request.sampling.max_tokens
         self.placement.pending = PendingTurn(request, engine_steps, answered)
         return self.placement.pending
 
-    def end_turn(self, placement: Placement, tokens: Sequence[int], completion: Completion) -> None:
+    def end_turn(
+        self,
+        placement: Placement,
+        tokens: Sequence[int],
+        completion: Completion,
+        lineage: int = 0,
+        train: bool = True,
+    ) -> None:
         """Adds a turn that `placement` answered with; it may have been called back from there meanwhile."""
-        self.turns.add(tokens, completion)
+        self.turns.add(tokens, completion, lineage, train)
         self.context = len(tokens) + len(completion.tokens)
         self.suspended, placement.pending = None, None
         if self.placement is placement:
@@ -186,12 +195,12 @@ class Rollout:
         if self.state is RolloutState.SUSPENDING and not self._is_owed:
             self._become(RolloutState.WAITING)
 
-    def complete(self) -> Completion:
-        """Makes one completion of its turns: it has its last token."""
+    def complete(self) -> tuple[Lineage, ...]:
+        """Makes lineages of its turns: it has its last token."""
         self._become(RolloutState.SCORING)
         self.placement = None
-        self.completion = self.turns.whole()
-        return self.completion
+        self.lineages = self.turns.lineages()
+        return self.lineages
 
     def score(self, reward: float, turn_rewards: tuple[float, ...] | None) -> None:
         """Gives it its reward. Its turns are not needed any more."""
@@ -219,6 +228,11 @@ class Rollout:
         return not all(departure.done() for departure in self.departures)
 
     @property
+    def is_generated(self) -> bool:
+        """True from SCORING on: it has its last token, unless it has ended without."""
+        return bool(self.lineages)
+
+    @property
     def instance(self) -> int | None:
         """The instance that it is on; None: it has none, or needs none any more."""
         return None if self.placement is None else self.placement.instance
@@ -238,6 +252,6 @@ class Rollout:
     @property
     def num_sampled(self) -> int:
         """Tokens sampled so far; of the unfinished turn, those that it had when it last left an instance."""
-        if self.completion is not None:
-            return self.completion.num_sampled
+        if self.is_generated:
+            return sum(lineage.completion.num_sampled for lineage in self.lineages)
         return self.turns.num_sampled + (0 if self.suspended is None else len(self.suspended.tokens))

@@ -11,7 +11,7 @@ seed stay, so the tokens are the same in every case.
 An episode may take several turns, each with a request for it. To the core it is one trajectory that runs on its
 instance from its first turn to its last, whether the engine or the environment is at work. If an episode fails before
 its last turn, an attempt to generate has failed; the turns that are done are kept. A trajectory has its last token when
-its turns or its tokens are used up, or when its episode returns.
+its turns or the tokens of its lineages are used up, or when its episode returns.
 """
 
 from __future__ import annotations
@@ -115,6 +115,8 @@ class Rollouts:
         self._pinned = pinned
         self._episode_s = settings.episode_s
         self._max_turns = settings.max_turns
+        self._max_lineages = settings.max_lineages
+        self._max_context = settings.max_context
         self._check = partial(
             refuse_output, checksums=version_loader.checksums, vocabulary=settings.vocabulary, continued=not pinned
         )
@@ -182,8 +184,9 @@ class Rollouts:
         if run.outdated:
             return
         episode = Episode(
-            rollout.turns, partial(self._turn, run), max_tokens=self._sampling.max_tokens, deadline_s=self._episode_s
-        )
+            rollout.turns, partial(self._turn, run),
+            max_tokens=self._sampling.max_tokens, max_context=self._max_context, deadline_s=self._episode_s,
+        )  # fmt: skip
         self._episodes.add(episode)
         try:
             outcome = await episode.play(self._environment, rollout.prompt)
@@ -201,7 +204,7 @@ class Rollouts:
             self._episodes.discard(episode)
         if not run.counts:
             return  # dropped while it was scored, or its episode is run again elsewhere
-        if rollout.completion is None:
+        if not rollout.is_generated:
             self._complete(run)
         rollout.score(reward, turn_rewards)
         self.failed_in_a_row = 0
@@ -217,6 +220,11 @@ class Rollouts:
             raise RewardError(
                 f"the environment returned after {num_turns} turns, and had asked for {had} the first time: an "
                 "episode that is run again must ask for the same"
+            )
+        if num_turns and not any(turn.train for turn in rollout.turns.done):
+            raise RewardError(
+                "the environment opened every lineage of its episode with `train=False`: leave that out for those that "
+                "the policy is to learn from"
             )
         return earned(outcome, num_turns)
 
@@ -242,7 +250,7 @@ class Rollouts:
             log.info(text, rollout.id, instance, reason)
             return
         self._first_reward.failed(rollout.id, rollout.group, error)
-        if rollout.completion is not None:
+        if rollout.is_generated:
             self._post(core.ScoringFailed(rollout.id, reason))
         else:
             rollout.interrupt()
@@ -264,15 +272,20 @@ class Rollouts:
 
     # -- a turn --------------------------------------------------------------------------------------------------------
 
-    async def _turn(self, run: _EpisodeRun, number: int, tokens: tuple[int, ...]) -> Completion:
+    async def _turn(
+        self, run: _EpisodeRun, number: int, tokens: tuple[int, ...], lineage: int, train: bool
+    ) -> Completion:
         """Returns turn `number` of an episode: the one that is done, or a new one of the rollout's instance."""
         rollout, placement = run.rollout, run.placement
         if not run.counts:
             raise AbortedError(f"trajectory {rollout.id} continues elsewhere, or has ended")
-        if (done := rollout.turns.get(number, tokens)) is not None:
+        if (done := rollout.turns.get(number, tokens, lineage, train)) is not None:
             return done
-        room = rollout.turns.room(number, tokens, max_turns=self._max_turns, max_tokens=self._sampling.max_tokens)
-        if placement is None or rollout.completion is not None:
+        room = rollout.turns.room(
+            number, tokens, lineage, train, max_turns=self._max_turns, max_tokens=self._sampling.max_tokens,
+            max_lineages=self._max_lineages, max_context=self._max_context,
+        )  # fmt: skip
+        if placement is None or rollout.is_generated:
             raise RewardError(
                 f"the environment asked for turn {number}, and its episode had ended before: an episode that is run "
                 "again must ask for the same"
@@ -302,7 +315,7 @@ class Rollouts:
                 raise
             finally:
                 pending.answered.set_result(None)
-            return self._answered(run, placement, request, completion)
+            return self._answered(run, placement, request, completion, lineage, train)
 
     def _work(self, rollout: Rollout, placement: Placement, tokens: tuple[int, ...], room: int) -> Request | Suspended:
         """Returns a request for the next turn, or the turn that was suspended before its end.
@@ -358,7 +371,15 @@ class Rollouts:
         )
         rollout.source = None
 
-    def _answered(self, run: _EpisodeRun, placement: Placement, request: Request, completion: Completion) -> Completion:
+    def _answered(
+        self,
+        run: _EpisodeRun,
+        placement: Placement,
+        request: Request,
+        completion: Completion,
+        lineage: int,
+        train: bool,
+    ) -> Completion:
         """Adds a turn to the rollout; if no other can follow, the rollout has its last token.
 
         Raises `EngineError`, and the instance is lost, if the answer cannot be that to the request.
@@ -374,10 +395,10 @@ class Rollouts:
             # `partial` began it under newer weights than it was admitted with: all of its tokens are of that version.
             versions = np.full(len(completion.tokens), completion.version, dtype=np.int32)
             completion = replace(completion, token_versions=versions)
-        rollout.end_turn(placement, request.prompt, completion)
+        rollout.end_turn(placement, request.prompt, completion, lineage, train)
         if rollout.state is RolloutState.ENDED:
             raise AbortedError(f"trajectory {rollout.id} was dropped as it ended")
-        if len(rollout.turns.done) == self._max_turns or completion.finish == "length":
+        if rollout.turns.is_full(max_turns=self._max_turns, max_lineages=self._max_lineages):
             self._complete(run)
         elif run.outdated:
             raise AbortedError(f"trajectory {rollout.id} continues elsewhere")
@@ -385,11 +406,12 @@ class Rollouts:
 
     def _complete(self, run: _EpisodeRun) -> None:
         """A rollout has its last token."""
-        id, completion = run.rollout.id, run.rollout.complete()
+        id, lineages, prompt = run.rollout.id, run.rollout.complete(), run.rollout.prompt.tokens
         run.completed = True
-        text = self._decode(completion.tokens.tolist())
-        self._journal.generated(id, completion, text, at=clock.now())
-        self._post(core.Generated(id, completion.num_sampled))
+        texts = [self._decode(lineage.completion.tokens.tolist()) for lineage in lineages]
+        contexts = [None if each.context == prompt else self._decode(each.context) for each in lineages]
+        self._journal.generated(id, lineages, texts, at=clock.now(), contexts=contexts)
+        self._post(core.Generated(id, run.rollout.num_sampled))
 
 
 def _under(suspended: Suspended, version: int) -> Suspended:

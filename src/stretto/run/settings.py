@@ -23,4 +23,6 @@ class Settings:
     rebalance_s: float = 5.0  # between two load samples
     vocabulary: int | None = None  # size: instances may answer with smaller token ids only; None: any
     max_turns: int = 1  # of one episode
+    max_lineages: int = 1  # of one episode
+    max_context: int | None = None  # tokens of a lineage with a context of its own; None: as many as the engine takes
     sampled_ages: int = 0  # an update gets the weights of versions up to so much older than its own; 0: of none

@@ -79,7 +79,7 @@ class Suspensions:
         running = [rollout for rollout in rollouts if rollout.placement is not None]
         await self._called_back(rollouts, self._call_back(rollouts))
         for rollout in running:
-            if rollout.completion is None:
+            if not rollout.is_generated:
                 await self._journal.room()
                 self._journal.state_changed(rollout.id, "waiting", at=clock.now(), reason="the run was stopped")
 

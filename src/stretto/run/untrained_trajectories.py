@@ -36,7 +36,7 @@ class Terminations:
         """Ends a trajectory that failed for good. Raises `StalledError` if too many failed in a row."""
         rollout = self._rollouts.remove(command.trajectory)
         self._tally.failed(rollout.num_sampled)
-        lost = rollout.num_sampled if rollout.completion is None else 0
+        lost = 0 if rollout.is_generated else rollout.num_sampled
         self._journal.failed(rollout.id, command.reason, at=clock.now(), num_tokens=lost)
         self._tail.member_ended(rollout.group, scored=False)
         self._warnings.warn(f"trajectory {rollout.id} failed for good: {command.reason}")

@@ -67,10 +67,21 @@ class Updates:
         """Records the batch, in the order of the core's decisions; the coroutine that is returned trains it."""
         waited_for, self._waits_for = self._waits_for, ""
         self._batch = command.trajectories
-        uses = [0] * len(command.trajectories) + [use for _, use in command.again]
-        ids = [*command.trajectories, *(id for id, _ in command.again)]
-        self._journal.batch_taken(command.update, ids, at=clock.now(), uses=uses)
+        samples = self._samples(command)
+        self._journal.batch_taken(
+            command.update,
+            [sample.trajectory for sample in samples],
+            at=clock.now(),
+            uses=[sample.use for sample in samples],
+            lineages=[sample.lineage for sample in samples],
+        )
         return self._update(command, waited_for)
+
+    def _samples(self, command: core.Train) -> list[Sample]:
+        """Returns the samples of a batch, in order."""
+        uses = [(self._rollouts.in_progress[id], 0) for id in command.trajectories]
+        uses += [(self._kept[id], use) for id, use in command.again]
+        return [sample for rollout, use in uses for sample in samples_of(rollout, use)]
 
     def end(self) -> None:
         """Ends the rollouts of the batch that was trained, at the moment at which the core counts them as trained."""
@@ -86,8 +97,7 @@ class Updates:
             del self._kept[id]
 
     async def _update(self, command: core.Train, waited_for: str) -> None:
-        samples = [_sample(self._rollouts.in_progress[id], 0) for id in command.trajectories]
-        samples += [_sample(self._kept[id], use) for id, use in command.again]
+        samples = self._samples(command)
         idle_s = clock.now() - self.idle_since
         await self._journal.durable()
         started = clock.now()
@@ -115,10 +125,15 @@ class Updates:
             self._post(core.Measured(*measured))
 
 
-def _sample(rollout: Rollout, use: int) -> Sample:
-    assert rollout.completion is not None, rollout
+def samples_of(rollout: Rollout, use: int) -> list[Sample]:
+    """Returns what is trained on of a rollout: a sample for each of its lineages that is trained."""
+    assert rollout.is_generated, rollout
     assert rollout.reward is not None, rollout
-    return Sample(
-        rollout.id, rollout.group, rollout.version, rollout.prompt.tokens, rollout.completion, rollout.reward, use,
-        turn_rewards=rollout.turn_rewards,
-    )  # fmt: skip
+    return [
+        Sample(
+            rollout.id, rollout.group, rollout.version, lineage.context, lineage.completion, rollout.reward, use,
+            turn_rewards=rollout.turn_rewards, lineage=number, turn_numbers=lineage.turn_numbers,
+        )
+        for number, lineage in enumerate(rollout.lineages)
+        if lineage.train
+    ]  # fmt: skip

@@ -83,13 +83,14 @@ def scored_ahead_bytes(recipe: Recipe) -> int:
     """
     algorithm, plan = recipe.algorithm, recipe.plan
     values = (recipe.training.optimizer_steps > 1) + 2 * algorithm.uses_critic + (algorithm.kl is not None)
-    tokens = (plan.batch + plan.replay_groups) * plan.group_size * recipe.rollout.max_tokens
+    rows = (plan.batch + plan.replay_groups) * plan.group_size * recipe.task.max_lineages
+    tokens = rows * recipe.rollout.max_tokens
     return values * tokens * torch.float32.itemsize
 
 
 def micro_batch_tokens(recipe: Recipe, longest: int) -> int:
-    """Returns the tokens of the largest micro-batch: at least one whole trajectory, at most a batch of them."""
-    batch = recipe.rollout.prompts * recipe.rollout.group * longest
+    """Returns the tokens of the largest micro-batch: at least one whole lineage, at most a batch of them."""
+    batch = recipe.rollout.prompts * recipe.rollout.group * recipe.task.max_lineages * longest
     return min(max(recipe.training.micro_batch_tokens, longest), batch)
 
 

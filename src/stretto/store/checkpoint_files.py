@@ -5,7 +5,7 @@ RUN/checkpoints/000042/           after 42 updates
   state.json                      the trajectories in the other files; the digest of every other file
   trainer/                        the trainer's state (in its own format)
   suspended.safetensors           tokens and log-probabilities so far of trajectories that were taken out of an engine
-  turns.safetensors               those of the finished turns of episodes that continue
+  turns.safetensors               those of the finished turns of episodes that continue, by lineage
 ```
 
 A checkpoint is written into a folder with a temporary name and renamed when it is complete, so a folder with the final
@@ -33,9 +33,9 @@ from safetensors.torch import load_file, save_file
 from stretto.errors import RunError
 from stretto.store.numbered_names import CHECKPOINT, numbered, numbered_name
 from stretto.store.version_files import sync
-from stretto.types import Completion, Request, Sampling, Supports, Suspended
+from stretto.types import Completion, Lineage, Request, Sampling, Supports, Suspended
 
-FORMAT = 4
+FORMAT = 5
 KEPT = 2  # checkpoints
 STATE_FILE = "state.json"
 ARRAYS = ("tokens", "logprobs", "token_versions", "turns")  # of a completion; a suspended one has no turns
@@ -51,7 +51,7 @@ class Checkpoint:
     folder: Path
     updates: int  # finished before it
     suspended: Mapping[int, Suspended]
-    turns: Mapping[int, Completion] = field(default_factory=dict)  # the finished turns of each, as one completion
+    turns: Mapping[int, tuple[Lineage, ...]] = field(default_factory=dict)  # the finished turns of each, by lineage
 
 
 def begin_checkpoint(root: Path, updates: int) -> Path:
@@ -66,22 +66,26 @@ def begin_checkpoint(root: Path, updates: int) -> Path:
     return scratch
 
 
-def complete_checkpoint(scratch: Path, suspended: Sequence[Suspended], turns: Sequence[Completion] = ()) -> Path:
+def complete_checkpoint(
+    scratch: Path, suspended: Sequence[Suspended], turns: Mapping[int, Sequence[Lineage]] | None = None
+) -> Path:
     """Completes the checkpoint that `begin_checkpoint` started, then removes old ones. Flush the journal before.
 
-    `turns` has the finished turns of each episode that continues, as one completion.
+    `turns` has the finished turns of each episode that continues, as the lineages that they make.
     """
     root, name = scratch.parent, scratch.name.removeprefix(".").removesuffix(".partial")
     final = root / name
     try:
-        save_file(_joined(_tensors_of(each, each.request.id) for each in suspended), scratch / SUSPENDED_FILE)
-        save_file(_joined(_tensors_of(each, each.id) for each in turns), scratch / TURNS_FILE)
+        lineages = [(id, number, each) for id, own in (turns or {}).items() for number, each in enumerate(own)]
+        save_file(_joined(_tensors_of(each, f"{each.request.id}") for each in suspended), scratch / SUSPENDED_FILE)
+        parts = (_tensors_of(each.completion, f"{id}/{number}") for id, number, each in lineages)
+        save_file(_joined(parts), scratch / TURNS_FILE)
         files = sorted(path for path in scratch.rglob("*") if path.is_file())
         state = {
             "format": FORMAT,
             "updates": int(name),
             "suspended": [_facts_of(each) for each in suspended],
-            "turns": [{name: getattr(each, name) for name in TURN_FACTS} for each in turns],
+            "turns": [_facts_of_lineage(each) | {"trajectory": id, "lineage": number} for id, number, each in lineages],
             "files": {str(path.relative_to(scratch)): _digest(path) for path in files},
         }
         (scratch / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
@@ -144,7 +148,12 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         tensors = load_file(folder / SUSPENDED_FILE)
         suspended = {facts["request"]["id"]: _suspended_from(facts, tensors) for facts in state["suspended"]}
         tensors = load_file(folder / TURNS_FILE)
-        turns = {facts["id"]: Completion(**facts, **_arrays(facts["id"], tensors)) for facts in state["turns"]}
+        turns: dict[int, tuple[Lineage, ...]] = {}
+        for facts in state["turns"]:
+            id, number = facts["trajectory"], facts["lineage"]
+            if number != len(turns.get(id, ())):
+                raise ValueError(f"lineage {number} of trajectory {id} does not follow the one before")
+            turns[id] = (*turns.get(id, ()), _lineage_from(facts, _arrays(f"{id}/{number}", tensors)))
         return Checkpoint(folder, state["updates"], suspended, turns)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"checkpoint `{folder}` is damaged: {error}") from error
@@ -159,7 +168,7 @@ def _joined(parts: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
-def _tensors_of(item: Suspended | Completion, name: int) -> dict[str, torch.Tensor]:
+def _tensors_of(item: Suspended | Completion, name: str) -> dict[str, torch.Tensor]:
     arrays: dict[str, Any] = {what: getattr(item, what, None) for what in ARRAYS}
     if item.supports is not None:
         arrays |= {"support_counts": item.supports.counts, "support_tokens": item.supports.tokens}
@@ -170,12 +179,31 @@ def _tensors_of(item: Suspended | Completion, name: int) -> dict[str, torch.Tens
     }
 
 
-def _arrays(name: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _arrays(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Returns the arrays of an item from the tensors that `_tensors_of` made."""
     found: dict[str, Any] = {what: tensors[f"{name}.{what}"].numpy() for what in ARRAYS if f"{name}.{what}" in tensors}
     if f"{name}.support_counts" in tensors:
         found["supports"] = Supports(*(tensors[f"{name}.support_{each}"].numpy() for each in ("counts", "tokens")))
     return found
+
+
+def _facts_of_lineage(lineage: Lineage) -> dict[str, Any]:
+    return {
+        "completion": {name: getattr(lineage.completion, name) for name in TURN_FACTS},
+        "context": list(lineage.context),
+        "train": lineage.train,
+        "turn_numbers": lineage.turn_numbers,
+    }
+
+
+def _lineage_from(facts: Mapping[str, Any], arrays: Mapping[str, Any]) -> Lineage:
+    numbers = facts["turn_numbers"]
+    return Lineage(
+        tuple(facts["context"]),
+        Completion(**facts["completion"], **arrays),
+        facts["train"],
+        None if numbers is None else tuple(numbers),
+    )
 
 
 def _facts_of(item: Suspended) -> dict[str, Any]:
@@ -207,5 +235,5 @@ def _suspended_from(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor
         checksum=facts["checksum"],
         started_at=facts["started_at"],
         prefilled=facts["prefilled"],
-        **_arrays(asked["id"], tensors),
+        **_arrays(f"{asked['id']}", tensors),
     )

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.store.blobs import CompletionBlobs, sampled_values
-from stretto.store.digests import SIZE, row_digest, update_digest
-from stretto.store.schema import FAILURES_OF_MEMBERS, JOURNAL_NAME
+from stretto.store.digests import SIZE, row_digest, untrained_digest, update_digest
+from stretto.store.schema import FAILURES_OF_MEMBERS, JOURNAL_NAME, UNTRAINED_OF_MEMBERS
 from stretto.store.traces import recorded_in
 
 CONFIG_NAME = "config.toml"  # in the run folder
@@ -33,19 +33,21 @@ MAX_REWARD = 1e9  # the largest reward that can be trained on, written down apar
 ROUNDING = 1e-9  # of a metric, relative to the largest number that it is made of
 LARGEST_ID = (1 << 63) - 1
 
-MEMBERS = """SELECT m.trajectory, m.use, t.group_id, t.version, t.reward, t.turn_rewards, g.prompt_tokens,
-    c.version, c.checksum, c.finish, c.tokens, c.logprobs, c.token_versions, c.supports, c.turns, c.num_sampled,
-    c.num_tokens
+MEMBERS = """SELECT m.trajectory, m.use, m.lineage, t.group_id, t.version, t.reward, t.turn_rewards,
+    COALESCE(c.context, g.prompt_tokens), c.turn_numbers, c.version, c.checksum, c.finish, c.tokens, c.logprobs,
+    c.token_versions, c.supports, c.turns, c.num_sampled, c.num_tokens
     FROM members m LEFT JOIN trajectories t USING (trajectory) LEFT JOIN groups g ON g.group_id = t.group_id
-    LEFT JOIN completions c ON c.trajectory = m.trajectory WHERE m.update_id = ? ORDER BY m.position"""
+    LEFT JOIN completions c ON c.trajectory = m.trajectory AND c.lineage = m.lineage
+    WHERE m.update_id = ? ORDER BY m.position"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """One member of a batch, from its rows."""
+    """One member of a batch, from its rows: a lineage of a trajectory."""
 
     trajectory: int
     use: int
+    lineage: int
     digest: bytes
     group: int
     reward: float
@@ -54,6 +56,14 @@ class _Sample:
     num_turns: int | None  # None: its turns are not told apart
     truncated: bool
     oldest: int  # version of a token
+
+    @property
+    def name(self) -> str:
+        return (
+            f"lineage {self.lineage} of trajectory {self.trajectory}"
+            if self.lineage
+            else f"trajectory {self.trajectory}"
+        )
 
 
 @dataclass(slots=True)
@@ -89,6 +99,9 @@ def _check_updates(db: sqlite3.Connection, result: DataResult) -> None:
     failures: dict[int, list[tuple[int, str, int]]] = {}
     for update, *failure in db.execute(FAILURES_OF_MEMBERS, (0, LARGEST_ID)):
         failures.setdefault(update, []).append((failure[0], failure[1], failure[2]))
+    untrained: dict[int, list[tuple[int, int, str]]] = {}
+    for row in db.execute(UNTRAINED_OF_MEMBERS, (0, LARGEST_ID)):
+        untrained.setdefault(row[0], []).append(untrained_digest(row))
     sums: Counter[str] = Counter()
     previous: object = None
     for update, finished_at, checksum, metrics, totals, digests, digest, advantages in db.execute(
@@ -107,16 +120,18 @@ def _check_updates(db: sqlite3.Connection, result: DataResult) -> None:
         if digest is None or not isinstance(digests, bytes):
             result.breaks.append(f"update {update} has no digest of what it trained on")
         else:
-            members = [(sample.trajectory, sample.use) for sample in samples]
+            members = [(sample.trajectory, sample.use, sample.lineage) for sample in samples]
             result.breaks += _other_samples(update, samples, digests)
             expected = update_digest(
                 previous, update, members, digests,
                 failures=failures.get(update, ()), row=(made.get(update + 1, checksum), advantages, metrics, totals),
+                untrained=untrained.get(update, ()),
             )  # fmt: skip
             if expected != digest:
                 result.breaks.append(
                     f"the digest of update {update} does not follow from the update before it and its own records: "
-                    "its members, their failed attempts, its metrics, its sums or a digest were changed"
+                    "its members, their failed attempts, lineages that are not trained, its metrics, its sums or a "
+                    "digest were changed"
                 )
         result.ages.update(update - sample.oldest for sample in samples)
         result.num_updates += 1
@@ -129,11 +144,11 @@ def _check_updates(db: sqlite3.Connection, result: DataResult) -> None:
 
 
 def read_sample(update: int, row: Sequence[Any]) -> _Sample:
-    trajectory, use, group, version, reward, turn_rewards, prompt, made, checksum, finish, *rest = row
+    trajectory, use, lineage, group, version, reward, turn_rewards, prompt, numbers, made, checksum, finish, *rest = row
     tokens, logprobs, token_versions, supports, turns, num_sampled, num_tokens = rest
     arrays = CompletionBlobs(tokens, logprobs, token_versions, supports, turns)
     digest = row_digest(
-        trajectory, group, version, reward, turn_rewards, prompt, made, checksum, finish, arrays,
+        trajectory, group, version, reward, turn_rewards, prompt, made, checksum, finish, arrays, lineage, numbers,
     )  # fmt: skip
     oldest = int(version)
     if token_versions is not None:
@@ -142,6 +157,7 @@ def read_sample(update: int, row: Sequence[Any]) -> _Sample:
     return _Sample(
         trajectory=trajectory,
         use=use,
+        lineage=int(lineage),
         digest=digest,
         group=group,
         reward=float(reward),
@@ -159,7 +175,7 @@ def _other_samples(update: int, samples: Sequence[_Sample], digests: bytes) -> I
         return
     for place, sample in enumerate(samples):
         if sample.digest != digests[SIZE * place : SIZE * (place + 1)]:
-            yield f"trajectory {sample.trajectory} is not what update {update} trained on: its rows were changed"
+            yield f"{sample.name} is not what update {update} trained on: its rows were changed"
 
 
 def _metrics(update: int, samples: Sequence[_Sample], line: Mapping[str, Any]) -> Iterator[str]:
@@ -174,10 +190,12 @@ def expected_metrics(update: int, samples: Sequence[_Sample], line: Mapping[str,
     """Returns the metrics that follow from the samples of an update. `line` is what was recorded."""
     if not samples:
         return {}
-    rewards = np.array([sample.reward for sample in samples])
+    uses = _uses(samples)
+    rewards = np.array([own[0].reward for own in uses])
     lengths = [sample.num_sampled for sample in samples]
     again = [sample for sample in samples if sample.use != 0]
-    ages = Counter(update - sample.oldest for sample in samples)
+    rows_by_age = Counter(update - sample.oldest for sample in samples)
+    ages = Counter(update - min(sample.oldest for sample in own) for own in uses)
     return {
         "update": update,
         "reward_mean": float(rewards.mean()),
@@ -190,14 +208,23 @@ def expected_metrics(update: int, samples: Sequence[_Sample], line: Mapping[str,
         "tokens": sum(lengths) - sum(sample.num_sampled for sample in again),
         "replayed_sequences": len(again),
         "replayed_tokens": sum(sample.num_sampled for sample in again),
-        "staleness_mean": sum(age * count for age, count in ages.items()) / len(samples),
+        "staleness_mean": sum(age * count for age, count in ages.items()) / len(uses),
         "staleness_max": max(ages),
         "staleness_histogram": {str(age): ages[age] for age in sorted(ages)},
-        "turns_mean": sum(sample.num_turns or 1 for sample in samples) / len(samples),
+        "turns_mean": sum(sample.num_turns or 1 for sample in samples) / len(uses),
+        "lineages_mean": len(samples) / len(uses),
         "observed_tokens": sum(sample.num_observed for sample in samples),
         **{name: 0 for name in line if name.startswith("advantage_count_age_")},
-        **{f"advantage_count_age_{age}": count for age, count in ages.items()},
+        **{f"advantage_count_age_{age}": count for age, count in rows_by_age.items()},
     }
+
+
+def _uses(samples: Sequence[_Sample]) -> list[list[_Sample]]:
+    """Returns the samples of each trajectory and use: one for each lineage."""
+    found: dict[tuple[int, int], list[_Sample]] = {}
+    for sample in samples:
+        found.setdefault((sample.trajectory, sample.use), []).append(sample)
+    return list(found.values())
 
 
 def _deviation(rewards: NDArray[np.float64]) -> float:
@@ -216,15 +243,16 @@ def _equal(recorded: object, value: Any, scale: float) -> bool:
 def add_sums(sums: Counter[str], update: int, samples: Sequence[_Sample]) -> None:
     """Adds the samples of an update to the sums of the run, by their names in `totals`."""
     sums["steps"] += 1
-    for sample in samples:
-        if sample.use == 0:
+    for own in _uses(samples):
+        num_sampled = sum(sample.num_sampled for sample in own)
+        if own[0].use == 0:
             sums["trained"] += 1
-            sums["tokens"] += sample.num_sampled
-            sums["truncated"] += sample.truncated
+            sums["tokens"] += num_sampled
+            sums["truncated"] += any(sample.truncated for sample in own)
         else:
             sums["replayed"] += 1
-            sums["replayed_tokens"] += sample.num_sampled
-        sums[f"age {update - sample.oldest}"] += 1
+            sums["replayed_tokens"] += num_sampled
+        sums[f"age {update - min(sample.oldest for sample in own)}"] += 1
 
 
 def _totals(sums: Counter[str], totals: Mapping[str, Any]) -> Iterator[str]:

@@ -5,8 +5,8 @@ a list, and the writer's thread (`writer.py`) makes the call. Two changes must b
 the loop awaits `durable()` for both: the members of a batch before it trains, and the checksum of a version before its
 first token. In `await room()` the loop waits for a slow disk, with a deadline.
 
-The file itself enforces exactly-once: (trajectory, use) is unique among the members of batches, an end is final, and a
-completion is written once. The state of a killed run is rebuilt from its journal (`run/recovery.py`).
+The file itself enforces exactly-once: (trajectory, lineage, use) is unique among the members of batches, an end is
+final, and a completion is written once. The state of a killed run is rebuilt from its journal (`run/recovery.py`).
 """
 
 from __future__ import annotations

@@ -17,9 +17,18 @@ from typing import Any
 from stretto import __version__
 from stretto.errors import JournalError
 from stretto.store.blobs import CompletionBlobs, blob
-from stretto.store.digests import sample_digest, update_digest
-from stretto.store.schema import ENDS, FAILURES_OF_MEMBERS, Attempt, Departure, EvaluationKind, RunFacts, State
-from stretto.types import Completion, Prompt, Sample
+from stretto.store.digests import sample_digest, untrained_digest, update_digest
+from stretto.store.schema import (
+    ENDS,
+    FAILURES_OF_MEMBERS,
+    UNTRAINED_OF_MEMBERS,
+    Attempt,
+    Departure,
+    EvaluationKind,
+    RunFacts,
+    State,
+)
+from stretto.types import Lineage, Prompt, Sample
 
 _NOT_ENDED = f"state NOT IN {ENDS!r}"
 _LAST = "COALESCE((SELECT MAX(seq) FROM transitions), 0)"
@@ -82,9 +91,9 @@ def settle(db: sqlite3.Connection, retries: int, drops: bool, at: float) -> None
         filtered(db, trajectory, reason or "", at)
     if drops:
         past = db.execute(
-            "SELECT trajectory, num_sampled FROM trajectories t JOIN groups USING (group_id) LEFT JOIN completions "
-            f"USING (trajectory) WHERE {_NOT_ENDED} AND state <> 'training' "
-            "AND deadline <= (SELECT MAX(update_id) FROM updates)"
+            "SELECT trajectory, SUM(num_sampled) FROM trajectories t JOIN groups USING (group_id) "
+            f"LEFT JOIN completions USING (trajectory) WHERE {_NOT_ENDED} AND state <> 'training' "
+            "AND deadline <= (SELECT MAX(update_id) FROM updates) GROUP BY trajectory"
         )
         for trajectory, num_sampled in past.fetchall():
             dropped(db, trajectory, "past its age limit", at, num_sampled)
@@ -189,7 +198,7 @@ def _change_members(db: sqlite3.Connection, update: int, to_state: State, at: fl
     added = db.execute(
         "INSERT INTO transitions (trajectory, from_state, to_state, at, reason) SELECT t.trajectory, t.state, ?, ?, '' "
         "FROM members m JOIN trajectories t USING (trajectory) "
-        f"WHERE m.update_id = ? AND m.use = 0 AND t.{_NOT_ENDED} {only} ORDER BY m.position",
+        f"WHERE m.update_id = ? AND m.use = 0 AND t.{_NOT_ENDED} {only} GROUP BY t.trajectory ORDER BY MIN(m.position)",
         (to_state, at, update),
     )
     db.execute(
@@ -221,30 +230,52 @@ def attempt_failed(db: sqlite3.Connection, trajectory: int, kind: Attempt, reaso
     )
 
 
-def generated(db: sqlite3.Connection, trajectory: int, completion: Completion, text: str, at: float) -> None:
-    """Stores the completion of a trajectory, which has its last token and is `scoring` now."""
+def generated(
+    db: sqlite3.Connection,
+    trajectory: int,
+    lineages: Sequence[Lineage],
+    texts: Sequence[str],
+    at: float,
+    contexts: Sequence[str | None] | None = None,
+) -> None:
+    """Stores the lineages of a trajectory, which has its last token and is `scoring` now.
+
+    `texts` are those of the completions. `contexts` are those of the contexts that are not the prompt of the group.
+    """
     _change_state(db, trajectory, "scoring", at)
-    arrays = CompletionBlobs.of(completion)
-    db.execute(
-        "INSERT INTO completions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            trajectory,
-            completion.version,
-            completion.checksum,
-            len(completion.tokens),
-            completion.finish,
-            completion.started_at,
-            completion.finished_at,
-            completion.prefilled,
-            storable(text),
-            arrays.tokens,
-            arrays.logprobs,
-            arrays.token_versions,
-            arrays.supports,
-            completion.num_sampled,
-            arrays.turns,
-        ),
-    )
+    (prompt,) = db.execute(
+        "SELECT prompt_tokens FROM groups JOIN trajectories USING (group_id) WHERE trajectory = ?", (trajectory,)
+    ).fetchone()
+    contexts = contexts or [None] * len(lineages)
+    for number, (lineage, text, context_text) in enumerate(zip(lineages, texts, contexts, strict=True)):
+        completion, context = lineage.completion, blob(lineage.context, "<i4")
+        arrays, own = CompletionBlobs.of(completion), context != prompt
+        db.execute(
+            "INSERT INTO completions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                trajectory,
+                number,
+                int(lineage.train),
+                completion.version,
+                completion.checksum,
+                len(completion.tokens),
+                completion.num_sampled,
+                completion.finish,
+                completion.started_at,
+                completion.finished_at,
+                completion.prefilled,
+                None if lineage.turn_numbers is None else blob(lineage.turn_numbers, "<i4"),
+                arrays.turns,
+                storable(text),
+                storable(context_text) if own and context_text is not None else None,
+                context if own else None,
+                arrays.tokens,
+                arrays.logprobs,
+                arrays.token_versions,
+                arrays.supports,
+            ),
+        )
+    db.execute("UPDATE trajectories SET num_lineages = ? WHERE trajectory = ?", (len(lineages), trajectory))
 
 
 def scored(
@@ -292,7 +323,7 @@ def _remove_batch(db: sqlite3.Connection, trajectory: int, at: float) -> None:
     db.execute(
         "INSERT INTO transitions (trajectory, from_state, to_state, at, reason) "
         "SELECT trajectory, state, 'scored', ?, ? FROM members JOIN trajectories USING (trajectory) "
-        "WHERE update_id = ? AND use = 0 ORDER BY position",
+        "WHERE update_id = ? AND use = 0 GROUP BY trajectory ORDER BY MIN(position)",
         (at, reason, update),
     )
     db.execute(
@@ -358,30 +389,41 @@ def trajectory_moved(
 
 
 def batch_taken(
-    db: sqlite3.Connection, update: int, trajectories: Sequence[int], at: float, uses: Sequence[int] | None = None
+    db: sqlite3.Connection,
+    update: int,
+    trajectories: Sequence[int],
+    at: float,
+    uses: Sequence[int] | None = None,
+    lineages: Sequence[int] | None = None,
 ) -> None:
     """Makes these trajectories, in this order, the batch of `update`. Await `durable()` before it trains.
 
-    `uses` is 0 for a trajectory that is trained for the first time, and counts up each time it is used again; None
-    means all 0. If a killed run had recorded the same batch, nothing changes; another batch is an error.
+    A trajectory comes once for each of its `lineages` that is trained; None means that each has lineage 0 alone. `uses`
+    is 0 for a trajectory that is trained for the first time, and counts up each time it is used again; None means all
+    0. If a killed run had recorded the same batch, nothing changes; another batch is an error.
     """
-    uses = uses or (0,) * len(trajectories)
-    taken = db.execute(
-        "SELECT trajectory, use FROM members WHERE update_id = ? ORDER BY position", (update,)
-    ).fetchall()
+    uses, lineages = uses or (0,) * len(trajectories), lineages or (0,) * len(trajectories)
+    members = list(zip(trajectories, uses, lineages, strict=True))
+    taken = _members(db, update)
     if taken:
-        if taken != list(zip(trajectories, uses, strict=True)):
+        if taken != members:
             raise JournalError(f"update {update} has a recorded batch, and is about to train another one")
         return
     db.execute("INSERT INTO updates (update_id, taken_at) VALUES (?, ?)", (update, at))
     db.executemany(
-        "INSERT INTO members VALUES (?, ?, ?, ?)",
-        [(update, position, *member) for position, member in enumerate(zip(trajectories, uses, strict=True))],
+        "INSERT INTO members (update_id, position, trajectory, use, lineage) VALUES (?, ?, ?, ?, ?)",
+        [(update, position, *member) for position, member in enumerate(members)],
     )
-    first_uses = [trajectory for trajectory, use in zip(trajectories, uses, strict=True) if use == 0]
+    first_uses = list(dict.fromkeys(trajectory for trajectory, use, _ in members if use == 0))
     if _change_members(db, update, "training", at) != len(first_uses):
         for trajectory in first_uses:  # raises for the one that has ended
             _change_state(db, trajectory, "training", at)
+
+
+def _members(db: sqlite3.Connection, update: int) -> list[tuple[int, int, int]]:
+    """Returns trajectory, use and lineage of the members of a batch, in order."""
+    query = "SELECT trajectory, use, lineage FROM members WHERE update_id = ? ORDER BY position"
+    return db.execute(query, (update,)).fetchall()
 
 
 def update_done(
@@ -418,16 +460,17 @@ def update_done(
 
 def _seal(db: sqlite3.Connection, update: int, samples: Sequence[Sample], row: Sequence[str | None]) -> None:
     """Records the digests of what an update trained on. Raises `JournalError` if that is not its recorded batch."""
-    recorded = db.execute("SELECT trajectory, use FROM members WHERE update_id = ? ORDER BY position", (update,))
-    members = [(sample.trajectory, sample.use) for sample in samples]
-    if recorded.fetchall() != members:
+    members = [(sample.trajectory, sample.use, sample.lineage) for sample in samples]
+    if _members(db, update) != members:
         raise JournalError(f"update {update} has a recorded batch, and has trained another one")
     before = db.execute("SELECT digest FROM updates WHERE update_id = ?", (update - 1,)).fetchone()
     failures = db.execute(FAILURES_OF_MEMBERS, (update, update)).fetchall()
+    untrained = list(map(untrained_digest, db.execute(UNTRAINED_OF_MEMBERS, (update, update))))
     digests = b"".join(map(sample_digest, samples))
     digest = update_digest(
-        before[0] if before else None, update, members, digests, failures=[each[1:] for each in failures], row=row
-    )
+        before[0] if before else None, update, members, digests,
+        failures=[each[1:] for each in failures], row=row, untrained=untrained,
+    )  # fmt: skip
     db.execute("UPDATE updates SET samples = ?, digest = ? WHERE update_id = ?", (digests, digest, update))
 
 

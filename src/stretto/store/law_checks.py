@@ -187,17 +187,47 @@ CHECKS: tuple[tuple[str, str], ...] = (
     ),
     (
         "2",
-        """SELECT 'trajectory ' || trajectory || ' is in the batch of update ' || update_id || ' and ' || state
+        """SELECT DISTINCT 'trajectory ' || trajectory || ' is in the batch of update ' || update_id || ' and ' || state
         FROM members JOIN trajectories USING (trajectory) JOIN updates USING (update_id)
         WHERE state <> iif(finished_at IS NULL AND use = 0, 'training', 'trained')""",
     ),
     (
         "2",
         """SELECT DISTINCT 'trajectory ' || trajectory || ' was in a batch without its ' ||
-            iif(COALESCE(num_sampled, 0) = 0, 'tokens', 'reward')
-        FROM members JOIN trajectories USING (trajectory) LEFT JOIN completions USING (trajectory)
+            iif(COALESCE(num_sampled, 0) = 0, 'tokens', 'reward') ||
+            iif(lineage AND COALESCE(num_sampled, 0) = 0, ' of lineage ' || lineage, '')
+        FROM members JOIN trajectories USING (trajectory) LEFT JOIN completions USING (trajectory, lineage)
         WHERE COALESCE(num_sampled, 0) = 0 OR reward IS NULL OR typeof(reward) NOT IN ('real', 'integer')
             OR ABS(reward) > 1.7976931348623157e308""",
+    ),
+    (
+        "2",
+        """WITH RECURSIVE numbers(lineage) AS (SELECT 0 UNION ALL SELECT lineage + 1 FROM numbers
+            WHERE lineage + 1 < (SELECT MAX(num_lineages) FROM trajectories) LIMIT 100000)
+        SELECT 'lineage ' || n.lineage || ' of trajectory ' || t.trajectory || ' is missing: it has ' || num_lineages
+        FROM trajectories t JOIN numbers n ON n.lineage < num_lineages
+        WHERE NOT EXISTS (SELECT 1 FROM completions c WHERE c.trajectory = t.trajectory AND c.lineage = n.lineage)""",
+    ),
+    (
+        "2",
+        """SELECT 'trajectory ' || trajectory || ' has a lineage ' || lineage || ', and it has ' ||
+            COALESCE(num_lineages, 'none')
+        FROM completions JOIN trajectories USING (trajectory)
+        WHERE num_lineages IS NULL OR lineage NOT BETWEEN 0 AND num_lineages - 1""",
+    ),
+    (
+        "2",
+        """SELECT 'lineage ' || lineage || ' of trajectory ' || trajectory || ' is in the batch of update ' ||
+            update_id || ', and is not to be trained'
+        FROM members JOIN completions USING (trajectory, lineage) WHERE train IS NOT 1""",
+    ),
+    (
+        "2",
+        """SELECT 'lineage ' || c.lineage || ' of trajectory ' || trajectory ||
+            ' is missing from the batch of update ' || m.update_id || ', which has others of that trajectory'
+        FROM (SELECT DISTINCT update_id, trajectory, use FROM members) m JOIN completions c USING (trajectory)
+        WHERE c.train = 1 AND NOT EXISTS (SELECT 1 FROM members x WHERE x.trajectory = m.trajectory
+            AND x.lineage = c.lineage AND x.use = m.use AND x.update_id = m.update_id)""",
     ),
     (
         "2",
@@ -227,23 +257,27 @@ CHECKS: tuple[tuple[str, str], ...] = (
         "2",
         """SELECT 'in the batch of update ' || update_id || ' trajectory ' || trajectory ||
             ' does not follow by version, group and member'
-        FROM (SELECT update_id, trajectory, g.version, group_id, member, LAG(g.version) OVER batch AS previous_version,
-                LAG(group_id) OVER batch AS previous_group, LAG(member) OVER batch AS previous_member
+        FROM (SELECT update_id, trajectory, g.version, group_id, member, lineage,
+                LAG(g.version) OVER batch AS previous_version, LAG(group_id) OVER batch AS previous_group,
+                LAG(member) OVER batch AS previous_member, LAG(lineage) OVER batch AS previous_lineage
             FROM members JOIN trajectories USING (trajectory) JOIN groups g USING (group_id) WHERE use = 0
             WINDOW batch AS (PARTITION BY update_id ORDER BY position))
-        WHERE (version, group_id, member) < (previous_version, previous_group, previous_member)""",
+        WHERE (version, group_id, member, lineage) <
+            (previous_version, previous_group, previous_member, previous_lineage)""",
     ),
     (
         "2",
         """SELECT 'in the batch of update ' || update_id || ' trajectory ' || trajectory || ', used again, ' ||
             iif(next_use = 0, 'comes before one that is not', 'does not follow by version, group and member')
-        FROM (SELECT update_id, trajectory, use, g.version, group_id, member, LEAD(use) OVER batch AS next_use,
-                LAG(use) OVER batch AS before, LAG(g.version) OVER batch AS previous_version,
-                LAG(group_id) OVER batch AS previous_group, LAG(member) OVER batch AS previous_member
+        FROM (SELECT update_id, trajectory, use, g.version, group_id, member, lineage,
+                LEAD(use) OVER batch AS next_use, LAG(use) OVER batch AS before,
+                LAG(g.version) OVER batch AS previous_version, LAG(group_id) OVER batch AS previous_group,
+                LAG(member) OVER batch AS previous_member, LAG(lineage) OVER batch AS previous_lineage
             FROM members JOIN trajectories USING (trajectory) JOIN groups g USING (group_id)
             WINDOW batch AS (PARTITION BY update_id ORDER BY position))
         WHERE use <> 0 AND (next_use = 0 OR (before <> 0 AND
-            (version, group_id, member) < (previous_version, previous_group, previous_member)))""",
+            (version, group_id, member, lineage) <
+                (previous_version, previous_group, previous_member, previous_lineage)))""",
     ),
     (
         "2",
@@ -346,8 +380,9 @@ CHECKS: tuple[tuple[str, str], ...] = (
     ),
     (
         "3",
-        """SELECT 'trajectory ' || trajectory || ' of version ' || t.version || ' is in the batch of update ' ||
-            update_id || ', ' || (update_id - t.version) || ' updates later; it was admitted under ' || staleness
+        """SELECT DISTINCT 'trajectory ' || trajectory || ' of version ' || t.version ||
+            ' is in the batch of update ' || update_id || ', ' || (update_id - t.version) ||
+            ' updates later; it was admitted under ' || staleness
         FROM members JOIN trajectories t USING (trajectory) JOIN groups USING (group_id)
         WHERE update_id - t.version NOT BETWEEN 0 AND staleness""",
     ),
@@ -386,9 +421,9 @@ CHECKS: tuple[tuple[str, str], ...] = (
     ),
     (
         "once",
-        """SELECT 'trajectory ' || trajectory || ' is trained ' || COUNT(*) || ' times as use ' || use ||
-            ', in updates ' || MIN(update_id) || ' and ' || MAX(update_id)
-        FROM members GROUP BY trajectory, use HAVING COUNT(*) > 1""",
+        """SELECT iif(lineage, 'lineage ' || lineage || ' of ', '') || 'trajectory ' || trajectory || ' is trained ' ||
+            COUNT(*) || ' times as use ' || use || ', in updates ' || MIN(update_id) || ' and ' || MAX(update_id)
+        FROM members GROUP BY trajectory, lineage, use HAVING COUNT(*) > 1""",
     ),
     (
         "once",
@@ -397,13 +432,13 @@ CHECKS: tuple[tuple[str, str], ...] = (
     ),
     (
         "once",
-        """SELECT 'trajectory ' || trajectory || ' was used again and never trained' FROM members WHERE use <> 0
-            AND trajectory NOT IN (SELECT trajectory FROM members WHERE use = 0)""",
+        """SELECT DISTINCT 'trajectory ' || trajectory || ' was used again and never trained'
+        FROM members WHERE use <> 0 AND trajectory NOT IN (SELECT trajectory FROM members WHERE use = 0)""",
     ),
     (
         "once",
-        """SELECT 'trajectory ' || trajectory || ' is used again in update ' || update_id || ' as use ' || use ||
-            ', and use ' || (use - 1) || ' was not before it'
+        """SELECT DISTINCT 'trajectory ' || trajectory || ' is used again in update ' || update_id ||
+            ' as use ' || use || ', and use ' || (use - 1) || ' was not before it'
         FROM members m WHERE use <> 0 AND trajectory IN (SELECT trajectory FROM members WHERE use = 0)
             AND NOT EXISTS (SELECT 1 FROM members b
                 WHERE b.trajectory = m.trajectory AND b.use = m.use - 1 AND b.update_id < m.update_id)""",
@@ -423,10 +458,10 @@ CHECKS: tuple[tuple[str, str], ...] = (
     ),
     (
         "once",
-        """WITH again AS (SELECT update_id, group_id, use, COUNT(*) AS num FROM members JOIN trajectories
-                USING (trajectory) WHERE use <> 0 GROUP BY update_id, group_id, use),
-            first AS (SELECT group_id, COUNT(*) AS num FROM members JOIN trajectories USING (trajectory)
-                WHERE use = 0 GROUP BY group_id)
+        """WITH again AS (SELECT update_id, group_id, use, COUNT(DISTINCT trajectory) AS num FROM members
+                JOIN trajectories USING (trajectory) WHERE use <> 0 GROUP BY update_id, group_id, use),
+            first AS (SELECT group_id, COUNT(DISTINCT trajectory) AS num FROM members
+                JOIN trajectories USING (trajectory) WHERE use = 0 GROUP BY group_id)
         SELECT 'update ' || update_id || ' uses ' || again.num || ' of the ' || first.num ||
             ' trajectories of group ' || group_id || ' again'
         FROM again JOIN first USING (group_id) WHERE again.num <> first.num""",

@@ -29,7 +29,7 @@ from stretto.store.schema import (
     journal_path,
     reading,
 )
-from stretto.types import Completion, HeldOutScore, Prompt, Sample, Supports
+from stretto.types import Completion, HeldOutScore, Lineage, Prompt, Sample, Supports
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,6 +38,7 @@ _COMPLETION = (
     "c.version, c.tokens, c.logprobs, c.finish, c.checksum, c.token_versions, c.started_at, c.finished_at, "
     "c.prefilled, c.supports, c.turns"
 )
+_LINEAGE = f"c.lineage, COALESCE(c.context, g.prompt_tokens), c.train, c.turn_numbers, {_COMPLETION}"
 
 # The age of a sample in its batch: that of its oldest token.
 _AGE = "m.update_id - iif(c.token_versions IS NULL, t.version, oldest(c.token_versions, c.turns))"
@@ -92,7 +93,7 @@ class UpdateRecord:
 
 @dataclass(frozen=True, slots=True)
 class SampleRecord:
-    """A trained sample, as text."""
+    """A lineage of a trained trajectory, as text."""
 
     trajectory: int
     group: int
@@ -106,7 +107,11 @@ class SampleRecord:
     num_tokens: int  # sampled
     finish: str
     turns: int
-    turn_rewards: tuple[float, ...] | None  # one for each turn, if the environment returns them
+    lineage: int
+    num_lineages: int
+    train: bool  # False: it was not trained on
+    context: str | None  # None: the prompt
+    turn_rewards: tuple[float, ...] | None  # one for each turn of the trajectory, if the environment returns them
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,25 +277,33 @@ class JournalReader:
         return [_typed(TrajectoryRecord(*row)) for row in rows]
 
     @_decodes
-    def load_completion(self, trajectory: int) -> tuple[Completion, float | None, tuple[float, ...] | None]:
-        """Returns a trajectory's completion, its reward (or None), and the rewards of its turns (or None)."""
+    def load_lineages(self, trajectory: int) -> tuple[tuple[Lineage, ...], float | None, tuple[float, ...] | None]:
+        """Returns a trajectory's lineages, its reward (or None), and the rewards of its turns (or None)."""
         rows = self._rows(
-            f"SELECT t.reward, t.turn_rewards, {_COMPLETION} FROM completions c JOIN trajectories t USING (trajectory) "
-            "WHERE trajectory = ?",
+            f"SELECT t.reward, t.turn_rewards, t.num_lineages, {_LINEAGE} FROM completions c "
+            "JOIN trajectories t USING (trajectory) JOIN groups g USING (group_id) "
+            "WHERE trajectory = ? ORDER BY c.lineage",
             trajectory,
         )
         if not rows:
             raise JournalError(f"journal `{self.path}` has no completion of trajectory {trajectory}")
-        reward, by_turn, *made = rows[0]
+        reward, by_turn, num_lineages = rows[0][:3]
         with _of(trajectory):
-            return _completion(trajectory, made), None if reward is None else _reward(reward), _rewards(by_turn)
+            if [row[3] for row in rows] != list(range(num_lineages)):
+                raise ValueError(f"it has {num_lineages} lineages, and those recorded are {[row[3] for row in rows]}")
+            lineages = tuple(_lineage(trajectory, row[4:]) for row in rows)
+            if num_lineages > 1:
+                numbers = sorted(number for each in lineages for number in each.turn_numbers or ())
+                if numbers != list(range(len(numbers))):
+                    raise ValueError(f"the turns of its lineages have the numbers {numbers}")
+            return lineages, None if reward is None else _reward(reward), _rewards(by_turn)
 
     # -- updates ----------------------------------------------------------------------------------------------------
 
     def members(self, update: int) -> list[int]:
         """Returns the trajectories of an update's batch, in order; empty if it was not taken."""
         rows = self._rows("SELECT trajectory FROM members WHERE update_id = ? ORDER BY position", update)
-        return [row[0] for row in rows]
+        return list(dict.fromkeys(row[0] for row in rows))
 
     @_decodes
     def batch(self, update: int) -> list[Sample]:
@@ -309,13 +322,13 @@ class JournalReader:
             "SELECT trajectory FROM members JOIN updates USING (update_id) "
             "WHERE use = 0 AND finished_at IS NOT NULL ORDER BY update_id, position"
         )
-        return [row[0] for row in rows]
+        return list(dict.fromkeys(row[0] for row in rows))
 
     @_decodes
-    def sample(self, trajectory: int) -> Sample:
-        """Returns one trajectory that was trained on, as the trainer got it first."""
-        (sample,) = self._samples(f"with trajectory {trajectory}", "m.trajectory = ? AND m.use = 0", trajectory)
-        return sample
+    def trained_samples(self, trajectory: int) -> list[Sample]:
+        """Returns one trajectory that was trained on, as the trainer got it first: a sample for each lineage."""
+        where = "m.trajectory = ? AND m.use = 0 ORDER BY m.position"
+        return self._samples(f"with trajectory {trajectory}", where, trajectory)
 
     def advantages(self) -> dict[int, str | None]:
         """Returns the digest of the advantages of every finished update."""
@@ -323,10 +336,9 @@ class JournalReader:
 
     def _samples(self, what: str, where: str, *args: Any) -> list[Sample]:
         rows = self._rows(
-            "SELECT m.trajectory, t.group_id, t.version, g.prompt_tokens, t.reward, m.use, t.turn_rewards, "
-            f"{_COMPLETION} "
+            f"SELECT m.trajectory, t.group_id, t.version, t.reward, m.use, t.turn_rewards, m.lineage, {_LINEAGE} "
             "FROM members m LEFT JOIN trajectories t USING (trajectory) LEFT JOIN groups g USING (group_id) "
-            f"LEFT JOIN completions c USING (trajectory) WHERE {where}",
+            f"LEFT JOIN completions c ON c.trajectory = m.trajectory AND c.lineage = m.lineage WHERE {where}",
             *args,
         )
         if not rows:
@@ -338,10 +350,12 @@ class JournalReader:
         """Returns every update whose batch was taken, in order."""
         rows = self._rows(
             "SELECT u.update_id, u.taken_at, u.finished_at, u.metrics, COUNT(m.trajectory), "
-            "COALESCE(SUM(m.use <> 0), 0), COALESCE(AVG(t.reward), 0.0), COALESCE(AVG(c.num_sampled), 0.0), "
-            f"COALESCE(AVG({_AGE}), 0.0), COALESCE(MAX({_AGE}), 0) FROM updates u "
+            "COALESCE(SUM(m.use <> 0), 0), COALESCE((SELECT AVG(reward) FROM (SELECT DISTINCT trajectory, use "
+            "FROM members r WHERE r.update_id = u.update_id) JOIN trajectories USING (trajectory)), 0.0), "
+            f"COALESCE(AVG(c.num_sampled), 0.0), COALESCE(AVG({_AGE}), 0.0), COALESCE(MAX({_AGE}), 0) FROM updates u "
             "LEFT JOIN members m USING (update_id) LEFT JOIN trajectories t USING (trajectory) "
-            "LEFT JOIN completions c USING (trajectory) GROUP BY u.update_id ORDER BY u.update_id"
+            "LEFT JOIN completions c ON c.trajectory = m.trajectory AND c.lineage = m.lineage "
+            "GROUP BY u.update_id ORDER BY u.update_id"
         )
         return [
             _typed(UpdateRecord(update, taken_at, finished_at, _mapping(metrics), *statistics))
@@ -350,16 +364,21 @@ class JournalReader:
 
     @_decodes
     def samples(self, update: int) -> list[SampleRecord]:
-        """Returns the samples of an update as text, in the order of its batch."""
+        """Returns the samples of an update as text, in the order of its batch.
+
+        The lineages of its trajectories that are not trained are among them.
+        """
         rows = self._rows(
             f"SELECT m.trajectory, t.group_id, t.member, t.version, {_AGE}, m.use, g.prompt_text, "
             "COALESCE(c.text, ''), t.reward, COALESCE(c.num_sampled, 0), COALESCE(c.finish, ''), "
-            "COALESCE(LENGTH(c.turns) / 8, 1), t.turn_rewards FROM members m "
-            "JOIN trajectories t USING (trajectory) JOIN groups g USING (group_id) "
-            "LEFT JOIN completions c USING (trajectory) WHERE m.update_id = ? ORDER BY m.position",
+            "COALESCE(LENGTH(c.turns) / 8, 1), COALESCE(c.lineage, 0), COALESCE(t.num_lineages, 1), "
+            "COALESCE(c.train, 1), iif(c.context IS NULL, NULL, COALESCE(c.context_text, '')), t.turn_rewards FROM "
+            "(SELECT update_id, trajectory, use, MIN(position) AS position FROM members WHERE update_id = ? "
+            "GROUP BY trajectory, use) m JOIN trajectories t USING (trajectory) JOIN groups g USING (group_id) "
+            "LEFT JOIN completions c USING (trajectory) ORDER BY m.position, c.lineage",
             update,
         )
-        return [_typed(SampleRecord(*(*row[:-1], _rewards(row[-1])))) for row in rows]
+        return [_typed(SampleRecord(*(*row[:14], row[14] == 1, row[15], _rewards(row[16])))) for row in rows]
 
     @_decodes
     def evaluations(self) -> list[EvaluationRecord]:
@@ -389,14 +408,43 @@ def _of(trajectory: int) -> Iterator[None]:
 
 
 def _sample(
-    trajectory: int, group: int, version: int, prompt: bytes, reward: Any, use: int, by_turn: bytes | None, *made: Any
+    trajectory: int,
+    group: int,
+    version: int,
+    reward: Any,
+    use: int,
+    by_turn: bytes | None,
+    number: int,
+    _: int | None,
+    *made: Any,
 ) -> Sample:
     with _of(trajectory):
-        tokens, completion = np.frombuffer(prompt, "<i4").tolist(), _completion(trajectory, made)
-        sample = Sample(trajectory, group, version, tokens, completion, _reward(reward), use, _rewards(by_turn))
-        if sample.turn_rewards is not None and len(sample.turn_rewards) != len(completion.turn_lengths):
-            raise ValueError(f"it has {len(completion.turn_lengths)} turns and {len(sample.turn_rewards)} rewards")
-        return _typed(sample)
+        lineage, rewards = _lineage(trajectory, made), _rewards(by_turn)
+        completion, numbers = lineage.completion, lineage.turn_numbers
+        if not lineage.train:
+            raise ValueError(f"its lineage {number} is not to be trained")
+        if rewards is not None and numbers is None and len(rewards) != len(completion.turn_lengths):
+            raise ValueError(f"it has {len(completion.turn_lengths)} turns and {len(rewards)} rewards")
+        if rewards is not None and numbers is not None and numbers[-1] >= len(rewards):
+            raise ValueError(f"it has a turn {numbers[-1]} and {len(rewards)} rewards")
+        return _typed(
+            Sample(
+                trajectory, group, version, list(lineage.context), completion, _reward(reward), use, rewards,
+                lineage=number, turn_numbers=numbers,
+            )
+        )  # fmt: skip
+
+
+def _lineage(trajectory: int, row: Sequence[Any]) -> Lineage:
+    """Returns a lineage from the columns `_LINEAGE` without its number. Raises like `_completion`."""
+    context, train, turn_numbers, *made = row
+    completion = _completion(trajectory, made)
+    numbers = None if turn_numbers is None else tuple(np.frombuffer(turn_numbers, "<i4").tolist())
+    if train not in (0, 1):
+        raise ValueError(f"`train` is {reprlib.repr(train)}")
+    if numbers is not None and (len(numbers) != len(completion.turn_lengths) or list(numbers) != sorted(set(numbers))):
+        raise ValueError(f"it has {len(completion.turn_lengths)} turns in a lineage, with the numbers {list(numbers)}")
+    return Lineage(tuple(np.frombuffer(context, "<i4").tolist()), completion, bool(train), numbers)
 
 
 def _reward(value: Any) -> float:

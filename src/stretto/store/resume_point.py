@@ -96,7 +96,12 @@ def _last_totals(db: sqlite3.Connection) -> dict[str, Any]:
 def _totals(db: sqlite3.Connection) -> dict[str, Any]:
     """The sums of the run. Seconds are those of the last update or stop; trajectories that ended since are counted."""
     totals = _last_totals(db)
-    lengths = "FROM trajectories LEFT JOIN completions USING (trajectory) WHERE state"
+    # Of a trained trajectory those tokens are counted that were trained on.
+    lengths = (
+        "FROM trajectories LEFT JOIN (SELECT trajectory, SUM(num_sampled) AS num_sampled FROM completions "
+        "JOIN trajectories USING (trajectory) WHERE train OR state <> 'trained' GROUP BY trajectory) "
+        "USING (trajectory) WHERE state"
+    )
     ended: dict[str, tuple[int, int]] = {
         state: (count, tokens)
         for state, count, tokens in db.execute(

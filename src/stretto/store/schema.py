@@ -12,11 +12,14 @@
                    before whose batch it was kept without a signal, because the limit of filtered groups was reached
     trajectories   one small row each, changed as it moves through its states; `turn_rewards` are those of its turns
                    where they are told apart, and add up to `reward`; `lost_tokens` were sampled before it ended
-                   without a completion
-    completions    what a trajectory generated, with the version and checksum that the engine stamped on it; written
-                   once, apart from `trajectories` so that a change of state never rewrites the blobs; of an episode
-                   with several turns `turns` says where each begins and ends, and what lies between was observed:
-                   `num_tokens` counts it, `num_sampled` does not
+                   without a completion; `num_lineages` is NULL until it has its last token
+    completions    what a trajectory generated, one row a lineage, with the version and checksum that the engine stamped
+                   on it; written once, apart from `trajectories` so that a change of state never rewrites the blobs; of
+                   an episode with several turns `turns` says where each begins and ends, and what lies between was
+                   observed: `num_tokens` counts it, `num_sampled` does not; `context` is what the lineage begins with,
+                   NULL if that is the prompt of its group; `train` is 0 if it is never trained on; `turn_numbers` are
+                   those of its turns in the episode, NULL if the trajectory has one lineage; small columns come first,
+                   because a column behind large ones is slow to read
     transitions    every change of state; `seq` is the order in which they were recorded, whatever the clocks say,
                    and is never given twice
     failures       every attempt that failed: to generate a trajectory, or to score it
@@ -24,8 +27,8 @@
                    the weights that it made, `metrics` its line and `totals` the sums of the run at its end (JSON);
                    `samples` are the digests of what it trained on, `digest` is its own (`digests.py`), `advantages`
                    that of the advantages, which the trainer reports
-    members        the trajectories of each batch in order; `use` 0 is the training that law 2 speaks of, later uses are
-                   those of a replay buffer. (trajectory, use) is unique: the file refuses to train one twice
+    members        the lineages of each batch in order; `use` 0 is the training that law 2 speaks of, later uses are
+                   those of a replay buffer. (trajectory, lineage, use) is unique: the file refuses to train one twice
     evaluations    before, during, after, skipped; `reward` is the score at the evaluation's temperature; `line` is what
                    `metrics.jsonl` says of it (JSON), with the greedy score if there is one
     instances      one row an instance that joined a session: its slots, when it came and left, and as what (`removed`,
@@ -43,7 +46,7 @@ run takes it back: `scored` becomes `scoring`. A batch that holds it and was not
 Times are seconds since 1970 (`clock.py`). Blobs are little-endian. Tokens and versions are int32, log-probabilities
 float32, rewards of turns float64. Supports are int32: how many tokens each token was drawn from, and then those tokens;
 NULL if all were drawn from the whole vocabulary. Turns are int32: the beginning and end of each; NULL if there is one
-turn, which is all of it.
+turn, which is all of it. Numbers of turns are int32.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ JOURNAL_NAME = "journal.sqlite"
 RESTORE = "put the journal back from a copy, with its `-wal` file if it had one"
 RESTORE_OR_BEGIN = f"{RESTORE}; if its run was killed as it began, `--resume` begins it"
 NUM_NAMED = 5  # runs of a folder that is none itself
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 State = Literal["waiting", "running", "scoring", "scored", "training", "trained", "failed", "filtered", "dropped"]
 ENDS: tuple[State, ...] = ("trained", "failed", "filtered", "dropped")
@@ -100,14 +103,15 @@ CREATE TABLE groups (
 CREATE TABLE trajectories (
     trajectory INTEGER PRIMARY KEY, group_id INTEGER NOT NULL, member INTEGER NOT NULL, version INTEGER NOT NULL,
     seed INTEGER NOT NULL, state TEXT NOT NULL, instance INTEGER, reward REAL, scored_at REAL,
-    ended_at REAL, error TEXT, lost_tokens INTEGER, turn_rewards BLOB);
+    ended_at REAL, error TEXT, lost_tokens INTEGER, turn_rewards BLOB, num_lineages INTEGER);
 CREATE INDEX trajectories_by_group ON trajectories (group_id, member);
 CREATE INDEX trajectories_by_state ON trajectories (state);
 CREATE TABLE completions (
-    trajectory INTEGER PRIMARY KEY, version INTEGER NOT NULL, checksum TEXT NOT NULL, num_tokens INTEGER NOT NULL,
-    finish TEXT NOT NULL, started_at REAL NOT NULL, finished_at REAL NOT NULL, prefilled INTEGER NOT NULL,
-    text TEXT NOT NULL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL, token_versions BLOB, supports BLOB,
-    num_sampled INTEGER NOT NULL, turns BLOB);
+    trajectory INTEGER NOT NULL, lineage INTEGER NOT NULL, train INTEGER NOT NULL, version INTEGER NOT NULL,
+    checksum TEXT NOT NULL, num_tokens INTEGER NOT NULL, num_sampled INTEGER NOT NULL, finish TEXT NOT NULL,
+    started_at REAL NOT NULL, finished_at REAL NOT NULL, prefilled INTEGER NOT NULL, turn_numbers BLOB, turns BLOB,
+    text TEXT NOT NULL, context_text TEXT, context BLOB, tokens BLOB NOT NULL, logprobs BLOB NOT NULL,
+    token_versions BLOB, supports BLOB, PRIMARY KEY (trajectory, lineage));
 CREATE TABLE transitions (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, trajectory INTEGER NOT NULL, from_state TEXT, to_state TEXT NOT NULL,
     at REAL NOT NULL, reason TEXT NOT NULL);
@@ -120,8 +124,8 @@ CREATE TABLE updates (
     metrics TEXT NOT NULL DEFAULT '{}', totals TEXT, samples BLOB, digest TEXT, advantages TEXT);
 CREATE TABLE members (
     update_id INTEGER NOT NULL, position INTEGER NOT NULL, trajectory INTEGER NOT NULL, use INTEGER NOT NULL DEFAULT 0,
-    PRIMARY KEY (update_id, position)) WITHOUT ROWID;
-CREATE UNIQUE INDEX members_train_once ON members (trajectory, use);
+    lineage INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (update_id, position)) WITHOUT ROWID;
+CREATE UNIQUE INDEX members_train_once ON members (trajectory, lineage, use);
 CREATE TABLE evaluations (
     id INTEGER PRIMARY KEY, version INTEGER NOT NULL, kind TEXT NOT NULL, at REAL NOT NULL, reward REAL,
     num INTEGER NOT NULL, seconds REAL NOT NULL, line TEXT);
@@ -138,9 +142,17 @@ CREATE TABLE notes (id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL
 
 # Update, trajectory, kind and number of the failed attempts of the members of batches, in the order of the digests.
 FAILURES_OF_MEMBERS = """SELECT m.update_id, m.trajectory, f.kind, COUNT(*)
-    FROM members m JOIN failures f ON f.trajectory = m.trajectory
-    WHERE m.update_id BETWEEN ? AND ? GROUP BY m.update_id, m.trajectory, f.kind
+    FROM (SELECT DISTINCT update_id, trajectory FROM members WHERE update_id BETWEEN ? AND ?) m
+    JOIN failures f ON f.trajectory = m.trajectory GROUP BY m.update_id, m.trajectory, f.kind
     ORDER BY m.update_id, m.trajectory, f.kind"""
+
+# Update and columns of the lineages that are not trained, of trajectories that a batch trains for the first time.
+UNTRAINED_OF_MEMBERS = """SELECT m.update_id, c.trajectory, c.lineage, t.group_id, t.version,
+    COALESCE(c.context, g.prompt_tokens), c.version, c.checksum, c.finish, c.turn_numbers, c.tokens, c.logprobs,
+    c.token_versions, c.supports, c.turns
+    FROM (SELECT DISTINCT update_id, trajectory FROM members WHERE use = 0 AND update_id BETWEEN ? AND ?) m
+    JOIN completions c ON c.trajectory = m.trajectory JOIN trajectories t ON t.trajectory = m.trajectory
+    LEFT JOIN groups g ON g.group_id = t.group_id WHERE c.train = 0 ORDER BY m.update_id, c.trajectory, c.lineage"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +282,9 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> None:
 
 def check_whole(connection: sqlite3.Connection, path: Path) -> None:
     """Refuse a journal whose pages are damaged. Reads all of the file."""
+    (page_size,) = connection.execute("PRAGMA page_size").fetchone()
+    if path.stat().st_size % page_size:  # SQLite reads zeros instead, and does not look into the pages of an index
+        raise JournalError(f"journal `{path}` is damaged: it ends within a page; {RESTORE}")
     (health,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     if health != "ok":
         raise JournalError(f"journal `{path}` is damaged: {health.splitlines()[-1]}; {RESTORE}")

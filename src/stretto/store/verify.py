@@ -16,7 +16,8 @@ import reprlib
 import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
@@ -93,6 +94,7 @@ def verify(run_folder: str | Path) -> list[Finding]:
             for law, query in CHECKS:
                 run.breaks[law] += [str(sentence) for (sentence,) in db.execute(query, run.params)]
             _check_tokens(db, run)
+            _check_lineages(db, run)
             data = check_data(db, path.parent, run.facts)
             run.breaks["data"] += data.breaks
             return _findings(db, run, data)
@@ -160,10 +162,10 @@ def _check_tokens(db: sqlite3.Connection, run: _Run) -> None:
         published.setdefault(version, set()).add(checksum)
     rows = db.execute(
         "SELECT c.trajectory, t.version, c.version, c.checksum, c.num_tokens, c.tokens, c.logprobs, c.token_versions, "
-        "c.supports, c.num_sampled, c.turns, t.reward, t.turn_rewards, c.finish, m.update_id, "
+        "c.supports, c.num_sampled, c.turns, t.reward, t.turn_rewards, c.finish, c.lineage, c.context, m.update_id, "
         "(SELECT MAX(u.update_id) FROM members u WHERE u.trajectory = c.trajectory), COALESCE(g.staleness, :staleness) "
         "FROM completions c JOIN trajectories t USING (trajectory) LEFT JOIN groups g USING (group_id) "
-        "LEFT JOIN members m ON m.trajectory = c.trajectory AND m.use = 0",
+        "LEFT JOIN members m ON m.trajectory = c.trajectory AND m.lineage = c.lineage AND m.use = 0",
         run.params,
     )
     for row in rows:
@@ -181,7 +183,8 @@ _COLUMNS: Sequence[tuple[str, tuple[type, ...]]] = (
     ("trajectory", (int,)), ("trajectories.version", (int,)), ("completions.version", (int,)), ("checksum", (str,)),
     ("num_tokens", (int,)), ("tokens", (bytes,)), ("logprobs", (bytes,)), ("token_versions", (bytes, NoneType)),
     ("supports", (bytes, NoneType)), ("num_sampled", (int,)), ("turns", (bytes, NoneType)),
-    ("reward", (float, NoneType)), ("turn_rewards", (bytes, NoneType)), ("finish", (str,)),
+    ("reward", (float, NoneType)), ("turn_rewards", (bytes, NoneType)), ("finish", (str,)), ("lineage", (int,)),
+    ("context", (bytes, NoneType)),
 )  # fmt: skip
 
 _SQL_NAMES = {int: "INTEGER", float: "REAL", str: "TEXT", bytes: "BLOB"}
@@ -197,49 +200,91 @@ def _other_types(row: Sequence[Any]) -> Iterator[str]:
 def _check_row(run: _Run, row: Sequence[Any], published: dict[int, set[str]]) -> None:
     """Checks one completion."""
     trajectory, version, stamp, checksum, num_tokens, tokens, logprobs, token_versions, supports, *rest = row
-    num_sampled, turns, reward, turn_rewards, finish, update, last_update, staleness = rest
+    num_sampled, turns, reward, turn_rewards, finish, lineage, context, update, last_update, staleness = rest
+    name = _name(trajectory, lineage)
     run.num_tokens += num_sampled
     sizes = [len(part) for part in (tokens, logprobs, token_versions) if part is not None]
     if any(size != 4 * num_tokens for size in sizes):
-        run.breaks["1"].append(f"trajectory {trajectory} has {num_tokens} tokens and blobs of {sizes} bytes")
+        run.breaks["1"].append(f"{name} has {num_tokens} tokens and blobs of {sizes} bytes")
         return
-    for name, part, size in (("supports", supports, 4), ("turns", turns, 8), ("turn_rewards", turn_rewards, 8)):
+    for column, part, size in (
+        *(("supports", supports, 4), ("turns", turns, 8), ("turn_rewards", turn_rewards, 8)),
+        ("context", context, 4),
+    ):
         if part is not None and len(part) % size:
-            run.breaks["data"].append(
-                f"trajectory {trajectory} has `{name}` of {len(part)} bytes, no multiple of {size}"
-            )
+            run.breaks["data"].append(f"{name} has `{column}` of {len(part)} bytes, no multiple of {size}")
             return
+    if context is not None and (not context or token_range(context, run.facts.get("vocabulary", 0))):
+        run.breaks["data"].append(
+            f"the context of {name} {token_range(context, run.facts.get('vocabulary', 0)) or 'is empty'}"
+        )
     values = np.frombuffer(logprobs, "<f4")
     if not (np.isfinite(values).all() and (values <= LOGPROB_SLACK).all()):
-        run.breaks["2"].append(f"trajectory {trajectory} has log-probabilities that are not finite or above 0")
+        run.breaks["2"].append(f"{name} has log-probabilities that are not finite or above 0")
     elif (values < LOWEST_LOGPROB).any():
-        run.breaks["data"].append(
-            f"trajectory {trajectory} has a log-probability of {values.min():g}, which none draws"
-        )
+        run.breaks["data"].append(f"{name} has a log-probability of {values.min():g}, which none draws")
     if sentence := token_range(tokens, run.facts.get("vocabulary", 0)):
-        run.breaks["data"].append(f"trajectory {trajectory} {sentence}")
+        run.breaks["data"].append(f"{name} {sentence}")
     if finish not in get_args(FinishReason):
-        run.breaks["data"].append(f"trajectory {trajectory} has the unknown finish `{finish}`")
+        run.breaks["data"].append(f"{name} has the unknown finish `{finish}`")
     if last_update is not None and reward is not None and abs(reward) > MAX_REWARD:
-        run.breaks["data"].append(f"trajectory {trajectory} has the reward {reward:g}, beyond {MAX_REWARD:g}")
+        run.breaks["data"].append(f"{name} has the reward {reward:g}, beyond {MAX_REWARD:g}")
     if supports is not None and not _drawn_from(np.frombuffer(tokens, "<i4"), np.frombuffer(supports, "<i4")):
-        run.breaks["2"].append(f"trajectory {trajectory} has a token that is not among those it was drawn from")
+        run.breaks["2"].append(f"{name} has a token that is not among those it was drawn from")
     spans = np.array([[0, num_tokens]]) if turns is None else np.frombuffer(turns, "<i4").reshape(-1, 2)
-    for sentence in (*_spans(spans, num_sampled, values), *_by_turn(spans, reward, turn_rewards)):
-        run.breaks["2"].append(f"trajectory {trajectory} {sentence}")
+    for sentence in _spans(spans, num_sampled, values):
+        run.breaks["2"].append(f"{name} {sentence}")
     drawn = [version] if token_versions is None else np.frombuffer(token_versions, "<i4").tolist()
     mixed = any(other != version for other in drawn)
     faults = list(_voice(run, version, stamp, checksum, drawn if mixed else [version], published))
     if mixed and update is not None and drawn[-1] > update:
         faults.append(f"has tokens of version {drawn[-1]}, and update {update} trained on it")
-    run.breaks["1"] += [f"trajectory {trajectory} {sentence}" for sentence in faults]
+    run.breaks["1"] += [f"{name} {sentence}" for sentence in faults]
     run.mixed += mixed and not faults
     # `law_checks.py` checks the age of the version; this checks a token that is older than the version.
     if mixed and last_update is not None and (oldest := min(drawn)) < min(version, last_update - staleness):
         run.breaks["3"].append(
-            f"trajectory {trajectory} of version {version} has a token of version {oldest} and is in the batch of "
+            f"{name} of version {version} has a token of version {oldest} and is in the batch of "
             f"update {last_update}, {last_update - oldest} updates later; it was admitted under {staleness}"
         )
+
+
+def _name(trajectory: int, lineage: int) -> str:
+    return f"lineage {lineage} of trajectory {trajectory}" if lineage else f"trajectory {trajectory}"
+
+
+def _check_lineages(db: sqlite3.Connection, run: _Run) -> None:
+    """Checks the turns of each trajectory over all of its lineages, and their rewards (law 2)."""
+    rows = db.execute(
+        "SELECT trajectory, lineage, turns, turn_numbers, num_lineages, reward, turn_rewards FROM completions "
+        "JOIN trajectories USING (trajectory) WHERE num_lineages IS NOT 1 OR turn_numbers IS NOT NULL OR lineage <> 0 "
+        "OR turn_rewards IS NOT NULL ORDER BY trajectory, lineage"
+    )
+    for trajectory, own in groupby(rows, key=itemgetter(0)):
+        try:
+            found = list(_episode(list(own)))
+        except (TypeError, ValueError):
+            continue  # the checks of columns name it
+        run.breaks["2"] += [f"trajectory {trajectory} {sentence}" for sentence in found]
+
+
+def _episode(rows: Sequence[Sequence[Any]]) -> Iterator[str]:
+    """Returns what is wrong with the turns of one trajectory; `rows` are its lineages."""
+    num_turns, numbers = 0, list[int]()
+    num_lineages, reward, turn_rewards = rows[0][4:]
+    for _, lineage, turns, given, *_ in rows:
+        own = 1 if turns is None else len(turns) // 8
+        num_turns += own
+        if given is None:
+            numbers += range(own)
+            continue
+        found = np.frombuffer(given, "<i4").tolist()
+        if len(found) != own or found != sorted(found):
+            yield f"has {own} turns in lineage {lineage}, and they have the numbers {found}"
+        numbers += found
+    if sorted(numbers) != list(range(num_turns)):
+        yield f"has {num_turns} turns in {num_lineages} lineages, and they have the numbers {sorted(numbers)}"
+    yield from _by_turn(num_turns, reward, turn_rewards)
 
 
 def _spans(spans: NDArray[np.int32], num_sampled: int, logprobs: NDArray[np.float32]) -> Iterator[str]:
@@ -260,12 +305,12 @@ def _spans(spans: NDArray[np.int32], num_sampled: int, logprobs: NDArray[np.floa
         yield "has log-probabilities of tokens between its turns, which were observed and not sampled"
 
 
-def _by_turn(spans: NDArray[np.int32], reward: float | None, turn_rewards: bytes | None) -> Iterator[str]:
+def _by_turn(num_turns: int, reward: float | None, turn_rewards: bytes | None) -> Iterator[str]:
     if turn_rewards is None:
         return
     rewards = np.frombuffer(turn_rewards, "<f8").tolist()
-    if len(rewards) != len(spans):
-        yield f"has {len(spans)} turns and rewards of {len(rewards)}"
+    if len(rewards) != num_turns:
+        yield f"has {num_turns} turns and rewards of {len(rewards)}"
     elif reward != math.fsum(rewards):
         yield f"has a reward of {reward}, and those of its turns add up to {math.fsum(rewards)}"
 
@@ -343,6 +388,9 @@ def _findings(db: sqlite3.Connection, run: _Run, data: DataResult) -> list[Findi
         counts["2"] += f"; resumed {sessions - 1:,} times"
     if anew:
         counts["2"] += f"; batches returned and taken again: {anew:,}"
+    several, untrained = one("SELECT COUNT(*), COALESCE(SUM(train = 0), 0) FROM completions WHERE turn_numbers NOTNULL")
+    if several:
+        counts["2"] += f"; trajectories with several lineages have {several:,}, {untrained:,} of them not to be trained"
     if remade:
         counts["1"] += f", {remade:,} of them made again with other bits"
     excused = {"1": run.mixed if run.params["continues"] else None, "2": dropped if run.params["drops"] else None}

@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from stretto.environments.reward_range import MAX_REWARD, is_trainable
 from stretto.errors import TrainerError
 from stretto.objectives.base import ObjectiveOptions
+from stretto.objectives.length_options import OverlongOptions
 from stretto.training.advantages import LARGEST, Advantages, join_advantages, outcome_advantages, penalized_advantages
 from stretto.training.mini_batches import trained_lengths
 from stretto.training.packing import sampled_lengths
 from stretto.training.reward_shaping import ShapedRewards, shape_rewards
+from stretto.training.trajectories import Trajectories
 from stretto.training.turn_credit import batch_turn_advantages
 from stretto.types import Batch, Sample
 
@@ -25,18 +27,28 @@ Reals = NDArray[np.float64]
 
 
 def shaped_rewards(batch: Batch, algorithm: ObjectiveOptions, *, max_tokens: int) -> ShapedRewards:
-    """Returns the rewards, shaped by length."""
-    return shape_rewards(
-        [s.reward for s in batch.samples],
-        [s.group for s in batch.samples],
-        sampled_lengths(batch.samples),
+    """Returns the rewards of the samples, shaped by the lengths of their trajectories.
+
+    The limit of tokens is that of a lineage, so the overlong penalty counts the longest one. Otherwise the length of a
+    trajectory is that of its lineages together.
+    """
+    trajectories, lengths = Trajectories.of(batch.samples), sampled_lengths(batch.samples)
+    by_longest = isinstance(algorithm.length, OverlongOptions)
+    found = shape_rewards(
+        np.array([s.reward for s in batch.samples])[trajectories.first],
+        np.array([s.group for s in batch.samples])[trajectories.first],
+        trajectories.longest(lengths) if by_longest else trajectories.lengths(lengths),
         algorithm.length,
         max_tokens=max_tokens,
     )
+    return replace(found, rewards=found.rewards[trajectories.owners])
 
 
 def batch_advantages(batch: Batch, algorithm: ObjectiveOptions, rewards: Reals, penalties: Reals) -> Advantages:
-    """Returns the advantages of a batch without a critic. Raises `ValueError` if the numbers do not fit."""
+    """Returns the advantages of a batch without a critic. Raises `ValueError` if the numbers do not fit.
+
+    `rewards` and `penalties` [n] are those of the trajectory of each sample.
+    """
     if algorithm.advantage != "whiten" or algorithm.whiten_over == "batch":
         return _compared(batch, algorithm, rewards, penalties)
     versions = np.array([s.version for s in batch.samples])
@@ -49,16 +61,19 @@ def batch_advantages(batch: Batch, algorithm: ObjectiveOptions, rewards: Reals, 
 
 
 def _compared(batch: Batch, algorithm: ObjectiveOptions, rewards: Reals, penalties: Reals) -> Advantages:
-    """The advantages of samples that are compared with each other.
+    """The advantages of samples that are compared with each other: a trajectory once, whatever its lineages.
 
     Groups without signal are counted by the environment's own rewards, because shaping makes any two samples differ.
     """
-    name, groups = algorithm.advantage, [s.group for s in batch.samples]
+    name = algorithm.advantage
     if (turns := algorithm.turns) is not None:
         return batch_turn_advantages(name, batch, rewards, penalties, gamma=turns.gamma)
-    found = penalized_advantages(name, rewards, penalties, groups)
-    plain = outcome_advantages(name, [s.reward for s in batch.samples], groups)
-    return replace(found, num_without_signal=plain.num_without_signal)
+    trajectories = Trajectories.of(batch.samples)
+    once = [batch.samples[index] for index in trajectories.first.tolist()]
+    groups = [s.group for s in once]
+    found = penalized_advantages(name, rewards[trajectories.first], penalties[trajectories.first], groups)
+    plain = outcome_advantages(name, [s.reward for s in once], groups)
+    return replace(found, values=found.values[trajectories.owners], num_without_signal=plain.num_without_signal)
 
 
 def without_gradient(batch: Batch, algorithm: ObjectiveOptions, advantages: Advantages) -> NDArray[np.bool_]:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from stretto.errors import TrainerError
 from stretto.models.checksums import checksum
-from stretto.types import Batch, UpdateReport, Weights
+from stretto.types import Batch, UpdateReport, Weights, by_trajectory
 
 STATE_FILE = "fake.safetensors"
 BASE_CHECKSUM = 32 * "0"  # a placeholder: it has no base
@@ -46,17 +46,19 @@ class FakeTrainer:
         time.sleep(self._update_s)
         digest = hashlib.blake2b(self._values.numpy().tobytes(), digest_size=8 * SIZE)
         for sample in batch.samples:
-            digest.update(np.asarray([sample.trajectory, sample.version], dtype="<i8").tobytes())
+            ids = [sample.trajectory, sample.version, *([sample.lineage] if sample.lineage else [])]
+            digest.update(np.asarray(ids, dtype="<i8").tobytes())
             digest.update(sample.completion.tokens.astype("<i4").tobytes())
             digest.update(np.asarray([sample.reward], dtype="<f8").tobytes())
         self._values = torch.from_numpy(np.frombuffer(digest.digest(), dtype="<i8").copy())
         self._version += 1
         self.batches.append(batch)
+        trajectories = by_trajectory(batch.samples)
         rewards: dict[int, set[float]] = {}
         for sample in batch.samples:
             rewards.setdefault(sample.group, set()).add(sample.reward)
         metrics = {
-            "reward_mean": sum(sample.reward for sample in batch.samples) / len(batch.samples),
+            "reward_mean": sum(each[0].reward for each in trajectories) / len(trajectories),
             "num_sequences": float(len(batch.samples)),
             "groups_without_signal": float(sum(len(each) == 1 for each in rewards.values())),
         }

@@ -10,22 +10,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.objectives.base import Average
+from stretto.training.trajectories import Trajectories
 
 
 def token_weights(
-    lengths: NDArray[np.int64], average: Average, average_tokens: int | None = None
+    lengths: NDArray[np.int64],
+    average: Average,
+    average_tokens: int | None = None,
+    trajectories: Trajectories | None = None,
 ) -> NDArray[np.float64]:
-    """The weight of each token of a sequence in the loss, by sequence [n].
+    """The weight of each token of a sample in the loss, by sample [n].
 
     `lengths` [n] are the tokens that are trained on. `token`: the mean over all of them. `sequence`: the mean over
     sequences of the mean over their tokens; a sequence without tokens counts as one. `constant`: the sum over tokens,
-    divided by `average_tokens` times the sequences.
+    divided by `average_tokens` times the sequences. A sequence is a trajectory, with all of its lineages; without
+    `trajectories` each sample is one.
     """
-    count = max(1, len(lengths))
+    trajectories = trajectories or Trajectories.of_owners(np.arange(len(lengths)))
+    count = max(1, len(trajectories))
     if average == "token":
         return np.full(len(lengths), 1.0 / max(1, int(lengths.sum())))
     if average == "sequence":
-        return np.where(lengths > 0, 1.0 / (np.maximum(lengths, 1) * count), 0.0)
+        whole = trajectories.lengths(lengths)[trajectories.owners]
+        return np.where(lengths > 0, 1.0 / (np.maximum(whole, 1) * count), 0.0)
     if average_tokens is None:
         raise ValueError('`average = "constant"` needs `average_tokens`')
     return np.full(len(lengths), 1.0 / (average_tokens * count))

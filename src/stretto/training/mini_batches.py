@@ -18,6 +18,7 @@ from stretto.training.loss_averaging import token_weights
 from stretto.training.packing import first_fit_decreasing, input_lengths
 from stretto.training.parallel import shares
 from stretto.training.regularizers import imitation_weights
+from stretto.training.trajectories import Trajectories
 from stretto.types import Sample
 
 
@@ -109,6 +110,7 @@ def split_batch(
     sizes = input_lengths(samples)
     lengths = trained_lengths(samples, algorithm)
     rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
+    trajectories = Trajectories.of(samples)
     mini_batches = []
     for indices in split_groups([sample.group for sample in samples], num_steps):
         inside = np.asarray(indices, dtype=np.int64)
@@ -118,7 +120,9 @@ def split_batch(
         shared = [computed[share] for share in shares(sizes[computed], num_ranks)]
         bins = [first_fit_decreasing(sizes[share], micro_tokens) for share in shared]
         weights = np.zeros(len(samples))
-        weights[inside] = token_weights(lengths[inside], algorithm.average, algorithm.average_tokens)
+        weights[inside] = token_weights(
+            lengths[inside], algorithm.average, algorithm.average_tokens, trajectories.part(inside)
+        )
         imitation = None
         if algorithm.supervised is not None:
             imitation = np.zeros(len(samples))

@@ -65,6 +65,7 @@ from stretto.training.reference_policy import Reference
 from stretto.training.regularizers import sampled_divergences
 from stretto.training.reward_shaping import ShapedRewards
 from stretto.training.sharding import Sharding, wants_sharding
+from stretto.training.trajectories import Trajectories
 from stretto.training.update_metrics import (
     TokenCollector,
     TokenValues,
@@ -361,7 +362,8 @@ class LocalTrainer:
         penalties = np.zeros(len(batch.samples))
         if kl is not None and kl.place == "reward":
             own = sampled_divergences(batch, micro_batch_plans(mini_batches), kl.estimate)
-            penalties = kl.coefficient * self.ranks.total(own)
+            trajectories = Trajectories.of(batch.samples)
+            penalties = kl.coefficient * trajectories.summed(self.ranks.total(own))[trajectories.owners]
         refuse_large_rewards(batch, rewards - penalties)
         try:
             if self.critic is None:

@@ -19,7 +19,7 @@ from stretto.errors import TrainerError
 from stretto.objectives.base import MAX_LOG_RATIO
 from stretto.training.advantages import Advantages
 from stretto.training.packing import MicroBatch, sampled_lengths
-from stretto.types import Batch
+from stretto.types import Batch, by_trajectory
 
 Values = NDArray[np.float64]
 
@@ -156,8 +156,8 @@ class TokenCollector:
 
 
 def batch_metrics(batch: Batch, advantages: Advantages) -> dict[str, float]:
-    """Metrics of the batch itself, before it is trained on."""
-    rewards = np.array([s.reward for s in batch.samples])
+    """Metrics of the batch itself, before it is trained on. Rewards and turns are those of trajectories."""
+    rewards = np.array([own[0].reward for own in by_trajectory(batch.samples)])
     lengths = sampled_lengths(batch.samples)
     ages = batch.update - np.array([s.oldest_version for s in batch.samples])
     return {
@@ -182,12 +182,16 @@ def batch_metrics(batch: Batch, advantages: Advantages) -> dict[str, float]:
 
 
 def _turn_metrics(batch: Batch) -> dict[str, float]:
-    """The number of turns of episodes with several, and of tokens observed between them."""
-    if all(s.completion.turns is None for s in batch.samples):
+    """The number of turns and lineages of episodes with several, and of tokens observed between turns."""
+    several = any(s.turn_numbers is not None for s in batch.samples)
+    if not several and all(s.completion.turns is None for s in batch.samples):
         return {}
+    num_turns = sum(len(s.completion.turn_lengths) for s in batch.samples)
+    num_trajectories = len(by_trajectory(batch.samples))
     return {
-        "turns_mean": float(np.mean([len(s.completion.turn_lengths) for s in batch.samples])),
+        "turns_mean": num_turns / num_trajectories,
         "observed_tokens": float(sum(len(s.completion.tokens) - s.completion.num_sampled for s in batch.samples)),
+        **({"lineages_mean": len(batch.samples) / num_trajectories} if several else {}),
     }
 
 
