@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from stretto.environments import countdown
+from stretto.environments import countdown, guess
 from stretto.environments.countdown import Problem
 from stretto.environments.reasoning_problems import exact, extract_answer
 from stretto.environments.reward_pool import RewardPool
@@ -221,3 +221,10 @@ def test_an_episode_has_no_more_lineages_than_turns(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     options = EnvironmentOptions(turns=4, path=str(tmp_path / "p.jsonl"), environment="a:B", lineages=3)
     assert load_task(options, num_evaluation=0).max_lineages == 3
+
+
+def test_the_world_of_guess_takes_the_time_it_is_told_to():
+    times = [guess.waiting_s(2.0, episode, turn) for episode in range(4_000) for turn in range(4)]
+    assert sum(times) / len(times) == pytest.approx(2.0, rel=0.1)
+    assert sorted(times)[len(times) // 2] == pytest.approx(2.0 * 0.487, rel=0.1)
+    assert guess.waiting_s(2.0, 5, 1) == guess.waiting_s(2.0, 5, 1) != guess.waiting_s(2.0, 5, 2)

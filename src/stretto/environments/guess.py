@@ -7,10 +7,15 @@ is smaller, `!` if the guess is right (the next secret number follows), and `?` 
 A turn earns 1 for a right guess, and `WASTED` for one that earlier replies had ruled out or for no guess. So each turn
 has a reward that says what it was worth. The task can be learned from scratch: an untrained model guesses a number now
 and then.
+
+The world may take its time to answer, as real ones do: `wait_seconds` is the mean of a log-normal distribution, whose
+median is half of the mean. Each answer's time depends on the episode and the turn alone.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
 from random import Random
 from typing import Any
 
@@ -21,6 +26,7 @@ from stretto.types import Prompt
 NUMBERS = 7
 PROMPT = f"1-{NUMBERS}?"
 WASTED = -0.2
+SPREAD = 1.2  # of the logarithm of waiting times: one in a hundred takes eight times the mean
 
 ENVIRONMENT = "stretto.environments.guess:Guess"
 
@@ -34,8 +40,9 @@ def numbers_at(index: int, seed: int, turns: int, *, held_out: bool) -> list[int
 class Guess:
     """Plays the game until no turn or token is left."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, wait_seconds: float = 0.0) -> None:
         self._tokenizer = tokenizer
+        self._wait_s = wait_seconds
 
     async def episode(self, prompt: Prompt, policy: Policy) -> Outcome:
         numbers, context, rewards = list(prompt.row["numbers"]), list(prompt.tokens), list[float]()
@@ -45,6 +52,8 @@ class Guess:
                 turn = await policy.generate(context)
             except RoomError:
                 break
+            if self._wait_s:
+                await asyncio.sleep(waiting_s(self._wait_s, prompt.index, len(rewards)))
             named = _named(self._tokenizer.decode(turn.tokens.tolist(), skip_special_tokens=True))
             if named is None:
                 rewards.append(WASTED)
@@ -59,6 +68,12 @@ class Guess:
                 low, high = (max(low, named + 1), high) if answer == ">" else (low, min(high, named - 1))
             context += [*turn.tokens.tolist(), *self._tokenizer.encode(answer, add_special_tokens=False)]
         return Outcome(tuple(rewards))
+
+
+def waiting_s(mean_s: float, episode: int, turn: int) -> float:
+    """Returns how long the world takes to answer turn `turn` of an episode."""
+    median_s = mean_s / math.exp(SPREAD**2 / 2)
+    return Random(f"wait {episode} {turn}").lognormvariate(math.log(median_s), SPREAD)
 
 
 def _named(text: str) -> int | None:

@@ -111,6 +111,9 @@ class GuessOptions(EpisodeTaskOptions):
     type: Literal["guess"] = "guess"
     size: int = Field(4_096, ge=1, le=MAX_ROWS, description="Number of rows")
     turns: int = Field(6, ge=1, description="Most guesses of an episode")
+    wait_seconds: float = Field(
+        0.0, ge=0, le=3_600, description="Mean time that the world takes to answer a guess; few answers take very long"
+    )
 
 
 class EnvironmentOptions(EpisodeTaskOptions):

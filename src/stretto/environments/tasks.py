@@ -126,7 +126,7 @@ def _guess(options: GuessOptions, seed: int, num_evaluation: int) -> Task:
         train=GeneratedRows(options.size, partial(make, held_out=False)),
         evaluation=GeneratedRows(num_evaluation, partial(make, held_out=True)),
         reward=None,
-        environment=EnvironmentSpec(guess.ENVIRONMENT, options.turns),
+        environment=EnvironmentSpec(guess.ENVIRONMENT, options.turns, {"wait_seconds": options.wait_seconds}),
     )
 
 
