@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from stretto.errors import RewardError, RoomError
+from stretto.serve.http import Endpoint, Model
+from stretto.serve.sessions import Session, Sessions, as_trained
 from stretto.types import Completion
 
 END = "\n"  # the stop token
@@ -82,10 +85,22 @@ class FakeAssistantMessage:
     tokens: tuple[int, ...]
     finish: str
 
+    @property
+    def message(self) -> dict[str, Any]:
+        made: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.tool_calls:
+            made["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        return made
+
 
 @dataclass(frozen=True)
 class FakeChatRequest:
     tokens: tuple[int, ...]
+    lineage: int
+    train: bool
 
 
 class FakeConversations:
@@ -93,14 +108,23 @@ class FakeConversations:
 
     def __init__(self) -> None:
         self.num_calls = 0
+        self.rows: list[tuple[tuple[int, ...], bool] | None] = []
 
-    def request(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> FakeChatRequest:
+    def request(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, train: bool = True
+    ) -> FakeChatRequest:
         text = "".join(f"[{tool['function']['name']}]" for tool in tools or ())
         for message in messages:
             if message["role"] not in ("system", "user", "assistant", "tool", "developer"):
                 raise ValueError(f"no role {message['role']!r}")
             text += f"<{message['role']}>{self._content(message)}{END}"
-        return FakeChatRequest(tokens_of(text + "<assistant>"))
+        tokens = tokens_of(text + "<assistant>")
+        rows = enumerate(self.rows)
+        known = [n for n, row in rows if row and row[1] is train and tokens[: len(row[0])] == row[0]]
+        return FakeChatRequest(tokens, known[-1] if known else len(self.rows), train)
+
+    def take(self, lineage: int) -> None:
+        self.rows[lineage : lineage + 1] = [None]
 
     @staticmethod
     def _content(message: Mapping[str, Any]) -> str:
@@ -112,6 +136,7 @@ class FakeConversations:
         return content
 
     def answer(self, request: FakeChatRequest, sampled_tokens: Sequence[int], finish: str) -> FakeAssistantMessage:
+        self.rows[request.lineage : request.lineage + 1] = [((*request.tokens, *sampled_tokens), request.train)]
         text = text_of(sampled_tokens).removesuffix(END)
         content, mark, called = text.partition("CALL ")
         calls: tuple[FakeToolCall, ...] = ()
@@ -120,3 +145,18 @@ class FakeConversations:
             calls = (FakeToolCall(f"call_{self.num_calls}", name, arguments),)
             self.num_calls += 1
         return FakeAssistantMessage(content, None, calls, tuple(sampled_tokens), finish)
+
+
+@asynccontextmanager
+async def serving(sessions: Sessions | None = None, **options: Any) -> AsyncIterator[Endpoint]:
+    """An endpoint on a free port."""
+    endpoint = Endpoint(Sessions() if sessions is None else sessions, Model("policy", 1_000, chr), **options)
+    await endpoint.start()
+    try:
+        yield endpoint
+    finally:
+        await endpoint.close()
+
+
+def opened(sessions: Sessions, policy: ScriptedPolicy, **other: Any) -> Session:
+    return sessions.open(as_trained(policy), FakeConversations(), **other)

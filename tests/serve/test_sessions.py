@@ -9,7 +9,7 @@ import weakref
 from dataclasses import replace
 
 import pytest
-from endpoint_cases import FakeConversations, ScriptedPolicy, text_of, tokens_of
+from endpoint_cases import ScriptedPolicy, opened, text_of, tokens_of
 
 from stretto.errors import SuspendedError
 from stretto.serve import call_errors
@@ -25,15 +25,11 @@ from stretto.serve.call_errors import (
     SessionEndedError,
     UnknownKeyError,
 )
-from stretto.serve.sessions import Call, Limits, Session, Sessions, as_trained
+from stretto.serve.sessions import Call, Limits, Sessions, as_trained
 
 
 def says(text: str, **other) -> Call:
     return Call([{"role": "user", "content": text}], **other)
-
-
-def opened(sessions: Sessions, policy: ScriptedPolicy, **other) -> Session:
-    return sessions.open(as_trained(policy), FakeConversations(), **other)
 
 
 def test_a_call_is_answered_with_what_the_policy_sampled():
@@ -249,7 +245,7 @@ def test_a_reward_ends_a_session_and_the_same_reward_again_changes_nothing():
             await sessions.call(one.key, says("a"))
         await sessions.call(other.key, says("a"))
         await sessions.close_all()
-        assert len(sessions) == 0
+        assert sessions.num_open == 0
 
     asyncio.run(run())
 
@@ -313,7 +309,7 @@ def test_many_sessions_leave_nothing_behind():
         for _ in range(10):
             await asyncio.gather(*(one() for _ in range(50)))
         await asyncio.sleep(0)
-        assert len(sessions) == 0
+        assert sessions.num_open == 0
         assert len(asyncio.all_tasks()) == 1
         gc.collect()
         assert not made

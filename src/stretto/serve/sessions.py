@@ -10,8 +10,8 @@
 - *Calls of a session are answered in the order in which they came*, one at a time.
 - *A call that has begun is finished*, also if its client is gone: the tokens are part of the trajectory. A client that
   asks again for the same gets the same answer, so a retry samples nothing (`Call.attempt` says how it is recognised).
-- *Every call has one row of tokens* (a lineage). A call continues the longest row that its tokens begin with. If there
-  is none, it opens a new row. Rows that are trained and rows that are not never continue one another.
+- *A call continues a row of tokens* (a lineage), or opens one. Its messages decide (`chat/conversations.py`), or its
+  tokens: they continue the longest row that they begin with. A row is trained or not, as the call that opened it.
 - *A session ends* by its reward, at its deadline, by an error of its policy, or when its owner closes it. Then calls
   that wait are refused, and no call is taken any more. `close` waits for the call that is being generated.
 - *Nothing is left* of a session that was closed: no task, no timer, no entry.
@@ -72,6 +72,9 @@ class RequestedSampling:
     seed: int | None = None
 
 
+AS_POLICY = RequestedSampling()
+
+
 class Policy(Protocol):
     """The policy of a trajectory, as far as an endpoint needs it (`environments/protocol.py` has the contract)."""
 
@@ -94,12 +97,18 @@ def as_trained(policy: Policy) -> Generate:
 class Conversations(Protocol):
     """Turns the messages of one session into tokens, and sampled tokens into messages (`stretto.chat`)."""
 
-    def request(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> Any:
-        """Returns a request whose `tokens` are those to continue."""
+    def request(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, *, train: bool = True
+    ) -> Any:
+        """Returns a request: the `tokens` to continue, and the `lineage` that they continue or open."""
         ...
 
     def answer(self, request: Any, sampled_tokens: Sequence[int], finish: FinishReason) -> Any:
-        """Returns the message that the sampled tokens are."""
+        """Records what was sampled and returns it: its `message` is one in the shape of OpenAI."""
+        ...
+
+    def take(self, lineage: int) -> None:
+        """Notes that a lineage was opened or continued by a call that has tokens."""
         ...
 
 
@@ -122,7 +131,7 @@ class Call:
     tools: Sequence[Mapping[str, Any]] | None = None
     tokens: tuple[int, ...] | None = None
     train: bool = True
-    sampling: RequestedSampling = RequestedSampling()
+    sampling: RequestedSampling = AS_POLICY
     # A repeated call has the same identity. `first`: the client says that it is none. `retry`: the client says that it
     # is one. `unknown`: a call is repeated if there was one like it. With an idempotency key that alone decides.
     identity: bytes | None = None
@@ -143,6 +152,7 @@ class Answer:
     logprobs: NDArray[np.float32]
     finish: FinishReason
     version: int
+    policy_s: float  # that the policy took
     message: Any  # an `AssistantMessage`; None if the call had tokens
 
 
@@ -182,7 +192,14 @@ class Session:
     """One trajectory's policy behind a key. `Sessions.open` makes it; all in one event loop."""
 
     def __init__(
-        self, id: str, generate: Generate, conversations: Conversations | None, limits: Limits, deadline_s: float | None
+        self,
+        id: str,
+        generate: Generate,
+        conversations: Conversations | None,
+        *,
+        limits: Limits,
+        vocabulary: int | None,
+        deadline_s: float | None,
     ) -> None:
         self.id = id
         self.key = f"sk-{secrets.token_urlsafe(24)}"
@@ -194,6 +211,7 @@ class Session:
         self._generate = generate
         self._conversations = conversations
         self._limits = limits
+        self._vocabulary = vocabulary
         self._queue: deque[Pending] = deque()
         self._waiting_bytes = 0
         self._num_waiting = 0
@@ -294,8 +312,13 @@ class Session:
         pending.future.set_exception(result)
 
     async def _answered(self, call: Call) -> Answer:
-        request, tokens = self._rendered(call)
-        lineage = self._lineage(tokens, call.train)
+        request = None if call.tokens is not None else self._rendered(call)
+        if request is not None:
+            tokens, lineage = tuple(request.tokens), request.lineage
+        else:
+            tokens = self._checked(call.tokens or ())
+            lineage = self._lineage(tokens, call.train)
+        began = time.monotonic()
         try:
             made = await self._generate(tokens, lineage, call.train, call.sampling)
         except RoomError as error:
@@ -304,16 +327,15 @@ class Session:
             ) from error
         except RewardError as error:
             raise RefusedCallError(str(error)) from error
+        policy_s = time.monotonic() - began
         sampled = made.tokens.tolist()
-        row = _Row((*tokens, *sampled), call.train)
-        if lineage == len(self._rows):
-            self._rows.append(row)
-        else:
-            self._rows[lineage] = row
+        self._rows[lineage : lineage + 1] = [_Row((*tokens, *sampled), call.train)]
         message = None
         if request is not None:
             assert self._conversations is not None
             message = self._conversations.answer(request, sampled, made.finish)
+        elif self._conversations is not None:
+            self._conversations.take(lineage)
         return Answer(
             id=f"{self.id}-{secrets.token_hex(6)}",
             created=int(time.time()),
@@ -323,23 +345,28 @@ class Session:
             logprobs=made.logprobs,
             finish=made.finish,
             version=made.version,
+            policy_s=policy_s,
             message=message,
         )
 
-    def _rendered(self, call: Call) -> tuple[Any, tuple[int, ...]]:
-        """Returns the request of the conversations, if the call has messages, and the tokens to continue."""
-        if call.tokens is not None:
-            if not call.tokens:
-                raise InvalidCallError("the request has no tokens: there must be at least one to continue")
-            return None, call.tokens
+    def _rendered(self, call: Call) -> Any:
+        """Returns the request of the conversations for the messages of a call. Raises `InvalidCallError`."""
         if self._conversations is None:
             raise InvalidCallError("the model has no chat template, so it takes no messages; send token ids")
         try:
-            request = self._conversations.request(call.messages, call.tools)
-        except Exception as error:  # of the template, which is part of the model, or of what the client wrote
-            log.info("messages of session %s: %s", self.id, describe(error))
-            raise InvalidCallError(f"the chat template cannot render these messages: {describe(error)}") from error
-        return request, tuple(request.tokens)
+            return self._conversations.request(call.messages, call.tools, train=call.train)
+        except Exception as error:  # a template, which is part of the model, may raise anything
+            raise InvalidCallError(f"the messages cannot be rendered: {describe(error)}") from error
+
+    def _checked(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the tokens of a call. Raises `InvalidCallError`."""
+        if not tokens:
+            raise InvalidCallError("the request has no tokens: there must be at least one to continue")
+        if self._vocabulary is not None and max(tokens) >= self._vocabulary:
+            raise InvalidCallError(
+                f"the request has the token {max(tokens)}; the model knows those below {self._vocabulary:,}"
+            )
+        return tokens
 
     def _lineage(self, tokens: tuple[int, ...], train: bool) -> int:
         """Returns the number of the longest row that `tokens` continue, or of a new one."""
@@ -405,13 +432,17 @@ class Session:
 class Sessions:
     """The open sessions of an endpoint, by key."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: Limits | None = None, *, vocabulary: int | None = None) -> None:
+        """`vocabulary`: the tokens that the model knows are those below; None: any."""
         self.limits = limits or Limits()
+        self._vocabulary = vocabulary
         self._by_key: dict[str, Session] = {}
         self._numbers = count()
         self._label = secrets.token_hex(3)  # ids of another process differ
 
-    def __len__(self) -> int:
+    @property
+    def num_open(self) -> int:
+        """Sessions that are not closed."""
         return len(self._by_key)
 
     def open(
@@ -421,7 +452,9 @@ class Sessions:
         if len(self._by_key) >= self.limits.sessions:
             raise BusyError(f"{self.limits.sessions:,} sessions are open, which are the most at once")
         id = f"s{self._label}-{next(self._numbers)}"
-        session = Session(id, generate, conversations, self.limits, deadline_s)
+        session = Session(
+            id, generate, conversations, limits=self.limits, vocabulary=self._vocabulary, deadline_s=deadline_s
+        )
         self._by_key[session.key] = session
         return session
 
@@ -433,6 +466,10 @@ class Sessions:
                 "no open session has this key: it is closed, or never was one; programs get theirs as `OPENAI_API_KEY`"
             )
         return session
+
+    def check_key(self, key: str) -> None:
+        """Raises `UnknownKeyError` if no open session has this key."""
+        self.find(key)
 
     def ask(self, key: str, call: Call) -> Pending:
         """Takes a call of the session that has this key. Raises `CallError`."""
