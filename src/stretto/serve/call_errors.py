@@ -71,3 +71,10 @@ class BusyError(CallError):
 
     status = 429
     code = "rate_limit_exceeded"
+
+
+class ServerError(CallError):
+    """A fault of the server."""
+
+    status = 500
+    code = "internal_error"

@@ -34,11 +34,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from stretto.errors import RecipeError, StrettoError
-from stretto.serve.call_errors import CallError, InvalidCallError, RequestSizeError, UnknownKeyError
+from stretto.errors import RecipeError
+from stretto.serve.call_errors import CallError, InvalidCallError, RequestSizeError, ServerError, UnknownKeyError
 from stretto.serve.dialects.chat import CHAT
 from stretto.serve.dialects.dialect import Asked, Dialect, Event, openai_error, read_json
 from stretto.serve.dialects.generate import GENERATE
+from stretto.serve.dialects.messages import MESSAGES
+from stretto.serve.dialects.responses import RESPONSES
 from stretto.serve.sessions import Attempt, Call, Limits, Pending
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DIALECTS = (CHAT, GENERATE)
+DIALECTS = (CHAT, RESPONSES, MESSAGES, GENERATE)
 REQUEST_S = 120.0  # for a client to send its request
 KEEP_ALIVE_S = 10.0  # between two comments of a stream that waits for its answer
 SHUTDOWN_S = 5.0  # for answers that are being written when the server closes
@@ -201,15 +203,16 @@ class Endpoint:
                 await asyncio.wait([waiting])
         waited = time.monotonic() - began
         try:
-            answer = waiting.result()
-        except CallError as error:
+            events = [_event(event) for event in dialect.stream(waiting.result(), asked, self._model.token_text)]
+        except Exception as error:
             if not response.prepared:
                 raise
-            await response.write(_event((None, dialect.error(error))))
-            return response, waited
+            if not isinstance(error, CallError):
+                log.exception("a call of the endpoint failed")
+            events = [_event(("error", dialect.error(_told(error))))]
         await _begin(response, request)
-        for event in dialect.stream(answer, asked, self._model.token_text):
-            await response.write(_event(event))
+        for event in events:
+            await response.write(event)
         return response, waited
 
     def _key(self, request: web.Request) -> str:
@@ -274,9 +277,13 @@ async def _guard(request: web.Request, handler: Callable[[web.Request], Awaitabl
         raise  # the client is gone
     except Exception as error:
         log.exception("a call of the endpoint failed")
-        failed = StrettoError(f"the server failed: {type(error).__name__}")
-        body = {"message": str(failed), "type": "server_error", "param": None, "code": "internal_error"}
-        return _json({"error": body}, 500)
+        failed = _told(error)
+        return _json(openai_error(failed), failed.status)
+
+
+def _told(error: Exception) -> CallError:
+    """Returns the error that a client is told."""
+    return error if isinstance(error, CallError) else ServerError(f"the server failed: {type(error).__name__}")
 
 
 async def _body(request: web.Request) -> bytes:
@@ -310,7 +317,9 @@ def _event(event: Event) -> bytes:
 
 
 def _json(body: Any, status: int = 200) -> web.Response:
-    return _web().Response(body=json.dumps(body).encode(), status=status, content_type="application/json")
+    data = json.dumps(body).encode()
+    response: web.Response = _web().Response(body=data, status=status, content_type="application/json")
+    return response
 
 
 def _web() -> Any:

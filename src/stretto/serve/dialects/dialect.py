@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from stretto.serve.call_errors import CallError, InvalidCallError
 from stretto.serve.sessions import AS_POLICY, Answer, Message, RequestedSampling
 
 UNTRAINED = "-untrained"  # at the end of a model's name: the call does not train
+
+_T = TypeVar("_T")
 
 Body = Mapping[str, Any]
 Event = tuple[str | None, Mapping[str, Any] | str]
@@ -66,7 +68,7 @@ def flag(body: Body, key: str, default: bool = False) -> bool:
 
 def objects(body: Body, key: str) -> list[Mapping[str, Any]]:
     """Returns a list of objects. Raises `InvalidCallError`."""
-    values = _typed(body, key, [], list, "a list of objects")
+    values: list[Any] = _typed(body, key, [], list, "a list of objects")
     for number, value in enumerate(values):
         if not isinstance(value, dict):
             raise InvalidCallError(f"`{key}[{number}]` is a JSON {_kind(value)}: send an object")
@@ -125,7 +127,7 @@ def refuse(body: Body, key: str, why: str, *allowed: Any) -> None:
         raise InvalidCallError(f"`{key}` is {value!r:.80}: {why}")
 
 
-def _typed(body: Body, key: str, default: Any, kind: type, said: str) -> Any:
+def _typed(body: Body, key: str, default: _T, kind: type[_T], said: str) -> _T:
     value = body.get(key)
     if value is None:
         return default
