@@ -39,6 +39,7 @@ class ScriptedPolicy:
     num_turns: int = 0
     started: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))  # released as a turn begins
     busy: bool = False
+    left: int = 1_000
 
     async def generate(self, tokens: Sequence[int], *, lineage: int = 0, train: bool = True) -> Completion:
         assert not self.busy, "one turn at a time"
@@ -150,7 +151,7 @@ class FakeConversations:
 @asynccontextmanager
 async def serving(sessions: Sessions | None = None, **options: Any) -> AsyncIterator[Endpoint]:
     """An endpoint on a free port."""
-    endpoint = Endpoint(Sessions() if sessions is None else sessions, Model("policy", 1_000, chr), **options)
+    endpoint = Endpoint(Sessions() if sessions is None else sessions, Model("policy", chr), **options)
     await endpoint.start()
     try:
         yield endpoint
@@ -159,4 +160,4 @@ async def serving(sessions: Sessions | None = None, **options: Any) -> AsyncIter
 
 
 def opened(sessions: Sessions, policy: ScriptedPolicy, **other: Any) -> Session:
-    return sessions.open(as_trained(policy), FakeConversations(), **other)
+    return sessions.open(as_trained(policy), FakeConversations(), max_tokens=1_000, **other)

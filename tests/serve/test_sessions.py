@@ -212,7 +212,7 @@ def test_messages_that_the_template_refuses_are_the_clients_error():
             await sessions.call(session.key, Call(tokens=()))
         await sessions.call(session.key, says("a"))
         await sessions.close(session)
-        without = sessions.open(as_trained(policy), None)
+        without = sessions.open(as_trained(policy), None, max_tokens=9)
         with pytest.raises(InvalidCallError, match="send token ids"):
             await sessions.call(without.key, says("a"))
         await sessions.close(without)

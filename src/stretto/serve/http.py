@@ -1,6 +1,6 @@
 """The HTTP server of an endpoint.
 
-    endpoint = Endpoint(sessions, Model("policy", max_tokens=8_192, token_text=tokenizer.decode))
+    endpoint = Endpoint(sessions, Model("policy", tokenizer.decode))
     await endpoint.start()
     ...  # programs call `endpoint.url`
     await endpoint.close()
@@ -60,8 +60,8 @@ class Calls(Protocol):
 
     limits: Limits
 
-    def check_key(self, key: str) -> None:
-        """Raises `UnknownKeyError` if nobody has this key."""
+    def max_tokens(self, key: str) -> int:
+        """Returns the most tokens of a context. Raises `UnknownKeyError` if nobody has this key."""
         ...
 
     def ask(self, key: str, call: Call) -> Pending:
@@ -80,7 +80,6 @@ class Model:
     """The model behind an endpoint, as clients see it."""
 
     name: str
-    max_tokens: int  # of the longest context
     token_text: Callable[[int], str]  # the text of one token
 
 
@@ -216,31 +215,29 @@ class Endpoint:
         return response, waited
 
     def _key(self, request: web.Request) -> str:
-        """Returns the key of a request, which somebody has. Raises `UnknownKeyError`."""
+        """Returns the key of a request. Raises `UnknownKeyError` if it has none, or one that nobody has."""
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
         key = request.headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
         if not key:
             raise UnknownKeyError("the request has no key: send `Authorization: Bearer KEY` or `x-api-key: KEY`")
-        self._calls.check_key(key)
+        self._calls.max_tokens(key)
         return key
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._key(request)
-        return _json({"object": "list", "data": [self._card(self._model.name)]})
+        return _json({"object": "list", "data": [self._card(self._model.name, self._key(request))]})
 
     async def _one_model(self, request: web.Request) -> web.Response:
-        self._key(request)
-        return _json(self._card(request.match_info["name"]))
+        return _json(self._card(request.match_info["name"], self._key(request)))
 
-    def _card(self, name: str) -> dict[str, Any]:
+    def _card(self, name: str, key: str) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
             "created": 0,
             "owned_by": "stretto",
-            "max_model_len": self._model.max_tokens,
+            "max_model_len": self._calls.max_tokens(key),
         }
 
     async def _reward(self, request: web.Request) -> web.Response:

@@ -1,6 +1,6 @@
 """Sessions: each is the policy of one trajectory, behind a key. No HTTP here.
 
-    session = sessions.open(generate, conversations)      the owner: an environment, or `stretto serve`
+    session = sessions.open(generate, conversations, ...) the owner: an environment, or `stretto serve`
     pending = sessions.ask(session.key, call)             a client
     answer = await pending.answer()
     sessions.reward(session.key, session.id, 1.0)         a client, if the program itself knows its reward
@@ -200,8 +200,10 @@ class Session:
         limits: Limits,
         vocabulary: int | None,
         deadline_s: float | None,
+        max_tokens: int,
     ) -> None:
         self.id = id
+        self.max_tokens = max_tokens  # of the longest context, as clients are told
         self.key = f"sk-{secrets.token_urlsafe(24)}"
         self.reward: float | None = None
         self.failure: BaseException | None = None  # that the policy raised, and that no client can do anything about
@@ -423,6 +425,12 @@ class Session:
         self.reward = reward
         self.end("reward")
 
+    def cancel(self) -> None:
+        """Ends the session and gives up the call that is being generated, which fails its policy's episode."""
+        self.end("owner")
+        if self._worker is not None:
+            self._worker.cancel()
+
     async def finished(self) -> None:
         """Waits until no call is being generated any more."""
         while self._worker is not None:
@@ -446,14 +454,25 @@ class Sessions:
         return len(self._by_key)
 
     def open(
-        self, generate: Generate, conversations: Conversations | None, *, deadline_s: float | None = None
+        self,
+        generate: Generate,
+        conversations: Conversations | None,
+        *,
+        max_tokens: int,
+        deadline_s: float | None = None,
     ) -> Session:
-        """Opens a session. Raises `BusyError` if there are too many."""
+        """Opens a session whose contexts have at most `max_tokens`. Raises `BusyError` if there are too many."""
         if len(self._by_key) >= self.limits.sessions:
             raise BusyError(f"{self.limits.sessions:,} sessions are open, which are the most at once")
         id = f"s{self._label}-{next(self._numbers)}"
         session = Session(
-            id, generate, conversations, limits=self.limits, vocabulary=self._vocabulary, deadline_s=deadline_s
+            id,
+            generate,
+            conversations,
+            limits=self.limits,
+            vocabulary=self._vocabulary,
+            deadline_s=deadline_s,
+            max_tokens=max_tokens,
         )
         self._by_key[session.key] = session
         return session
@@ -467,9 +486,9 @@ class Sessions:
             )
         return session
 
-    def check_key(self, key: str) -> None:
-        """Raises `UnknownKeyError` if no open session has this key."""
-        self.find(key)
+    def max_tokens(self, key: str) -> int:
+        """Returns the most tokens of a context of the session that has this key. Raises `UnknownKeyError`."""
+        return self.find(key).max_tokens
 
     def ask(self, key: str, call: Call) -> Pending:
         """Takes a call of the session that has this key. Raises `CallError`."""
