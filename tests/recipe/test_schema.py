@@ -372,7 +372,7 @@ def test_every_key_is_known_with_the_types_of_task_that_have_it() -> None:
     assert keys["seed"] == keys["task.order"] == keys["model.lora.rank"] == ()
     assert keys["task.path"] == ("file", "environment", "agent")
     assert keys["task.size"] == ("countdown-chain", "reasoning-gym", "guess")
-    assert keys["task.reward_seconds"] == ("countdown-chain", "reasoning-gym", "file")
+    assert keys["task.reward_seconds"] == ("countdown-chain", "reasoning-gym", "file", "agent")
     assert keys["task.turns"] == ("guess", "environment", "agent")
 
 

@@ -268,6 +268,23 @@ def test_the_end_refuses_what_waits_and_close_finishes_what_is_generated():
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_session_that_is_cancelled_gives_up_its_call(begun):
+    async def run():
+        sessions, policy = Sessions(), ScriptedPolicy(gate=asyncio.Event())
+        session = opened(sessions, policy)
+        pending = sessions.ask(session.key, says("a"))
+        if begun:
+            await policy.started.acquire()
+        session.cancel()
+        await asyncio.wait_for(sessions.close(session), 60)
+        with pytest.raises(SessionEndedError):
+            await pending.answer()
+        assert not policy.rows
+
+    asyncio.run(run())
+
+
 def test_a_deadline_ends_a_session():
     async def run():
         sessions, policy = Sessions(), ScriptedPolicy()

@@ -21,7 +21,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -32,9 +32,10 @@ from stretto.environments.reward_environment import named_variables, worker_envi
 from stretto.environments.reward_pool import RewardPool
 from stretto.environments.task_options import AgentOptions
 from stretto.errors import LateRewardError, RecipeError, RewardError
+from stretto.serve.conversations import MakeConversations, chat_conversations
 from stretto.serve.http import Endpoint, Model
 from stretto.serve.programs import ProgramResult, run_program
-from stretto.serve.sessions import Conversations, Policy, Session, Sessions, as_trained
+from stretto.serve.sessions import Policy, Session, Sessions, as_trained
 from stretto.types import Prompt
 
 MODEL = "policy"
@@ -78,9 +79,9 @@ class AgentEnvironment:
         self,
         tokenizer: Any,
         options: AgentOptions,
-        conversations: Callable[[Sequence[int]], Conversations] | None = None,
+        conversations: MakeConversations | None = None,
     ) -> None:
-        """`conversations` makes those of one session from the tokens of its prompt; default: by the chat template.
+        """`conversations` makes those of one session; None: the chat template does.
 
         Raises `RecipeError` if the agent or its reward cannot be used.
         """
@@ -216,15 +217,6 @@ class AgentEnvironment:
             return await _in_thread(lambda: function(dict(prompt.row), access))
         except Exception as error:
             raise RewardError(f"`{self._options.function}` raised `{last_line(error, function)}`") from error
-
-
-def chat_conversations(tokenizer: Any, template: Mapping[str, Any]) -> Callable[[Sequence[int]], Conversations]:
-    """Returns what makes the conversations of a session. Raises `RecipeError` if the model has no chat template."""
-    from stretto.chat.conversations import Conversations as ChatConversations  # type: ignore[import-not-found,unused-ignore]
-    from stretto.chat.rendering import Renderer  # type: ignore[import-not-found,unused-ignore]
-
-    renderer = Renderer(tokenizer, template)
-    return lambda prompt_tokens: ChatConversations(renderer, prompt_tokens=tuple(prompt_tokens))
 
 
 def _checked_command(options: AgentOptions) -> tuple[str, ...] | None:

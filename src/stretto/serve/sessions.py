@@ -164,6 +164,7 @@ class Pending:
     future: asyncio.Future[Answer]
     delivered: bool = False  # a client had all of the answer
     num_waiting: int = 0  # clients that wait for it
+    abandoned: Callable[[], None] | None = None  # called if no client waits any more, and there is no answer
 
     async def answer(self) -> Answer:
         """Waits for the answer. A caller that is cancelled leaves the call as it is. Raises `CallError`."""
@@ -172,6 +173,8 @@ class Pending:
             return await asyncio.shield(self.future)
         finally:
             self.num_waiting -= 1
+            if self.abandoned is not None and not self.num_waiting and not self.future.done():
+                self.abandoned()
 
 
 @dataclass(slots=True, eq=False)
@@ -243,6 +246,7 @@ class Session:
         self._queue.append(pending)
         if self._worker is None:
             self._worker = asyncio.create_task(self._work(), name=f"calls of session {self.id}")
+            self._worker.add_done_callback(self._forget_worker)
         return pending
 
     def _repeated(self, call: Call) -> Pending | None:
@@ -295,6 +299,10 @@ class Session:
                 else:
                     self._finish(pending, answer)
         finally:
+            self._worker = None  # at once: the next call needs another
+
+    def _forget_worker(self, worker: asyncio.Task[None]) -> None:
+        if self._worker is worker:  # cancelled before its first step
             self._worker = None
 
     def _finish(self, pending: Pending, result: Answer | CallError) -> None:
