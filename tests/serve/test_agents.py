@@ -131,6 +131,11 @@ def test_a_program_that_never_calls_the_model_is_a_failure():
         played(program("print('hello')"))
 
 
+def test_a_program_that_fails_over_a_refused_call_says_which():
+    with pytest.raises(RewardError, match=r"(?s)status 1 .*; its last call that was refused: .*no token fits"):
+        played(program("ask('long ' * 99)", reward="file"), ScriptedPolicy(max_context=20))
+
+
 def test_a_program_that_does_not_end_is_killed_at_its_deadline():
     with pytest.raises(LateRewardError, match=r"`task.seconds = 0\.5`"):
         played(program("import time; time.sleep(600)", seconds=0.5))

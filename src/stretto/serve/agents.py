@@ -177,10 +177,11 @@ class AgentEnvironment:
                 return options.timeout_reward
             raise LateRewardError(f"the agent did not end within `task.seconds = {options.seconds:g}`")
         result = running.result()
-        ended = (
-            f"the agent ended with status {result.status}" if isinstance(result, ProgramResult) else "the agent ended"
-        )
-        words = result.last_words if isinstance(result, ProgramResult) else ""
+        ended, words = "the agent ended", ""
+        if isinstance(result, ProgramResult):
+            ended, words = f"the agent ended with status {result.status}", result.last_words
+        if session.last_refusal is not None:
+            words = f"; its last call that was refused: {session.last_refusal}{words}"
         if not session.num_calls:
             raise RewardError(f"{ended} and never called the model{words}")
         if options.reward == "posted":

@@ -30,7 +30,8 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -52,6 +53,7 @@ DIALECTS = (CHAT, RESPONSES, MESSAGES, GENERATE)
 REQUEST_S = 120.0  # for a client to send its request
 KEEP_ALIVE_S = 10.0  # between two comments of a stream that waits for its answer
 SHUTDOWN_S = 5.0  # for answers that are being written when the server closes
+TOKEN_TEXTS = 1 << 16  # kept for log-probabilities: a tokenizer takes several microseconds for each
 BACKLOG = 4_096  # connections that wait to be accepted: many agents may start at once
 
 
@@ -90,9 +92,11 @@ class Endpoint:
         self, calls: Calls, model: Model, *, host: str = "127.0.0.1", port: int = 0, socket: Path | None = None
     ) -> None:
         """`port` 0 is any free one. `socket`: a Unix socket that it listens on too."""
-        self.on_call: Callable[[float], None] | None = None  # gets the seconds of each call outside of the policy
+        self.on_call: Callable[[float], None] | None = (
+            None  # gets the seconds of each answered call, from its arrival, outside of the policy
+        )
         self._calls = calls
-        self._model = model
+        self._model = replace(model, token_text=lru_cache(TOKEN_TEXTS)(model.token_text))
         self._host, self._port, self._socket = host, port, socket
         self._runner: web.AppRunner | None = None
 
@@ -138,20 +142,17 @@ class Endpoint:
 
     def _handler(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            began = time.monotonic()
             try:
-                response, policy_s = await self._call(dialect, request)
+                return await self._call(dialect, request)
             except CallError as error:
                 return _json(dialect.error(error), error.status)
-            if self.on_call is not None:
-                self.on_call(time.monotonic() - began - policy_s)
-            return response
 
         return handle
 
-    async def _call(self, dialect: Dialect, request: web.Request) -> tuple[web.StreamResponse, float]:
+    async def _call(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         key = self._key(request)
         raw = await _body(request)
+        arrived = time.monotonic()
         asked = dialect.read(read_json(raw))
         call = Call(
             messages=asked.messages,
@@ -165,19 +166,20 @@ class Endpoint:
             num_bytes=len(raw),
         )
         pending = self._calls.ask(key, call)
-        began = time.monotonic()
+        asked_at = time.monotonic()
         if asked.stream:
             response, waited = await self._streamed(request, pending, dialect, asked)
         else:
             answer = await pending.answer()
-            waited = time.monotonic() - began
+            waited = time.monotonic() - asked_at
             response = _json(dialect.write(answer, asked, self._model.token_text))
             await response.prepare(request)
         await response.write_eof()
-        if pending.future.exception() is not None:
-            return response, waited
-        pending.delivered = True
-        return response, min(waited, pending.future.result().policy_s)
+        if pending.future.exception() is None:
+            pending.delivered = True
+            if self.on_call is not None:
+                self.on_call(time.monotonic() - arrived - min(waited, pending.future.result().policy_s))
+        return response
 
     async def _streamed(
         self, request: web.Request, pending: Pending, dialect: Dialect, asked: Asked

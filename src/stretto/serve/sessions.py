@@ -213,6 +213,7 @@ class Session:
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[EndedBy] = loop.create_future()
         self.num_calls = 0  # that were taken; a repeated one counts once
+        self.last_refusal: CallError | None = None  # the error of the last call that was refused
         self._generate = generate
         self._conversations = conversations
         self._limits = limits
@@ -319,6 +320,7 @@ class Session:
             self._by_identity[call.identity].remove(pending)
             if not self._by_identity[call.identity]:
                 del self._by_identity[call.identity]
+        self.last_refusal = result
         pending.future.set_exception(result)
 
     async def _answered(self, call: Call) -> Answer:
