@@ -274,6 +274,7 @@ def test_rows_are_tasks(tmp_path: Path):
     path.write_text("\n".join(map(json.dumps, rows)))
     task = load_task(AgentOptions(path=str(path), command=("true",)), num_evaluation=0)
     assert [dict(row.columns) for row in task.train] == rows
+    assert [row.messages for row in task.train] == [({"role": "user", "content": "a"},), tuple(messages)]
     assert task.max_turns == 32
     assert task.environment.name == agents.AgentEnvironment.__module__ + ":AgentEnvironment"
 

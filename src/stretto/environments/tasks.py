@@ -255,6 +255,8 @@ def _agent(options: AgentOptions, seed: int, num_evaluation: int) -> Task:
 
 
 def _as_task(row: Row) -> Row:
-    """Returns a row whose columns have the prompt too: an agent gets the columns."""
-    given = {"prompt": row.text} if row.messages is None else {"messages": [dict(each) for each in row.messages]}
-    return dataclasses.replace(row, columns={**given, **row.columns})
+    """Returns a row whose prompt is a chat, as the calls of an agent are, and a column too: an agent gets the columns."""
+    if row.messages is not None:
+        return dataclasses.replace(row, columns={"messages": [dict(each) for each in row.messages], **row.columns})
+    messages = ({"role": "user", "content": row.text or ""},)
+    return dataclasses.replace(row, messages=messages, columns={"prompt": row.text, **row.columns})
