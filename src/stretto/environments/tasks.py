@@ -255,7 +255,7 @@ def _agent(options: AgentOptions, seed: int, num_evaluation: int) -> Task:
 
 
 def _as_task(row: Row) -> Row:
-    """Returns a row whose prompt is a chat, as the calls of an agent are, and a column too: an agent gets the columns."""
+    """Returns a row whose prompt is a chat, as an agent's calls are, and a column too: an agent gets the columns."""
     if row.messages is not None:
         return dataclasses.replace(row, columns={"messages": [dict(each) for each in row.messages], **row.columns})
     messages = ({"role": "user", "content": row.text or ""},)
