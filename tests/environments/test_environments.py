@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto.environments.custom import EnvironmentSpec, load_environment
+from stretto.environments.custom import EnvironmentSpec, close_environment, load_environment, start_environment
 from stretto.environments.guess import ENVIRONMENT, PROMPT, WASTED, Guess
 from stretto.environments.protocol import Outcome
 from stretto.environments.task_options import EnvironmentOptions, GuessOptions
@@ -152,3 +152,27 @@ def test_the_example_asks_again_after_a_wrong_answer() -> None:
     outcome = asyncio.run(load_environment(spec, TOKENIZER).episode(prompt, policy))
     assert outcome == Outcome((0.0, 1.0))
     assert policy.asked == ["France: ", "France: Lyon\nNo: "]
+
+
+class WithEnds(Guess):
+    """Has a start and an end."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.seen: list[str] = []
+
+    async def start(self) -> None:
+        self.seen.append("start")
+
+    async def close(self) -> None:
+        self.seen.append("close")
+
+
+def test_an_environment_may_have_a_start_and_an_end() -> None:
+    async def run() -> None:
+        both = WithEnds(TOKENIZER)
+        for environment in (both, Guess(TOKENIZER)):
+            await start_environment(environment)
+            await close_environment(environment)
+        assert both.seen == ["start", "close"]
+
+    asyncio.run(run())

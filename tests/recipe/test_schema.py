@@ -328,7 +328,7 @@ QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
     [
         ("staleness=3", "`staleness` is not an option; did you mean `rollout.staleness`?"),
         ("prompts=3", "did you mean `rollout.prompts` or `evaluation.prompts`?"),
-        ("task.path=x", '`task.type = "file"` or `task.type = "environment"`, and this recipe has `countdown-chain`'),
+        ("task.path=x", '`task.type = "environment"` or `task.type = "agent"`, and this recipe has `countdown-chain`'),
         ("rollout=3", "`rollout` is a table, not a value; set one of its options, such as `rollout."),
         ("training.steps=abc", '`training.steps = "abc"` must be a whole number'),
         ("rollout.temprature=2", "did you mean `rollout.temperature`?"),
@@ -370,10 +370,10 @@ def test_where_a_key_has_no_effect_the_error_says_how_to_take_it_out(tmp_path: P
 def test_every_key_is_known_with_the_types_of_task_that_have_it() -> None:
     keys = all_keys(Recipe)
     assert keys["seed"] == keys["task.order"] == keys["model.lora.rank"] == ()
-    assert keys["task.path"] == ("file", "environment")
+    assert keys["task.path"] == ("file", "environment", "agent")
     assert keys["task.size"] == ("countdown-chain", "reasoning-gym", "guess")
-    assert keys["task.reward_seconds"] == ("countdown-chain", "reasoning-gym", "file")
-    assert keys["task.turns"] == ("guess", "environment")
+    assert keys["task.reward_seconds"] == ("countdown-chain", "reasoning-gym", "file", "agent")
+    assert keys["task.turns"] == ("guess", "environment", "agent")
 
 
 @pytest.mark.parametrize("names", [["OUR_KEY=secret"], [""], ["OUR KEY"], "OUR_KEY"])

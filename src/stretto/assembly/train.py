@@ -33,7 +33,7 @@ from stretto.assembly.checkpoint_writer import begin_folder, claimed_folder, tak
 from stretto.assembly.export import export_policy
 from stretto.assembly.resume import Resumed, take_up, tries_to_score
 from stretto.core.controller import Controller
-from stretto.environments.custom import load_environment
+from stretto.environments.custom import close_environment, load_environment, start_environment
 from stretto.environments.protocol import Environment
 from stretto.environments.reward_output import RewardOutput
 from stretto.environments.single_turn import SingleTurn
@@ -239,7 +239,11 @@ async def _train(
         with Journal.open(folder / JOURNAL_NAME, resume=begun, lock=lock) as journal:
             trainer = backend.make_trainer(journal)
             stack.callback(trainer.close)
-            return await _run(_Run(recipe, folder, backend, journal, versions, trainer, control, observer, give_up))
+            environment = _environment(backend)
+            stack.push_async_callback(close_environment, environment)
+            await start_environment(environment)
+            run = _Run(recipe, folder, backend, journal, versions, trainer, control, observer, give_up)
+            return await _run(run, environment)
 
 
 async def _start(backend: Backend, instances: int, say: Callable[[str], None]) -> None:
@@ -258,12 +262,11 @@ async def _fill(pool: Pool, count: int) -> None:
             raise each
 
 
-async def _run(run: _Run) -> dict[str, Any]:
+async def _run(run: _Run, environment: Environment) -> dict[str, Any]:
     """Runs the loop to its end, with an evaluation before and after it. Returns the summary."""
     recipe, inputs, plan = run.recipe, run.backend.driver.inputs, run.recipe.plan
     resumed = await report_wait(_take_up(run), lambda: "the trainer to start, and its weights", run.observer.message)
     tally = Tally(rows=plan.rows, sink=JsonLines(run.folder / "metrics.jsonl"), totals=resumed.totals)
-    environment = _environment(run.backend)
     scored = any(rollout.reward is not None for rollout in resumed.rollouts.values())
     first_reward = FirstReward(came=scored or tally.totals.steps > 0)
     evaluator = _evaluator(run, environment, first_reward)

@@ -134,7 +134,45 @@ class EnvironmentOptions(EpisodeTaskOptions):
         return min(self.lineages, self.turns)
 
 
+class AgentOptions(EpisodeTaskOptions):
+    """A JSONL or Parquet file of prompts with an agent: a program, or a function, that calls the policy over HTTP."""
+
+    type: Literal["agent"] = "agent"
+    path: str = Field(description="File with a column `prompt` or `messages`; a program gets its row as its task")
+    command: tuple[str, ...] | None = Field(
+        None, min_length=1, description="The program and its arguments, such as `['python', 'agent.py']`"
+    )
+    function: str | None = Field(
+        None, description="`package.module:function` instead of a program, called as `function(task, access)`"
+    )
+    turns: int = Field(32, ge=1, description="Most calls of an episode")
+    seconds: float = Field(600.0, gt=0, description="Deadline of the agent, after which it is killed")
+    timeout_reward: float | None = Field(
+        None, description="Reward of an agent that is killed at its deadline; default: the episode fails"
+    )
+    reward: str | None = Field(
+        None,
+        description="`exit-status`, `file`, `posted`, or `package.module:function`, which gets what the agent prints; "
+        "default: `exit-status`, and of a function what it returns",
+    )
+    reward_seconds: float = Field(10.0, gt=0, description="Deadline of a call of the reward function")
+    reward_workers: int = Field(1, ge=1, le=4_096, description="Processes that run the reward function")
+    pass_env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = Field(
+        (), description="Environment variables that the agent sees too; may change at `--resume`"
+    )
+    lineages: int = Field(
+        16, ge=1, le=4_096, description="Most lineages of an episode: contexts of its own, such as that of a sub-agent"
+    )
+    template: dict[str, Any] = Field(default_factory=dict, description="Options of the chat template")
+    evaluation_path: str | None = Field(None, description="File of held-out prompts; default: split from `path`")
+    system: str | None = Field(None, description="System message; every `prompt` becomes a user message after it")
+
+    @property
+    def max_lineages(self) -> int:
+        return min(self.lineages, self.turns)
+
+
 TaskOptions = Annotated[
-    CountdownChainOptions | ReasoningGymOptions | FileOptions | GuessOptions | EnvironmentOptions,
+    CountdownChainOptions | ReasoningGymOptions | FileOptions | GuessOptions | EnvironmentOptions | AgentOptions,
     Field(discriminator="type"),
 ]

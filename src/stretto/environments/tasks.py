@@ -20,6 +20,7 @@ from stretto.environments import countdown, guess, reasoning_problems
 from stretto.environments.custom import EnvironmentSpec
 from stretto.environments.data import Row, load_rows, split_held_out
 from stretto.environments.task_options import (
+    AgentOptions,
     CountdownChainOptions,
     EnvironmentOptions,
     FileOptions,
@@ -29,6 +30,8 @@ from stretto.environments.task_options import (
 )
 from stretto.errors import RecipeError
 
+AGENTS = "stretto.serve.agents:AgentEnvironment"
+AGENT_REWARDS = ("exit-status", "file", "posted")  # beside functions
 HELD_OUT_SHARE = 5  # at most one row in five of a file is held out
 
 
@@ -66,6 +69,8 @@ def load_task(options: TaskOptions, *, seed: int = 0, num_evaluation: int = 128)
             return _countdown_chain(options, seed, num_evaluation)
         case ReasoningGymOptions():
             return _reasoning_gym(options, seed, num_evaluation)
+        case AgentOptions():
+            return _agent(options, seed, num_evaluation)
         case FileOptions() | EnvironmentOptions():
             return _file(options, seed, num_evaluation)
         case GuessOptions():
@@ -198,12 +203,7 @@ def _reasoning_dataset(name: str, config: Mapping[str, Any], datasets: Mapping[s
 
 
 def _file(options: FileOptions | EnvironmentOptions, seed: int, num_evaluation: int) -> Task:
-    rows = [_with_system(row, options.system) for row in load_rows(Path(options.path))]
-    if options.evaluation_path is not None:
-        rows_there = load_rows(Path(options.evaluation_path), "task.evaluation_path")
-        held_out = [_with_system(row, options.system) for row in rows_there][:num_evaluation]
-    else:
-        rows, held_out = split_held_out(rows, min(num_evaluation, len(rows) // HELD_OUT_SHARE), seed)
+    rows, held_out = _file_rows(options, seed, num_evaluation)
     name = f"`{options.path}`"
     if isinstance(options, FileOptions):
         return Task(name, rows, held_out, options.reward)
@@ -216,6 +216,17 @@ def _with_column(row: Row) -> Row:
     if row.messages is None:
         return row
     return dataclasses.replace(row, columns={**row.columns, "messages": [dict(message) for message in row.messages]})
+
+
+def _file_rows(
+    options: FileOptions | EnvironmentOptions | AgentOptions, seed: int, num_evaluation: int
+) -> tuple[list[Row], list[Row]]:
+    """Returns the rows to train on and those to evaluate on."""
+    rows = [_with_system(row, options.system) for row in load_rows(Path(options.path))]
+    if options.evaluation_path is not None:
+        rows_there = load_rows(Path(options.evaluation_path), "task.evaluation_path")
+        return rows, [_with_system(row, options.system) for row in rows_there][:num_evaluation]
+    return split_held_out(rows, min(num_evaluation, len(rows) // HELD_OUT_SHARE), seed)
 
 
 def _config(options: ReasoningGymOptions | EnvironmentOptions) -> dict[str, Any]:
@@ -234,3 +245,31 @@ def _with_system(row: Row, system: str | None) -> Row:
             "them"
         )
     return dataclasses.replace(row, text=None, messages=({"role": "system", "content": system}, *messages))
+
+
+# -- agent -------------------------------------------------------------------------------------------------------------
+
+
+def _agent(options: AgentOptions, seed: int, num_evaluation: int) -> Task:
+    if (options.command is None) == (options.function is None):
+        raise RecipeError(
+            "an agent is a program or a function: set `task.command` or `task.function`, and not both"
+            if options.command is not None
+            else "an agent is a program or a function: set `task.command = ['python', 'agent.py']` or `task.function`"
+        )
+    if options.reward is not None and options.reward not in AGENT_REWARDS and ":" not in options.reward:
+        names = ", ".join(f"`{name}`" for name in AGENT_REWARDS)
+        raise RecipeError(f"`task.reward = {options.reward!r}` is none of {names} and no `package.module:function`")
+    if options.function is not None and options.reward in ("exit-status", "file"):
+        raise RecipeError(f"`task.reward = {options.reward!r}` is that of a program, and `task.function` is none")
+    rows, held_out = _file_rows(options, seed, num_evaluation)
+    spec = EnvironmentSpec(AGENTS, options.turns, {"options": options}, options.max_lineages)
+    return Task(f"`{options.path}`", [*map(_as_task, rows)], [*map(_as_task, held_out)], None, spec)
+
+
+def _as_task(row: Row) -> Row:
+    """Returns a row whose prompt is a chat, as an agent's calls are, and a column too: an agent gets the columns."""
+    if row.messages is not None:
+        return dataclasses.replace(row, columns={"messages": [dict(each) for each in row.messages], **row.columns})
+    messages = ({"role": "user", "content": row.text or ""},)
+    return dataclasses.replace(row, messages=messages, columns={"prompt": row.text, **row.columns})

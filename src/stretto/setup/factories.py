@@ -52,7 +52,7 @@ def load_driver_inputs(recipe: Recipe, model_path: str) -> DriverInputs:
         top_p=recipe.rollout.top_p,
         top_k=recipe.rollout.top_k,
         min_p=recipe.rollout.min_p,
-        stop_tokens=_stop_tokens(model_path, config, tokenizer),
+        stop_tokens=stop_tokens(model_path, config, tokenizer),
         stop_strings=recipe.rollout.stop,
     )
     vocabulary = int(config.get_text_config().vocab_size)
@@ -153,7 +153,7 @@ def model_path_of(recipe: Recipe, observer: Observer) -> str:
     return str(tiny_model(seed=0 if options is None else options.seed, warm_start=warm_start, progress=progress))
 
 
-def _stop_tokens(model_path: str, config: Any, tokenizer: Any) -> tuple[int, ...]:
+def stop_tokens(model_path: str, config: Any, tokenizer: Any) -> tuple[int, ...]:
     """Returns the tokens that end a text, by the model's generation configuration and by its tokenizer."""
     try:
         generation = GenerationConfig.from_pretrained(model_path, **hub_options(model_path))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from stretto.environments.custom import load_environment
+from stretto.environments.custom import close_environment, load_environment, start_environment
 from stretto.environments.data import PromptStream
 from stretto.environments.prompt_order import PassRates
 from stretto.environments.reward_environment import named_variables
@@ -18,7 +18,7 @@ from stretto.environments.reward_pool import RewardPool
 from stretto.environments.reward_worker import Columns
 from stretto.environments.sandbox import LEAST_PROCESSES_OF_ROOT, PARTS, missing
 from stretto.environments.sandbox_processes import held_parts
-from stretto.environments.task_options import ScoredTaskOptions
+from stretto.environments.task_options import AgentOptions, ScoredTaskOptions
 from stretto.environments.tasks import Task, load_task
 from stretto.errors import RecipeError
 from stretto.objectives.custom import CustomOptions
@@ -124,7 +124,7 @@ def reward_columns(task: Task) -> Columns:
 
 def passed_variables(recipe: Recipe) -> dict[str, str]:
     """The variables of `task.pass_env`. Raises `RecipeError` for one that is not set."""
-    return named_variables(recipe.task.pass_env) if isinstance(recipe.task, ScoredTaskOptions) else {}
+    return named_variables(recipe.task.pass_env) if isinstance(recipe.task, ScoredTaskOptions | AgentOptions) else {}
 
 
 def reward_pool(recipe: Recipe, task: Task, said: Callable[[str], None] | None = None) -> RewardPool:
@@ -174,7 +174,15 @@ def check_scoring(recipe: Recipe, task: Task, tokenizer: Any) -> str:
     Returns a phrase on how the task is scored.
     """
     if task.environment is not None:
-        load_environment(task.environment, tokenizer)
+        environment = load_environment(task.environment, tokenizer)
+
+        async def try_environment() -> None:
+            try:
+                await start_environment(environment)
+            finally:
+                await close_environment(environment)
+
+        asyncio.run(try_environment())
         return f"episodes of up to {task.max_turns} turns played by `{task.environment.name}`"
 
     async def start_and_close() -> None:

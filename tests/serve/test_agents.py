@@ -1,0 +1,320 @@
+"""Agents: programs and functions that call the policy over HTTP, as an environment plays them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from endpoint_cases import FakeConversations, ScriptedPolicy, text_of
+
+from stretto.environments.task_options import AgentOptions
+from stretto.environments.tasks import load_task
+from stretto.errors import LateRewardError, RecipeError, RewardError, SuspendedError
+from stretto.serve import agents
+from stretto.serve.agents import AgentEnvironment, ModelAccess
+from stretto.types import Prompt
+
+PROMPT = Prompt(0, "2+2?", (1, 2, 3), {"prompt": "2+2?", "answer": "4"})
+
+# A program that knows nothing of Stretto, and needs no package.
+PROGRAM = """
+import json, os, sys, urllib.request
+
+def post(url, body):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request, timeout=60))
+
+def ask(text):
+    body = {"model": "any", "messages": [{"role": "user", "content": text}]}
+    made = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
+    return made["choices"][0]["message"]["content"]
+
+task = json.load(sys.stdin)
+"""
+
+
+class Characters:
+    """A tokenizer: a token is a character."""
+
+    def __len__(self) -> int:
+        return 1_000
+
+    def decode(self, tokens) -> str:
+        return text_of(tokens)
+
+
+def program(code: str, **options) -> AgentEnvironment:
+    command = (sys.executable, "-I", "-S", "-c", PROGRAM + code)
+    return environment(command=command, **options)
+
+
+def environment(**options) -> AgentEnvironment:
+    return AgentEnvironment(
+        Characters(), AgentOptions(path="unused.jsonl", **options), lambda prompt_tokens: FakeConversations()
+    )
+
+
+def played(agent: AgentEnvironment, policy: ScriptedPolicy | None = None, prompt: Prompt = PROMPT) -> float:
+    async def run():
+        try:
+            return await asyncio.wait_for(agent.episode(prompt, policy or ScriptedPolicy()), 60)
+        finally:
+            await agent.close()
+            assert agent._sessions.num_open == 0
+
+    return asyncio.run(run())
+
+
+# -- programs ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_program_gets_its_task_and_its_exit_status_is_the_reward():
+    policy = ScriptedPolicy()
+    code = "assert task == {'prompt': '2+2?', 'answer': '4'}; sys.exit(ask(task['prompt']) != 'reply 0')"
+    assert played(program(code), policy) == 1.0
+    assert text_of(policy.rows[0][0]).startswith("<user>2+2?")
+    assert played(program("ask('a'); sys.exit(7)")) == 0.0
+
+
+def test_the_task_is_a_file_too_and_the_reward_may_be_one():
+    code = """
+assert json.load(open(os.environ["STRETTO_TASK_FILE"])) == task
+ask("a")
+open(os.environ["STRETTO_REWARD_FILE"], "w").write("0.25")
+sys.exit(1)
+"""
+    assert played(program(code, reward="file")) == 0.25
+    with pytest.raises(RewardError, match=r"status 3 and wrote no reward .*ends: oh no"):
+        played(program("ask('a'); print('oh no', file=sys.stderr); sys.exit(3)", reward="file"))
+    with pytest.raises(RewardError, match="wrote 'much'"):
+        played(program("ask('a'); open(os.environ['STRETTO_REWARD_FILE'], 'w').write('much')", reward="file"))
+
+
+def test_a_program_may_post_its_reward():
+    code = "ask('a'); post(os.environ['STRETTO_SESSION_URL'] + '/reward', {'reward': 0.5}); sys.exit(9)"
+    assert played(program(code, reward="posted")) == 0.5
+    assert played(program(code)) == 0.5  # counts more than the exit status
+    with pytest.raises(RewardError, match="has not posted its reward"):
+        played(program("ask('a')", reward="posted"))
+
+
+def test_a_program_that_posted_its_reward_and_stays_is_killed(monkeypatch):
+    monkeypatch.setattr(agents, "GRACE_S", 0.0)
+    code = (
+        "ask('a'); post(os.environ['STRETTO_SESSION_URL'] + '/reward', {'reward': 0.5}); import time; time.sleep(600)"
+    )
+    assert played(program(code)) == 0.5
+
+
+def test_a_reward_function_scores_what_a_program_prints():
+    agent = program("ask('a'); print(task['answer'], end='')", reward="reward_functions:only_answer")
+    assert played(agent) == 1.0
+    with pytest.raises(RewardError, match=r"(?s)ended with status 1; its output ends: .*ZeroDivisionError"):
+        played(program("ask('a'); 1/0", reward="reward_functions:only_answer"))
+
+
+def test_a_program_sees_no_secret_but_those_that_are_passed(monkeypatch):
+    monkeypatch.setenv("SECRET", "s")
+    monkeypatch.setenv("PASSED", "p")
+    code = "ask('a'); assert 'SECRET' not in os.environ and os.environ['PASSED'] == 'p'"
+    assert played(program(code, pass_env=("PASSED",))) == 1.0
+
+
+def test_a_program_that_never_calls_the_model_is_a_failure():
+    with pytest.raises(RewardError, match="status 0 and never called the model; its output ends: hello"):
+        played(program("print('hello')"))
+
+
+def test_a_program_that_fails_over_a_refused_call_says_which():
+    with pytest.raises(RewardError, match=r"(?s)status 1 .*; its last call that was refused: .*no token fits"):
+        played(program("ask('long ' * 99)", reward="file"), ScriptedPolicy(max_context=20))
+
+
+def test_a_program_that_does_not_end_is_killed_at_its_deadline():
+    with pytest.raises(LateRewardError, match=r"`task.seconds = 0\.5`"):
+        played(program("import time; time.sleep(600)", seconds=0.5))
+
+
+def test_an_agent_that_is_killed_at_its_deadline_may_have_a_reward():
+    async def run():
+        policy = ScriptedPolicy()
+        agent = program("ask('a'); import time; time.sleep(600)", seconds=600.0, timeout_reward=-1.0)
+        playing = asyncio.create_task(agent.episode(PROMPT, policy))
+        await policy.started.acquire()
+        (session,) = agent._sessions._by_key.values()
+        session.end("deadline")  # as its timer does it
+        assert await playing == -1.0
+        await agent.close()
+
+    asyncio.run(run())
+
+
+def test_an_error_of_the_policy_kills_the_program_and_is_the_error_of_the_episode():
+    code = """
+try:
+    ask("a")
+finally:
+    import time; time.sleep(600)
+"""
+    with pytest.raises(SuspendedError, match="it moves"):
+        played(program(code), ScriptedPolicy(fault=SuspendedError("it moves")))
+
+
+def test_an_episode_that_is_cancelled_leaves_no_program():
+    async def run():
+        policy = ScriptedPolicy(gate=asyncio.Event())
+        agent = program("ask('a')")
+        playing = asyncio.create_task(agent.episode(PROMPT, policy))
+        await policy.started.acquire()
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        assert agent._sessions.num_open == 0
+        await agent.close()
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())
+
+
+def test_several_episodes_at_once_share_one_endpoint():
+    async def run():
+        agent = program("assert ask(task['prompt']) == task['prompt']")
+        policies = [ScriptedPolicy(lambda _, context: context[len("<user>") :].partition("\n")[0]) for _ in range(4)]
+        prompts = [Prompt(n, "", (1,), {"prompt": f"task {n}"}) for n in range(4)]
+        rewards = await asyncio.gather(*map(agent.episode, prompts, policies))
+        assert rewards == [1.0] * 4
+        await agent.close()
+
+    asyncio.run(run())
+
+
+def test_the_openai_client_needs_nothing_but_its_environment(tmp_path: Path):
+    (tmp_path / "agent.py").write_text(
+        "import json, sys\n"
+        "from openai import OpenAI\n"
+        "task = json.load(sys.stdin)\n"
+        "made = OpenAI().chat.completions.create(model='any', messages=[{'role': 'user', 'content': task['prompt']}])\n"
+        "sys.exit(made.choices[0].message.content != task['answer'])\n"
+    )
+    agent = environment(command=("python", str(tmp_path / "agent.py")))
+    assert played(agent, ScriptedPolicy(lambda number, context: "4")) == 1.0
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+
+
+def ask(access: ModelAccess, text: str) -> str:
+    body = json.dumps({"model": access.model, "messages": [{"role": "user", "content": text}]}).encode()
+    request = urllib.request.Request(f"{access.base_url}/chat/completions", body, {"x-api-key": access.api_key})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)["choices"][0]["message"]["content"]
+
+
+def solve(task, access):
+    return float(ask(access, task["prompt"]) == "reply 0")
+
+
+async def solve_async(task, access):
+    return await asyncio.to_thread(solve, task, access)
+
+
+def answers(task, access):
+    ask(access, task["prompt"])
+    return task["answer"]
+
+
+def fails(task, access):
+    raise KeyError("no such thing")
+
+
+def leaves(task, access):
+    sys.exit(3)
+
+
+@pytest.fixture
+def here(monkeypatch):
+    module = type(sys)("agent_functions")
+    vars(module).update({each.__name__: each for each in (solve, solve_async, answers, fails, leaves)})
+    monkeypatch.setitem(sys.modules, "agent_functions", module)
+
+
+@pytest.mark.parametrize("name", ["solve", "solve_async"])
+def test_a_function_is_an_agent_and_returns_its_reward(here, name):
+    assert played(environment(function=f"agent_functions:{name}")) == 1.0
+
+
+def test_a_function_may_return_a_text_that_is_scored(here):
+    options = {"function": "agent_functions:answers"}
+    assert played(environment(**options, reward="reward_functions:only_answer")) == 1.0
+    with pytest.raises(RewardError, match="the agent returned '4': return its reward"):
+        played(environment(**options))
+
+
+def test_a_function_that_raises_fails_its_episode(here):
+    with pytest.raises(RewardError, match=r"fails` raised `KeyError: 'no such thing' \(test_agents.py"):
+        played(environment(function="agent_functions:fails"))
+    with pytest.raises(RewardError, match="SystemExit: 3"):
+        played(environment(function="agent_functions:leaves"))
+
+
+# -- the task ----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_tasks(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    messages = [{"role": "user", "content": "b"}]
+    rows = [{"prompt": "a", "answer": 1}, {"messages": messages, "answer": 2}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    task = load_task(AgentOptions(path=str(path), command=("true",)), num_evaluation=0)
+    assert [dict(row.columns) for row in task.train] == rows
+    assert [row.messages for row in task.train] == [({"role": "user", "content": "a"},), tuple(messages)]
+    assert task.max_turns == 32
+    assert task.environment.name == agents.AgentEnvironment.__module__ + ":AgentEnvironment"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "set `task.command"),
+        ({"command": ("true",), "function": "a:b"}, "and not both"),
+        ({"command": ("true",), "reward": "luck"}, "`task.reward = 'luck'` is none of"),
+        ({"function": "a:b", "reward": "file"}, "is that of a program"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, said):
+    with pytest.raises(RecipeError, match=said):
+        load_task(AgentOptions(path="any.jsonl", **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"command": ("no-such-program",)}, "`no-such-program`, which is no program"),
+        ({"function": "nothing"}, "write `package.module:function`"),
+        ({"function": "no_such_module:f"}, "there is no module"),
+        ({"command": ("true",), "pass_env": ("NOT_SET_ANYWHERE",)}, "`NOT_SET_ANYWHERE`, which is not set"),
+    ],
+)
+def test_agents_that_do_not_exist_are_refused_before_the_run(options, said):
+    with pytest.raises(RecipeError, match=said):
+        environment(**options)
+
+
+def test_a_reward_function_that_does_not_exist_is_refused_before_the_run():
+    agent = environment(command=("true",), reward="no_such_module:f")
+
+    async def run():
+        try:
+            await agent.start()
+        finally:
+            await agent.close()
+
+    with pytest.raises(RecipeError, match="no_such_module"):
+        asyncio.run(run())
