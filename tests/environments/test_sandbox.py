@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pwd
 import socket
 import subprocess
 import sys
@@ -91,6 +92,21 @@ def test_code_cannot_reach_a_service_of_this_machine(tmp_path):
         """
         assert results(code, row={"path": path}, limits=None) == [1.0]
         assert results(code, row={"path": path}) == [0.0]
+
+
+@needs("home")
+def test_code_sees_nothing_of_the_home_folder_but_what_it_needs():
+    home = Path(pwd.getpwuid(os.getuid()).pw_dir)
+    secret = home / f"stretto-test-{os.getpid()}"
+    secret.write_text("secret")
+    code = "import os\nresult = os.path.exists(path)"
+    try:
+        assert results(code, row={"path": str(secret)}, limits=None) == [1.0]
+        assert results(code, row={"path": str(secret)}) == [0.0]
+        assert results(code, row={"path": sys.prefix}) == [1.0]
+        assert results(code, row={"path": os.getcwd()}) == [1.0]
+    finally:
+        secret.unlink()
 
 
 def test_code_sees_no_secret_in_its_environment(monkeypatch):

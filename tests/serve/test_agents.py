@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
 import sys
 import urllib.error
 import urllib.request
@@ -12,7 +14,8 @@ from pathlib import Path
 import pytest
 from endpoint_cases import FakeConversations, ScriptedPolicy, text_of
 
-from stretto.environments.task_options import AgentOptions
+from stretto.environments.sandbox_processes import held_parts
+from stretto.environments.task_options import AgentOptions, SandboxOptions
 from stretto.environments.tasks import load_task
 from stretto.errors import LateRewardError, RecipeError, RewardError, SuspendedError
 from stretto.serve import agents
@@ -318,3 +321,69 @@ def test_a_reward_function_that_does_not_exist_is_refused_before_the_run():
 
     with pytest.raises(RecipeError, match="no_such_module"):
         asyncio.run(run())
+
+
+# -- in a sandbox ------------------------------------------------------------------------------------------------------
+
+needs_namespaces = pytest.mark.skipif("processes" not in held_parts(), reason="no namespaces on this machine")
+
+
+@needs_namespaces
+def test_an_agent_in_a_sandbox_reaches_the_endpoint_and_nothing_else(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other, socket.socket(socket.AF_UNIX) as service:
+        service.bind(str(tmp_path / "service"))
+        service.listen()
+        code = f"""
+import socket
+found = [ask("2+2?") != ""]
+for family, address in (
+    (socket.AF_INET, ("127.0.0.1", {other.getsockname()[1]})),
+    (socket.AF_INET, ("192.0.2.1", 80)),
+    (socket.AF_UNIX, {str(tmp_path / "service")!r}),
+):
+    try:
+        socket.socket(family).connect(address)
+        found.append(False)
+    except OSError:
+        found.append(True)
+try:
+    open({str(tmp_path / "file")!r}, "w")
+    found.append(False)
+except OSError:
+    found.append(True)
+open(os.environ["HOME"] + "/note.txt", "w").write("its own folder")
+found.append(json.load(open(os.environ["STRETTO_TASK_FILE"])) == task and os.getcwd() == {os.getcwd()!r})
+post(os.environ["STRETTO_SESSION_URL"] + "/reward", {{"reward": sum(found)}})
+"""
+        assert played(program(code, reward="posted", sandbox=SandboxOptions())) == 6.0
+
+
+@needs_namespaces
+def test_agents_in_sandboxes_do_not_disturb_each_other():
+    agent = program('sys.exit(ask("2+2?") == "")', sandbox=SandboxOptions())
+
+    async def run():
+        try:
+            return await asyncio.gather(*(agent.episode(PROMPT, ScriptedPolicy()) for _ in range(3)))
+        finally:
+            await agent.close()
+
+    assert asyncio.run(run()) == [1.0] * 3
+
+
+def test_a_sandbox_that_cannot_be_made_is_refused(monkeypatch):
+    monkeypatch.setattr(agents, "held_parts", lambda limits: frozenset({"system calls", "network"}))
+    with pytest.raises(RecipeError, match="needs namespaces"):
+        played(program("ask('2+2?')", sandbox=SandboxOptions()))
+    monkeypatch.setattr(agents, "held_parts", lambda limits: frozenset({"processes"}))
+    with pytest.raises(RecipeError, match="has gaps"):
+        played(program("ask('2+2?')", sandbox=SandboxOptions(strict=True)))
+
+
+def test_a_sandbox_is_for_programs_whose_reward_is_no_file(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    same = {"path": str(tmp_path / "rows.jsonl"), "sandbox": SandboxOptions()}
+    with pytest.raises(RecipeError, match="is for a program"):
+        load_task(AgentOptions(function="a:b", **same))
+    with pytest.raises(RecipeError, match="let the agent post"):
+        load_task(AgentOptions(command=("python",), reward="file", **same))

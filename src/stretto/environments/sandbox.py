@@ -3,7 +3,8 @@
 `enter` is called by a process at its start, while it has one thread. It returns in a process that has
 
 - namespaces of its own: another user without capabilities, no network, a read-only file system with one small writable
-  folder, and no other process in sight. They need a kernel that lets a user make namespaces;
+  folder and without the home folder of the user, and no other process in sight. They need a kernel that lets a user
+  make namespaces;
 - a filter of system calls: no sockets, no tracing of other processes, no mounts. It needs x86-64 or arm64;
 - resource limits on memory, the size of files, and processes.
 
@@ -12,6 +13,10 @@ What the kernel refuses is left out, and `enter` returns the parts that hold. Wi
     the process that was started     waits, and ends as the third does. Killing it kills all
       process 1 of the namespace     collects what ends. If it ends, the kernel kills every process of the namespace
         the process that returns     runs the code
+        the forwarder, if asked for  carries connections to one address of the namespace to a Unix socket outside
+
+With a forwarder, code may open sockets of the internet family. Its network has no interface but its own loopback, where
+only the forwarder listens.
 
 Imports only the standard library: reward workers load this module.
 """
@@ -19,14 +24,19 @@ Imports only the standard library: reward workers load this module.
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import json
 import os
+import pwd
 import resource
 import signal
+import socket
 import struct
 import sys
+import threading
 import traceback
-from collections.abc import Callable
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, NoReturn
 
 
 class Limits(NamedTuple):
@@ -37,10 +47,18 @@ class Limits(NamedTuple):
     processes: int  # processes and threads at once
 
 
+class Forward(NamedTuple):
+    """An address on the loopback of the sandbox whose connections go to a Unix socket outside of it."""
+
+    port: int
+    path: str
+
+
 # Each part, with what code in the sandbox can do if the part does not hold.
 PARTS = {
     "network": "it can use the network",
     "files": "it can write files wherever your user can",
+    "home": "it can read the files of your home folder",
     "processes": "it can see and signal other processes of your user, and read their environment variables; a process "
     "that it starts may outlive it",
     "process count": "it can start any number of processes",
@@ -53,6 +71,8 @@ _NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 0x1000, 0x4000, 0x40000
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
 _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _ATTR_RDONLY = 442, -100, 0x8000, 1
+_GET_FLAGS, _SET_FLAGS, _IS_UP = 0x8913, 0x8914, 1  # of a network interface
+_INTERNET = 2  # family of sockets
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _LAST_CAPABILITY = 63
 LEAST_PROCESSES_OF_ROOT = 301  # the kernel reserves the first 300
@@ -89,18 +109,31 @@ _REFUSED = {
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the table, and the kernel's number
 
 
-def enter(folder: str, limits: Limits) -> frozenset[str]:
+def enter(
+    folder: str,
+    limits: Limits,
+    *,
+    kept: Iterable[str] = (),
+    forward: Forward | None = None,
+    working_folder: str | None = None,
+) -> frozenset[str]:
     """Turns this process into a sandbox with `folder` as its working directory. Returns the `PARTS` that hold.
 
     With namespaces, returns in a grandchild; this process then only waits for it. `folder` must exist and be empty.
+    `kept` are paths that stay readable if they lie in the home folder; Python, its modules and the working directory do
+    in any case. Raises `OSError` if there is a `forward` and no namespace. `working_folder`: instead of `folder`.
     """
     held: set[str] = set()
-    if sys.platform == "linux" and _succeeds_in_a_copy(lambda: _isolate(folder, limits)):
-        counted = _isolate(folder, limits)
-        held |= {"network", "files", "processes"} | ({"process count"} if counted else set())
-    os.chdir(folder)
+    paths = [folder, os.getcwd(), sys.prefix, sys.base_prefix, *filter(None, sys.path), *kept]
+    if sys.platform == "linux" and _succeeds_in_a_copy(lambda: _isolate(folder, limits, paths, None)):
+        isolated = _isolate(folder, limits, paths, forward)
+        held |= {"network", "files", "processes"}
+        held |= {part for part, holds in (("process count", isolated.counted), ("home", isolated.hidden)) if holds}
+    elif forward is not None:
+        raise OSError("a forwarded address needs namespaces, which this kernel does not let your user make")
+    os.chdir(folder if working_folder is None else working_folder)
     os.umask(0o077)
-    if _filter_calls():
+    if _filter_calls(internet=forward is not None):
         held |= {"system calls", "network"}
     for part, kind, amount in (
         ("memory", resource.RLIMIT_AS, limits.memory),
@@ -130,8 +163,13 @@ def _limit(kind: int, amount: int) -> bool:
 # -- namespaces --------------------------------------------------------------------------------------------------------
 
 
-def _isolate(folder: str, limits: Limits) -> bool:
-    """Moves into new namespaces, and returns in their second process. True if its processes are counted.
+class _Isolated(NamedTuple):
+    counted: bool  # its processes are bounded
+    hidden: bool  # the home folder is out of sight
+
+
+def _isolate(folder: str, limits: Limits, kept: Iterable[str], forward: Forward | None) -> _Isolated:
+    """Moves into new namespaces, and returns in their second process.
 
     Raises `OSError` if the kernel refuses a step; the process is of no use then.
     """
@@ -141,6 +179,7 @@ def _isolate(folder: str, limits: Limits) -> bool:
     _write("/proc/self/uid_map", f"{user} {user} 1")
     _write("/proc/self/gid_map", f"{group} {group} 1")
     _call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)
+    hidden = _hide_home(kept)
     _make_read_only("/")
     _own_dev(folder)
     options = f"size={limits.disk},mode=700".encode()
@@ -148,11 +187,72 @@ def _isolate(folder: str, limits: Limits) -> bool:
     _continue_in_child()  # as process 1 of the new namespace of processes
     _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     counted = _own_proc(limits.processes)
+    if forward is not None:
+        _start_forwarder(forward)
     _continue_in_child()
     if user != 0:  # the kernel does not count the processes of root
         counted = _limit(resource.RLIMIT_NPROC, limits.processes)
     _drop_capabilities()
-    return counted
+    return _Isolated(counted, hidden)
+
+
+def _hide_home(kept: Iterable[str]) -> bool:
+    """Mounts an empty folder over the home folder, with what is `kept` of it. False if all of it has to be kept."""
+    home = os.path.realpath(pwd.getpwuid(os.getuid()).pw_dir)
+    if home == "/" or not os.path.isdir(home):
+        return home != "/"
+    inside: list[str] = []
+    for path in sorted({os.path.realpath(path) for path in kept if os.path.exists(path)}):
+        if path == home or home.startswith(f"{path}/"):
+            return False
+        if path.startswith(f"{home}/") and not any(path.startswith(f"{outer}/") for outer in inside):
+            inside.append(path)
+    places = {path: os.open(path, os.O_PATH) for path in inside}
+    _call("mount", b"tmpfs", home.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, b"size=1048576,mode=755")
+    for path, place in places.items():
+        if os.path.isdir(f"/proc/self/fd/{place}"):
+            os.makedirs(path)
+        else:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            _write(path, "")
+        _call("mount", f"/proc/self/fd/{place}".encode(), path.encode(), None, _MS_BIND | _MS_REC, None)
+        os.close(place)
+    return True
+
+
+def _start_forwarder(forward: Forward) -> None:
+    """Starts a process that accepts connections on the loopback and carries them to a Unix socket."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = fcntl.ioctl(any_socket, _GET_FLAGS, struct.pack("16sh14x", b"lo", 0))
+        flags = struct.unpack("16sh14x", request)[1]
+        fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sh14x", b"lo", flags | _IS_UP))
+    server = socket.create_server(("127.0.0.1", forward.port), backlog=128)
+    if os.fork():
+        server.close()
+        return
+    try:
+        _drop_capabilities()
+        while True:
+            inside, _ = server.accept()
+            outside = socket.socket(socket.AF_UNIX)
+            outside.connect(forward.path)
+            for source, target in ((inside, outside), (outside, inside)):
+                threading.Thread(target=_carry, args=(source, target), daemon=True).start()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _carry(source: socket.socket, target: socket.socket) -> None:
+    """Copies bytes until one side ends."""
+    try:
+        while piece := source.recv(1 << 16):
+            target.sendall(piece)
+        target.shutdown(socket.SHUT_WR)
+    except OSError:  # the other side is gone
+        for each in (source, target):
+            each.close()
 
 
 def _own_dev(folder: str) -> None:
@@ -242,15 +342,18 @@ def _succeeds_in_a_copy(work: Callable[[], object]) -> bool:
 # -- system calls ------------------------------------------------------------------------------------------------------
 
 
-def _filter_calls() -> bool:
-    """Refuses the system calls of `_REFUSED` from now on, also in children. False if there is no such filter here."""
+def _filter_calls(*, internet: bool) -> bool:
+    """Refuses the system calls of `_REFUSED` from now on, also in children. False if there is no such filter here.
+
+    With `internet`, sockets of that family are allowed.
+    """
     machine = _MACHINES.get(os.uname().machine)
     if sys.platform != "linux" or machine is None or sys.byteorder != "little":
         return False
     column, architecture = machine
     load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06  # of the kernel's filter language
     refuse = (give, 0, 0, 0x00050000 | 1)  # EPERM
-    numbers = [entry[column] for entry in _REFUSED.values()]
+    numbers = [entry[column] for name, entry in _REFUSED.items() if name != "socket"]
     steps = [
         (load, 0, 0, 4),  # the architecture
         (equal, 1, 0, architecture),
@@ -259,6 +362,8 @@ def _filter_calls() -> bool:
         (at_least, 0, 1, 0x40000000),
         refuse,  # the x32 numbers of x86-64
     ]
+    family = [(load, 0, 0, 16), (equal, 1, 0, _INTERNET)] if internet else []  # the call's first argument
+    steps += [(equal, 0, len(family) + 1, _REFUSED["socket"][column]), *family, refuse, (load, 0, 0, 0)]
     for number in numbers:
         steps += [(equal, 0, 1, number), refuse]
     steps.append((give, 0, 0, 0x7FFF0000))  # allow
@@ -289,14 +394,26 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-if __name__ == "__main__":  # FOLDER MEMORY DISK PROCESSES [COMMAND ...]: runs a command, or prints the parts that hold
-    _folder, *_numbers = sys.argv[1:5]
-    _held = enter(_folder, Limits(*map(int, _numbers)))
-    if not sys.argv[5:]:
-        print("\n".join(sorted(_held)), flush=True)
+def arguments(folder: str, limits: Limits, **options: Any) -> list[str]:
+    """The arguments with which this file, run as a program, enters a sandbox; a command to run in it may follow."""
+    return [json.dumps({"folder": folder, "limits": limits, **options})]
+
+
+def _main(options: str, *command: str) -> NoReturn:
+    """Runs a command in a sandbox, or prints the parts that hold."""
+    given = json.loads(options)
+    forward = given.pop("forward", None)
+    limits = Limits(*given.pop("limits"))
+    held = enter(given.pop("folder"), limits, forward=None if forward is None else Forward(*forward), **given)
+    if not command:
+        print("\n".join(sorted(held)), flush=True)
         os._exit(0)
     try:
-        os.execvp(sys.argv[5], sys.argv[5:])
-    except OSError as _error:
-        print(f"{sys.argv[5]}: {_error.strerror}", file=sys.stderr, flush=True)
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
         os._exit(127)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

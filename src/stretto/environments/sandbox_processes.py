@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from stretto.environments import sandbox
 from stretto.environments.reward_environment import worker_environment
@@ -55,9 +56,9 @@ async def run_in_sandbox(
     """
     if strict and (gaps := sandbox.missing(await asyncio.to_thread(held_parts, limits))):
         raise RewardError(f"the sandbox has gaps on this machine: {'; '.join(gaps)}; `strict=False` accepts them")
-    with _folder() as folder:
+    with sandbox_folder() as folder:
         process = await asyncio.create_subprocess_exec(
-            *_command(folder, limits),
+            *sandboxed(folder, limits),
             *command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -99,9 +100,9 @@ async def _feed(pipe: asyncio.StreamWriter, text: str) -> None:
 @lru_cache(maxsize=8)
 def held_parts(limits: Limits = DEFAULT_LIMITS) -> frozenset[str]:
     """Returns the parts of a sandbox that hold on this machine. Tries them in a process, once."""
-    with _folder() as folder:
+    with sandbox_folder() as folder:
         done = subprocess.run(
-            _command(folder, limits),
+            sandboxed(folder, limits),
             capture_output=True,
             text=True,
             timeout=PROBE_S,
@@ -111,13 +112,17 @@ def held_parts(limits: Limits = DEFAULT_LIMITS) -> frozenset[str]:
     return frozenset(done.stdout.splitlines()) if done.returncode == 0 else frozenset()
 
 
-def _command(folder: str, limits: Limits) -> list[str]:
-    """The beginning of a command that enters a sandbox; the command to run in it follows."""
-    return [sys.executable, "-I", "-S", sandbox.__file__, folder, *map(str, limits)]
+def sandboxed(folder: str, limits: Limits, **options: Any) -> list[str]:
+    """The beginning of a command that enters a sandbox; the command to run in it follows. `options` are of `enter`.
+
+    This process's modules stay readable, also if they lie in the home folder.
+    """
+    kept = [sys.prefix, sys.base_prefix, *filter(None, sys.path), *options.pop("kept", ())]
+    return [sys.executable, "-I", "-S", sandbox.__file__, *sandbox.arguments(folder, limits, kept=kept, **options)]
 
 
 @contextlib.contextmanager
-def _folder() -> Iterator[str]:
+def sandbox_folder() -> Iterator[str]:
     folder = tempfile.mkdtemp(prefix="stretto-sandbox-")
     try:
         yield folder

@@ -37,8 +37,8 @@ class SharedTaskOptions(Options):
 
 
 class SandboxOptions(Options):
-    """A sandbox for reward functions that run code written by the model: no network, no secrets, nothing to write to
-    but a folder of its own. `stretto check` tells which parts hold on a machine."""
+    """A sandbox for reward functions and agents that run code written by the model: no network, no secrets, nothing to
+    write to but a folder of its own. `stretto check` tells which parts hold on a machine."""
 
     memory_gib: float = Field(4.0, ge=0.125, le=4_096, description="Address space of each process, in GiB")
     disk_mib: int = Field(64, ge=1, le=1 << 20, description="Files in the sandbox's folder, in MiB")
@@ -162,6 +162,9 @@ class AgentOptions(EpisodeTaskOptions):
     )
     lineages: int = Field(
         16, ge=1, le=4_096, description="Most lineages of an episode: contexts of its own, such as that of a sub-agent"
+    )
+    sandbox: SandboxOptions | None = Field(
+        None, description="Runs the program in a sandbox, from which it reaches the endpoint and nothing else"
     )
     template: dict[str, Any] = Field(default_factory=dict, description="Options of the chat template")
     evaluation_path: str | None = Field(None, description="File of held-out prompts; default: split from `path`")

@@ -262,6 +262,13 @@ def _agent(options: AgentOptions, seed: int, num_evaluation: int) -> Task:
         raise RecipeError(f"`task.reward = {options.reward!r}` is none of {names} and no `package.module:function`")
     if options.function is not None and options.reward in ("exit-status", "file"):
         raise RecipeError(f"`task.reward = {options.reward!r}` is that of a program, and `task.function` is none")
+    if options.sandbox is not None and options.function is not None:
+        raise RecipeError("`task.sandbox` is for a program, and `task.function` runs in this process: leave one out")
+    if options.sandbox is not None and options.reward == "file":
+        raise RecipeError(
+            "`task.reward = 'file'` cannot be used with `task.sandbox`, whose files are gone with it: let the agent "
+            "post its reward, `task.reward = 'posted'`"
+        )
     rows, held_out = _file_rows(options, seed, num_evaluation)
     spec = EnvironmentSpec(AGENTS, options.turns, {"options": options}, options.max_lineages)
     return Task(f"`{options.path}`", [*map(_as_task, rows)], [*map(_as_task, held_out)], None, spec)

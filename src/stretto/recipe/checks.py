@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from stretto.environments.task_options import ScoredTaskOptions
+from stretto.environments.task_options import AgentOptions, ScoredTaskOptions
 from stretto.recipe.algorithm_checks import impossible_algorithm, options_without_effect
 from stretto.recipe.error_messages import as_toml
 
@@ -133,7 +133,7 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
             "least 2, or 0 to sample from all"
         )
     task = recipe.task
-    if isinstance(task, ScoredTaskOptions) and task.sandbox is not None and task.pass_env:
+    if isinstance(task, ScoredTaskOptions | AgentOptions) and task.sandbox is not None and task.pass_env:
         yield (
             f"`task.pass_env = {as_toml(task.pass_env)}` would hand these variables to the code in `task.sandbox`, "
             "which has no network to use them; leave one of the two out"

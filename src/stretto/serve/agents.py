@@ -30,6 +30,8 @@ from typing import Any, Protocol
 from stretto.environments.function_specs import SpecError, is_spec, last_line, resolve
 from stretto.environments.reward_environment import named_variables, worker_environment
 from stretto.environments.reward_pool import RewardPool
+from stretto.environments.sandbox import missing
+from stretto.environments.sandbox_processes import held_parts, sandbox_folder, sandboxed
 from stretto.environments.task_options import AgentOptions
 from stretto.errors import LateRewardError, RecipeError, RewardError
 from stretto.serve.conversations import MakeConversations, chat_conversations
@@ -40,6 +42,7 @@ from stretto.types import Prompt
 
 MODEL = "policy"
 GRACE_S = 10.0  # for a program to end by itself after it has given its reward
+FORWARDED_PORT = 8_000  # of the endpoint inside of a sandbox, whose network is its own
 PROMPT_COLUMNS = ("prompt", "messages")  # of a task: for the program, not for the reward function
 
 
@@ -94,6 +97,7 @@ class AgentEnvironment:
         self._rewards: RewardPool | None = None
         self._sessions = Sessions(vocabulary=len(tokenizer))
         self._endpoint: Endpoint | None = None
+        self._socket: Path | None = None  # that the endpoint listens on, for agents in a sandbox
         self._starting = asyncio.Lock()
 
     async def start(self) -> Endpoint:
@@ -109,7 +113,11 @@ class AgentEnvironment:
                         extra_environment=self._variables,
                     )
                     await self._rewards.start()
-                endpoint = Endpoint(self._sessions, Model(MODEL, lambda token: str(self._tokenizer.decode([token]))))
+                if self._options.sandbox is not None:
+                    await asyncio.to_thread(_check_sandbox, self._options)
+                    self._socket = Path(tempfile.mkdtemp(prefix="stretto-endpoint-")) / "socket"
+                model = Model(MODEL, lambda token: str(self._tokenizer.decode([token])))
+                endpoint = Endpoint(self._sessions, model, socket=self._socket)
                 await endpoint.start()
                 self._endpoint = endpoint
             return self._endpoint
@@ -123,7 +131,8 @@ class AgentEnvironment:
             deadline_s=self._options.seconds,
             max_tokens=len(prompt.tokens) + policy.left,
         )
-        access = ModelAccess(f"{endpoint.url}/v1", session.key, MODEL, f"{endpoint.url}/sessions/{session.id}")
+        url = endpoint.url if self._socket is None else f"http://127.0.0.1:{FORWARDED_PORT}"
+        access = ModelAccess(f"{url}/v1", session.key, MODEL, f"{url}/sessions/{session.id}")
         try:
             reward = await self._run(prompt, session, access)
             await self._sessions.close(session)
@@ -141,6 +150,9 @@ class AgentEnvironment:
         if self._endpoint is not None:
             await self._endpoint.close()
             self._endpoint = None
+        if self._socket is not None:
+            await asyncio.to_thread(shutil.rmtree, self._socket.parent, ignore_errors=True)
+            self._socket = None
         if self._rewards is not None:
             await self._rewards.close()
             self._rewards = None
@@ -206,8 +218,19 @@ class AgentEnvironment:
         task = json.dumps(dict(prompt.row), ensure_ascii=False, default=str) + "\n"
         await asyncio.to_thread((folder / "task.json").write_text, task, encoding="utf-8")
         files = {"STRETTO_TASK_FILE": str(folder / "task.json"), "STRETTO_REWARD_FILE": str(folder / "reward")}
-        environment = worker_environment({**self._variables, **files, **access.variables})
-        return await run_program(self._command, environment=environment, input_text=task)
+        variables = {**self._variables, **files, **access.variables}
+        if self._options.sandbox is None:
+            return await run_program(self._command, environment=worker_environment(variables), input_text=task)
+        with sandbox_folder() as own:
+            begin = sandboxed(
+                own,
+                self._options.sandbox.limits,
+                forward=(FORWARDED_PORT, str(self._socket)),
+                kept=[str(folder), str(self._socket)],
+                working_folder=os.getcwd(),
+            )
+            environment = worker_environment(variables, own)
+            return await run_program((*begin, *self._command), environment=environment, input_text=task)
 
     async def _call(self, prompt: Prompt, access: ModelAccess) -> object:
         function = self._function
@@ -218,6 +241,19 @@ class AgentEnvironment:
             return await _in_thread(lambda: function(dict(prompt.row), access))
         except Exception as error:
             raise RewardError(f"`{self._options.function}` raised `{last_line(error, function)}`") from error
+
+
+def _check_sandbox(options: AgentOptions) -> None:
+    """Raises `RecipeError` if agents cannot run in the sandbox of the options on this machine."""
+    assert options.sandbox is not None
+    held = held_parts(options.sandbox.limits)
+    if "processes" not in held:
+        raise RecipeError(
+            "`task.sandbox` of an agent needs namespaces, and this machine does not let your user make them: its "
+            "network would be that of the machine. Leave it out, or run on a machine that does"
+        )
+    if options.sandbox.strict and (gaps := missing(held)):
+        raise RecipeError(f"`task.sandbox.strict = true`, and on this machine the sandbox has gaps: {'; '.join(gaps)}")
 
 
 def _checked_command(options: AgentOptions) -> tuple[str, ...] | None:

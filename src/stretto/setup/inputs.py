@@ -145,7 +145,7 @@ def reward_pool(recipe: Recipe, task: Task, said: Callable[[str], None] | None =
 
 def _sandbox_notes(recipe: Recipe) -> Iterator[str]:
     """Says which parts of the sandbox hold on this machine, and what code in it can do because others do not."""
-    if not isinstance(recipe.task, ScoredTaskOptions) or recipe.task.sandbox is None:
+    if not isinstance(recipe.task, ScoredTaskOptions | AgentOptions) or recipe.task.sandbox is None:
         return
     where = "on this machine (others of the cluster may differ)" if recipe.runtime.type == "ray" else "on this machine"
     held = held_parts(recipe.task.sandbox.limits)
@@ -158,8 +158,10 @@ def _sandbox_notes(recipe: Recipe) -> Iterator[str]:
             f"`task.sandbox.processes = {processes}` is {LEAST_PROCESSES_OF_ROOT} {where}, because this process is "
             "root's: the kernel bounds its process numbers, of which it keeps the first 300; run as another user"
         )
-    readable = "every file, because this process is root's" if os.getuid() == 0 else "the files that your user can read"
-    yield f"`task.sandbox` does not keep code from reading {readable}, nor from using a bug of the kernel"
+    readable = "every file" if os.getuid() == 0 else "the files that your user can read"
+    readable += " outside of the home folder" if "home" in held else ""
+    because = ", because this process is root's" if os.getuid() == 0 else ""
+    yield f"`task.sandbox` does not keep code from reading {readable}{because}, nor from using a bug of the kernel"
 
 
 def check_objective(recipe: Recipe) -> None:
