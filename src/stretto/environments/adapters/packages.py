@@ -12,11 +12,13 @@ from stretto.errors import RecipeError
 
 def optional_module(name: str, *, package: str, install: str) -> Any:
     """Imports a module of a package. Raises `RecipeError` with the command that installs it if it is missing."""
+    top = name.partition(".")[0]
     try:
+        importlib.import_module(top)
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing = (error.name or name).partition(".")[0]
-        if missing != name.partition(".")[0]:
+        if missing != top:
             raise RecipeError(f"the package {package} needs `{missing}`: `pip install {missing}`") from error
         raise RecipeError(f"this environment needs the package {package}: `{install}`") from error
 
