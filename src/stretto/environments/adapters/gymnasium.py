@@ -28,7 +28,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from stretto.environments.adapters.packages import function_option, optional_module
 from stretto.environments.adapters.text_worlds import Observation, TextWorld, WorldEnvironment
@@ -41,6 +41,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 Observe = Callable[[Any, Any, Mapping[str, Any]], str]
 Act = Callable[[Any, str], Any]
+Result = TypeVar("Result")
 
 
 class GymnasiumEnvironment(WorldEnvironment):
@@ -98,8 +99,8 @@ class _GymnasiumWorld:
     async def close(self) -> None:
         await self._threaded(self._close)
 
-    async def _threaded(self, work: Callable[[], Any]) -> Any:
-        def locked() -> Any:
+    async def _threaded(self, work: Callable[[], Result]) -> Result:
+        def locked() -> Result:
             with self._one_at_a_time:
                 return work()
 

@@ -165,7 +165,7 @@ class _Game:
 def random_move(observation: str) -> str:
     """Returns one of the moves that a game lists last in what the opponent has seen."""
     listed = _LISTED.findall(observation)
-    moves = _MOVE.findall(listed[-1]) if listed else []
+    moves: list[str] = _MOVE.findall(listed[-1]) if listed else []
     if not moves:
         raise RewardError(
             "`opponent = 'random'` knows no move: this game does not list them; set `task.config.opponent` to a "
