@@ -47,9 +47,10 @@ test: install lint types
 
 # Environments of other packages whose pins clash with ours or with each other's: each is tested in a virtual environment
 # of its own. Those without a clash are part of `make test`.
-ADAPTERS := bfcl openenv
+ADAPTERS := bfcl openenv verifiers
 PACKAGES_bfcl := --no-deps bfcl-eval
 PACKAGES_openenv := openenv
+PACKAGES_verifiers := verifiers
 
 test-adapters: $(ADAPTERS:%=test-adapter-%)
 
