@@ -5,7 +5,7 @@ export TOKENIZERS_PARALLELISM := false
 # Packages are compiled when they are first imported, and not again by each of the hundreds of processes of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install quickstart smollm2 qwen qwen-small gsm8k test test-models chaos lint types clean
+.PHONY: install quickstart smollm2 qwen qwen-small gsm8k test test-models test-adapters chaos lint types clean
 
 install: .venv/installed
 
@@ -45,6 +45,27 @@ test-models: install smollm2 models/qwen2.5-coder-0.5b/config.json
 test: install lint types
 	$(BIN)/python -m pytest -n 2
 
+# Environments of other packages whose pins clash with ours or with each other's: each is tested in a virtual environment
+# of its own. Those without a clash are part of `make test`.
+ADAPTERS := bfcl openenv verifiers
+PACKAGES_bfcl := --no-deps bfcl-eval
+PACKAGES_openenv := openenv
+PACKAGES_verifiers := verifiers
+
+test-adapters: $(ADAPTERS:%=test-adapter-%)
+
+test-adapter-%: .venv-adapters/%/installed
+	.venv-adapters/$*/bin/python -m pytest tests/adapters/test_$*.py
+
+.venv-adapters/%/installed: pyproject.toml constraints.txt
+	test -x .venv-adapters/$*/bin/python || $(PYTHON) -m venv .venv-adapters/$*
+	.venv-adapters/$*/bin/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	.venv-adapters/$*/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --editable . pytest
+	.venv-adapters/$*/bin/python -m pip install --quiet --no-compile --constraint constraints.txt $(PACKAGES_$*)
+	touch $@
+
+.PRECIOUS: .venv-adapters/%/installed
+
 # Fifty runs, local and on a cluster, of which driver, instances, trainer ranks or machines are killed at random moments;
 # prints how many kills of each they survived. Then a run of hundreds of updates whose instances join, leave and die.
 chaos: install
@@ -60,4 +81,4 @@ types: install
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-adapters build .pytest_cache .mypy_cache .ruff_cache

@@ -72,6 +72,29 @@ def test_messages_go_through_the_chat_template_with_room_for_the_answer():
     assert TOKENIZER.decode(prompt.tokens) == prompt.text
 
 
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+
+
+def test_tools_of_a_row_are_shown_by_the_chat_template_and_refused_if_it_does_not(tmp_path):
+    records = [{"messages": [{"role": "user", "content": "hi"}], "tools": given} for given in ([TOOL], None, [])]
+    rows = load_rows(write_jsonl(tmp_path / "rows.jsonl", records))
+    shows = tiny_tokenizer()
+    shows.chat_template = "{% for tool in tools or () %}{{ tool.function.name }}{% endfor %}|{{ messages[0].content }}"
+    it = PromptStream(rows, shows, seed=0, max_prompt_tokens=100, shuffle=False)
+    assert [it.prompt(number).text for number in range(3)] == ["add|hi", "|hi", "|hi"]
+    assert it.prompt(0).row["tools"] == [TOOL]
+    with pytest.raises(RecipeError, match=r"rows.jsonl:1 has `tools`, but the chat template"):
+        stream(rows)
+
+
+def test_tools_of_a_parquet_file_may_be_json(tmp_path):
+    records = [{"messages": [{"role": "user", "content": "hi"}], "tools": json.dumps([TOOL])}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "rows.parquet")
+    (row,) = load_rows(tmp_path / "rows.parquet")
+    assert row.tools == (TOOL,)
+    assert row.columns == {"tools": [TOOL]}
+
+
 def test_without_a_chat_template_the_text_is_used_or_the_row_refused():
     bare = tiny_tokenizer()
     bare.chat_template = None
@@ -190,6 +213,8 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
         ('{"prompt": "?", "completion": "!"}', r"rows.jsonl:2: the name `completion`"),
         ('{"messages": []}', r"rows.jsonl:2: `messages` is a list"),
         ('{"messages": [{"role": "user"}]}', r"rows.jsonl:2: a message has a `role` and a `content`"),
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": "add"}', r"rows.jsonl:2: `tools` is a list"),
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": [3]}', r"rows.jsonl:2: .*one of them is 3"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', r"rows.jsonl:2: the last of `messages`"),
     ],
 )

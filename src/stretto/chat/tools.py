@@ -28,7 +28,7 @@ import threading
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
@@ -55,7 +55,7 @@ class Tool:
     description: str
     parameters: Mapping[str, Any]  # JSON schema of an object
     function: Callable[..., Any]
-    arguments: type[BaseModel]  # checks the arguments
+    check: Callable[[Any], Mapping[str, Any]]  # returns what to call with; raises `ValueError` that says what is wrong
     seconds: float = SECONDS  # deadline of a call
     output_chars: int = OUTPUT_CHARS  # most characters of a result
 
@@ -68,19 +68,15 @@ class Tool:
     async def call(self, arguments: Mapping[str, Any] | str) -> str:
         """Returns the result as text, or an error as text. Raises `RewardError` if the function does."""
         try:
-            checked = self.arguments.model_validate(arguments)
-        except ValidationError as error:
-            return self._cut(f"Error: wrong arguments of `{self.name}`: {_faults(error)}")
-        given = {self._parameter(field): getattr(checked, field) for field in checked.model_fields_set}
+            given = self.check(arguments)
+        except ValueError as error:
+            return self._cut(f"Error: wrong arguments of `{self.name}`: {error}")
         try:
             is_async = inspect.iscoroutinefunction(self.function)
             text = await (self._awaited(given) if is_async else self._threaded(given))
         except TimeoutError:
             return f"Error: `{self.name}` did not return within {self.seconds:g} s and was given up"
         return self._cut(text)
-
-    def _parameter(self, field: str) -> str:
-        return str(self.arguments.model_fields[field].alias)
 
     async def _awaited(self, given: Mapping[str, Any]) -> str:
         process = os.getpid()
@@ -188,7 +184,15 @@ def make_tool(
     except (PydanticUserError, TypeError) as error:
         raise RecipeError(f"the tool `{name}` has a parameter that JSON cannot give: {error}") from error
     parameters = {key: value for key, value in schema.items() if key not in ("title", "additionalProperties")}
-    return Tool(name, description, {"properties": {}, **parameters}, function, arguments, seconds, output_chars)
+    return Tool(
+        name,
+        description,
+        {"properties": {}, **parameters},
+        function,
+        partial(_checked, arguments),
+        seconds,
+        output_chars,
+    )
 
 
 def as_tools(tools: Sequence[AnyTool]) -> list[Tool]:
@@ -259,6 +263,15 @@ def _failure(error: BaseException) -> str:
         return f"Error: {describe(error)}"
     except Exception:  # the text of an error may raise too
         return f"Error: {type(error).__name__}"
+
+
+def _checked(model: type[BaseModel], arguments: Any) -> dict[str, Any]:
+    """Returns the arguments that were given, by the names of the parameters."""
+    try:
+        checked = model.model_validate(arguments)
+    except ValidationError as error:
+        raise ValueError(_faults(error)) from None
+    return {str(model.model_fields[field].alias): getattr(checked, field) for field in checked.model_fields_set}
 
 
 def _faults(error: ValidationError) -> str:

@@ -1,8 +1,9 @@
 """Loads an environment by name: `package.module:Class`, the user's or one of this package.
 
-The class is called with the model's tokenizer and the options of the recipe. Its object plays episodes in the thread of
-the run loop (`protocol.py` has the contract), so blocking calls belong in `asyncio.to_thread`. It may have the methods
-`async def start(self)` and `async def close(self)`, which are awaited before its first and after its last episode.
+The class is called with the model's tokenizer and the options of the recipe. If it has a parameter `turns` without a
+default, that is `task.turns`. Its object plays episodes in the thread of the run loop (`protocol.py` has the contract),
+so blocking calls belong in `asyncio.to_thread`. It may have the methods `async def start(self)` and
+`async def close(self)`, which are awaited before its first and after its last episode.
 """
 
 from __future__ import annotations
@@ -40,15 +41,18 @@ def load_environment(spec: EnvironmentSpec, tokenizer: Any) -> Environment:
         kind = resolve(spec.name)
     except SpecError as error:
         raise RecipeError(f"{said}: {error}") from error
+    config = dict(spec.config)
+    if _takes_turns(kind):
+        config.setdefault("turns", spec.max_turns)
     try:
-        inspect.signature(kind).bind(tokenizer, **spec.config)
+        inspect.signature(kind).bind(tokenizer, **config)
     except TypeError as error:
         raise RecipeError(
             f"{said} cannot be called with the tokenizer and `task.config = {dict(spec.config)}`: {error}; it is "
             f"defined as `{spec.name.partition(':')[2]}{inspect.signature(kind)}`"
         ) from error
     try:
-        made = kind(tokenizer, **spec.config)
+        made = kind(tokenizer, **config)
     except (KeyboardInterrupt, RecipeError):
         raise
     except BaseException as error:
@@ -69,3 +73,9 @@ async def close_environment(environment: Environment) -> None:
     """Calls `async def close(self)` of an environment, if it has one: after its last episode."""
     if (close := getattr(environment, "close", None)) is not None:
         await close()
+
+
+def _takes_turns(kind: Any) -> bool:
+    """Tells if a class is to be told the most turns of an episode: it has a parameter `turns` without a default."""
+    parameter = inspect.signature(kind).parameters.get("turns")
+    return parameter is not None and parameter.default is parameter.empty

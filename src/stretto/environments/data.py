@@ -41,6 +41,7 @@ class Row:
     text: str | None = None
     messages: tuple[Message, ...] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)  # handed to the reward function
+    tools: tuple[Mapping[str, Any], ...] = ()  # that the chat template shows; also a column
     where: str | None = field(default=None, compare=False)  # its file and line, for error messages
 
 
@@ -153,7 +154,10 @@ class PromptStream:
         if row.messages is not None and self._tokenizer.chat_template is not None:
             try:
                 messages = [dict(message) for message in row.messages]
-                text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+                tools = {"tools": [dict(tool) for tool in row.tools]} if row.tools else {}
+                text = self._tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True, **tools
+                )
             except Exception as error:  # a template may raise anything
                 raise RecipeError(f"{self._called(number)}: the chat template refused it: {error}") from error
             return text, False
@@ -178,6 +182,7 @@ class PromptStream:
         numbers = list(numbers)
         for number in numbers:
             self._check_roles(number)
+            self._check_tools(number)
         rendered = [(number, *self._render(number, self._rows[number])) for number in numbers]
         for is_bare in (True, False):
             some = [(number, text) for number, text, bare in rendered if bare == is_bare]
@@ -200,6 +205,15 @@ class PromptStream:
                 near = difflib.get_close_matches(role, ROLES, n=1)
                 hint = f"; did you mean `{near[0]}`?" if near else f"; usual roles are {', '.join(ROLES)}"
                 raise RecipeError(f"{self._called(number)}: a message has the role `{role}`, which is no role{hint}")
+
+    def _check_tools(self, number: int) -> None:
+        """Refuses tools that the chat template does not show: the model would never see them."""
+        template = self._tokenizer.chat_template
+        if self._rows[number].tools and template is not None and "tools" not in str(template):
+            raise RecipeError(
+                f"{self._called(number)} has `tools`, but the chat template of `model.path` does not show tools; "
+                "use a model that was tuned to call them, or describe them in the messages"
+            )
 
     def _count_unknown(self, number: int, text: str, tokens: Sequence[int]) -> None:
         unknown = getattr(self._tokenizer, "unk_token_id", None)
@@ -329,7 +343,10 @@ def to_row(record: Any, where: str) -> Row:
             "to `answer`"
         )
     if messages is not None:
-        return Row(messages=_check_messages(messages, where), columns=columns, where=where)
+        tools = _check_tools(columns.get("tools"), where)
+        if tools:
+            columns["tools"] = [dict(tool) for tool in tools]
+        return Row(messages=_check_messages(messages, where), columns=columns, tools=tools, where=where)
     if not isinstance(text, str):
         raise RecipeError(f"{where}: `prompt` is a string, this is {type(text).__name__}")
     return Row(text=text, columns=columns, where=where)
@@ -349,3 +366,23 @@ def _check_messages(messages: Any, where: str) -> tuple[Message, ...]:
             f"{where}: the last of `messages` has the role `assistant`; end with a message that the model answers"
         )
     return tuple({"role": message["role"], "content": message["content"]} for message in messages)
+
+
+def _check_tools(tools: Any, where: str) -> tuple[Mapping[str, Any], ...]:
+    """Returns the tools of a row with messages. In a Parquet file, whose columns have one type, they may be JSON."""
+    said = f"{where}: `tools` is a list of functions, as the OpenAI API describes them, or such a list as JSON"
+    given = tools
+    if isinstance(tools, str):
+        try:
+            given = json.loads(tools) if tools.strip() else None
+        except json.JSONDecodeError as error:
+            raise RecipeError(f"{said}; this is {tools!r:.80}") from error
+    if given is None:
+        return ()
+    if not isinstance(given, list):
+        raise RecipeError(f"{said}; this is {given!r:.80}")
+    for tool in given:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RecipeError(f"{said}; one of them is {tool!r:.80}")
+    return tuple(given)
