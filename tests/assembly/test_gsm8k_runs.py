@@ -73,3 +73,18 @@ def test_a_real_model_makes_two_updates(folder: str, problems: None, tmp_path: P
         pytest.skip("`make test-models` gives the folder of real models")
     made = recipe("gsm8k-small", ROOT / models / folder, "rollout.max_tokens=32", "evaluation.max_tokens=32")
     assert_trains(made, tmp_path / "run")
+
+
+TEMPLATE = (  # the tiny model's own template shows no tools
+    "{% for tool in tools %}{{ tool['function']['name'] }}\n{% endfor %}"
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_a_random_model_with_a_python_tool_makes_two_updates(problems: None, model: Path, tmp_path: Path) -> None:
+    config = f"task.config={{template_options = {{chat_template = {json.dumps(TEMPLATE)}}}}}"
+    made = recipe("gsm8k-python", model, "model.lora={rank = 4}", "rollout.max_tokens=48", config)
+    summary = run(made, tmp_path / "run")
+    assert (summary["steps"], summary["trained_trajectories"]) == (2, 8)
+    assert_verifies(tmp_path / "run")

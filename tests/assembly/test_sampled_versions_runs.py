@@ -17,6 +17,7 @@ from stretto.assembly.retrain import retrain
 from stretto.observe.progress import Silent
 from stretto.run.loop import Loop
 from stretto.store.version_files import VersionFile, VersionFiles
+from stretto.training import version_scoring
 from stretto.types import Weights
 
 STALE = ("rollout.staleness=2", "rollout.in_flight=9", "rollout.max_tokens=30", "training.steps=6")
@@ -86,7 +87,10 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(model: Path, tmp_path
     assert retrain(tmp_path / "run").difference is None
 
 
-def test_a_few_sequences_of_older_versions_are_compared_whatever_the_objective(model: Path, tmp_path: Path) -> None:
+def test_a_few_sequences_of_older_versions_are_compared_whatever_the_objective(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version_scoring, "ADAPTERS_EVERY", 1)
     options = (*STALE, "evaluation.prompts=0")
     run(recipe(model, tmp_path, *options), tmp_path / "run")
     stale = [line for line in lines(tmp_path / "run") if line["staleness_max"] >= 1]
