@@ -239,6 +239,8 @@ class EngineStats:
     row_s: float = 0.0  # integral of the running rows of rollout over time
     since: float = 0.0  # when it joined the run; filled by whoever holds all instances
     until: float = math.inf  # and when it left
+    kv_between_turns: int = 0  # tokens that wait on the device for their next turn; not in `kv_tokens`
+    kv_on_host: int = 0  # tokens that wait in host memory for their next turn
 
 
 @dataclass(frozen=True, slots=True)

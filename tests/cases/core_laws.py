@@ -11,6 +11,8 @@ from stretto.core import messages as m
 from stretto.core.controller import Controller
 from stretto.core.plan import Plan
 
+UNFINISHED = ("running", "between", "waiting")
+
 
 @dataclass
 class Box:
@@ -20,6 +22,7 @@ class Box:
     resident: set[int] = field(default_factory=set)
     loading: list[int] = field(default_factory=list)
     leaving: bool = False
+    short_of_memory: bool = False
 
 
 @dataclass
@@ -49,6 +52,7 @@ class Odds:
     load_sample: float = 0.0
     restore: float = 0.0
     slow: float = 0.0
+    turn: float = 0.0  # that a trajectory waits for its world rather than ends
     no_signal: float = 0.0  # groups whose rewards are all equal
     weights: dict[str, float] = field(default_factory=dict)
     losses: int = 3
@@ -92,6 +96,15 @@ class Laws:
     def staying(self) -> dict[int, Box]:
         return {id: box for id, box in self.boxes.items() if not box.leaving}
 
+    def is_short_of_memory(self) -> bool:
+        """Returns True if every instance on which a group could start is short of memory."""
+        able = [
+            box
+            for box in self.staying().values()
+            if box.resident and not (box.loading and max(box.loading) > max(box.resident))
+        ]
+        return bool(able) and all(box.short_of_memory for box in able)
+
     # -- commands --------------------------------------------------------------------------------------------------
 
     def do_loadversion(self, command: m.LoadVersion) -> None:
@@ -130,7 +143,9 @@ class Laws:
         assert version < self.newest
         assert version not in self.retired
         assert not any(version in box.resident or version in box.loading for box in self.boxes.values())
-        assert not any(piece.state == "running" and piece.under == version for piece in self.pieces.values())
+        assert not any(
+            piece.state in ("running", "between") and piece.under == version for piece in self.pieces.values()
+        )
         if self.plan.paradigm.pinned:
             assert not any(piece.state == "waiting" and piece.under == version for piece in self.pieces.values())
         self.retired.add(version)
@@ -149,6 +164,8 @@ class Laws:
             waiting = {piece.under for piece in self.pieces.values() if piece.state == "waiting"}
             assert waiting <= held, "nothing new starts while a version that is waited for has no slot"
         running = sum(piece.state in ("running", "waiting") for piece in self.pieces.values())
+        if self.is_short_of_memory():
+            running += sum(piece.state == "between" for piece in self.pieces.values())
         assert running < self.plan.rows
         self.groups[command.group] = (command.version, command.deadline)
         self.members[command.group] = command.trajectories
@@ -179,7 +196,8 @@ class Laws:
         assert command.reason
         for each in command.trajectories:
             piece = self.pieces[each]
-            assert (piece.state, piece.instance) == ("running", command.instance)
+            assert piece.state in ("running", "between")
+            assert piece.instance == command.instance
             piece.state, piece.instance, piece.left = "waiting", None, command.instance
             self.moves += 1
 
@@ -309,7 +327,7 @@ class Laws:
         assert command.version == self.newest + 1 == self.updated
         self.newest = command.version
         if self.plan.paradigm.on_publish == "drain" and not self.stopping:
-            assert not any(piece.state in ("running", "waiting") for piece in self.pieces.values())
+            assert not any(piece.state in UNFINISHED for piece in self.pieces.values())
 
     def do_evaluate(self, command: m.Evaluate) -> None:
         assert self.evaluating is None
@@ -345,7 +363,7 @@ class Laws:
         net = len(self.groups) - self.replaced_groups - self.dropped_groups - self.filtered_groups
         assert net <= self.plan.updates * self.plan.batch
         if self.plan.paradigm.staleness == 0 and self.training and not self.training_again:
-            assert not any(piece.state in ("running", "waiting") for piece in self.pieces.values())
+            assert not any(piece.state in UNFINISHED for piece in self.pieces.values())
         if not self.stopping and self.boxes and self.plan.paradigm.pinned:
             self.check_places()
         elif not self.stopping:
@@ -354,6 +372,7 @@ class Laws:
             assert all(version > held for version in waiting), (
                 "a trajectory that can continue without going back does not wait"
             )
+        self.check_rows()
         assert self.controller.newest == self.newest
         assert self.controller.next_update == self.next_update
         if self.finished is None and self.events % 7 == 0:
@@ -366,12 +385,27 @@ class Laws:
                 refused=self.newest - 1,
             )
 
+    def check_rows(self) -> None:
+        """A trajectory takes a row if it wants tokens; between turns it keeps its instance, and moves to no other."""
+        states = [piece.state for piece in self.pieces.values()]
+        ledger = self.controller.ledger
+        assert ledger.num_active == states.count("running") + states.count("waiting")
+        assert ledger.num_between_turns == states.count("between")
+        for id, instance in self.controller.instances.items():
+            here = {each: piece.state for each, piece in self.pieces.items() if piece.instance == id}
+            assert instance.trajectories.keys() == here.keys()
+            assert instance.load == sum(state == "running" for state in here.values())
+            assert instance.between_turns == {each for each, state in here.items() if state == "between"}
+            movable = [each.version for each in instance.trajectories.values() if each.movable]
+            assert {version: movable.count(version) for version in movable} == instance.movable
+            assert not any(ledger.trajectories[each].movable for each in instance.between_turns)
+
     def check_places(self) -> None:
         """A waiting trajectory has its version on no instance, and the versions in the slots are due before it."""
         staying = self.staying()
         due: dict[int, int] = {}
         for piece in self.pieces.values():
-            if piece.state in ("running", "waiting"):
+            if piece.state in UNFINISHED:
                 version, deadline = self.groups[piece.group]
                 due[version] = min(deadline, due.get(version, deadline))
         waiting = {piece.under for piece in self.pieces.values() if piece.state == "waiting"}

@@ -40,7 +40,7 @@ def _group(controller: Controller, group: Group) -> GroupSnapshot:
 
 def _trajectory(controller: Controller, each: Trajectory) -> TrajectorySnapshot:
     """A trajectory without its instance. Which versions it has run under is not recorded: it may need the newest."""
-    in_rollout = each.state in (TrajectoryState.RUNNING, TrajectoryState.WAITING)
+    in_rollout = each.state < TrajectoryState.SCORING
     return TrajectorySnapshot(
         id=each.id,
         version=controller.newest if in_rollout and not controller.plan.paradigm.pinned else each.version,

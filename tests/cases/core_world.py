@@ -83,7 +83,8 @@ class World(Laws):
         """Returns the work in progress. Slow trajectories end if nothing else can happen, or now and then."""
         actions = {
             "load": [box for box, each in self.boxes.items() if each.loading],
-            "generate": [t for t, each in self.pieces.items() if each.state == "running"],
+            "generate": [t for t, each in self.pieces.items() if each.state in ("running", "between")],
+            "ask_turn": [t for t, each in self.pieces.items() if each.state == "between"],
             "score": [t for t, each in self.pieces.items() if each.state == "scoring" and t not in self.rescoring],
             "update": [self.training[0]] if self.training and not self.training_again else [],
             "evaluate": [self.evaluating[1]] if self.evaluating else [],
@@ -92,7 +93,9 @@ class World(Laws):
         if self.rng.random() > 0.02:
             actions["end_before"] = []  # never all that is in progress
         fast = [t for t in actions["generate"] if not self.pieces[t].slow]
-        if (fast or any(actions[each] for each in ("load", "score", "update"))) and self.rng.random() > 0.02:
+        if (
+            fast or any(actions[each] for each in ("load", "score", "update", "ask_turn"))
+        ) and self.rng.random() > 0.02:
             actions["generate"] = fast
         return {name: each for name, each in actions.items() if each}
 
@@ -109,6 +112,10 @@ class World(Laws):
     def generate(self, ids: list[int]) -> None:
         trajectory = self.rng.choice(ids)
         piece = self.pieces[trajectory]
+        if piece.state == "running" and self.rng.random() < self.odds.turn:
+            piece.state = "between"
+            self.send(m.TurnEnded(trajectory))
+            return
         piece.instance = None
         if self.rng.random() < self.odds.generation_failure:
             piece.generation_failures += 1
@@ -119,12 +126,19 @@ class World(Laws):
             piece.state = "scoring"
             self.send(m.Generated(trajectory, 10))
 
+    def ask_turn(self, ids: list[int]) -> None:
+        trajectory = self.rng.choice(ids)
+        self.pieces[trajectory].state = "running"
+        self.send(m.TurnAsked(trajectory))
+
     def end_before(self, ids: list[int]) -> None:
         """A trajectory that waits for a place had ended, or failed, before it was suspended."""
         trajectory = self.rng.choice(ids)
         piece = self.pieces[trajectory]
         if self.rng.random() < 0.3:
             assert self.send(m.GenerationFailed(trajectory, "cut off", piece.left)) == []
+        elif self.rng.random() < 0.5:  # a turn ended there, or was asked for; it is not known yet that it left
+            assert self.send(self.rng.choice([m.TurnEnded, m.TurnAsked])(trajectory)) == []
         else:
             piece.state = "scoring"
             self.send(m.Generated(trajectory, 10))
@@ -135,11 +149,17 @@ class World(Laws):
 
     def sample_load(self) -> None:
         """If nothing changes in between, load samples soon move nothing."""
-        running = [t for t, each in self.pieces.items() if each.state == "running"]
+        running = [t for t, each in self.pieces.items() if each.state in ("running", "between")]
         tokens = {each: self.rng.choice([3, 40, 1000]) for each in running if self.rng.random() < 0.9}
         ending = frozenset(each for each in running if self.rng.random() < 0.1)
         short_of_memory = frozenset(box for box in self.boxes if self.rng.random() < 0.1)
+        for id, box in self.boxes.items():
+            box.short_of_memory = id in short_of_memory
         self.send(m.LoadSampled(tokens, short_of_memory, ending))
+        if self.rng.random() < 0.3:
+            return  # memory stays short for a while
+        for box in self.boxes.values():
+            box.short_of_memory = False
         for _ in range(12):
             moves = self.moves
             commands = self.send(m.LoadSampled(tokens, frozenset(), ending))
@@ -205,7 +225,7 @@ class World(Laws):
         self.evaluating, self.stopping = None, False
         for trajectory, piece in self.pieces.items():
             piece.instance = None
-            if piece.state == "running":
+            if piece.state in ("running", "between"):
                 piece.state = "waiting"
             piece.left = None
             if piece.state == "scoring":

@@ -118,6 +118,14 @@ STATES_OF = {  # what a rollout may be while the core has its trajectory as this
         RolloutState.SUSPENDING,  # the same, before the instance that it came from has handed it over
         *_AHEAD,
     },
+    TrajectoryState.BETWEEN_TURNS: {
+        RolloutState.PLACED,
+        RolloutState.BETWEEN_TURNS,
+        RolloutState.GENERATING,  # it has asked: that event is queued
+        RolloutState.WAITING,
+        RolloutState.SUSPENDING,
+        *_AHEAD,
+    },
     TrajectoryState.SCORING: _AHEAD,
     TrajectoryState.SCORED: {RolloutState.SCORED},
 }
@@ -139,6 +147,8 @@ def check_against_ledger(loop: Loop) -> None:
         trains = trajectory.state > TrajectoryState.SCORED
         expected = WITHOUT_INSTANCE if waits else {RolloutState.SCORED} if trains else STATES_OF[trajectory.state]
         assert rollout.state in expected, (rollout.state, trajectory.state)
+        if trajectory.state is TrajectoryState.BETWEEN_TURNS and rollout.state is RolloutState.GENERATING:
+            assert core.TurnAsked(id) in loop._events, "a trajectory that generates takes a row"
         if rollout.instance is not None and trajectory.instance is not None:
             assert rollout.instance == trajectory.instance.id
 

@@ -74,3 +74,33 @@ def test_dropping_a_group_ends_whatever_state_its_trajectories_are_in():
     assert ledger.drop(group) == (0, 1, 2, 4)
     assert (ledger.num_active, ledger.waiting, ledger.running, instance.load) == (0, {}, {}, 0)
     assert (ledger.counters.dropped, ledger.counters.failed, ledger.trajectories) == (4, 1, {})
+
+
+def test_between_turns_a_trajectory_keeps_its_instance_and_version_and_frees_its_row():
+    ledger, instance, group = admitted(version=3, size=2)
+    first = group.trajectories[0]
+    ledger.end_turn(first)
+    assert (ledger.num_active, ledger.num_between_turns, ledger.num_unfinished) == (1, 1, 2)
+    assert (instance.load, instance.running, ledger.running) == (1, {3: 2}, {3: 2})
+    assert (first.runs_on(0), instance.movable) == (True, {3: 1})
+    with pytest.raises(TransitionError, match="is between turns and cannot become scored"):
+        ledger.score(first, 1.0)
+    ledger.ask_turn(first)
+    assert (ledger.num_active, ledger.num_between_turns, instance.load, instance.movable) == (2, 0, 2, {3: 2})
+
+
+@pytest.mark.parametrize("end", ["generate", "interrupt", "fail"])
+def test_a_trajectory_between_turns_may_end_fail_or_move(end):
+    ledger, instance, group = admitted(size=2)
+    ledger.end_turn(group.trajectories[0])
+    getattr(ledger, end)(group.trajectories[0])
+    waiting = 1 if end == "interrupt" else 0
+    assert (ledger.num_active, ledger.num_between_turns, instance.load) == (1 + waiting, 0, 1)
+    assert (instance.between_turns, instance.running, instance.movable) == (set(), {0: 1}, {0: 1})
+
+
+def test_dropping_a_group_ends_those_between_turns():
+    ledger, instance, group = admitted(size=2)
+    ledger.end_turn(group.trajectories[1])
+    assert ledger.drop(group) == (0, 1)
+    assert (ledger.num_unfinished, ledger.running, instance.trajectories, instance.load) == (0, {}, {}, 0)

@@ -69,8 +69,9 @@ def behaviours(draw: st.DrawFn) -> Odds:
         load_sample=draw(st.sampled_from([0.0, 0.02, 0.1])),
         restore=draw(st.sampled_from([0.0, 0.0, 0.01])),
         slow=draw(st.sampled_from([0.0, 0.1, 0.3])),
+        turn=draw(st.sampled_from([0.0, 0.0, 0.3, 0.8])),
         no_signal=draw(st.sampled_from([0.0, 0.2, 0.9, 1.0])),
-        weights={name: draw(weight) for name in ("load", "generate", "score", "update", "evaluate")},
+        weights={name: draw(weight) for name in ("load", "generate", "ask_turn", "score", "update", "evaluate")},
         losses=draw(st.integers(0, 6)),
     )
 
@@ -117,7 +118,7 @@ def test_a_pool_of_one_slot_instances_that_come_and_go_keeps_the_laws_and_comes_
         in_flight=batch * (staleness + 1),
         retries=1,
     )
-    odds = Odds(loss=0.03, leave=leave, load_sample=load_sample, slow=0.3, losses=losses)
+    odds = Odds(loss=0.03, leave=leave, load_sample=load_sample, slow=0.3, turn=0.3, losses=losses)
     world = World(plan, [1] * (plan.slots + spare), odds, seed)
     world.run()
     assert world.finished is False
@@ -170,6 +171,7 @@ def test_under_partial_nothing_goes_back_to_a_version_that_an_evaluation_holds_a
         leave=leave,
         restore=restore,
         slow=0.3,
+        turn=0.3,
         losses=losses,
         weights={"evaluate": evaluation, "load": load},
     )

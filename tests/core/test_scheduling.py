@@ -116,3 +116,77 @@ def test_a_version_whose_instances_are_all_short_of_memory_gets_another():
     run.finish(2, 3)
     run.update()
     assert run.controller.min_instances == {}
+
+
+def test_a_trajectory_that_waits_for_its_world_frees_its_row_for_the_next_group():
+    run = Run(staleness=3, rows=2, in_flight=4)
+    assert run.controller.counters.admitted_groups == 2
+    assert [c.group for c in run.send(m.TurnEnded(0)) if isinstance(c, m.Start)] == [2]
+    assert [c.group for c in run.send(m.TurnEnded(2)) if isinstance(c, m.Start)] == [3]
+    assert run.send(m.TurnEnded(1)) == []
+    assert "`in_flight`: 4 groups" in run.wait("admission").reason
+    for trajectory in (0, 1, 2):
+        assert run.send(m.TurnAsked(trajectory)) == []
+    assert "`rows`: 4 trajectories run or wait for an instance, the target is 2" in run.wait("admission").reason
+
+
+def test_no_group_starts_before_those_that_came_back_from_their_worlds_have_ended():
+    run = Run(staleness=9, rows=2, in_flight=8, updates=10)
+    for trajectory in (0, 1, 2):
+        run.send(m.TurnEnded(trajectory))
+    for trajectory in (0, 1, 2):
+        run.send(m.TurnAsked(trajectory))
+    active = run.controller.ledger.num_active
+    assert active == 5  # rows are 2, and three came back
+    for trajectory in (0, 1, 2):
+        assert run.given(m.Start) == []
+        run.send(m.Generated(trajectory, 5))
+    assert run.given(m.Start) == []
+    run.send(m.Generated(3, 5))
+    assert [c.group for c in run.given(m.Start)] == [5]
+
+
+def test_a_row_is_not_free_between_turns_while_instances_are_short_of_memory():
+    run = Run(staleness=3, rows=2, in_flight=4)
+    run.send(m.LoadSampled({}, short_of_memory=frozenset({0})))
+    assert run.send(m.TurnEnded(0)) == []
+    assert "1 are between turns" in run.wait("admission").reason
+    assert [c.group for c in run.send(m.LoadSampled({})) if isinstance(c, m.Start)] == [2]
+
+
+def test_between_turns_a_version_stays_loaded_and_a_publish_under_drain_waits():
+    run = Run("one-step-off")
+    run.finish(0, 1)
+    run.send(m.TurnEnded(2))
+    run.send(m.Generated(3, 5))
+    assert run.send(m.Updated(0)) == []
+    assert "1 between turns on instance 0" in run.wait("publish").reason
+    assert run.send(m.Generated(2, 5))[:2] == [m.Publish(1), m.LoadVersion(0, 1)]
+    other = Run(staleness=2, in_flight=4, rows=8)
+    other.send(m.TurnEnded(2))
+    other.send(m.TurnEnded(3))
+    other.finish(0, 1)
+    assert m.Retire(0) not in other.update()
+    assert other.controller.versions == {0: 4, 1: 0}  # two of them are between turns
+
+
+def test_work_between_turns_is_not_moved_to_even_out_instances():
+    run = Run(instances=(1,), staleness=1, batch=8, in_flight=16, rows=16)
+    for trajectory in range(12):
+        run.send(m.TurnEnded(trajectory))
+    run.send(m.Joined(1, 1))
+    run.send(m.Loaded(1, 0))
+    run.send(m.LoadSampled(dict.fromkeys(range(16), 50)))
+    assert {each for c in run.given(m.Suspend) for each in c.trajectories} <= {12, 13, 14, 15}
+
+
+def test_reports_of_turns_from_an_instance_that_a_trajectory_has_left_change_nothing():
+    run = Run(instances=(1, 1), staleness=1, in_flight=4, rows=4)
+    assert run.send(m.TurnAsked(0)) == []
+    run.send(m.TurnEnded(0))
+    run.send(m.Leaving(0))
+    assert run.controller.ledger.trajectories[0].runs_on(1)
+    assert run.controller.ledger.num_between_turns == 0
+    run.send(m.Lost(1))
+    assert run.send(m.TurnEnded(0)) == run.send(m.TurnAsked(0)) == []
+    assert run.controller.ledger.num_active == 4

@@ -505,6 +505,20 @@ def test_priority_goes_before_arrival(bench: Bench) -> None:
     asyncio.run(main())
 
 
+def test_a_turn_waits_only_for_what_was_asked_for_before_it(bench: Bench) -> None:
+    """So a trajectory that comes back from its world among many others is not starved."""
+
+    async def main() -> None:
+        engine = bench.engine()
+        await engine.load(bench.weights(0))
+        asked = [asyncio.ensure_future(engine.generate(request_of(i, tokens=12))) for i in range(24)]
+        started = [done.started_at for done in await asyncio.gather(*asked)]
+        assert started == sorted(started)
+        await engine.close()
+
+    asyncio.run(main())
+
+
 def test_greedy_has_log_probability_zero(bench: Bench) -> None:
     async def main() -> None:
         engine = bench.engine()

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 from loop_cases import Bench, CountingEngine, InProcess, broken, plan
 
+from stretto.core import messages as core
 from stretto.core.paradigms import PARADIGMS
 from stretto.engines.fake import FakeEngine
 from stretto.environments.protocol import Outcome, Policy
 from stretto.errors import RewardError, RoomError, StalledError
+from stretto.run import rollout_runner
 from stretto.run.recovery import snapshot
 from stretto.run.seeds import trajectory_seed, turn_seed
 from stretto.store.reader import JournalReader
@@ -277,3 +279,91 @@ def test_a_run_that_is_stopped_goes_on_with_the_turns_that_were_done(tmp_path: P
     for id, count in done.items():
         generated = {turn_seed(trajectory_seed(0, id), number) for number in range(count)}
         assert not [request for request in engine.requests if request.id == id and request.seed in generated]
+
+
+# -- rows between turns ----------------------------------------------------------------------------------------------
+
+
+def turn_events(bench: Bench) -> list[core.Event]:
+    """Collects the events of turns that the core will handle, in their order."""
+    seen: list[core.Event] = []
+    handle = bench.loop.controller.handle
+
+    def handle_and_keep(event: core.Event) -> list[core.Command]:
+        if isinstance(event, core.TurnEnded | core.TurnAsked):
+            seen.append(event)
+        return handle(event)
+
+    bench.loop.controller.handle = handle_and_keep  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("first_turn", [True, False])
+def test_an_episode_that_waits_for_its_world_frees_its_row_for_others(first_turn: bool, tmp_path: Path) -> None:
+    """Nobody goes on before twelve are in their worlds, and there are four rows."""
+    started, all_there = set[int](), asyncio.Event()
+
+    class Gathers(InProcess):
+        async def episode(self, prompt: Prompt, policy: Policy) -> float:
+            if first_turn:
+                await self.gather(prompt, len(started))
+            turn = await policy.generate(prompt.tokens)
+            if not first_turn:
+                await self.gather(prompt, turn.id)
+            context = [*prompt.tokens, *turn.tokens.tolist(), 1]
+            return float((await policy.generate(context)).tokens[-1] % 5)
+
+        async def gather(self, prompt: Prompt, who: int) -> None:
+            started.add(who)
+            if len(started) == 12:
+                all_there.set()
+            await all_there.wait()
+
+    bench = talking(tmp_path, plan(rows=4, in_flight=3, updates=2), environment=Gathers(), max_turns=2)
+    assert bench.run()
+    assert broken(tmp_path) == []
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+def test_freed_rows_keep_the_laws_under_every_paradigm(
+    paradigm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_runner, "WORLD_S", 0.0)
+    dying = FakeEngine(rows=4, step_s=0.0005, median_tokens=6.0, die_after=60)
+    engines = [FakeEngine(rows=4, slots=9, median_tokens=6.0), dying]
+    seen: list[list[core.Event]] = []
+    bench = talking(
+        tmp_path,
+        plan(paradigm, rows=6),
+        engines=engines,
+        environment=Talks(pause_s=0.002),
+        rebalance_s=0.02,
+        prepare=lambda bench: seen.append(turn_events(bench)),
+    )
+    assert bench.run()
+    assert broken(tmp_path) == []
+    (events,) = seen
+    for id in {event.trajectory for event in events}:  # type: ignore[union-attr]
+        own = [type(event) for event in events if event.trajectory == id]  # type: ignore[union-attr]
+        assert (core.TurnAsked, core.TurnAsked) not in pairwise(own), "a row is taken again once"
+    assert {type(event) for event in events} == {core.TurnEnded, core.TurnAsked}
+
+
+@pytest.mark.parametrize(("max_turns", "world_s"), [(1, 0.0), (TURNS, 60.0)])
+def test_neither_a_single_turn_nor_a_quick_world_costs_an_event(
+    max_turns: int, world_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_runner, "WORLD_S", world_s)
+
+    class Pauses(InProcess):
+        async def episode(self, prompt: Prompt, policy: Policy) -> float:
+            await asyncio.sleep(0.001)
+            reward = await super().episode(prompt, policy)
+            await asyncio.sleep(0.001)
+            return reward
+
+    seen: list[list[core.Event]] = []
+    environment = Pauses() if max_turns == 1 else Talks(pause_s=0.001)
+    prepare = lambda bench: seen.append(turn_events(bench))  # noqa: E731
+    assert talking(tmp_path, plan(), environment=environment, max_turns=max_turns, prepare=prepare).run()
+    assert seen == [[]]

@@ -18,7 +18,8 @@ Who waits for what, and which event ends the wait:
 |---|---|---|
 | trainer | the unfinished groups that the batch rule names, or `B` finished groups | `Scored`, or a failure for good |
 | trainer | a version that is not published yet | the publish, below |
-| admission | `rows` trajectories run or wait for an instance | `Generated` |
+| admission | `rows` trajectories run or wait for an instance | `Generated`, `TurnEnded` |
+| admission | `rows` with those between turns, if memory is short | `Generated`; `LoadSampled` with enough memory |
 | admission | `in_flight` groups are outstanding, or all that the run needs | the next batch; one replaced, filtered |
 | admission | the deadline invariant | the next batch; `Updated` (a newer version has a later deadline) |
 | admission | there is no instance, or none has confirmed a version | `Joined`, `Loaded` |
@@ -26,6 +27,7 @@ Who waits for what, and which event ends the wait:
 | admission | all instances hold versions that are too old to start a group | `Generated`, `Evaluated`: idle ones load |
 | admission | a version with waiting trajectories has no slot | running trajectories end and free a slot; `Joined` |
 | admission, publish | `drain` only: trajectories must end before the publish | `Generated`, or a failure for good |
+| a trajectory between turns | its world | `TurnAsked`, `Generated`, or a failure: the world has a deadline |
 | a trajectory | an instance that holds its version | `Loaded` |
 | a trajectory | a slot; all are taken by versions that are due earlier | the end of their trajectories; `Joined` |
 | a trajectory | `continue` only: an instance with a version no older than it has run under | `Loaded`, `Evaluated` |
@@ -38,6 +40,8 @@ There is no deadlock, because every wait is ended by an event that work in progr
 
 - A trajectory runs to its end whatever else waits, or is suspended for one with an earlier deadline that does
   (`scheduling.py` has the argument). The trainer waits only for trajectories.
+- One that comes back from its world needs no admission. While more want tokens than there are `rows`, they share the
+  engines, which serve them in the order in which they ask, and no group starts.
 - Admission is open if nothing is in progress and fewer than `B` groups are outstanding: the invariant then holds with
   any group of the newest version, and an idle instance loads that version.
 - Filtering removes finished groups, which the invariant allows, and at most `filter_limit` of them before each batch.
@@ -108,6 +112,8 @@ class Controller:
             m.Leaving: self._on_leaving,
             m.LoadSampled: self._on_load_sampled,
             m.Loaded: self._on_loaded,
+            m.TurnEnded: self._on_turn_ended,
+            m.TurnAsked: self._on_turn_asked,
             m.Generated: self._on_generated,
             m.Scored: self._on_scored,
             m.GenerationFailed: self._on_generation_failed,
@@ -140,7 +146,7 @@ class Controller:
 
     @property
     def versions(self) -> dict[int, int]:
-        """The live versions, each with the number of its trajectories that run or wait for an instance."""
+        """The live versions, each with the number of its trajectories that do not have their last token."""
         ledger = self.ledger
         return {v: ledger.running.get(v, 0) + len(ledger.waiting.get(v, ())) for v in sorted(self.window.live)}
 
@@ -233,6 +239,16 @@ class Controller:
         if event.version in self.evaluations_due and not self.stopping and not instance.leaving:
             self._evaluate(event.version, instance)
 
+    def _on_turn_ended(self, event: m.TurnEnded) -> None:
+        trajectory = self._find(event.trajectory)
+        if trajectory is not None and trajectory.state is TrajectoryState.RUNNING:
+            self.ledger.end_turn(trajectory)
+
+    def _on_turn_asked(self, event: m.TurnAsked) -> None:
+        trajectory = self._find(event.trajectory)
+        if trajectory is not None and trajectory.state is TrajectoryState.BETWEEN_TURNS:
+            self.ledger.ask_turn(trajectory)
+
     def _on_generated(self, event: m.Generated) -> None:
         trajectory = self._find(event.trajectory)
         if trajectory is not None:
@@ -260,7 +276,7 @@ class Controller:
         if trajectory is None:
             return
         if trajectory.state is not TrajectoryState.SCORING:
-            raise TransitionError(f"trajectory {trajectory.id} is {trajectory.state.name.lower()}, not being scored")
+            raise TransitionError(f"trajectory {trajectory.id} is {trajectory.state.label}, not being scored")
         trajectory.scoring_failures += 1
         if trajectory.scoring_failures > self.plan.retries:
             self._fail(trajectory, event.reason)
@@ -321,7 +337,7 @@ class Controller:
     def _publish(self, version: int) -> None:
         """Publishes a version, unless trajectories have to end first. A run that stops does not wait for them."""
         drains = self.plan.paradigm.on_publish == "drain"
-        if drains and self.ledger.num_active and not self.stopping:
+        if drains and self.ledger.num_unfinished and not self.stopping:
             return
         self.window.publish(version)
         self.commands.append(m.Publish(version))

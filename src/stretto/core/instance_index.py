@@ -193,6 +193,11 @@ class InstanceIndex(Mapping[int, InstanceState]):
         return len(self._members(Kind.RUNNING, version))
 
     @property
+    def short_of_memory(self) -> bool:
+        """True if every instance on which a group could start is short of KV memory, and there is one."""
+        return bool(self._versions(Kind.ADMITTING_SHORT_OF_MEMORY)) and not self._versions(Kind.ADMITTING)
+
+    @property
     def any_loads(self) -> bool:
         """True if any instance is loading any version."""
         return bool(self._versions(Kind.ANY_LOADING))

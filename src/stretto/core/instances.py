@@ -31,9 +31,10 @@ class InstanceState:
     slots: int
     resident: set[int] = field(default_factory=set)
     loading: set[int] = field(default_factory=set)
-    running: dict[int, int] = field(default_factory=dict)  # version -> trajectories, never 0
+    running: dict[int, int] = field(default_factory=dict)  # version -> trajectories here, never 0
     movable: dict[int, int] = field(default_factory=dict)  # version -> those that may be moved, never 0
-    trajectories: dict[int, Trajectory] = field(default_factory=dict)  # those that run here
+    trajectories: dict[int, Trajectory] = field(default_factory=dict)  # those that run here or are between turns
+    between_turns: set[int] = field(default_factory=set)  # of these, the ones that wait for their world
     leaving: bool = False  # was asked to leave: nothing new starts here
     short_of_memory: bool = False  # cannot hold the KV of all that it runs, at the last load sample
     order: int = 0  # the number of instances that joined before
@@ -42,8 +43,8 @@ class InstanceState:
 
     @property
     def load(self) -> int:
-        """The number of trajectories that run here."""
-        return len(self.trajectories)
+        """The number of trajectories here that want tokens."""
+        return len(self.trajectories) - len(self.between_turns)
 
     @property
     def free(self) -> int:
@@ -108,21 +109,34 @@ class InstanceState:
         """Records that a trajectory no longer runs here. Returns True if it was the last of its version."""
         self.reloaded.add(self)
         version = trajectory.version
+        assert trajectory.id not in self.between_turns, "it has a row again before it stops"
         del self.trajectories[trajectory.id]
         if trajectory.movable:
             self._add(self.movable, version, -1)
         self._add(self.running, version, -1)
         return version not in self.running
 
+    def free_row(self, trajectory: Trajectory) -> None:
+        """Records that a trajectory here waits for its world."""
+        self.reloaded.add(self)
+        self.between_turns.add(trajectory.id)
+        self.make_movable(trajectory, False)
+
+    def take_row(self, trajectory: Trajectory, *, movable: bool) -> None:
+        """Records that a trajectory here wants tokens again."""
+        self.reloaded.add(self)
+        self.between_turns.remove(trajectory.id)
+        self.make_movable(trajectory, movable)
+
     def swap(self, version: int) -> None:
         """Records that all trajectories here run under `version` from now on."""
         self.changed.add(self)
-        self.running = {version: self.load} if self.load else {}
+        self.running = {version: len(self.trajectories)} if self.trajectories else {}
         movable = sum(self.movable.values())
         self.movable = {version: movable} if movable else {}
 
     def make_movable(self, trajectory: Trajectory, movable: bool) -> None:
-        """Records whether a trajectory that runs here may be moved to even out the work."""
+        """Records whether a trajectory here may be moved to even out the work."""
         if movable != trajectory.movable:
             trajectory.movable = movable
             self._add(self.movable, trajectory.version, 1 if movable else -1)

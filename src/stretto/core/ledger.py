@@ -19,20 +19,27 @@ class TrajectoryState(IntEnum):
     """The states of a trajectory, the same words as in the journal (`store/schema.py`)."""
 
     WAITING = 0  # admitted, on no instance
-    RUNNING = 1
-    SCORING = 2  # has its last token, waits for its reward
-    SCORED = 3
-    TRAINING = 4  # in the batch of the update that runs
-    TRAINED = 5
-    FAILED = 6
-    FILTERED = 7
-    DROPPED = 8
+    RUNNING = 1  # on an instance, and wants tokens
+    BETWEEN_TURNS = 2  # on an instance, and waits for its world; to the journal it is running
+    SCORING = 3  # has its last token, waits for its reward
+    SCORED = 4
+    TRAINING = 5  # in the batch of the update that runs
+    TRAINED = 6
+    FAILED = 7
+    FILTERED = 8
+    DROPPED = 9
+
+    @property
+    def label(self) -> str:
+        """Its name as a person reads it."""
+        return self.name.lower().replace("_", " ")
 
 
 _S = TrajectoryState
 TRANSITIONS: Mapping[TrajectoryState, frozenset[TrajectoryState]] = {
     _S.WAITING: frozenset({_S.RUNNING, _S.SCORING, _S.DROPPED}),
-    _S.RUNNING: frozenset({_S.WAITING, _S.SCORING, _S.FAILED, _S.DROPPED}),
+    _S.RUNNING: frozenset({_S.BETWEEN_TURNS, _S.WAITING, _S.SCORING, _S.FAILED, _S.DROPPED}),
+    _S.BETWEEN_TURNS: frozenset({_S.RUNNING, _S.WAITING, _S.SCORING, _S.FAILED, _S.DROPPED}),
     _S.SCORING: frozenset({_S.SCORED, _S.FAILED, _S.DROPPED}),
     _S.SCORED: frozenset({_S.TRAINING, _S.FILTERED, _S.DROPPED}),
     _S.TRAINING: frozenset({_S.TRAINED}),
@@ -56,14 +63,14 @@ class Trajectory:
     group: Group
     version: int
     state: TrajectoryState
-    instance: InstanceState | None = None  # set while it runs
+    instance: InstanceState | None = None  # set while it runs or is between turns
     generation_failures: int = 0
     scoring_failures: int = 0
     reward: float | None = None  # set once it is scored
     tokens: int = 0  # of context, at the last load sample
     ending: bool = False  # has nearly all tokens that it may have, at the last load sample
     movable_from: int = 0  # the load sample from which it may be moved again to even out the work
-    movable: bool = True  # neither about to end nor moved lately; valid while it runs
+    movable: bool = True  # wants tokens, is not about to end and was not moved lately; valid while it has an instance
     suspend_reason: str = ""  # set until it is resumed
 
     def runs_on(self, instance: int) -> bool:
@@ -74,8 +81,8 @@ class Trajectory:
         """Changes the state. Raises `TransitionError` if the new state cannot follow."""
         if state not in TRANSITIONS[self.state]:
             raise TransitionError(
-                f"trajectory {self.id} (group {self.group.id}, version {self.version}) is {self.state.name.lower()} "
-                f"and cannot become {state.name.lower()}"
+                f"trajectory {self.id} (group {self.group.id}, version {self.version}) is {self.state.label} "
+                f"and cannot become {state.label}"
             )
         self.state = state
 
@@ -132,6 +139,7 @@ class Ledger:
         "finished_at",
         "groups",
         "num_active",
+        "num_between_turns",
         "num_samples",
         "outstanding_at",
         "outstanding_of",
@@ -150,11 +158,17 @@ class Ledger:
         self.outstanding_at: dict[int, int] = {}  # deadline -> groups
         self.finished_at: dict[int, int] = {}  # deadline -> groups
         self.outstanding_of: dict[int, int] = {}  # version -> groups
-        self.running: dict[int, int] = {}  # version -> trajectories
+        self.running: dict[int, int] = {}  # version -> trajectories on instances, those between turns included
         self.waiting: dict[int, dict[int, Trajectory]] = {}  # version -> trajectories by id
-        self.num_active = 0  # running or waiting
+        self.num_active = 0  # running or waiting: those that want tokens
+        self.num_between_turns = 0
         self.num_samples = 0  # load samples so far
         self.slot_freed = False  # a version lost its last trajectory on some instance; cleared by the scheduler
+
+    @property
+    def num_unfinished(self) -> int:
+        """The number of trajectories that do not have their last token."""
+        return self.num_active + self.num_between_turns
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
@@ -207,7 +221,7 @@ class Ledger:
         """Drops a group. Returns the trajectories that end as dropped."""
         ended = [trajectory for trajectory in group.trajectories if trajectory.state is not TrajectoryState.FAILED]
         for trajectory in ended:
-            if trajectory.state is TrajectoryState.RUNNING:
+            if trajectory.instance is not None:
                 self._stop_running(trajectory)
                 self.num_active -= 1
             elif trajectory.state is TrajectoryState.WAITING:
@@ -242,8 +256,27 @@ class Ledger:
         instance.start((trajectory,), version)
         add_to(self.running, version, 1)
 
+    def end_turn(self, trajectory: Trajectory) -> None:
+        """Records that a running trajectory waits for its world. It keeps its instance and its version."""
+        trajectory.become(TrajectoryState.BETWEEN_TURNS)
+        assert trajectory.instance is not None
+        trajectory.instance.free_row(trajectory)
+        self.num_active -= 1
+        self.num_between_turns += 1
+
+    def ask_turn(self, trajectory: Trajectory) -> None:
+        """Records that a trajectory between turns wants tokens again."""
+        trajectory.become(TrajectoryState.RUNNING)
+        self._take_row(trajectory)
+
+    def _take_row(self, trajectory: Trajectory) -> None:
+        assert trajectory.instance is not None
+        trajectory.instance.take_row(trajectory, movable=self._is_movable(trajectory))
+        self.num_active += 1
+        self.num_between_turns -= 1
+
     def interrupt(self, trajectory: Trajectory) -> None:
-        """Takes a running trajectory off its instance; it waits for another, or for the same one."""
+        """Takes a trajectory off its instance; it waits for another, or for the same one."""
         trajectory.become(TrajectoryState.WAITING)
         instance = self._stop_running(trajectory)
         trajectory.version = instance.newest_under(trajectory.version)
@@ -251,9 +284,8 @@ class Ledger:
 
     def generate(self, trajectory: Trajectory) -> None:
         """Records that a trajectory has its last token. A waiting one had ended before it was suspended."""
-        was_running = trajectory.state is TrajectoryState.RUNNING
         trajectory.become(TrajectoryState.SCORING)
-        if was_running:
+        if trajectory.instance is not None:
             self._stop_running(trajectory)
         else:
             self._stop_waiting(trajectory)
@@ -268,7 +300,7 @@ class Ledger:
 
     def fail(self, trajectory: Trajectory) -> bool:
         """Records that a trajectory has failed for good. Returns True if its group is finished or replaced now."""
-        if trajectory.state is TrajectoryState.RUNNING:
+        if trajectory.instance is not None:
             self._stop_running(trajectory)
             self.num_active -= 1
         trajectory.become(TrajectoryState.FAILED)
@@ -285,17 +317,21 @@ class Ledger:
         instance.swap(version)
 
     def sample(self, tokens: Mapping[int, int], ending: Container[int]) -> None:
-        """Records a load sample: the context of running trajectories, and which of them are about to end."""
+        """Records a load sample: the context of trajectories on instances, and which of them are about to end."""
         self.num_samples += 1
         for id, trajectory in self.trajectories.items():
-            if trajectory.state is TrajectoryState.RUNNING:
-                assert trajectory.instance is not None
+            if trajectory.instance is not None:
                 trajectory.tokens = tokens.get(id, 0)
                 trajectory.ending = id in ending
                 trajectory.instance.make_movable(trajectory, self._is_movable(trajectory))
 
     def _is_movable(self, trajectory: Trajectory) -> bool:
-        return not trajectory.ending and trajectory.movable_from <= self.num_samples
+        # Between turns it is no work that could be evened out, and elsewhere its episode would begin again.
+        return (
+            trajectory.state is not TrajectoryState.BETWEEN_TURNS
+            and not trajectory.ending
+            and trajectory.movable_from <= self.num_samples
+        )
 
     # -- restoring a ledger --------------------------------------------------------------------------------------------
 
@@ -363,6 +399,8 @@ class Ledger:
         """Takes a trajectory off its instance. Returns the instance."""
         instance = trajectory.instance
         assert instance is not None
+        if trajectory.id in instance.between_turns:
+            self._take_row(trajectory)
         trajectory.instance = None
         if instance.stop(trajectory):
             self.slot_freed = True

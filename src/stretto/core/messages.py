@@ -48,6 +48,23 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnEnded:
+    """A trajectory on an instance waits for its world, not for tokens: its row is free until `TurnAsked`.
+
+    Ignored if the trajectory has been told to leave its instance since.
+    """
+
+    trajectory: int
+
+
+@dataclass(frozen=True, slots=True)
+class TurnAsked:
+    """A trajectory wants tokens again. Ignored if the core counts its row anyway."""
+
+    trajectory: int
+
+
+@dataclass(frozen=True, slots=True)
 class Generated:
     """A trajectory has its last token."""
 
@@ -116,6 +133,8 @@ Event = (
     | Leaving
     | LoadSampled
     | Loaded
+    | TurnEnded
+    | TurnAsked
     | Generated
     | Scored
     | GenerationFailed

@@ -16,7 +16,7 @@ class Plan:
     batch: int  # B: groups per update
     group_size: int  # G: trajectories per group
     staleness: int  # K: the bound; with `auto`, its cap
-    rows: int  # the number of trajectories that should run, over all instances
+    rows: int  # the number of trajectories that should want tokens at once, over all instances
     in_flight: int  # the most groups that may be outstanding
     updates: int  # N: the run ends with version N
     auto: bool  # K follows the measured tail
@@ -61,7 +61,7 @@ class Plan:
 
     @property
     def most_running(self) -> int:
-        """The number of trajectories that run at most, approximately."""
+        """The number of trajectories that want tokens at most, approximately."""
         return min(self.rows, self.in_flight * self.group_size)
 
     @property

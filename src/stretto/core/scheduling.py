@@ -94,7 +94,7 @@ def admit(controller: Controller) -> None:
     if ledger.num_active >= plan.rows or len(ledger.groups) >= plan.in_flight:
         return
     most = min(plan.in_flight, (plan.updates - controller.next_update) * plan.batch)
-    while ledger.num_active < plan.rows and len(ledger.groups) < most:
+    while rows_taken(controller) < plan.rows and len(ledger.groups) < most:
         place = None
         if not controller.without_slot:
             place = best_place(controller, lambda version: allows(controller, version))
@@ -108,6 +108,18 @@ def admit(controller: Controller) -> None:
         ids = tuple(range(group.id * plan.group_size, (group.id + 1) * plan.group_size))
         ledger.admit(group, ids, instance)
         controller.commands.append(Start(group.id, version, group.deadline, instance.id, ids))
+
+
+def rows_taken(controller: Controller) -> int:
+    """Returns the number of trajectories that count against `rows`.
+
+    One between turns frees its row while there is memory for another. If instances are short of memory, it does not:
+    what would start in its row would need the memory in which its KV stays.
+    """
+    ledger = controller.ledger
+    if ledger.num_between_turns and controller.instances.short_of_memory:
+        return ledger.num_unfinished
+    return ledger.num_active
 
 
 def best_place(controller: Controller, allows: Callable[[int], bool]) -> tuple[InstanceState, int] | None:
@@ -211,7 +223,7 @@ def _top_up(controller: Controller) -> int:
     plan, ledger = controller.plan, controller.ledger
     outstanding = len(ledger.groups)
     most = min(plan.in_flight, (plan.updates - controller.next_update) * plan.batch) - outstanding
-    groups = min(most, -(-(plan.rows - ledger.num_active) // plan.group_size))
+    groups = min(most, -(-(plan.rows - rows_taken(controller)) // plan.group_size))
     if plan.paradigm.bounded_by == "deadlines":
         deadline = controller.newest + controller.staleness
         groups = min(groups, admission.room(ledger.outstanding_at, deadline, controller.next_update, plan.batch))
@@ -268,7 +280,7 @@ def _take_over(controller: Controller, instance: InstanceState, versions: Iterab
         if not holders:
             continue
         short = (
-            ledger.running.get(version, 0) * index.num_staying > holders * ledger.num_active
+            ledger.running.get(version, 0) * index.num_staying > holders * ledger.num_unfinished
             or controller.min_instances.get(version, 0) > holders
         )
         if (not short and controller.admits_more) or instance.short_of_memory:

@@ -62,7 +62,7 @@ def _publish(controller: Controller) -> Wait | None:
         return None
     running = [group for group in controller.ledger.groups.values() if group.unfinished]
     reason = (
-        f"version {controller.unpublished} is published when nothing runs: {controller.ledger.num_active} "
+        f"version {controller.unpublished} is published when nothing runs: {controller.ledger.num_unfinished} "
         f"trajectories still run, of {_describe(running)}"
     )
     return Wait("publish", reason, tuple(group.id for group in running))
@@ -114,6 +114,11 @@ def _closed(controller: Controller) -> str | None:
         return f"no slot: versions {waiting} are on no instance, and wait for a free slot"
     if ledger.num_active >= plan.rows:
         return f"`rows`: {ledger.num_active} trajectories run or wait for an instance, the target is {plan.rows}"
+    if scheduling.rows_taken(controller) >= plan.rows:
+        return (
+            f"`rows`: {ledger.num_active} trajectories run or wait for an instance and {ledger.num_between_turns} are "
+            f"between turns, the target is {plan.rows}; instances are short of KV memory, so no row is free meanwhile"
+        )
     if len(ledger.groups) >= plan.in_flight:
         return f"`in_flight`: {len(ledger.groups)} groups are outstanding"
     if controller.instances.newest_resident == NO_VERSION:
@@ -179,7 +184,7 @@ def _describe(groups: Iterable[Group]) -> str:
             if trajectory.state > TrajectoryState.SCORING:
                 continue
             where = "" if trajectory.instance is None else f" on instance {trajectory.instance.id}"
-            state = trajectory.state.name.lower() + where
+            state = trajectory.state.label + where
             states[state] = states.get(state, 0) + 1
         inside = ", ".join(f"{count} {state}" for state, count in states.items())
         words.append(f"group {group.id} (version {group.version}, due {group.deadline}: {inside})")

@@ -12,7 +12,8 @@
 
 The controller decides (`core/controller.py`): its ledger says which trajectories exist and which instance each runs on.
 A rollout holds the data of one of them, and the state in which the loop's own requests for it are. To the ledger a
-rollout that is PLACED, GENERATING or BETWEEN_TURNS is running, and one that is WAITING or SUSPENDING is waiting.
+rollout that is GENERATING is running, and one that is WAITING or SUSPENDING is waiting. One that is PLACED or
+BETWEEN_TURNS is running too until its world has taken some time (`frees_row`); from then on it is between turns.
 
 `run/rollout_runner.py` and `run/suspensions.py` change it, `run/load_sampler.py` and `run/quarantine.py` read it, and
 `assembly/resume.py` makes it from the journal.
@@ -123,6 +124,9 @@ class Rollout:
     placement: Placement | None = None
     source: int | None = None  # the instance that it left; None once its move was counted
     departures: list[asyncio.Future[None]] = field(default_factory=list)  # each done once an instance handed it over
+
+    # The core was last told that it waits for its world. Stays if it moves: the report may still be on its way.
+    frees_row: bool = False
 
     # For `run/quarantine.py`.
     losses: int = 0  # instances that were lost while they generated for it

@@ -8,14 +8,16 @@ the environment, and the unfinished turn continues: with its KV if carrying that
 (`core/migration.py`), else without; from the context of the turn if the instance that it left was lost. Version and
 seed stay, so the tokens are the same in every case.
 
-An episode may take several turns, each with a request for it. To the core it is one trajectory that runs on its
-instance from its first turn to its last, whether the engine or the environment is at work. If an episode fails before
-its last turn, an attempt to generate has failed; the turns that are done are kept. A trajectory has its last token when
-its turns or the tokens of its lineages are used up, or when its episode returns.
+An episode may take several turns, each with a request for it. To the core it is one trajectory that is on its instance
+from its first turn to its last, whether the engine or the environment is at work. If the environment takes longer than
+`WORLD_S`, the core hears of that, and again when the next turn is asked for: in between its row is free for others. If
+an episode fails before its last turn, an attempt to generate has failed; the turns that are done are kept. A trajectory
+has its last token when its turns or the tokens of its lineages are used up, or when its episode returns.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
@@ -58,6 +60,8 @@ from stretto.types import Completion, Request, Suspended
 
 log = logging.getLogger(__name__)
 
+WORLD_S = 0.02  # about one decode step: a row that is wanted back sooner is of no use to another trajectory
+
 
 @dataclass(slots=True, eq=False)
 class _EpisodeRun:
@@ -66,6 +70,8 @@ class _EpisodeRun:
     rollout: Rollout
     placement: Placement | None
     completed: bool = False  # the rollout had its last token in this run
+    episode: Episode | None = None  # once it is played
+    row_timer: asyncio.TimerHandle | None = None  # frees its row, while its environment works
 
     @property
     def outdated(self) -> bool:
@@ -188,6 +194,8 @@ class Rollouts:
             max_tokens=self._sampling.max_tokens, max_context=self._max_context, deadline_s=self._episode_s,
         )  # fmt: skip
         self._episodes.add(episode)
+        run.episode = episode
+        self._world_works(run)
         try:
             outcome = await episode.play(self._environment, rollout.prompt)
             reward, turn_rewards = self._earned(rollout, outcome, episode.num_asked)
@@ -202,6 +210,7 @@ class Rollouts:
             return
         finally:
             self._episodes.discard(episode)
+            _cancel_timer(run)
         if not run.counts:
             return  # dropped while it was scored, or its episode is run again elsewhere
         if not rollout.is_generated:
@@ -291,6 +300,7 @@ class Rollouts:
                 "again must ask for the same"
             )
         instance = placement.instance
+        self._wants_tokens(run)
         async with self._quarantine.generating(rollout):
             if number:
                 await self._version_loader.swapped(instance)  # only then is it known which version the instance holds
@@ -402,7 +412,31 @@ class Rollouts:
             self._complete(run)
         elif run.outdated:
             raise AbortedError(f"trajectory {rollout.id} continues elsewhere")
+        else:
+            self._world_works(run)
         return completion
+
+    # -- its row -------------------------------------------------------------------------------------------------------
+
+    def _world_works(self, run: _EpisodeRun) -> None:
+        """Frees the row of a rollout if its environment takes long, before its first turn or after one."""
+        if self._max_turns > 1 and run.placement is not None and not run.rollout.is_generated:
+            _cancel_timer(run)
+            run.row_timer = asyncio.get_running_loop().call_later(WORLD_S, self._free_row, run)
+
+    def _free_row(self, run: _EpisodeRun) -> None:
+        run.row_timer = None
+        works = run.episode is not None and run.episode.environment_works
+        if works and not run.outdated and not run.rollout.is_generated:
+            run.rollout.frees_row = True
+            self._post(core.TurnEnded(run.rollout.id))
+
+    def _wants_tokens(self, run: _EpisodeRun) -> None:
+        """Takes the row of a rollout again, if it was free."""
+        _cancel_timer(run)
+        if run.rollout.frees_row:
+            run.rollout.frees_row = False
+            self._post(core.TurnAsked(run.rollout.id))
 
     def _complete(self, run: _EpisodeRun) -> None:
         """A rollout has its last token."""
@@ -412,6 +446,12 @@ class Rollouts:
         contexts = [None if each.context == prompt else self._decode(each.context) for each in lineages]
         self._journal.generated(id, lineages, texts, at=clock.now(), contexts=contexts)
         self._post(core.Generated(id, run.rollout.num_sampled))
+
+
+def _cancel_timer(run: _EpisodeRun) -> None:
+    if run.row_timer is not None:
+        run.row_timer.cancel()
+        run.row_timer = None
 
 
 def _under(suspended: Suspended, version: int) -> Suspended:

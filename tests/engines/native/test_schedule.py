@@ -12,6 +12,7 @@ from engine_cases import build, drive, native, prompt_of, weights_of
 from kernel_references import REFERENCE
 
 from stretto.engines.native.cache import PAGE
+from stretto.engines.native.host_kv import Rates
 from stretto.engines.native.kernels.kernel_set import CPU, TRITON, Kernels
 from stretto.models.checksums import checksum
 from stretto.types import Request, Sampling, Weights
@@ -212,10 +213,149 @@ def test_logits_that_are_no_numbers_leave_nothing_behind(how):
     assert engine._cache.num_free == engine._cache.num_pages
 
 
+# -- the third way: to the host ----------------------------------------------------------------------------------------
+
+
+class FixedRates(Rates):
+    """Rates that stay as they are."""
+
+    def copied(self, num_bytes: int, seconds: float) -> None:
+        pass
+
+    def worked(self, tokens: int, busy_s: float) -> None:
+        pass
+
+
+CHEAP, DEAR = (1e18, 1.0), (1.0, 1e18)  # bytes/s of copies, tokens/s of prefilling
+
+
+def with_rates(engine: Any, rates: tuple[float, float]) -> Any:
+    engine._schedule.host.rates = FixedRates(*rates)
+    return engine
+
+
+def waits(engine: Any) -> tuple[int, int]:
+    """Tokens that wait for their next turn: on the device, and on the host."""
+    report = engine.report()
+    return report.kv_between_turns, report.kv_on_host
+
+
+def crowd(engine: Any, count: int = 4) -> None:
+    """Others need the memory."""
+    drive(engine, [Request(100 + i, 0, prompt_of(40, 90 + i), i, Sampling(50)) for i in range(count)])
+
+
+def test_retained_carried_or_dropped_an_episode_has_the_same_tokens(how):
+    requests = [first(i) for i in range(4)]
+    expected = turns(made(how), requests)
+    for rates in (CHEAP, DEAR):
+        engine, wanted, found = with_rates(made(how, kv_tokens=4 * 96, rows=4), rates), requests, []
+        for number in range(3):
+            done = drive(engine, wanted)
+            found.append(done)
+            wanted = [after(request, done[request.id]) for request in wanted]
+            if number < 2:
+                crowd(engine)
+                assert bool(waits(engine)[1]) == (rates is CHEAP)
+        for ours, theirs in zip(found, expected, strict=True):
+            for id, completion in theirs.items():
+                assert ours[id].tokens.tolist() == completion.tokens.tolist()
+                if rates is CHEAP:  # the KV is the same bit for bit, and nothing is prefilled again
+                    assert ours[id].prefilled == completion.prefilled
+        if rates is DEAR:
+            contexts = {each.id: len(after(each, expected[0][each.id]).prompt) for each in requests}
+            assert {id: done.prefilled for id, done in found[1].items()} == contexts
+
+
+def test_below_the_low_mark_the_coldest_leave_before_their_pages_are_asked_for(how):
+    engine = with_rates(made(how, kv_tokens=160, rows=2), CHEAP)  # 11 pages
+    drive(engine, [first(0)])
+    drive(engine, [first(1)])
+    drive(engine, [first(2)])
+    assert waits(engine) == (9 * PAGE, 0)
+    assert engine._cache.num_free == 2
+    engine._cache.take(2)  # none is free
+    engine._schedule.spill()
+    engine._schedule.host.wait()
+    engine._schedule.spill()
+    assert waits(engine) == (6 * PAGE, 3 * PAGE)
+    assert list(engine._schedule._on_host) == [0]
+
+
+def test_above_the_low_mark_nothing_leaves(how):
+    engine = with_rates(made(how, kv_tokens=160, rows=2), CHEAP)
+    drive(engine, [first(0)])
+    engine._schedule.spill()
+    assert waits(engine) == (3 * PAGE, 0)
+
+
+def test_what_is_on_the_host_goes_with_its_version_with_new_weights_and_with_another_beginning(how):
+    for end in ("unload", "swap", "other"):
+        engine = with_rates(made(how, kv_tokens=4 * 96, rows=4), CHEAP)
+        done = drive(engine, [first(i) for i in range(4)])
+        crowd(engine)
+        assert waits(engine)[1] > 0
+        if end == "unload":
+            engine.unload(0)
+        elif end == "swap":
+            engine.swap(0, weights(5, how[1]))
+        else:
+            for number in range(4):
+                second = after(first(number), done[number])
+                changed = replace(second, prompt=(second.prompt[0] + 1, *second.prompt[1:]), keep=False)
+                assert drive(engine, [changed])[number].prefilled == len(second.prompt)
+        assert waits(engine) == (0, 0)
+        assert engine._cache.num_free == engine._cache.num_pages
+
+
+def test_memory_of_the_host_is_bounded_and_the_coldest_are_dropped(how):
+    engine = with_rates(made(how, kv_tokens=4 * 96, rows=4), CHEAP)
+    host = engine._schedule.host
+    host.limit_bytes = host.size(3)
+    drive(engine, [first(i) for i in range(4)])
+    crowd(engine)
+    assert waits(engine)[1] == 3 * PAGE
+    assert len(engine._schedule._on_host) == 1
+    assert 0 not in engine._schedule._on_host
+    host.limit_bytes = host.size(3) - 1
+    engine.unload(0)
+    engine.load(weights(0, how[1]))
+    drive(engine, [first(i) for i in range(4)])
+    crowd(engine)
+    assert waits(engine)[1] == 0
+
+
+def test_a_turn_that_is_taken_back_before_its_kv_has_arrived_leaves_nothing_behind(how):
+    engine = with_rates(made(how, kv_tokens=4 * 96, rows=4), CHEAP)
+    done = drive(engine, [first(i) for i in range(4)])
+    crowd(engine)
+    (id,) = list(engine._schedule._on_host)[:1]
+    engine.add(after(first(id), done[id]))
+    engine._schedule.admit()
+    assert engine.abort([id]) == [id]
+    engine.unload(0)
+    assert waits(engine) == (0, 0)
+    assert engine._cache.num_free == engine._cache.num_pages
+
+
+def test_a_turn_gives_way_with_its_kv_on_the_host_and_comes_back(how):
+    engine = with_rates(made(how, kv_tokens=4 * 96, rows=4), CHEAP)
+    done = drive(engine, [first(i) for i in range(4)])
+    crowd(engine)
+    (id,) = list(engine._schedule._on_host)[:1]
+    second = after(first(id), done[id])
+    engine.add(second)
+    engine._schedule.admit()
+    engine.shrink(256)
+    expected = drive(made(how), [replace(second, keep=False)])[id]
+    assert drive(engine)[id].tokens.tolist() == expected.tokens.tolist()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_happens_between_turns_tokens_are_the_same_and_no_page_is_lost(how, seed):
     draw = np.random.default_rng(seed)
     engine, plenty = made(how, kv_tokens=320, rows=5, prefill_tokens=32), made(how, rows=16)
+    with_rates(engine, DEAR if seed == 0 else CHEAP)
     episodes = {i: first(i, tokens=int(draw.integers(3, 40)), group=i // 3) for i in range(9)}
     done_turns, running, finished = dict.fromkeys(episodes, 0), set[int](), 0
     while episodes:
@@ -247,4 +387,5 @@ def test_whatever_happens_between_turns_tokens_are_the_same_and_no_page_is_lost(
     assert finished >= 9
     assert cache.num_free + cache.num_idle == cache.num_pages
     engine.unload(0)
+    assert waits(engine) == (0, 0)
     assert (cache.num_free, cache.num_idle) == (cache.num_pages, 0)

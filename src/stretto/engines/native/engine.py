@@ -25,6 +25,7 @@ from stretto.engines.native import model_checks
 from stretto.engines.native.cache import PAGE, KVCache, num_pages
 from stretto.engines.native.decoder_protocol import Decoder
 from stretto.engines.native.fused import FusedDecoder, fits
+from stretto.engines.native.host_kv import Rates
 from stretto.engines.native.kernels.kernel_set import Kernels, kernels_for
 from stretto.engines.native.rows import Rows
 from stretto.engines.native.schedule import Schedule
@@ -354,6 +355,7 @@ class NativeEngine:
     def step(self) -> list[Completion | Failed]:
         """Launches one token for every running row; returns the trajectories that have finished."""
         self._account()
+        self._schedule.spill()
         self._schedule.admit()
         self._running = self._rollout_rows()
         ended = self._steps.run()
@@ -361,6 +363,7 @@ class NativeEngine:
         finished += self._close(ended)
         self._num_steps += 1
         self._account()
+        self._schedule.host.rates.worked(self._schedule.prefilled, self._busy_s)
         self._running = self._rollout_rows()
         return finished
 
@@ -415,6 +418,8 @@ class NativeEngine:
         return EngineStats(
             running=len(self._rows) + self._schedule.num_waiting,
             queued=len(self._schedule.queue),
+            kv_between_turns=self._cache.num_idle * PAGE,
+            kv_on_host=self._schedule.host.num_tokens,
             kv_tokens=(self._cache.num_pages - self._cache.num_free - self._cache.num_idle) * PAGE,
             versions={version: self._counts[slot] for version, slot in self._versions.items()},
             longest={version: of_slot[slot] for version, slot in self._versions.items()},
@@ -431,6 +436,7 @@ class NativeEngine:
         """Drops everything. Its memory may be freed afterwards: nothing that was launched uses it any more."""
         self._trajectories.clear()
         self._steps.wait()
+        self._schedule.host.wait()
 
     # -- the check at construction -------------------------------------------------------------------------------------
 
@@ -446,6 +452,7 @@ class NativeEngine:
         self._arrivals = self._num_steps = self._steps.tokens = 0
         self._busy_s = self._row_s = 0.0
         self._schedule.prefilled = self._schedule.preemptions = 0
+        self._schedule.host.rates = Rates()
 
     def _compare_one(self, model: nn.Module, length: int) -> None:
         if length < 1:

@@ -5,12 +5,14 @@ never preempted for another, so it always finishes. A preempted trajectory keeps
 computed twice and the result is the same bit for bit.
 
 A trajectory that has ended and may be followed by another turn leaves its full pages behind. They are given back when
-that turn comes, when the version is unloaded, or when another trajectory needs them, the oldest first.
+that turn comes, or when the version is unloaded. If memory gets short, those that have waited longest leave the device:
+to host memory if bringing them back costs less than prefilling them again (`host_kv.py`), else they are dropped.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -18,8 +20,14 @@ import torch
 
 from stretto.clock import now
 from stretto.engines.native.cache import PAGE, KVCache, num_pages
+from stretto.engines.native.host_kv import HostKV
 from stretto.engines.native.rows import Rows
 from stretto.engines.native.sequence import Chunk, Prefix, RetainedKV, SequenceState
+
+# If fewer pages than the first share are free, retained KV leaves the device until the second share is free. The first
+# is what a few admissions take, so pages are free before they are asked for. The second is far enough above it that
+# copies are made now and then, many at once.
+LOW_MARK, HIGH_MARK = 0.05, 0.1
 
 CPU = torch.device("cpu")  # prompts and lists of pages stay there until a forward takes them
 
@@ -27,12 +35,17 @@ CPU = torch.device("cpu")  # prompts and lists of pages stay there until a forwa
 class Schedule:
     """Moves trajectories between the queue, the prefixes and the rows; owns what each of them holds."""
 
-    def __init__(self, cache: KVCache, rows: Rows, prefill_tokens: int, *, retains: bool = True) -> None:
+    def __init__(
+        self, cache: KVCache, rows: Rows, prefill_tokens: int, *, retains: bool = True, host: HostKV | None = None
+    ) -> None:
         """`retains`: KV of an ended turn is retained for the next one, which rounds differently from a prefill."""
+        self.host = HostKV(cache) if host is None else host
         self.cache, self.rows, self.prefill_tokens, self._retains = cache, rows, prefill_tokens, retains
         self.queue: list[SequenceState] = []  # the next one last
         self._prefixes: dict[object, Prefix] = {}
-        self._retained: dict[int, RetainedKV] = {}  # by request, the oldest first
+        self._retained: dict[int, RetainedKV] = {}  # by request, the oldest first; those with pages on the device
+        self._on_host: dict[int, RetainedKV] = {}  # the same, on the host alone
+        self._leaving: deque[tuple[int, RetainedKV]] = deque()  # of `_retained`: being copied, in the order of copies
         self._active: list[Prefix] = []  # being prefilled, or done, with trajectories that wait for this step's draw
         self.preemptions = 0
         self.prefilled = 0
@@ -47,30 +60,41 @@ class Schedule:
 
     def _join(self, trajectory: SequenceState) -> None:
         request = trajectory.request
-        retained = self._pages_of_last_turn(trajectory)
-        shared = request.group >= 0 and not len(trajectory.tokens) and not retained
+        retained = self._kv_of_last_turn(trajectory)
+        shared = request.group >= 0 and not len(trajectory.tokens) and retained is None
         key = (request.group, request.version, request.prompt) if shared else trajectory.arrival
         prefix = self._prefixes.get(key)
         if prefix is None:
             # By way of an array: torch takes three times as long to read a tuple, and prompts may be long.
             prompt = np.array(request.prompt, dtype=np.int64)
             tokens = torch.from_numpy(np.concatenate((prompt, trajectory.tokens)) if len(trajectory.tokens) else prompt)
-            prefix = self._prefixes[key] = Prefix(key, tokens, trajectory.slot, retained=retained)
+            prefix = self._prefixes[key] = Prefix(key, tokens, trajectory.slot)
+            if retained is not None:
+                prefix.retained, prefix.host = retained.pages, retained.host
         prefix.queued += 1
         trajectory.prefix = prefix
 
-    def _pages_of_last_turn(self, trajectory: SequenceState) -> list[int]:
-        """Returns the pages that the last turn left, if the prompt begins with their tokens; the caller owns them."""
-        retained = self._retained.pop(trajectory.request.id, None)
+    def _kv_of_last_turn(self, trajectory: SequenceState) -> RetainedKV | None:
+        """Returns the KV that the last turn left, if the prompt begins with its tokens; the caller owns it.
+
+        It is on the device, or on the host.
+        """
+        id = trajectory.request.id
+        retained = self._retained.get(id) or self._on_host.get(id)
         if retained is None:
-            return []
-        self.cache.claim(retained.pages)
+            return None
         prompt, tokens = trajectory.request.prompt, retained.tokens
         # A prompt that ends where the pages do has to prefill at least one token, for its logits.
-        if prompt[: len(tokens)] == tokens and retained.slot == trajectory.slot and len(prompt) > len(tokens):
-            return retained.pages
-        self.cache.release(retained.pages)
-        return []
+        if prompt[: len(tokens)] != tokens or retained.slot != trajectory.slot or len(prompt) <= len(tokens):
+            self._drop_one(id)
+            return None
+        if self._on_host.pop(id, None) is None:
+            del self._retained[id]
+            self.cache.claim(retained.pages)
+            if retained.host is not None:  # it came back while it was leaving
+                self.host.release(retained.host)
+                retained.host = None
+        return retained
 
     def _free_unused(self, prefix: Prefix) -> None:
         """Frees a prefix if no trajectory needs it any more."""
@@ -79,8 +103,13 @@ class Schedule:
             if prefix in self._active:
                 self._active.remove(prefix)
             del self._prefixes[prefix.key]
+            if prefix.host is not None:
+                self.host.release(prefix.host)
+                prefix.host = None
 
     def _restart(self, prefix: Prefix) -> None:
+        if prefix.host is not None and prefix.pages:
+            self.host.order_after(prefix.host)  # it is being copied to these pages
         self.cache.release([*prefix.pages, *prefix.retained])
         prefix.retained, prefix.pages, prefix.cache_slots, prefix.done, prefix.logits = [], [], None, 0, None
 
@@ -131,7 +160,7 @@ class Schedule:
 
     def end(self, trajectory: SequenceState, *, broken: bool) -> None:
         """Releases the pages of a trajectory that has ended, except those that another turn may begin with."""
-        if trajectory.request.id in self._retained:
+        if trajectory.request.id in self._retained or trajectory.request.id in self._on_host:
             self._drop_one(trajectory.request.id)  # of an earlier turn, before it was suspended and came back
         if trajectory.request.keep and self._retains and not broken:
             tokens = (*trajectory.request.prompt, *trajectory.tokens.tolist())
@@ -144,18 +173,78 @@ class Schedule:
 
     def drop_retained(self, slot: int | None = None) -> None:
         """Releases the KV retained for trajectories of a slot, or of all slots."""
-        for id in [id for id, retained in self._retained.items() if slot in (None, retained.slot)]:
+        everything = [*self._retained.items(), *self._on_host.items()]
+        for id in [id for id, retained in everything if slot in (None, retained.slot)]:
             self._drop_one(id)
 
     def reclaim(self, pages: int) -> None:
-        """Releases retained KV, the oldest first, until so many pages are free or nothing is retained."""
+        """Takes retained KV off the device, the oldest first, until so many pages are free or nothing is retained."""
         while self._retained and self.cache.num_free < pages:
-            self._drop_one(next(iter(self._retained)))
+            id, retained = next(iter(self._retained.items()))
+            if retained.host is None and not self._send_to_host(retained, at_once=True):
+                self._drop_one(id)
+                continue
+            assert retained.host is not None
+            self.host.order_after(retained.host)
+            self._leave_device(id)
+
+    def spill(self) -> None:
+        """Takes retained KV off the device before its pages are asked for, if few are free."""
+        while self._leaving:
+            id, retained = self._leaving[0]
+            leaves = self._retained.get(id) is retained  # else its turn has come, or it left at once, or was dropped
+            if leaves and retained.host is not None and not retained.host.is_done:
+                break
+            self._leaving.popleft()
+            if leaves:
+                self._leave_device(id)
+        if self.cache.num_free >= LOW_MARK * self.cache.num_pages or not self._retained:
+            return
+        coming = sum(len(retained.pages) for id, retained in self._leaving if self._retained.get(id) is retained)
+        most = HIGH_MARK * self.cache.num_pages
+        for id, retained in list(self._retained.items()):
+            if self.cache.num_free + coming >= most:
+                return
+            if retained.host is not None:
+                continue
+            if not self._send_to_host(retained, at_once=False):
+                self._drop_one(id)
+            elif self.host.overlaps:
+                self._leaving.append((id, retained))
+                coming += len(retained.pages)
+            else:
+                self._leave_device(id)
+
+    def _send_to_host(self, retained: RetainedKV, *, at_once: bool) -> bool:
+        """Starts to copy retained KV to the host; returns False if it should rather be dropped."""
+        size = self.host.size(len(retained.pages))
+        if size > self.host.limit_bytes or not self.host.pays(len(retained.pages), at_once=at_once):
+            return False
+        while self._on_host and self.host.num_bytes + size > self.host.limit_bytes:
+            self._drop_one(next(iter(self._on_host)))
+        if self.host.num_bytes + size > self.host.limit_bytes:
+            return False
+        retained.host = self.host.copy_out(retained.pages)
+        return True
+
+    def _leave_device(self, id: int) -> None:
+        """Releases the pages of retained KV that is on the host too. No launch may overwrite them before the copy."""
+        retained = self._on_host[id] = self._retained.pop(id)
+        assert retained.host is not None
+        self.host.measure(retained.host)
+        self.cache.claim(retained.pages)
+        self.cache.release(retained.pages)
+        retained.pages = []
 
     def _drop_one(self, id: int) -> None:
-        pages = self._retained.pop(id).pages
-        self.cache.claim(pages)
-        self.cache.release(pages)
+        retained = self._retained.pop(id, None) or self._on_host.pop(id)
+        if retained.host is not None:
+            self.host.order_after(retained.host)
+            self.host.release(retained.host)
+            retained.host = None
+        self.cache.claim(retained.pages)
+        self.cache.release(retained.pages)
+        retained.pages = []
 
     def release(self, trajectory: SequenceState) -> None:
         """Releases the pages of a trajectory."""
@@ -208,6 +297,9 @@ class Schedule:
             have, prefix.retained = prefix.retained, []
             prefix.done = len(have) * PAGE
             prefix.pages = [*have, *self.cache.take(num_pages(length) - len(have))]
+            if prefix.host is not None:
+                prefix.done = prefix.host.num_pages * PAGE
+                self.host.copy_in(prefix.host, prefix.pages[: prefix.host.num_pages])
             prefix.cache_slots = self.cache.slots(prefix.pages, length, CPU)
         if length % PAGE:
             trajectory.pages = self.cache.take(1)  # for its own copy of the page that the prefix ends in
@@ -280,7 +372,9 @@ class Schedule:
             self._give_up(prefix)
         for prefix in self._prefixes.values():
             self._restart(prefix)
-        self.drop_retained()
+        for id in list(self._retained):
+            self._drop_one(id)
+        self.host.wait()
 
     # -- prefill -------------------------------------------------------------------------------------------------------
 
@@ -294,7 +388,7 @@ class Schedule:
         chosen: list[Chunk] = []
         budget = self.prefill_tokens
         for prefix in self._active:
-            if not prefix.waiting or prefix.done == len(prefix.tokens):
+            if not prefix.waiting or prefix.done == len(prefix.tokens) or not self._is_there(prefix):
                 continue
             start, end = prefix.done, min(prefix.done + self.prefill_tokens, len(prefix.tokens))
             if chosen and end - start > budget:
@@ -308,6 +402,17 @@ class Schedule:
             prefix.waiting[0].prefilled += end - start
             self.prefilled += end - start
         return chosen
+
+    def _is_there(self, prefix: Prefix) -> bool:
+        """Returns False while KV of a prefix is on its way from the host and others can decode meanwhile."""
+        if prefix.host is None:
+            return True
+        if len(self.rows) and not prefix.host.is_done:
+            return False
+        self.host.order_after(prefix.host)
+        self.host.release(prefix.host)
+        prefix.host = None
+        return True
 
     def ready(self) -> list[Prefix]:
         """Returns the prefixes that have logits, and trajectories that wait for their first draw."""

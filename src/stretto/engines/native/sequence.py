@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stretto.engines.native.host_kv import HostCopy
 from stretto.types import Completion, FinishReason, Request, Sampling, Supports, Suspended
 
 NO_TOKENS: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
@@ -106,6 +107,7 @@ class Prefix:
     children: int = 0  # rows that decode from it
     waiting: list[SequenceState] = field(default_factory=list)  # admitted, each with a row reserved
     retained: list[int] = field(default_factory=list)  # until it begins: full pages that an earlier turn has left
+    host: HostCopy | None = None  # until its pages are back on the device: full pages of an earlier turn
     pages: list[int] = field(default_factory=list)
     cache_slots: Tensor | None = None  # [n] int32
     done: int = 0  # tokens prefilled
@@ -129,13 +131,17 @@ class Chunk:
     last: bool  # its last token's logits are wanted
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class RetainedKV:
-    """KV of a trajectory that has ended, for a request that begins with all of its tokens."""
+    """KV of a trajectory that has ended, for a request that begins with all of its tokens.
+
+    It is on the device (`pages`), on its way to the host (both), or there (`host`).
+    """
 
     tokens: tuple[int, ...]  # of the full pages
     slot: int
     pages: list[int]
+    host: HostCopy | None = None
 
 
 Ended = tuple[SequenceState, FinishReason, bool]
