@@ -23,9 +23,10 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from stretto.cluster.actor_calls import ActorCalls, CallServer, ServingActor, idle_seconds, kill
-from stretto.environments.reward_pool import START_S, RewardPool
+from stretto.environments.reward_pool import RewardPool
 from stretto.environments.reward_worker import Columns
 from stretto.environments.sandbox import Limits
+from stretto.environments.worker_process import START_S
 from stretto.errors import RewardError, StrettoError, first_line
 
 log = logging.getLogger(__name__)
