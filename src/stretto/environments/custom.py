@@ -1,7 +1,9 @@
 """Loads an environment by name: `package.module:Class`, the user's or one of this package.
 
-The class is called with the model's tokenizer and the options of the recipe. Its object plays episodes in the thread of
-the run loop (`protocol.py` has the contract), so blocking calls belong in `asyncio.to_thread`.
+The class is called with the model's tokenizer and the options of the recipe. Its object plays episodes on the event
+loop of a worker process (`episode_pool.py`) or of the driver (`protocol.py` has the contract), so blocking calls belong
+in `asyncio.to_thread`. It may have the methods `async def start(self)` and `async def close(self)`, which are awaited
+before its first and after its last episode.
 """
 
 from __future__ import annotations
@@ -56,3 +58,15 @@ def load_environment(spec: EnvironmentSpec, tokenizer: Any) -> Environment:
         raise RecipeError(f"{said} has no episodes: define `async def episode(self, prompt, policy)`")
     environment: Environment = made
     return environment
+
+
+async def start_environment(environment: Environment) -> None:
+    """Calls `async def start(self)` of an environment, if it has one: before its first episode."""
+    if (start := getattr(environment, "start", None)) is not None:
+        await start()
+
+
+async def close_environment(environment: Environment) -> None:
+    """Calls `async def close(self)` of an environment, if it has one: after its last episode."""
+    if (close := getattr(environment, "close", None)) is not None:
+        await close()

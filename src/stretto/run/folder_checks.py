@@ -32,7 +32,13 @@ if TYPE_CHECKING:
     from stretto.recipe.schema import Recipe
 
 # Beside `[runtime]`, of a run that goes on. The size of its micro-batches is recorded with each update.
-MAY_CHANGE = ("task.pass_env", "training.micro_tokens")
+MAY_CHANGE = (
+    "task.pass_env",
+    "task.workers",
+    "task.worker_gib",
+    "task.worker_episodes",
+    "training.micro_tokens",
+)
 # Keys whose `auto` a run replaces by its meaning on the machine where it begins, and keeps unless the recipe says else.
 RESOLVED_KEYS = ("model.dtype", "training.micro_tokens")
 
