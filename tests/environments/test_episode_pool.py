@@ -11,25 +11,20 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from episode_cases import FOLDER, Game, play_all, played_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.environments import episode_pool
-from stretto.environments.custom import EnvironmentSpec, load_environment
+from stretto.environments.custom import EnvironmentSpec
 from stretto.environments.episode_pipes import Ask, Ended, Failed, FromWorker, Reported, Spent, frame_of, read_message
 from stretto.environments.episode_pool import EpisodePool, EpisodePoolOptions, default_workers
-from stretto.environments.protocol import Environment, Outcome
+from stretto.environments.protocol import Outcome
 from stretto.environments.reward_pipes import LENGTH, BrokenFrameError
 from stretto.environments.sandbox import Limits
 from stretto.environments.worker_process import WorkerOptions
 from stretto.errors import LateRewardError, RecipeError, RewardError
-from stretto.run.episodes import Episode
-from stretto.run.turns import Turns
-from stretto.types import Completion, Prompt
-
-FOLDER = str(Path(__file__).parents[1] / "cases")
 
 
 @pytest.fixture(autouse=True)
@@ -56,42 +51,6 @@ async def pool(
         await made.close()
 
 
-class Game:
-    """One trajectory: its turns are made of its number, its context and the number of the turn."""
-
-    def __init__(self, number: int, does: str = "", *, turns: int = 2, max_tokens: int = 99, **limits: Any) -> None:
-        self.prompt = Prompt(number, "text", (1, 2, number % 100), {"does": does, "turns": turns})
-        self.turns = Turns(self.prompt.tokens)
-        self.generated = 0
-        self.episode = Episode(self.turns, self._take, max_tokens=max_tokens, deadline_s=60.0, **limits)
-
-    async def _take(self, number: int, tokens: tuple[int, ...], lineage: int, train: bool) -> Completion:
-        if (done := self.turns.get(number, tokens, lineage, train)) is not None:
-            return done
-        room = self.turns.room(number, tokens, lineage, train, max_turns=4, max_tokens=99, max_lineages=4)
-        self.generated += 1
-        made = np.array([sum(tokens) % 97, number, self.prompt.index % 89][:room], np.int32)
-        completion = Completion(self.prompt.index, 0, made, np.zeros(len(made), np.float32), "stop", "sum")
-        self.turns.add(tokens, completion, lineage, train)
-        return completion
-
-    async def play(self, environment: Environment) -> float | Outcome:
-        async with asyncio.timeout(60):
-            return await self.episode.play(environment, self.prompt)
-
-    @property
-    def story(self) -> list[tuple[Any, ...]]:
-        return [(t.context, t.lineage, t.train, t.completion.tokens.tolist()) for t in self.turns.done]
-
-
-async def play_all(environment: Environment, games: list[Game]) -> list[Any]:
-    return await asyncio.gather(*(game.play(environment) for game in games), return_exceptions=True)
-
-
-def here(name: str = "Talks") -> Environment:
-    return load_environment(EnvironmentSpec(f"episode_environments:{name}", 4), None)
-
-
 # -- the same as in the driver's process -------------------------------------------------------------------------------
 
 
@@ -103,7 +62,7 @@ def test_episodes_ask_for_the_same_tokens_and_earn_the_same_as_in_the_driver(nam
     async def run() -> None:
         locally, remotely = games(), games()
         async with pool(name, workers=2) as it:
-            assert await play_all(it, remotely) == await play_all(here(name), locally)
+            assert await play_all(it, remotely) == await play_all(played_here(name), locally)
             assert len(it.memory) == 2
         assert [game.story for game in remotely] == [game.story for game in locally]
 
@@ -126,7 +85,7 @@ def test_an_episode_that_runs_into_its_tokens_gets_the_same_error_and_sees_what_
     async def run() -> None:
         remotely, locally = Game(3, turns=4, max_tokens=3), Game(3, turns=4, max_tokens=3)
         async with pool() as it:
-            assert await remotely.play(it) == await locally.play(here())
+            assert await remotely.play(it) == await locally.play(played_here())
             with pytest.raises(RewardError, match="asked for turn 4, counted from 0, and its episodes have 4 at most"):
                 await Game(3, turns=5).play(it)
 
@@ -381,7 +340,7 @@ def test_a_worker_in_a_sandbox_has_no_network(tmp_path: Path) -> None:
 def test_spending_is_counted_and_refused_beyond_the_budget() -> None:
     async def run() -> None:
         async with pool() as it:
-            for environment in (it, here()):
+            for environment in (it, played_here()):
                 game = Game(0, "spend", budget=3.0)
                 assert isinstance(await game.play(environment), Outcome)
                 assert game.episode.spending.spent == 2.0
@@ -395,7 +354,7 @@ def test_spending_is_counted_and_refused_beyond_the_budget() -> None:
 def test_an_episode_is_cut_after_its_seconds_with_the_reward_that_it_had_reported() -> None:
     async def run() -> None:
         async with pool() as it:
-            for environment in (it, here()):
+            for environment in (it, played_here()):
                 game = Game(0, "report", seconds=0.5)
                 outcome = await game.play(environment)
                 assert isinstance(outcome, Outcome)

@@ -154,3 +154,10 @@ def _tokens(data: bytes) -> tuple[int, ...]:
         raise BrokenFrameError(f"a context whose tokens are {len(data)} bytes")
     tokens.frombytes(data)
     return tuple(tokens)
+
+
+def common_length(known: Sequence[int], context: Sequence[int]) -> int:
+    """Returns the number of tokens that two contexts, both tuples or both arrays, have in common at their beginning."""
+    if context[: len(known)] == known:
+        return len(known)
+    return next(place for place, token in enumerate(known) if place >= len(context) or context[place] != token)

@@ -21,7 +21,6 @@ both sides keep the context of each lineage.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import os
@@ -29,34 +28,30 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from stretto.environments.custom import EnvironmentSpec
 from stretto.environments.episode_pipes import (
     MAX_FRAME,
-    Answer,
-    Ask,
     Cancel,
     Close,
     Ended,
     Failed,
     FromWorker,
     Play,
-    Refuse,
-    Reported,
-    Spent,
     ToWorker,
     read_message,
 )
+from stretto.environments.episode_server import EpisodeServer
 from stretto.environments.episode_worker import CLOSE_S, FIRST_MARK, MARK
 from stretto.environments.function_specs import last_line
 from stretto.environments.protocol import Outcome, Policy
 from stretto.environments.replayed_policy import ReplayedPolicy
 from stretto.environments.reward_pipes import BrokenFrameError, max_frame_bytes, read_greeting, request_frame
 from stretto.environments.worker_process import START_S, WorkerOptions, WorkerProcess, how_it_ended
-from stretto.errors import BudgetError, LateRewardError, RecipeError, RewardError, StrettoError
-from stretto.types import Completion, Prompt
+from stretto.errors import LateRewardError, RecipeError, RewardError, StrettoError
+from stretto.types import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -96,12 +91,8 @@ class _Lost:
     error: RewardError | None
 
 
-@dataclass(slots=True, eq=False)
-class _Session:
-    """One episode on a worker."""
-
-    known: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the context of each lineage
-    events: asyncio.Queue[FromWorker | _Lost] = field(default_factory=asyncio.Queue)
+_Session = asyncio.Queue[FromWorker | _Lost]
+"""The messages of one episode on a worker."""
 
 
 @dataclass(slots=True, eq=False)
@@ -223,7 +214,7 @@ class EpisodePool:
     def _fail_sessions(worker: _Worker, error: RewardError) -> None:
         sessions, worker.sessions = worker.sessions, {}
         for session in sessions.values():
-            session.events.put_nowait(_Lost(error))
+            session.put_nowait(_Lost(error))
 
     def _fail_waiting(self, error: RewardError) -> None:
         while self._waiting:
@@ -254,33 +245,18 @@ class EpisodePool:
         if worker.begun == self._options.max_episodes:
             self._retire(worker)
         try:
-            return await self._serve(worker, id, session, prompt, policy)
+            return await self._serve(worker, session, prompt, policy)
         finally:
             if worker.sessions.pop(id, None) is not None:  # the worker does not know yet that it is over
                 worker.cancelled.add(id)
                 worker.send(Cancel(id))
             worker.end_if_idle()
 
-    async def _serve(
-        self, worker: _Worker, id: int, session: _Session, prompt: Prompt, policy: Policy
-    ) -> float | Outcome:
+    async def _serve(self, worker: _Worker, session: _Session, prompt: Prompt, policy: Policy) -> float | Outcome:
         """Does what an episode asks for, until it ends."""
+        server = EpisodeServer(prompt, policy)
         while True:
-            match await session.events.get():
-                case Ask(_, lineage, train, kept, tokens):
-                    context = session.known.get(lineage, prompt.tokens)[:kept] + tuple(tokens)
-                    try:
-                        completion = await policy.generate(context, lineage=lineage, train=train)
-                    except RewardError as error:  # which the environment may handle
-                        worker.send(Refuse(id, error))
-                        continue
-                    session.known[lineage] = context + tuple(completion.tokens.tolist())
-                    worker.send(Answer(id, _portable(completion), policy.left))
-                case Spent(_, amount, what):
-                    with contextlib.suppress(BudgetError):  # the worker has raised it
-                        policy.spend(amount, what)
-                case Reported(_, reward):
-                    policy.report(reward)
+            match await session.get():
                 case Ended(_, reward):
                     return reward
                 case Failed(_, reason):
@@ -290,6 +266,9 @@ class EpisodePool:
                 case _Lost(error):
                     assert error is not None
                     raise error
+                case message:
+                    if (reply := await server.serve(message)) is not None:
+                        worker.send(reply)
 
     async def _next_worker(self) -> _Worker:
         """Returns the worker with the fewest episodes. Waits while there is none that takes another."""
@@ -385,11 +364,11 @@ class EpisodePool:
             session = worker.sessions.get(message.episode)
             if session is None:
                 raise BrokenFrameError("a message of an episode that the worker does not have")
-            if session.events.qsize() >= MAX_MESSAGES:
+            if session.qsize() >= MAX_MESSAGES:
                 raise BrokenFrameError(f"more than {MAX_MESSAGES} messages of one episode at once")
             if ends:
                 del worker.sessions[message.episode]
-            session.events.put_nowait(message)
+            session.put_nowait(message)
 
     def _handle_exit(self, worker: _Worker, code: int) -> None:
         """Fails the episode that cost a worker, or all of its episodes if that is not known."""
@@ -406,11 +385,11 @@ class EpisodePool:
         sessions, worker.sessions = worker.sessions, {}
         for id, session in sessions.items():
             if known and id != marked:
-                session.events.put_nowait(_Lost(None))
+                session.put_nowait(_Lost(None))
             elif known:
-                session.events.put_nowait(_Lost(kind(f"{died} in this episode")))
+                session.put_nowait(_Lost(kind(f"{died} in this episode")))
             else:
-                session.events.put_nowait(_Lost(kind(f"{died}, with {len(sessions)} episodes in progress")))
+                session.put_nowait(_Lost(kind(f"{died}, with {len(sessions)} episodes in progress")))
 
     def _retire(self, worker: _Worker) -> None:
         if not worker.retiring:
@@ -440,11 +419,6 @@ class EpisodePool:
                     self._retire(worker)
                 if worker.died:
                     worker.process.kill()
-
-
-def _portable(completion: Completion) -> Completion:
-    """Returns a turn as a worker gets it: without supports, which may be a hundred times as large as its tokens."""
-    return completion if completion.supports is None else replace(completion, supports=None)
 
 
 def pickled_tokenizer(tokenizer: Any) -> bytes:

@@ -42,6 +42,7 @@ from stretto.environments.episode_pipes import (
     Reported,
     Spent,
     ToWorker,
+    common_length,
     frame_of,
 )
 from stretto.environments.function_specs import last_line
@@ -123,13 +124,6 @@ class WorkerPolicy:
         """Raises an error from the turn that was asked for."""
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
-
-
-def common_length(known: array[int], context: array[int]) -> int:
-    """Returns the number of tokens that two contexts have in common from their beginning."""
-    if context[: len(known)] == known:
-        return len(known)
-    return next(place for place, token in enumerate(known) if place >= len(context) or context[place] != token)
 
 
 def _token_array(tokens: Sequence[int]) -> array[int]:
