@@ -59,7 +59,7 @@ def test_episodes_on_the_cluster_are_those_of_the_driver_and_a_lost_actor_costs_
             assert isinstance(failed, RewardError)
             assert "no such world" in str(failed)
             assert isinstance(spends, Outcome)
-            assert game.episode.spending.spent == 2.0
+            assert (game.episode.spending.spent, game.episode.spending.refused) == (2.0, True)
             assert isinstance(late, LateRewardError)
             assert isinstance(cut, Outcome)
             waiting = [Game(number, "wait") for number in range(3)]

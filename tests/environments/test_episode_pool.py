@@ -343,7 +343,7 @@ def test_spending_is_counted_and_refused_beyond_the_budget() -> None:
             for environment in (it, played_here()):
                 game = Game(0, "spend", budget=3.0)
                 assert isinstance(await game.play(environment), Outcome)
-                assert game.episode.spending.spent == 2.0
+                assert (game.episode.spending.spent, game.episode.spending.refused) == (2.0, True)
                 game = Game(0, "overspend", budget=3.0)
                 with pytest.raises(RewardError, match=r"10 for all of it is more than .* of 3 \(`task.budget`\)"):
                     await game.play(environment)

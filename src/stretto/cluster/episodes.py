@@ -76,8 +76,8 @@ class HostedPolicy:
         return self._spending.left
 
     def spend(self, amount: float, what: str = "") -> None:
+        self.say(Spent(self._number, amount, what))  # also if it is refused: the driver records that
         self._spending.spend(amount, what)
-        self.say(Spent(self._number, amount, what))
 
     def report(self, reward: float | Outcome) -> None:
         self.say(Reported(self._number, reward))

@@ -83,8 +83,9 @@ class WorkerPolicy:
         return self._spending.left
 
     def spend(self, amount: float, what: str = "") -> None:
-        self._spending.spend(amount, what)
-        self._say(Spent(self._id, float(amount), what))
+        said = self._spending.check(amount, what)
+        self._say(Spent(self._id, said, what))  # also if it is refused: the driver records that
+        self._spending.spend(said, what)
 
     def report(self, reward: float | Outcome) -> None:
         self._say(Reported(self._id, sendable(reward)))

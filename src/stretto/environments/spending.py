@@ -21,11 +21,17 @@ class Spending:
     def left(self) -> float:
         return self.budget - self.spent
 
-    def spend(self, amount: float, what: str) -> None:
-        """Counts an amount. Raises `BudgetError`, and does not count it, if it is more than what is left."""
+    @staticmethod
+    def check(amount: float, what: str) -> float:
+        """Returns an amount as a number. Raises `RewardError` if it is none that can be spent."""
         number = float(amount)
         if not 0 <= number < math.inf:
             raise RewardError(f"the environment spent {amount!r} ({what}): spend a finite number that is not negative")
+        return number
+
+    def spend(self, amount: float, what: str) -> None:
+        """Counts an amount. Raises `BudgetError`, and does not count it, if it is more than what is left."""
+        number = self.check(amount, what)
         if self.spent + number > self.budget:
             self.refused = True
             raise BudgetError(
