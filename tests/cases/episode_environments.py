@@ -52,6 +52,7 @@ class Talks:
             case "quit":
                 os._exit(7)
             case "block":
+                print("blocks")
                 time.sleep(3600)
             case "wait" | "report":
                 await asyncio.sleep(3600)

@@ -6,6 +6,10 @@ import asyncio
 import os
 import pickle
 import signal
+import subprocess
+import sys
+import textwrap
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -321,6 +325,36 @@ def test_an_episode_that_is_cancelled_is_cancelled_in_its_worker_too() -> None:
             assert len(worker.cancelled) == 1, "the one that ignores its cancellation; it holds no turn"
 
     asyncio.run(run())
+
+
+def test_a_worker_ends_with_a_pool_that_was_killed_even_if_its_event_loop_is_blocked() -> None:
+    program = f"""
+        import asyncio, pickle, sys
+        sys.path.insert(0, {FOLDER!r})
+        from episode_cases import Game
+        from stretto.environments.custom import EnvironmentSpec
+        from stretto.environments.episode_pool import EpisodePool, EpisodePoolOptions
+        from stretto.environments.worker_process import WorkerOptions
+
+        async def run():
+            spec = EnvironmentSpec("episode_environments:Talks", 4)
+            options = EpisodePoolOptions(spec, pickle.dumps(None), workers=1)
+            pool = EpisodePool(options, WorkerOptions(lambda line: print(line, flush=True)))
+            await pool.start()
+            print(*pool.memory, flush=True)
+            await Game(0, "block").play(pool)
+
+        asyncio.run(run())
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        worker = int(process.stdout.readline())
+        assert process.stdout.readline() == b"blocks\n"
+        process.kill()
+    deadline = time.monotonic() + 20
+    while os.path.exists(f"/proc/{worker}") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not os.path.exists(f"/proc/{worker}")
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/ns/user"), reason="needs Linux")

@@ -77,7 +77,8 @@ class EpisodePoolOptions:
 
 def default_workers() -> int:
     """Returns the number of worker processes on this machine: one for four cores, at most 8."""
-    return max(1, min(8, len(os.sched_getaffinity(0)) // 4))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(8, cores // 4))
 
 
 class _LostError(Exception):

@@ -165,6 +165,8 @@ class Worker:
         self._policies: dict[int, WorkerPolicy] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._frames: list[bytes] = []
+        self._flushing = False
+        self._thread = threading.get_ident()
         self._closing: asyncio.Task[None] | None = None
 
     def receive(self, requests: BinaryIO) -> None:
@@ -238,10 +240,13 @@ class Worker:
     def _say(self, message: FromWorker) -> None:
         """Sends a message, in one write with all others of this turn of the event loop."""
         self._frames.append(frame_of(message))
-        if len(self._frames) == 1:
-            self._loop.call_soon_threadsafe(self._flush)
+        if not self._flushing:  # after the append, so that no message of another thread is left behind
+            self._flushing = True
+            here = threading.get_ident() == self._thread
+            (self._loop.call_soon if here else self._loop.call_soon_threadsafe)(self._flush)
 
     def _flush(self) -> None:
+        self._flushing = False
         frames, self._frames = self._frames, []
         send(self._answers, b"".join(frames))
 

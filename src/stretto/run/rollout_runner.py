@@ -220,8 +220,8 @@ class Rollouts:
         self._post(core.Scored(rollout.id, reward))
 
     def _note_limit(self, rollout: Rollout, limit: EpisodeLimit | None, spent: float) -> None:
-        """Records the limit that an episode has reached, and what it has spent."""
-        if (limit is not None or spent) and not isinstance(self._environment, SingleTurn):
+        """Records the limit that an episode has reached, and what it has spent, instead of what an earlier try had."""
+        if not isinstance(self._environment, SingleTurn):
             self._journal.episode_limited(rollout.id, limit, spent)
             self._tally.episode_limited(limit, spent)
 
