@@ -502,7 +502,8 @@ def test_two_turns_are_one_trajectory_that_ends_when_the_last_is_done() -> None:
     assert rollout.is_generated
     assert rollout.lineages[0].completion.tokens.tolist() == [0, 1, 2, 9, 0, 1, 2]
     assert events == [core.Generated(0, 6), core.Scored(0, 0.5)]
-    assert [name for name, _ in recorder.told] == ["generated", "member_ended", "scored"]
+    told = ["generated", "episode_limited", "episode_limited", "member_ended", "scored"]  # the limit twice: metrics too
+    assert [name for name, _ in recorder.told] == told
 
 
 def test_a_turn_that_was_suspended_goes_on_behind_those_that_are_done() -> None:
