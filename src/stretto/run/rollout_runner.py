@@ -221,8 +221,10 @@ class Rollouts:
 
     def _note_limit(self, rollout: Rollout, limit: EpisodeLimit | None, spent: float) -> None:
         """Records the limit that an episode has reached, and what it has spent, instead of what an earlier try had."""
-        if not isinstance(self._environment, SingleTurn):
-            self._journal.episode_limited(rollout.id, limit, spent)
+        if isinstance(self._environment, SingleTurn):
+            return
+        self._journal.episode_limited(rollout.id, limit, spent)
+        if limit is not None or spent:
             self._tally.episode_limited(limit, spent)
 
     @staticmethod
