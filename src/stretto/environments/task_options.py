@@ -132,7 +132,8 @@ class EnvironmentOptions(EpisodeTaskOptions, ProcessTaskOptions):
         None,
         ge=0,
         le=4_096,
-        description="Processes that play episodes, many each; 0: the driver plays them; default: one for four cores",
+        description="Processes that play episodes, many each; 0: the driver plays them; may change at `--resume`; "
+        "default: one for four cores",
     )
     worker_gib: float | None = Field(
         None, gt=0, description="Memory in GiB, beyond which a process is replaced when its episodes have ended"

@@ -4,7 +4,7 @@
 what is in the folder       begin        `--resume`
 nothing, or no folder       yes          no: nothing to resume
 a finished run              no           no: nothing to resume
-a run, however it ended     no           yes, if the recipe is the same but for `[runtime]` and `task.pass_env`
+a run, however it ended     no           yes, if the recipe is the same but for `[runtime]` and `MAY_CHANGE`
 a run without its journal   no           no: what it had recorded is gone (`store/traces.py`)
 a run that is alive         no           no: another process runs it
 anything else               no           no
