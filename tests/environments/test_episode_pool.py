@@ -285,6 +285,14 @@ def test_an_environment_is_started_before_its_first_episode_and_closed_after_its
     asyncio.run(run())
     assert notes.read_text().split() == ["start", "episode", "close"]
 
+    async def several() -> None:
+        async with pool("Begins", {"path": str(notes)}, max_episodes=1) as it:
+            assert await play_all(it, [Game(0), Game(1)]) == [1.0, 1.0]
+
+    notes.unlink()
+    asyncio.run(several())
+    assert notes.read_text().split().count("close") >= 2, "each that was replaced; the last may not have started"
+
     async def fails() -> None:
         async with pool("Begins", {"path": str(notes), "fails": True}):
             pass

@@ -109,6 +109,7 @@ class _Worker:
     died: str = ""  # why it was killed
     hung: bool = False  # killed because its event loop was blocked
     gone: bool = False  # its process has ended
+    closing: bool = False  # told to end
     replaced: asyncio.Event = field(default_factory=asyncio.Event)  # its slot is free
     outbox: list[bytes] = field(default_factory=list)
 
@@ -131,7 +132,16 @@ class _Worker:
         self.end_if_idle()
 
     def end_if_idle(self) -> None:
-        if self.retiring and not self.sessions:
+        """Ends it if it gets no new episode and has none left."""
+        if self.retiring and not self.sessions and not self.closing:
+            self.close()
+
+    def close(self) -> None:
+        """Ends it, after its environment has ended if that wants to."""
+        self.closing = True
+        if self.wants_close:
+            self.send(Close())
+        else:
             self.process.kill()
 
 
@@ -188,10 +198,9 @@ class EpisodePool:
         self._closed = True
         for task in self._tasks:
             task.cancel()
-        polite = [worker for worker in self._workers if worker.wants_close]
         for worker in self._workers:
-            worker.send(Close()) if worker in polite else worker.process.kill()
-        if polite:
+            worker.close()
+        if any(worker.wants_close for worker in self._workers):
             await asyncio.wait([*self._tending], timeout=CLOSE_S + 1.0)
         for worker in self._workers:
             worker.process.kill()
@@ -405,7 +414,7 @@ class EpisodePool:
             now = time.monotonic()
             for worker in [each for each in self._workers if not each.died]:
                 beat, _, memory = MARK.unpack_from(worker.process.marks)
-                if (worker.sessions or worker.cancelled) and now - beat > self._options.hang_s:
+                if (worker.sessions or worker.cancelled or worker.closing) and now - beat > self._options.hang_s:
                     worker.hung = True
                     worker.died = (
                         f"`{self._name}` blocked the event loop of its worker for {self._options.hang_s:g} s (half of "
