@@ -67,6 +67,10 @@ class RoomError(RewardError):
     """An episode asks for another turn, and what it has so far leaves no token for one. It may catch this and end."""
 
 
+class BudgetError(RewardError):
+    """An episode would spend more than its budget, `task.budget`. It may catch this and end."""
+
+
 # -- failures that end the run -----------------------------------------------------------------------------------------
 
 

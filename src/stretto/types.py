@@ -335,6 +335,9 @@ class UpdateReport:
 
 Moment = Literal["before", "during", "after"]
 
+EpisodeLimit = Literal["turns", "tokens", "seconds", "budget"]
+"""The limit that an episode has reached: `task.turns`, `rollout.max_tokens`, `task.episode_seconds`, `task.budget`."""
+
 
 @dataclass(frozen=True, slots=True)
 class HeldOutScore:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.environments import reward_worker, sandbox
+from stretto.environments import sandbox, worker_child
 from stretto.environments.reward_pool import RewardPool
 from stretto.environments.sandbox import PARTS, Limits, missing
 from stretto.environments.sandbox_processes import held_parts, run_in_sandbox
@@ -302,12 +302,12 @@ def test_without_namespaces_the_other_parts_still_hold(tmp_path):
 
 def test_a_strict_sandbox_with_gaps_is_refused(monkeypatch):
     monkeypatch.setattr(sandbox, "enter", lambda folder, limits: frozenset(PARTS) - {"files"})
-    assert reward_worker._enter_sandbox("", LIMITS, strict=False) is None
+    assert worker_child.enter_sandbox("", LIMITS, strict=False) is None
     assert "the sandbox has gaps: it can write files wherever your user can" in str(
-        reward_worker._enter_sandbox("", LIMITS, strict=True)
+        worker_child.enter_sandbox("", LIMITS, strict=True)
     )
     monkeypatch.setattr(sandbox, "enter", lambda folder, limits: frozenset(PARTS))
-    assert reward_worker._enter_sandbox("", LIMITS, strict=True) is None
+    assert worker_child.enter_sandbox("", LIMITS, strict=True) is None
 
 
 def recipe(**task):

@@ -492,3 +492,21 @@ def test_an_integer_of_more_digits_than_python_converts_is_refused(tmp_path: Pat
     path.write_text('[model]\npath = "tiny"\n[task]\ntype = "countdown-chain"\n')
     with pytest.raises(RecipeError, match=r"999999\.\.\.999999 \(5000 digits\)\"` must be a whole number"):
         load_recipe(path, [f"training.steps={'9' * 5_000}"])
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ({"workers": 0, "worker_gib": 2.0}, "`task.worker_gib` has no effect with `task.workers = 0`"),
+        ({"workers": 0, "sandbox": {}}, "`task.sandbox` has no effect with `task.workers = 0`"),
+        ({"sandbox": {}, "pass_env": ["KEY"]}, "would hand these variables to the code in `task.sandbox`"),
+        ({"workers": -1}, "`task.workers = -1`"),
+        ({"episode_seconds": 0.0}, "`task.episode_seconds = 0.0`"),
+        ({"budget": -1.0}, "`task.budget = -1.0`"),
+    ],
+)
+def test_options_of_worker_processes_that_cannot_be_are_refused(task: dict[str, Any], words: str) -> None:
+    given = {"type": "environment", "path": "p.jsonl", "environment": "m:C", "turns": 2, **task}
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe({"model": {"path": "tiny"}, "task": given})
+    assert words in str(caught.value)

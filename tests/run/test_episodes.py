@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto.environments.protocol import Policy
+from stretto.environments.protocol import Outcome, Policy
 from stretto.environments.single_turn import SingleTurn
-from stretto.errors import RequestError, RewardError
+from stretto.errors import LateRewardError, RequestError, RewardError
 from stretto.run.episodes import Episode
 from stretto.run.turns import Turns
 from stretto.types import Completion, Prompt
@@ -26,9 +26,15 @@ TURN = Completion(0, 0, np.array([3], np.int32), np.zeros(1, np.float32), "stop"
 class Asked:
     """An episode whose turns take `takes_s`; it keeps how each of them ended."""
 
-    def __init__(self, takes_s: float = 0.0, deadline_s: float | None = None, fault: Exception | None = None) -> None:
+    def __init__(
+        self,
+        takes_s: float = 0.0,
+        deadline_s: float | None = None,
+        fault: Exception | None = None,
+        seconds: float | None = None,
+    ) -> None:
         self.turns = Turns(PROMPT.tokens)
-        self.episode = Episode(self.turns, self._turn, max_tokens=8, deadline_s=deadline_s)
+        self.episode = Episode(self.turns, self._turn, max_tokens=8, deadline_s=deadline_s, seconds=seconds)
         self.ended: list[str] = []
         self._takes_s, self._fault = takes_s, fault
 
@@ -304,3 +310,57 @@ def test_a_score_that_exits_or_cancels_itself_fails_its_episode_alone(raised: Ba
     with pytest.raises(RewardError, match=said):
         play_single(asked, Scores(raises=raised))
     assert asked.episode.fault is None
+
+
+def test_seconds_count_while_the_environment_works_and_not_while_it_waits_for_tokens() -> None:
+    async def episode(policy: Policy) -> float:
+        for _ in range(3):
+            await policy.generate((1,))
+        return 2.0
+
+    asked = Asked(takes_s=0.3, seconds=0.5)
+    assert play(asked, episode) == 2.0
+    assert not asked.episode.cut
+
+
+def test_seconds_add_up_over_the_turns_and_the_last_report_counts() -> None:
+    async def episode(policy: Policy) -> float:
+        while True:
+            await policy.generate((1,))
+            policy.report(Outcome((1.0,)))
+            await asyncio.sleep(0.1)
+
+    asked = Asked(seconds=0.35)
+    outcome = play(asked, episode)
+    assert asked.episode.cut
+    assert isinstance(outcome, Outcome)
+    assert len(outcome.turns) == asked.episode.num_asked > 1
+    assert outcome.turns[:2] == (1.0, 0.0), "turns after the report earned nothing"
+
+
+def test_an_episode_that_is_cut_before_its_first_turn_or_report_has_no_reward() -> None:
+    async def idle(policy: Policy) -> float:
+        await asyncio.sleep(60)
+        return 1.0
+
+    async def silent(policy: Policy) -> float:
+        await policy.generate((1,))
+        return await idle(policy)
+
+    with pytest.raises(LateRewardError, match=r"`task.episode_seconds = 0.1`, before it had a turn"):
+        play(Asked(seconds=0.1), idle)
+    with pytest.raises(LateRewardError, match=r"and has no reward: call `policy.report\(reward\)`"):
+        play(Asked(seconds=0.1), silent)
+    with pytest.raises(LateRewardError, match=r"`runtime.stall_seconds`"):
+        play(Asked(seconds=60.0, deadline_s=0.1), silent)
+
+
+@pytest.mark.parametrize("amount", [-1.0, float("nan"), float("inf")])
+def test_an_amount_that_cannot_be_spent_fails_the_episode(amount: float) -> None:
+    async def episode(policy: Policy) -> float:
+        await policy.generate((1,))
+        policy.spend(amount, "nothing")
+        return 1.0
+
+    with pytest.raises(RewardError, match="spend a finite number that is not negative"):
+        play(Asked(), episode)

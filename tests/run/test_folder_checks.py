@@ -106,3 +106,19 @@ def test_a_run_goes_on_with_what_auto_became_and_without_keys_that_are_newer(
     for override in ('model.dtype="bfloat16"', "evaluation.greedy=true"):
         with pytest.raises(RunError, match=override.partition("=")[0]):
             refuse_another_recipe(load_recipe(path, [override]), Path())
+
+
+def test_worker_processes_of_an_environment_may_change_when_a_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        '[model]\npath = "tiny"\n[task]\ntype = "environment"\npath = "p.jsonl"\nenvironment = "m:C"\nturns = 2\n'
+    )
+    (tmp_path / "config.toml").write_text(load_recipe(path).dumps())
+    changed = ["task.workers=0"], ["task.workers=3", "task.worker_gib=2.0", "task.worker_episodes=9"]
+    for overrides in changed:
+        refuse_another_recipe(load_recipe(path, overrides), Path())
+    with pytest.raises(RunError, match=r"task\.budget"):
+        refuse_another_recipe(load_recipe(path, ["task.budget=2.0"]), Path())

@@ -173,7 +173,7 @@ def test_a_rollout_goes_from_its_prompt_to_its_reward() -> None:
     asyncio.run(run_episode(made, rollout, 2, 0))
     assert engine.generated == [replace(request(0, 2), group=7)]
     assert (rollout.lineages[0].completion, rollout.reward, rollout.instance) == (engine.done, 0.5, None)
-    assert [name for name, _ in recorder.told] == ["generated", "member_ended", "scored"]
+    assert [name for name, _ in recorder.told] == ["generated", "episode_limited", "member_ended", "scored"]
     assert events == [core.Generated(0, 4), core.Scored(0, 0.5)]
 
 
@@ -502,7 +502,8 @@ def test_two_turns_are_one_trajectory_that_ends_when_the_last_is_done() -> None:
     assert rollout.is_generated
     assert rollout.lineages[0].completion.tokens.tolist() == [0, 1, 2, 9, 0, 1, 2]
     assert events == [core.Generated(0, 6), core.Scored(0, 0.5)]
-    assert [name for name, _ in recorder.told] == ["generated", "member_ended", "scored"]
+    told = ["generated", "episode_limited", "episode_limited", "member_ended", "scored"]  # the limit twice: metrics too
+    assert [name for name, _ in recorder.told] == told
 
 
 def test_a_turn_that_was_suspended_goes_on_behind_those_that_are_done() -> None:
@@ -623,7 +624,7 @@ def test_a_trajectory_that_has_its_last_token_is_scored_with_the_turns_that_it_h
 
     asyncio.run(scored())
     assert events == [core.Scored(0, 0.5)]
-    assert [name for name, _ in recorder.told] == ["member_ended", "scored"]
+    assert [name for name, _ in recorder.told] == ["episode_limited", "member_ended", "scored"]
 
 
 @pytest.mark.parametrize("fault", [EngineError("gone"), SuspendedError("out"), RequestError("no")])

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto.environments.protocol import Outcome, earned
+from stretto.environments.protocol import Outcome, earned, token_ids
 from stretto.errors import RewardError, RoomError
-from stretto.run.turns import Turns, token_ids
+from stretto.run.turns import Turns
 from stretto.types import Completion, FinishReason, Lineage, Sample, Supports
 
 PROMPT = (1, 2)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,10 +34,10 @@ from stretto.assembly.checkpoint_writer import begin_folder, claimed_folder, tak
 from stretto.assembly.export import export_policy
 from stretto.assembly.resume import Resumed, take_up, tries_to_score
 from stretto.core.controller import Controller
-from stretto.environments.custom import close_environment, load_environment, start_environment
+from stretto.environments.custom import close_environment, start_environment
 from stretto.environments.protocol import Environment
 from stretto.environments.reward_output import RewardOutput
-from stretto.environments.single_turn import SingleTurn
+from stretto.environments.task_options import EnvironmentOptions
 from stretto.local.backend import local_backend
 from stretto.local.components import LocalComponents
 from stretto.models.loading import load_config
@@ -205,6 +206,17 @@ class _Run:
     give_up: Sequence[int]  # trajectories that a resumed run fails
 
     @property
+    def cut_s(self) -> float | None:
+        """Seconds of an episode outside of generation, after which it is cut; None: it is not."""
+        return self.recipe.task.episode_seconds if isinstance(self.recipe.task, EnvironmentOptions) else None
+
+    @property
+    def budget(self) -> float:
+        """The most that an episode may spend."""
+        given = self.recipe.task.budget if isinstance(self.recipe.task, EnvironmentOptions) else None
+        return math.inf if given is None else given
+
+    @property
     def episode_s(self) -> float | None:
         """Deadline of an environment between tokens; None for a reward function, whose pool has its own deadlines."""
         return None if self.backend.driver.inputs.task.environment is None else self.recipe.runtime.stall_seconds
@@ -226,6 +238,7 @@ async def _train(
         versions = VersionFiles(folder / "versions", durable=recipe.runtime.durable_versions)
         backend = make(said, versions)
         stack.push_async_callback(backend.rewards.close)
+        stack.push_async_callback(close_environment, backend.environment)
         stack.push_async_callback(backend.pool.close)
         stack.callback(versions.close)
         stack.callback(backend.release)
@@ -239,16 +252,13 @@ async def _train(
         with Journal.open(folder / JOURNAL_NAME, resume=begun, lock=lock) as journal:
             trainer = backend.make_trainer(journal)
             stack.callback(trainer.close)
-            environment = _environment(backend)
-            stack.push_async_callback(close_environment, environment)
-            await start_environment(environment)
-            run = _Run(recipe, folder, backend, journal, versions, trainer, control, observer, give_up)
-            return await _run(run, environment)
+            return await _run(_Run(recipe, folder, backend, journal, versions, trainer, control, observer, give_up))
 
 
 async def _start(backend: Backend, instances: int, say: Callable[[str], None]) -> None:
     """Starts rewards and instances, and finds room for the trainer. Says what takes long."""
     await report_wait(backend.rewards.start(), lambda: "the reward's process to start", say)
+    await report_wait(start_environment(backend.environment), lambda: "the environment to start", say)
     await report_wait(backend.reserve(), lambda: "the trainer's processes", say)
     filling = _fill(backend.pool, instances)
     await report_wait(filling, lambda: f"instances to start, {len(backend.pool.engines)} of {instances} have", say)
@@ -262,11 +272,12 @@ async def _fill(pool: Pool, count: int) -> None:
             raise each
 
 
-async def _run(run: _Run, environment: Environment) -> dict[str, Any]:
+async def _run(run: _Run) -> dict[str, Any]:
     """Runs the loop to its end, with an evaluation before and after it. Returns the summary."""
     recipe, inputs, plan = run.recipe, run.backend.driver.inputs, run.recipe.plan
     resumed = await report_wait(_take_up(run), lambda: "the trainer to start, and its weights", run.observer.message)
     tally = Tally(rows=plan.rows, sink=JsonLines(run.folder / "metrics.jsonl"), totals=resumed.totals)
+    environment = run.backend.environment
     scored = any(rollout.reward is not None for rollout in resumed.rollouts.values())
     first_reward = FirstReward(came=scored or tally.totals.steps > 0)
     evaluator = _evaluator(run, environment, first_reward)
@@ -351,6 +362,8 @@ def _make_loop(
             stall_s=runtime.stall_seconds,
             reward_s=run.backend.rewards.longest_s,
             episode_s=run.episode_s,
+            cut_s=run.cut_s,
+            budget=run.budget,
             checkpoint_s=runtime.checkpoint_seconds,
             instance_s=runtime.instance_seconds,
             replacements=runtime.replacements,
@@ -397,14 +410,6 @@ def _summary(run: _Run, tally: Tally, controller: Controller, *, stopped: bool) 
     }
 
 
-def _environment(backend: Backend) -> Environment:
-    """Makes the environment of the task: its own, or one turn that the reward function scores."""
-    spec = backend.driver.inputs.task.environment
-    if spec is None:
-        return SingleTurn(backend.rewards, backend.driver.decode)
-    return load_environment(spec, backend.driver.tokenizer)
-
-
 def _evaluator(run: _Run, environment: Environment, first_reward: FirstReward) -> Evaluator | None:
     """Makes the evaluator, or returns None if no prompts are held out."""
     driver, recipe, wanted = run.backend.driver, run.recipe, run.recipe.evaluation
@@ -429,5 +434,7 @@ def _evaluator(run: _Run, environment: Environment, first_reward: FirstReward) -
         max_lineages=driver.inputs.task.max_lineages,
         max_context=driver.inputs.longest_prompt + sampling.max_tokens,
         episode_s=run.episode_s,
+        cut_s=run.cut_s,
+        budget=run.budget,
         first_reward=first_reward,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableSequence, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from stretto.chat.conversations import Conversations
 from stretto.chat.messages import AssistantMessage, Message
@@ -27,6 +27,14 @@ class TokenPolicy(Protocol):
         """Continues `tokens`, the whole context of a lineage. Raises `RoomError` if no token fits."""
         ...
 
+    def spend(self, amount: float, what: str = "") -> None:
+        """Counts an amount that the episode is about to spend. Raises `BudgetError` if it has less left."""
+        ...
+
+    def report(self, reward: Any) -> None:
+        """Says what the episode has earned so far: its reward if it is cut."""
+        ...
+
 
 class ChatPolicy:
     """The policy of one episode. Calls follow one another: await each before the next."""
@@ -45,6 +53,14 @@ class ChatPolicy:
     def num_lineages(self) -> int:
         """Lineages of this episode so far."""
         return self._conversations.num_lineages
+
+    def spend(self, amount: float, what: str = "") -> None:
+        """Counts an amount that the episode is about to spend. Raises `BudgetError` if it has less left."""
+        self._policy.spend(amount, what)
+
+    def report(self, reward: Any) -> None:
+        """Says what the episode has earned so far, a number or an `Outcome`: its reward if it is cut."""
+        self._policy.report(reward)
 
     async def generate(self, tokens: Sequence[int], *, lineage: int = 0, train: bool = True) -> Completion:
         """Continues a context of tokens, without a chat template. A lineage that does so once is no chat any more."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from stretto import clock
 from stretto.cluster.actor_calls import idle_seconds
 from stretto.cluster.connection import gpus_of
+from stretto.cluster.episodes import EpisodeOptions, RayEpisodes
 from stretto.cluster.instance_actor import InstanceOptions
 from stretto.cluster.model_files import InstanceEngineFactory, ModelSource
 from stretto.cluster.pool import RayPool
@@ -21,13 +22,21 @@ from stretto.cluster.rank_group import rank_options
 from stretto.cluster.rewards import RayRewards, RewardOptions
 from stretto.cluster.trainer import RankedTrainer
 from stretto.cluster.weights import WeightsStore
+from stretto.environments.protocol import Environment
 from stretto.environments.task_options import ScoredTaskOptions
 from stretto.observe.progress import Observer
 from stretto.recipe.schema import Recipe
 from stretto.run.protocols import NoRewards, Rewards, TrainerBackend
 from stretto.setup.backend import Backend
+from stretto.setup.environments import local_environment
 from stretto.setup.factories import DriverInputs
-from stretto.setup.inputs import passed_variables, reward_columns
+from stretto.setup.inputs import (
+    episode_pool_options,
+    passed_variables,
+    plays_in_workers,
+    reward_columns,
+    worker_options,
+)
 from stretto.setup.memory_sizes import longest_trajectory
 from stretto.setup.trainer_recovery import make_restore
 from stretto.store.journal import Journal
@@ -96,6 +105,23 @@ def cluster_backend(
             instance_seconds=runtime.instance_seconds,
             notice=partial(faults.note, "reward host lost"),
         )
+    environment: Environment
+    if plays_in_workers(recipe):
+        processes = worker_options(recipe, said)
+        environment = RayEpisodes(
+            EpisodeOptions(
+                episode_pool_options(recipe, driver.inputs.task, driver.tokenizer),
+                folder=str(Path.cwd()),
+                passed=processes.extra_environment,
+                sandbox=processes.sandbox,
+                strict_sandbox=processes.strict_sandbox,
+            ),
+            said=said,
+            instance_seconds=runtime.instance_seconds,
+            notice=partial(faults.note, "episode host lost"),
+        )
+    else:
+        environment = local_environment(recipe, driver, rewards, said)
     trainer = RankedTrainer(
         rank_options(recipe, source, folder),
         deadline_s=runtime.update_seconds,
@@ -110,4 +136,4 @@ def cluster_backend(
         )
         return trainer
 
-    return Backend(driver, rewards, pool, make_trainer, store.put, trainer.place, trainer.close)
+    return Backend(driver, rewards, environment, pool, make_trainer, store.put, trainer.place, trainer.close)

@@ -1,9 +1,9 @@
 """Loads an environment by name: `package.module:Class`, the user's or one of this package.
 
 The class is called with the model's tokenizer and the options of the recipe. If it has a parameter `turns` without a
-default, that is `task.turns`. Its object plays episodes in the thread of the run loop (`protocol.py` has the contract),
-so blocking calls belong in `asyncio.to_thread`. It may have the methods `async def start(self)` and
-`async def close(self)`, which are awaited before its first and after its last episode.
+default, that is `task.turns`. Its object plays episodes on the event loop of a worker process (`episode_pool.py`) or of
+the driver (`protocol.py` has the contract), so blocking calls belong in `asyncio.to_thread`. It may have the methods
+`async def start(self)` and `async def close(self)`, which are awaited before its first and after its last episode.
 """
 
 from __future__ import annotations

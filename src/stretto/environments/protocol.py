@@ -23,7 +23,12 @@ Contract:
 - An episode may run again for the same trajectory: after it moves between instances, after a failure, and when the run
   is resumed. The policy then returns, in order, the turns that it generated before, so nothing is sampled twice.
   Therefore an episode must be deterministic in what it asks for.
-- Episodes run concurrently on one event loop: they await and never block it.
+- An episode may have a budget (`task.budget`). The environment calls `Policy.spend` before it spends anything; an
+  amount beyond the budget raises `BudgetError`, which the episode may catch to return what was earned.
+- An episode may have a limit of seconds (`task.episode_seconds`), which counts while it waits for no token. At the
+  limit it is cancelled. Its trajectory gets the reward that the environment last passed to `Policy.report`, and ends
+  with the turns that are done; without a report or a turn the episode fails.
+- Episodes run concurrently on one event loop, of a worker process or of the driver: they await and never block it.
 """
 
 from __future__ import annotations
@@ -33,11 +38,19 @@ import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
+from operator import index
 from typing import Protocol
 
 from stretto.environments.reward_range import BEYOND, is_trainable
 from stretto.errors import RewardError
 from stretto.types import Completion, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The reward of each turn of an episode. The reward of the trajectory is their sum."""
+
+    turns: tuple[float, ...]
 
 
 class Policy(Protocol):
@@ -56,12 +69,18 @@ class Policy(Protocol):
         """
         ...
 
+    @property
+    def budget_left(self) -> float:
+        """The amount that the episode may still spend; infinite without `task.budget`."""
+        ...
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The reward of each turn of an episode. The reward of the trajectory is their sum."""
+    def spend(self, amount: float, what: str = "") -> None:
+        """Counts an amount that the episode is about to spend. Raises `BudgetError` if it has less left."""
+        ...
 
-    turns: tuple[float, ...]
+    def report(self, reward: float | Outcome) -> None:
+        """Says what the episode has earned so far: its reward if it is cut at `task.episode_seconds`."""
+        ...
 
 
 class Environment(Protocol):
@@ -80,20 +99,21 @@ def earned(outcome: object, num_turns: int) -> tuple[float, tuple[float, ...] | 
     if not num_turns:
         raise RewardError("the environment returned without asking for a token: call `policy.generate`")
     if not isinstance(outcome, Outcome):
-        return _trainable(outcome), None
+        return trainable(outcome), None
     if len(outcome.turns) != num_turns:
         raise RewardError(
             f"the environment returned an outcome of {len(outcome.turns)} turns, but the episode had {num_turns}: "
             "return one reward for each turn"
         )
-    rewards = tuple(_trainable(reward) for reward in outcome.turns)
+    rewards = tuple(trainable(reward) for reward in outcome.turns)
     total = math.fsum(rewards)
     if not is_trainable(total):
         raise RewardError(f"the rewards of the environment's {num_turns} turns add up to {total:g}, {BEYOND}")
     return total, rewards
 
 
-def _trainable(reward: object) -> float:
+def trainable(reward: object) -> float:
+    """Returns a reward as a number. Raises `RewardError` if it cannot be trained on."""
     number = math.nan
     if isinstance(reward, Real):
         try:
@@ -109,3 +129,22 @@ def _trainable(reward: object) -> float:
     if not is_trainable(number):
         raise RewardError(f"the environment returned {number:g} for a reward, {BEYOND}")
     return number
+
+
+def token_ids(tokens: Sequence[int]) -> tuple[int, ...]:
+    """Returns a context that an environment handed over. Raises `RewardError` if it is not all token ids."""
+    try:
+        return tuple(map(index, tokens))
+    except TypeError as error:
+        raise RewardError(
+            f"the environment asked for a turn with a context that is not all token ids: {error}; hand over integers, "
+            "as `tokenizer.encode` returns them"
+        ) from error
+
+
+def other_tokens(number: int) -> RewardError:
+    """Returns the error for a turn that was asked for with another context before."""
+    return RewardError(
+        f"the environment asked for turn {number} with other tokens than the first time: an episode may be run again, "
+        "so what it asks for must follow from the prompt and the turns before"
+    )

@@ -37,19 +37,19 @@ class BrokenFrameError(Exception):
 
 def request_frame(message: Any) -> bytes:
     """Returns the frame of a message to a worker. Passes on what pickling the message raises."""
-    return _framed(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+    return framed(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
 
 def greeting_frame(error: str | None, asynchronous: bool) -> bytes:
     """Returns a worker's first frame: why the function cannot be used (or None), and if it is async."""
-    return _framed(bytes([asynchronous]) + (b"" if error is None else _text(error)))
+    return framed(bytes([asynchronous]) + (b"" if error is None else as_text(error)))
 
 
 def results_frame(results: Sequence[Result]) -> bytes:
     """Returns the frame of a worker's results."""
     rewards = [(identity, reward) for identity, reward, _ in results if reward is not None]
-    errors = [(identity, _text(error or "")) for identity, reward, error in results if reward is None]
-    return _framed(
+    errors = [(identity, as_text(error or "")) for identity, reward, error in results if reward is None]
+    return framed(
         _COUNTS.pack(len(rewards), len(errors))
         + struct.pack(f"<{len(rewards)}q", *(identity for identity, _ in rewards))
         + struct.pack(f"<{len(rewards)}d", *(reward for _, reward in rewards))
@@ -68,7 +68,7 @@ def read_greeting(body: bytes) -> tuple[str | None, bool]:
     """Returns the arguments of `greeting_frame`. Raises `BrokenFrameError` for an invalid frame."""
     if body[:1] not in (b"\0", b"\1"):
         raise BrokenFrameError(f"a frame of {len(body)} bytes that is not a greeting")
-    return _read_text(body[1:]) or None, body[0] == 1
+    return read_text(body[1:]) or None, body[0] == 1
 
 
 def read_results(body: bytes, asked: AbstractSet[int]) -> list[Result]:
@@ -91,24 +91,26 @@ def read_results(body: bytes, asked: AbstractSet[int]) -> list[Result]:
     results: list[Result] = [(identity, reward, None) for identity, reward in zip(scored, rewards, strict=True)]
     at = _COUNTS.size + numbers.size
     for identity, size in zip(failed, found[2 * num_rewards + num_errors :], strict=True):
-        results.append((identity, None, _read_text(body[at : at + size])))
+        results.append((identity, None, read_text(body[at : at + size])))
         at += size
     if at != len(body):
         raise BrokenFrameError(f"a frame of {len(body)} bytes whose texts have other lengths than it says")
     return results
 
 
-def _framed(body: bytes) -> bytes:
+def framed(body: bytes) -> bytes:
+    """Returns a frame with this content."""
     return LENGTH.pack(len(body)) + body
 
 
-def _text(text: str) -> bytes:
+def as_text(text: str) -> bytes:
     """Returns a text in UTF-8, cut to `MAX_REASON` bytes."""
     found = text.encode("utf-8", errors="replace")
     return found if len(found) <= MAX_REASON else found[: MAX_REASON - 3] + b"..."
 
 
-def _read_text(text: bytes) -> str:
+def read_text(text: bytes) -> str:
+    """Returns the text that `as_text` made. Raises `BrokenFrameError` if it is too long."""
     if len(text) > MAX_REASON:
         raise BrokenFrameError(f"an error text of {len(text)} bytes, more than the limit of {MAX_REASON}")
     return text.decode("utf-8", errors="replace")  # a text may have been cut inside a character

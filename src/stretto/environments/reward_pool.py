@@ -14,10 +14,7 @@ with a `RewardError`. Processes also keep a slow reward from delaying decoding a
   item that does it fails alone.
 - An `async def` reward is cancelled at its deadline inside the worker. The pool kills the worker only if the function
   blocks the event loop or ignores the cancellation.
-- A worker gets a short list of environment variables (`reward_environment.py`), so that it sees no secret that the
-  recipe does not name.
-- With `task.sandbox`, a worker enters a sandbox before it imports the reward function (`sandbox.py`).
-- Each line that a reward prints goes to `on_output`, never directly to the terminal.
+- `worker_process.py` says what a worker sees, where its output goes and how it ends.
 
 Why not the package pebble: with a deadline for each reward it costs the driver 53 us of processor time a reward, this
 pool 8 us. With chunks it costs 3 us, but then an item that hangs fails its whole chunk. It has none of the other
@@ -27,26 +24,17 @@ properties above (`LOG.md`, 2026-11-16).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import math
-import mmap
-import os
-import shutil
-import signal
-import sys
-import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from stretto.environments.function_specs import is_spec, last_line
-from stretto.environments.reward_environment import worker_environment
 from stretto.environments.reward_pipes import (
-    LENGTH,
     BrokenFrameError,
     Item,
     max_frame_bytes,
@@ -56,11 +44,11 @@ from stretto.environments.reward_pipes import (
 )
 from stretto.environments.reward_worker import MARK, NOTHING, Columns
 from stretto.environments.sandbox import Limits
+from stretto.environments.worker_process import START_S, WorkerOptions, WorkerProcess, how_it_ended
 from stretto.errors import LateRewardError, RecipeError, RewardError, StrettoError
 
 log = logging.getLogger(__name__)
 
-START_S = 120.0  # for importing the user's module
 BATCH_S = 0.2  # a batch is sized to take about this long, so that the workers share the work evenly
 MAX_BATCH = 512
 MAX_CONCURRENT = 512  # items of an `async def` reward in one worker
@@ -68,9 +56,6 @@ MAX_CONCURRENT = 512  # items of an `async def` reward in one worker
 BATCH_AFTER_DEATHS = (MAX_BATCH, 16, 1)
 MAX_UNEXPLAINED_DEATHS = len(BATCH_AFTER_DEATHS)
 RETRY_S = 1.0  # between attempts to start a worker
-EXIT_S = 10.0  # for a killed worker to exit
-LAST_OUTPUT_S = 1.0  # for reading the last lines that it printed
-MAX_LINE = 2_000  # characters of one printed line
 
 
 @dataclass(slots=True)
@@ -87,11 +72,8 @@ class _Pending:
 class _Worker:
     """One live worker process."""
 
-    process: asyncio.subprocess.Process
-    marks: mmap.mmap
-    listener: asyncio.Task[None]  # reads what it prints; ends with it
+    process: WorkerProcess
     asynchronous: bool
-    folder: str | None = None  # of its sandbox; removed after it
     in_flight: dict[int, _Pending] = field(default_factory=dict)
     last_mark: int = NOTHING  # the mark at the previous check
     killed_for: frozenset[int] | None = None  # the late items that it was killed for; None: it was not killed
@@ -104,30 +86,7 @@ class _Worker:
         for pending in batch:
             pending.sent_at = now
             self.in_flight[pending.item[0]] = pending
-        assert self.process.stdin is not None
-        self.process.stdin.write(data)
-
-    def kill(self) -> None:
-        # The worker leads a process group, so the processes that the reward has started are killed with it.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    async def ended(self) -> int:
-        """Waits for the process to exit and for the last lines that it printed; returns the exit code.
-
-        Both waits have a limit: a process that the reward started outside of its group may keep the pipes open.
-        """
-        ending = asyncio.create_task(self.process.wait(), name="end of a reward worker")
-        for task, timeout_s in ((ending, EXIT_S), (self.listener, LAST_OUTPUT_S)):
-            await asyncio.wait([task], timeout=timeout_s)
-            task.cancel()
-        await asyncio.gather(ending, self.listener, return_exceptions=True)
-        if self.folder is not None:
-            await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
-        if not self.listener.cancelled() and (error := self.listener.exception()) is not None:
-            raise error
-        code = self.process.returncode
-        return -signal.SIGKILL if code is None else code
+        self.process.write(data)
 
 
 class RewardPool:
@@ -169,10 +128,7 @@ class RewardPool:
         self._num_workers = workers
         self._deadline_s = deadline_s
         self._columns = None if columns is None else dict(sorted(columns.items()))
-        self._on_output = on_output if on_output is not None else _log_line
-        self._extra_environment = dict(extra_environment or {})
-        self._sandbox = sandbox
-        self._strict_sandbox = strict_sandbox
+        self._options = WorkerOptions(on_output or _log_line, dict(extra_environment or {}), sandbox, strict_sandbox)
         self._late = f"`{spec}` did not return within `task.reward_seconds = {deadline_s:g}`"
         self._ids = itertools.count()
         self._queue: deque[_Pending] = deque()
@@ -226,7 +182,7 @@ class RewardPool:
         """Kills the workers. Pending calls raise `RewardError`. Safe to call twice."""
         self._closed = True
         for worker in self._workers.values():
-            worker.kill()
+            worker.process.kill()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)  # errors are in `_failure`
@@ -329,8 +285,8 @@ class RewardPool:
                     self._warned = True
                     log.warning("a reward worker is replaced: %s", self._broken_text(worker))
             finally:
-                worker.kill()  # its output or the pool has ended
-                code = await worker.ended()
+                worker.process.kill()  # its output or the pool has ended
+                code = await worker.process.ended()
             self._handle_exit(slot, worker, code)
 
     async def _fail_queue(self, reason: str) -> None:
@@ -341,82 +297,34 @@ class RewardPool:
         await asyncio.sleep(RETRY_S)
 
     async def _spawn(self) -> _Worker:
-        with tempfile.TemporaryFile() as memory:
-            memory.truncate(mmap.PAGESIZE)
-            marks = mmap.mmap(memory.fileno(), MARK.size)
-            MARK.pack_into(marks, 0, time.monotonic(), NOTHING)
-            paths = [os.getcwd(), *(path or os.getcwd() for path in sys.path)]
-            folder = None if self._sandbox is None else tempfile.mkdtemp(prefix="stretto-sandbox-")
-            sandbox = None if self._sandbox is None else (folder, tuple(self._sandbox), self._strict_sandbox)
-            call = f"from stretto.environments.reward_worker import main; main({memory.fileno()}, {sandbox!r})"
-            printed, prints = os.pipe()
-            listener = asyncio.create_task(self._listen(printed), name="reward output")
-            try:
-                # Not `multiprocessing`: its `spawn` runs the parent's main module again, and imports torch with it.
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-c",
-                    f"import sys; sys.path[:] = {list(dict.fromkeys(paths))!r}; {call}",
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=prints,  # not asyncio's pipe: `wait` would block while another process has it open
-                    pass_fds=[memory.fileno()],
-                    start_new_session=True,
-                    env=worker_environment(self._extra_environment, folder),
-                )
-            finally:
-                os.close(prints)  # the listener ends when no process has it open
-        worker = _Worker(process, marks, listener, asynchronous=False, folder=folder)
+        marks = MARK.pack(time.monotonic(), NOTHING)
+        process = await WorkerProcess.spawn("stretto.environments.reward_worker", marks, self._options)
+        asynchronous = False
         try:
-            assert process.stdin is not None
-            process.stdin.write(request_frame((self._spec, self._columns, self._deadline_s, self._late)))
+            process.write(request_frame((self._spec, self._columns, self._deadline_s, self._late)))
             async with asyncio.timeout(START_S):
-                error, worker.asynchronous = read_greeting(await _read(process, {}))
+                error, asynchronous = read_greeting(await process.read(lambda: max_frame_bytes(0)))
         except TimeoutError:
             error = f"it could not be imported within {START_S:g} s"
         except BrokenFrameError as broken:
             error = f"its module wrote something to the worker's pipe while it was imported: {broken}"
         except asyncio.IncompleteReadError:
-            error = f"it {_how_it_ended(await worker.ended())} while it was imported"
+            error = f"it {how_it_ended(await process.ended())} while it was imported"
         except BaseException:
-            worker.kill()
-            await worker.ended()
+            process.kill()
+            await process.ended()
             raise
         if error is not None:
-            worker.kill()
-            await worker.ended()
+            process.kill()
+            await process.ended()
             raise RecipeError(f"`task.reward = {self._spec!r}` cannot be used: {error}")
-        return worker
-
-    async def _listen(self, printed: int) -> None:
-        """Passes what the reward prints on, line by line, until its process has ended."""
-        reader = asyncio.StreamReader()
-        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(printed, "rb", buffering=0)
-        )
-        rest = b""
-        try:
-            while piece := await reader.read(1 << 16):
-                *lines, rest = (rest + piece).split(b"\n")
-                if len(rest) > MAX_LINE:
-                    lines, rest = [*lines, rest], b""
-                for line in lines:
-                    self._print_line(line)
-        finally:
-            pipe.close()
-            if rest:
-                self._print_line(rest)
-
-    def _print_line(self, line: bytes) -> None:
-        text = line.decode("utf-8", errors="replace").rstrip()[:MAX_LINE]
-        if text:
-            self._on_output(text)
+        return _Worker(process, asynchronous)
 
     async def _deliver(self, worker: _Worker) -> None:
         """Delivers results until the worker's output ends. Raises `BrokenFrameError` for anything but results."""
         while True:
             try:
-                body = await _read(worker.process, worker.in_flight)
+                body = await worker.process.read(lambda: max_frame_bytes(len(worker.in_flight)))
             except asyncio.IncompleteReadError:
                 return
             results = read_results(body, worker.in_flight.keys())
@@ -446,14 +354,14 @@ class RewardPool:
         """Fails the item that cost a worker, and puts its other items back at the head of the queue, in order."""
         del self._workers[slot]
         self.replaced += 1
-        marked = MARK.unpack_from(worker.marks)[1]
+        marked = MARK.unpack_from(worker.process.marks)[1]
         no_item: frozenset[int] = frozenset()
         if worker.killed_for:  # the exit code says only that it was killed
             died, blamed = self._late, worker.killed_for
         elif worker.broken is not None:  # perhaps an earlier item wrote to the pipe
             died, blamed = self._broken_text(worker), no_item
         else:
-            died = f"`{self._spec}` {_how_it_ended(code)}"
+            died = f"`{self._spec}` {how_it_ended(code)}"
             blamed = frozenset([marked]) if worker.killed_for is None else no_item
         found = not blamed.isdisjoint(worker.in_flight)  # if not, any of them may be the cause
         again = []
@@ -486,7 +394,7 @@ class RewardPool:
                 if worker.in_flight and worker.killed_for is None:
                     worker.killed_for = self._late_items(worker)
                     if worker.killed_for is not None:
-                        worker.kill()
+                        worker.process.kill()
             if not self._queue and not any(worker.in_flight for worker in self._workers.values()):
                 self._work.clear()
 
@@ -495,7 +403,7 @@ class RewardPool:
 
         The set is empty if the worker is stuck and no item is known to be the cause.
         """
-        since, marked = MARK.unpack_from(worker.marks)
+        since, marked = MARK.unpack_from(worker.process.marks)
         now = time.monotonic()
         # The mark is two words and may be read half written, so an item counts only if two checks in a row see it.
         previous, worker.last_mark = worker.last_mark, marked
@@ -509,15 +417,6 @@ class RewardPool:
         return overdue if worker.asynchronous else frozenset()
 
 
-async def _read(process: asyncio.subprocess.Process, asked: Sized) -> bytes:
-    """Reads a worker's next frame. Raises `BrokenFrameError` if it is longer than results for `asked` can be."""
-    assert process.stdout is not None
-    (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-    if size > (limit := max_frame_bytes(len(asked))):
-        raise BrokenFrameError(f"a frame of {size} bytes, more than the limit of {limit}")
-    return await process.stdout.readexactly(size)
-
-
 def _log_line(line: str) -> None:
     log.warning("the reward function printed: %s", line)
 
@@ -525,9 +424,3 @@ def _log_line(line: str) -> None:
 def _fail(pending: _Pending, error: RewardError) -> None:
     if not pending.future.done():
         pending.future.set_exception(error)
-
-
-def _how_it_ended(code: int) -> str:
-    if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"ended its process with exit code {code}"

@@ -1,40 +1,42 @@
 """The process that runs a reward function for `RewardPool`.
 
-- It imports only the standard library and the user's module, so it starts fast.
-- Frames (`reward_pipes.py`) arrive on standard input and leave on standard output. What the reward prints goes to
-  standard error, which the pool reads.
+- It imports only the standard library and the user's module, so it starts fast. `worker_child.py` has its pipes.
 - Before it scores an item, it marks the item in memory shared with the pool. So the pool knows which item hangs or has
   killed the process.
 - A second thread waits on the input. When the pool's process ends, for whatever reason, the worker ends too.
-- A process that the reward forks holds neither pipe. It exits where it would return from the reward function.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import math
 import mmap
 import os
-import pickle
 import reprlib
 import select
-import signal
 import struct
 import sys
 import threading
 import time
 import traceback
-import types
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from queue import SimpleQueue
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 from stretto.environments.function_specs import SpecError, defined_at, last_line, resolve
-from stretto.environments.reward_pipes import LENGTH, Item, Result, greeting_frame, results_frame
+from stretto.environments.reward_pipes import Item, Result, greeting_frame, results_frame
 from stretto.environments.reward_range import BEYOND, is_trainable
+from stretto.environments.worker_child import (
+    SandboxArguments,
+    end,
+    end_copy,
+    marked,
+    open_pipes,
+    read_frame,
+    send,
+)
 
 MARK = struct.Struct("<dq")  # the time (`time.monotonic()`) since which this item is being scored
 NOTHING = -1
@@ -150,65 +152,7 @@ class Outbox:
                 self.send(results_frame(results))
 
     def send(self, frame: bytes) -> None:
-        try:
-            self._pipe.write(frame)
-            self._pipe.flush()
-        except BrokenPipeError:
-            end()
-
-
-def end() -> NoReturn:
-    """Kills this process and those that the reward has started, because the pool is gone."""
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(1)
-
-
-def end_copy(owner: int, error: BaseException | None = None) -> None:
-    """Exits if this is a process that the reward forked, which has returned from the reward or raised `error`.
-
-    Only the process `owner` may answer the pool.
-    """
-    if os.getpid() == owner:
-        return
-    code: object = 0
-    if isinstance(error, SystemExit):
-        code = error.code or 0
-    elif error is not None:
-        traceback.print_exception(error)
-        code = 1
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # the process exits; there is nowhere to report it
-            stream.flush()
-    os._exit(code if isinstance(code, int) else 1)
-
-
-def keep_from_copies(*pipes: BinaryIO) -> None:
-    """Replaces the pipes by `/dev/null` in every process that is forked from now on."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    numbers = [pipe.fileno() for pipe in pipes]
-
-    def replace() -> None:
-        for number in numbers:
-            os.dup2(nothing, number, inheritable=False)
-
-    os.register_at_fork(after_in_child=replace)
-
-
-def read_frame(pipe: BinaryIO) -> Any:
-    """Reads the next message. The pipe must be unbuffered: `select` does not see what a buffer holds."""
-    return pickle.loads(_read(pipe, LENGTH.unpack(_read(pipe, LENGTH.size))[0]))
-
-
-def _read(pipe: BinaryIO, size: int) -> bytes:
-    parts = []
-    while size > 0:
-        part = pipe.read(size)
-        if not part:
-            end()
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+        send(self._pipe, frame)
 
 
 def receive(pipe: BinaryIO, outbox: Outbox, deliver: Callable[[list[Item]], None]) -> None:
@@ -284,50 +228,15 @@ async def run_async(
     await asyncio.Event().wait()  # the receiving thread ends the process
 
 
-@types.coroutine
-def marked(
-    awaitable: Awaitable[Any], enter: Callable[[], None], leave: Callable[[BaseException | None], None]
-) -> Generator[Any, Any, Any]:
-    """Awaits it and calls `enter` before and `leave` after every step, so that a step that blocks the loop has a mark.
-
-    `leave` gets the exception that the step raised, or None.
-    """
-    steps = awaitable.__await__()
-    error: BaseException | None = None
-    while True:
-        enter()
-        try:
-            waiting = next(steps) if error is None else steps.throw(error)
-        except StopIteration as stop:
-            leave(None)
-            return stop.value
-        except BaseException as raised:
-            leave(raised)
-            raise
-        leave(None)
-        error = None
-        try:
-            yield waiting
-        except BaseException as raised:  # mostly a cancellation; the next step gets it
-            error = raised
-
-
-def main(mark_fd: int, sandbox: tuple[str, tuple[int, int, int], bool] | None = None) -> None:
+def main(mark_fd: int, sandbox: SandboxArguments | None = None) -> None:
     """Serves until the pool is gone.
 
     `sandbox` is None, or the folder and the limits of a sandbox to enter first, and True if it must hold in all parts.
     The first request is (spec, columns of the rows or None, deadline in seconds, error text of a late item). The reply
     is the greeting (`reward_pipes.py`).
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
-    refusal = None if sandbox is None else _enter_sandbox(*sandbox)
-    requests = os.fdopen(os.dup(0), "rb", buffering=0)
-    answers = os.fdopen(os.dup(1), "wb")
-    keep_from_copies(requests, answers)
+    requests, answers, refusal = open_pipes(sandbox)
     outbox = Outbox(answers)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(2, 1)
     memory = mmap.mmap(mark_fd, MARK.size)
 
     def mark(identity: int) -> None:
@@ -353,13 +262,3 @@ def main(mark_fd: int, sandbox: tuple[str, tuple[int, int, int], bool] | None = 
         asyncio.run(run_async(scorer, requests, outbox, mark, owner, deadline_s, late))
     else:
         run_plain(scorer, requests, outbox, mark, owner)
-
-
-def _enter_sandbox(folder: str, limits: tuple[int, int, int], strict: bool) -> str | None:
-    """Enters a sandbox. Returns why that is not enough, or None."""
-    from stretto.environments.sandbox import Limits, enter, missing
-
-    gaps = missing(enter(folder, Limits(*limits)))
-    if not strict or not gaps:
-        return None
-    return f"`task.sandbox.strict = true`, and on this machine the sandbox has gaps: {'; '.join(gaps)}"

@@ -37,8 +37,8 @@ class SharedTaskOptions(Options):
 
 
 class SandboxOptions(Options):
-    """A sandbox for reward functions and agents that run code written by the model: no network, no secrets, nothing to
-    write to but a folder of its own. `stretto check` tells which parts hold on a machine."""
+    """A sandbox for processes that run code written by the model: no network, no secrets, nothing to write to but a
+    folder of its own. `stretto check` tells which parts hold on a machine."""
 
     memory_gib: float = Field(4.0, ge=0.125, le=4_096, description="Address space of each process, in GiB")
     disk_mib: int = Field(64, ge=1, le=1 << 20, description="Files in the sandbox's folder, in MiB")
@@ -50,17 +50,22 @@ class SandboxOptions(Options):
         return Limits(int(self.memory_gib * _GIB), self.disk_mib * _MIB, self.processes)
 
 
-class ScoredTaskOptions(SharedTaskOptions):
+class ProcessTaskOptions(SharedTaskOptions):
+    """A task that runs code of the user's in processes of its own."""
+
+    pass_env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = Field(
+        (), description="Environment variables that these processes see too; may change at `--resume`"
+    )
+    sandbox: SandboxOptions | None = Field(
+        None, description="Runs these processes in a sandbox; leave out if they run no code of the model"
+    )
+
+
+class ScoredTaskOptions(ProcessTaskOptions):
     """A task of one turn that is scored by a reward function."""
 
     reward_seconds: float = Field(10.0, gt=0, description="Deadline of a call of the reward function")
     reward_workers: int = Field(1, ge=1, le=4_096, description="Processes that run the reward function")
-    pass_env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = Field(
-        (), description="Environment variables that the reward process sees too; may change at `--resume`"
-    )
-    sandbox: SandboxOptions | None = Field(
-        None, description="Runs the reward function in a sandbox; leave out if it runs no code of the model"
-    )
 
 
 class EpisodeTaskOptions(SharedTaskOptions):
@@ -116,7 +121,7 @@ class GuessOptions(EpisodeTaskOptions):
     )
 
 
-class EnvironmentOptions(EpisodeTaskOptions):
+class EnvironmentOptions(EpisodeTaskOptions, ProcessTaskOptions):
     """A JSONL or Parquet file of prompts with your own environment."""
 
     type: Literal["environment"] = "environment"
@@ -126,6 +131,21 @@ class EnvironmentOptions(EpisodeTaskOptions):
         16, ge=1, le=4_096, description="Most lineages of an episode: contexts of its own, such as that of a sub-agent"
     )
     config: dict[str, Any] = Field(default_factory=dict, description="Options of the class")
+    workers: int | None = Field(
+        None,
+        ge=0,
+        le=4_096,
+        description="Processes that play episodes, many each; 0: the driver plays them; may change at `--resume`; "
+        "default: one for four cores",
+    )
+    worker_gib: float | None = Field(
+        None, gt=0, description="Memory in GiB, beyond which a process is replaced when its episodes have ended"
+    )
+    worker_episodes: int | None = Field(None, ge=1, description="Episodes, after which a process is replaced")
+    episode_seconds: float | None = Field(
+        None, gt=0, description="Seconds of an episode outside of generation, after which it is cut"
+    )
+    budget: float | None = Field(None, ge=0, description="Most that an episode may spend with `policy.spend`")
     evaluation_path: str | None = Field(None, description="File of held-out prompts; default: split from `path`")
     system: str | None = Field(None, description="System message; every `prompt` becomes a user message after it")
 
@@ -134,7 +154,7 @@ class EnvironmentOptions(EpisodeTaskOptions):
         return min(self.lineages, self.turns)
 
 
-class AgentOptions(EpisodeTaskOptions):
+class AgentOptions(EpisodeTaskOptions, ProcessTaskOptions):
     """A JSONL or Parquet file of prompts with an agent: a program, or a function, that calls the policy over HTTP."""
 
     type: Literal["agent"] = "agent"
@@ -157,9 +177,6 @@ class AgentOptions(EpisodeTaskOptions):
     )
     reward_seconds: float = Field(10.0, gt=0, description="Deadline of a call of the reward function")
     reward_workers: int = Field(1, ge=1, le=4_096, description="Processes that run the reward function")
-    pass_env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = Field(
-        (), description="Environment variables that the agent sees too; may change at `--resume`"
-    )
     lineages: int = Field(
         16, ge=1, le=4_096, description="Most lineages of an episode: contexts of its own, such as that of a sub-agent"
     )

@@ -12,6 +12,7 @@ from stretto.recipe.schema import Recipe
 from stretto.run.protocols import NoRewards, TrainerBackend
 from stretto.setup.backend import Backend
 from stretto.setup.device import on_device
+from stretto.setup.environments import local_environment
 from stretto.setup.inputs import reward_pool
 from stretto.setup.memory_sizes import longest_trajectory
 from stretto.store.journal import Journal
@@ -41,4 +42,7 @@ def local_backend(
 
     task = driver.inputs.task
     rewards = NoRewards() if task.reward is None else reward_pool(recipe, task, said)
-    return Backend(driver, rewards, pool, make_trainer, lambda weights: on_device(weights, parts.trainer.device))
+    environment = local_environment(recipe, driver, rewards, said)
+    return Backend(
+        driver, rewards, environment, pool, make_trainer, lambda weights: on_device(weights, parts.trainer.device)
+    )

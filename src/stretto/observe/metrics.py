@@ -21,7 +21,7 @@ import numpy as np
 
 from stretto.errors import RunError
 from stretto.observe.collapse import History
-from stretto.types import Completion, EngineStats, EvaluationResult, Sample, UpdateReport, by_trajectory
+from stretto.types import Completion, EngineStats, EpisodeLimit, EvaluationResult, Sample, UpdateReport, by_trajectory
 
 
 class Sink(Protocol):
@@ -90,6 +90,8 @@ class Totals:
     prefilled_again: int = 0  # tokens prefilled again after moves without KV
     instances_lost: int = 0
     instances_replaced: int = 0
+    limits_reached: dict[str, int] = field(default_factory=dict)  # limit -> episodes that reached it
+    spent: float = 0.0  # by episodes
 
     def sums(self) -> dict[str, Any]:
         """The sums that the journal keeps: all except those that follow from its updates and evaluations."""
@@ -121,6 +123,8 @@ class Tally:
         self._at_open: Sequence[EngineStats] = ()
         self._marked: tuple[float, Sequence[EngineStats]] | None = None
         self._last_ended = 0.0
+        self._limits_since: Counter[str] = Counter()  # since the last update
+        self._spent_since = 0.0
 
     # -- the window ----------------------------------------------------------------------------------------------------
 
@@ -169,6 +173,14 @@ class Tally:
         self.totals.moves += 1
         self.totals.moved_bytes += num_bytes
         self.totals.prefilled_again += prefilled
+
+    def episode_limited(self, limit: EpisodeLimit | None, spent: float) -> None:
+        """Counts the limit that an episode has reached, if any, and what it has spent."""
+        if limit is not None:
+            self.totals.limits_reached[limit] = self.totals.limits_reached.get(limit, 0) + 1
+            self._limits_since[limit] += 1
+        self.totals.spent += spent
+        self._spent_since += spent
 
     def instance_lost(self) -> None:
         self.totals.instances_lost += 1
@@ -251,7 +263,10 @@ class Tally:
             "replayed_sequences": len(samples) - len(fresh),
             "replayed_tokens": reused_tokens,
             **self._filtered_since(len({sample.group for sample in fresh})),
+            "limits_reached": dict(self._limits_since),
+            "spent": self._spent_since,
         }
+        self._limits_since, self._spent_since = Counter(), 0.0
         line["collapsing"], line["warnings"] = totals.history.add(line)
         if totals.steps == totals.updates_without_signal == NEVER_A_SIGNAL:
             line["warnings"].append(_never_a_signal(report.update, line["reward_mean"]))
@@ -328,6 +343,8 @@ class Tally:
             "prefilled_again_tokens": totals.prefilled_again,
             "instances_lost": totals.instances_lost,
             "instances_replaced": totals.instances_replaced,
+            "limits_reached": totals.limits_reached,
+            "spent": totals.spent,
             "collapsing": totals.history.seen,
             "mismatch_kl": totals.mismatch_kl_sum / totals.mismatch_tokens if totals.mismatch_tokens else None,
             "mismatch_tokens": totals.mismatch_tokens,

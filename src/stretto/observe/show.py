@@ -171,10 +171,12 @@ def _describe(trajectory: Sequence[SampleRecord]) -> str:
         reward += f" ({' + '.join(f'{each:g}' for each in record.turn_rewards)})"
     num_turns = sum(each.turns for each in trajectory)
     turns = f" in {num_turns} turns" if num_turns > 1 else ""
+    limit = f", reached the limit of its {record.limit}" if record.limit in ("seconds", "budget") else ""
+    limit += f", spent {record.spent:g}" if record.spent is not None else ""
     end = record.finish if record.num_lineages == 1 else f"{record.num_lineages} lineages"
     return (
         f"trajectory {record.trajectory}: reward {reward}, version {record.version}, age {record.age}, "
-        f"{sum(each.num_tokens for each in trajectory)} tokens{turns}, {end}{again}"
+        f"{sum(each.num_tokens for each in trajectory)} tokens{turns}, {end}{limit}{again}"
     )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from stretto.environments.task_options import AgentOptions, ScoredTaskOptions
+from stretto.environments.task_options import EnvironmentOptions, ProcessTaskOptions
 from stretto.recipe.algorithm_checks import impossible_algorithm, options_without_effect
 from stretto.recipe.error_messages import as_toml
 
@@ -47,6 +47,12 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
         found["task", "pass_reward"] = (
             '`task.pass_reward` has no effect without `order = "pass-rate"`; set that, or leave it out'
         )
+    if isinstance(recipe.task, EnvironmentOptions) and recipe.task.workers == 0:
+        for name in ("worker_gib", "worker_episodes", "pass_env", "sandbox"):
+            found["task", name] = (
+                f"`task.{name}` has no effect with `task.workers = 0`, where the driver plays the episodes; leave one "
+                "of the two out"
+            )
     if reason := replays_nothing(recipe):
         found["training", "replay"] = f"`training.replay` has no effect: {reason}; leave it out"
     if recipe.training.schedule == "constant":
@@ -133,7 +139,7 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
             "least 2, or 0 to sample from all"
         )
     task = recipe.task
-    if isinstance(task, ScoredTaskOptions | AgentOptions) and task.sandbox is not None and task.pass_env:
+    if isinstance(task, ProcessTaskOptions) and task.sandbox is not None and task.pass_env:
         yield (
             f"`task.pass_env = {as_toml(task.pass_env)}` would hand these variables to the code in `task.sandbox`, "
             "which has no network to use them; leave one of the two out"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -71,13 +72,16 @@ class Evaluator:
         max_lineages: int = 1,
         max_context: int | None = None,
         episode_s: float | None = None,
+        cut_s: float | None = None,
+        budget: float = math.inf,
         first_reward: FirstReward | None = None,
     ) -> None:
         """`greedy`: answers every prompt a second time, at temperature 0; `sampling` must then have another.
 
         `vocabulary`: size, an engine may answer with smaller token ids only; None: any. `max_turns`,
         `max_lineages`: of an episode. `max_context`: tokens of a lineage with a context of its own; None: any number.
-        `episode_s`: an environment's deadline between tokens; None: whatever it waits for has a deadline.
+        `episode_s`: an environment's deadline between tokens; None: whatever it waits for has a deadline. `cut_s`: of
+        an episode outside of generation, after which it is cut; None: it is not. `budget`: that an episode may spend.
         """
         assert not greedy or sampling.temperature > 0, "refused in the recipe"
         self._prompts = prompts
@@ -92,6 +96,8 @@ class Evaluator:
         self._max_lineages = max_lineages
         self._max_context = max_context
         self._episode_s = episode_s
+        self._cut_s = cut_s
+        self._budget = budget
         self._first_reward = first_reward or FirstReward()
         self.num_ended = 0  # episodes, scored or failed, of all evaluations
 
@@ -134,6 +140,7 @@ class Evaluator:
         episode = Episode(
             held_out.turns, take_turn,
             max_tokens=max_tokens, max_context=self._max_context, deadline_s=self._episode_s,
+            seconds=self._cut_s, budget=self._budget,
         )  # fmt: skip
         try:
             outcome = await episode.play(self._environment, held_out.prompt)

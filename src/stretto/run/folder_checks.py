@@ -4,7 +4,7 @@
 what is in the folder       begin        `--resume`
 nothing, or no folder       yes          no: nothing to resume
 a finished run              no           no: nothing to resume
-a run, however it ended     no           yes, if the recipe is the same but for `[runtime]` and `task.pass_env`
+a run, however it ended     no           yes, if the recipe is the same but for `[runtime]` and `MAY_CHANGE`
 a run without its journal   no           no: what it had recorded is gone (`store/traces.py`)
 a run that is alive         no           no: another process runs it
 anything else               no           no
@@ -32,7 +32,13 @@ if TYPE_CHECKING:
     from stretto.recipe.schema import Recipe
 
 # Beside `[runtime]`, of a run that goes on. The size of its micro-batches is recorded with each update.
-MAY_CHANGE = ("task.pass_env", "training.micro_tokens")
+MAY_CHANGE = (
+    "task.pass_env",
+    "task.workers",
+    "task.worker_gib",
+    "task.worker_episodes",
+    "training.micro_tokens",
+)
 # Keys whose `auto` a run replaces by its meaning on the machine where it begins, and keeps unless the recipe says else.
 RESOLVED_KEYS = ("model.dtype", "training.micro_tokens")
 

@@ -29,8 +29,8 @@ import numpy as np
 from stretto import clock
 from stretto.core import messages as core
 from stretto.environments.function_specs import last_line
-from stretto.environments.protocol import Environment, earned
-from stretto.environments.single_turn import Decode
+from stretto.environments.protocol import Environment, earned, other_tokens
+from stretto.environments.single_turn import Decode, SingleTurn
 from stretto.errors import (
     AbortedError,
     EngineError,
@@ -43,6 +43,7 @@ from stretto.errors import (
 )
 from stretto.observe.metrics import Tally
 from stretto.observe.tail_latency import Tail
+from stretto.run.episode_limits import limit_of, limit_of_failure
 from stretto.run.episodes import Episode
 from stretto.run.first_reward import FirstReward
 from stretto.run.instance_membership import Instances
@@ -53,10 +54,9 @@ from stretto.run.rollout import PendingTurn, Placement, Rollout, RolloutState
 from stretto.run.seeds import turn_seed
 from stretto.run.settings import Settings
 from stretto.run.suspensions import Suspensions, all_done
-from stretto.run.turns import other_tokens
 from stretto.run.version_loader import VersionLoader
 from stretto.store.journal import Journal
-from stretto.types import Completion, Request, Suspended
+from stretto.types import Completion, EpisodeLimit, Request, Suspended
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +120,8 @@ class Rollouts:
         self._post = post
         self._pinned = pinned
         self._episode_s = settings.episode_s
+        self._cut_s = settings.cut_s
+        self._budget = settings.budget
         self._max_turns = settings.max_turns
         self._max_lineages = settings.max_lineages
         self._max_context = settings.max_context
@@ -192,6 +194,7 @@ class Rollouts:
         episode = Episode(
             rollout.turns, partial(self._turn, run),
             max_tokens=self._sampling.max_tokens, max_context=self._max_context, deadline_s=self._episode_s,
+            seconds=self._cut_s, budget=self._budget,
         )  # fmt: skip
         self._episodes.add(episode)
         run.episode = episode
@@ -206,6 +209,8 @@ class Rollouts:
             ours = isinstance(error, StrettoError) and not isinstance(error, RewardError | RequestError)
             if ours or (isinstance(error, AssertionError) and error is episode.fault):
                 raise  # not of this trajectory: of the journal, of the reward pool itself, of this package
+            if run.counts:
+                self._note_limit(rollout, limit_of_failure(episode), episode.spending.spent)
             self._failed(run, error)
             return
         finally:
@@ -215,12 +220,21 @@ class Rollouts:
             return  # dropped while it was scored, or its episode is run again elsewhere
         if not rollout.is_generated:
             self._complete(run)
+        self._note_limit(rollout, limit_of(episode, rollout.turns, self._max_turns), episode.spending.spent)
         rollout.score(reward, turn_rewards)
         self.failed_in_a_row = 0
         self._first_reward.scored()
         self._tail.member_ended(rollout.group, scored=True)
         self._journal.scored(rollout.id, reward, at=clock.now(), turns=turn_rewards)
         self._post(core.Scored(rollout.id, reward))
+
+    def _note_limit(self, rollout: Rollout, limit: EpisodeLimit | None, spent: float) -> None:
+        """Records the limit that an episode has reached, and what it has spent, instead of what an earlier try had."""
+        if isinstance(self._environment, SingleTurn):
+            return
+        self._journal.episode_limited(rollout.id, limit, spent)
+        if limit is not None or spent:
+            self._tally.episode_limited(limit, spent)
 
     @staticmethod
     def _earned(rollout: Rollout, outcome: object, num_turns: int) -> tuple[float, tuple[float, ...] | None]:

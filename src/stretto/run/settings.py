@@ -17,6 +17,8 @@ class Settings:
     stall_s: float  # without an event or a token, until the run ends with an error
     reward_s: float = 0.0  # beyond `stall_s`, for a reward that has a deadline of its own
     episode_s: float | None = None  # for an environment between tokens; None: whatever it waits for has a deadline
+    cut_s: float | None = None  # of one episode outside of generation, after which it is cut; None: it is not
+    budget: float = math.inf  # of one episode
     checkpoint_s: float = math.inf  # between checkpoints, which are written when a version is published
     instance_s: float = 120.0  # for an instance that has work and makes no progress; then it is lost
     replacements: int = 0  # of lost instances, at most

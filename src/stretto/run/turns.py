@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from operator import index
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.environments.protocol import other_tokens
 from stretto.errors import RewardError, RoomError
 from stretto.types import Completion, FinishReason, Lineage, Supports
 
@@ -170,6 +170,12 @@ class Turns:
         last = {turn.lineage: turn.completion for turn in self.done}
         return len(last) >= max_lineages and all(made.finish == "length" for made in last.values())
 
+    @property
+    def is_cut(self) -> bool:
+        """True if a lineage ends at the limit of tokens."""
+        last = {turn.lineage: turn.completion for turn in self.done}
+        return bool(self.cut) or any(made.finish == "length" for made in last.values())
+
     def add(self, tokens: Sequence[int], completion: Completion, lineage: int = 0, train: bool = True) -> None:
         """Adds a turn that is done."""
         self.done.append(Turn(tuple(tokens), completion, lineage, train))
@@ -282,25 +288,6 @@ def _supports(turns: Sequence[Turn], tokens: NDArray[np.int32], starts: list[int
         members += [tokens[end_before:start], drawn.tokens]
         end_before = end
     return Supports(np.concatenate(counts), np.concatenate(members))
-
-
-def token_ids(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Returns a context that an environment handed over. Raises `RewardError` if it is not all token ids."""
-    try:
-        return tuple(map(index, tokens))
-    except TypeError as error:
-        raise RewardError(
-            f"the environment asked for a turn with a context that is not all token ids: {error}; hand over integers, "
-            "as `tokenizer.encode` returns them"
-        ) from error
-
-
-def other_tokens(number: int) -> RewardError:
-    """Returns the error for a turn that was asked for with another context before."""
-    return RewardError(
-        f"the environment asked for turn {number} with other tokens than the first time: an episode may be run again, "
-        "so what it asks for must follow from the prompt and the turns before"
-    )
 
 
 def _part(completion: Completion, start: int, end: int, finish: FinishReason) -> Completion:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from stretto.environments.protocol import Environment
 from stretto.run.protocols import Pool, Rewards, TrainerBackend
 from stretto.setup.factories import DriverInputs
 from stretto.store.journal import Journal
@@ -22,6 +23,7 @@ class Backend:
 
     driver: DriverInputs
     rewards: Rewards
+    environment: Environment  # plays the episodes of the task
     pool: Pool
     make_trainer: Callable[[Journal], TrainerBackend]
     # Brings weights that were read from a file to where instances load them from.

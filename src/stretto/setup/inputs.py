@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 from stretto.environments.custom import close_environment, load_environment, start_environment
 from stretto.environments.data import PromptStream
+from stretto.environments.episode_pool import EpisodePool, EpisodePoolOptions, default_workers, pickled_tokenizer
 from stretto.environments.prompt_order import PassRates
 from stretto.environments.reward_environment import named_variables
 from stretto.environments.reward_pool import RewardPool
 from stretto.environments.reward_worker import Columns
 from stretto.environments.sandbox import LEAST_PROCESSES_OF_ROOT, PARTS, missing
 from stretto.environments.sandbox_processes import held_parts
-from stretto.environments.task_options import AgentOptions, ScoredTaskOptions
+from stretto.environments.task_options import EnvironmentOptions, ProcessTaskOptions, ScoredTaskOptions
 from stretto.environments.tasks import Task, load_task
+from stretto.environments.worker_process import WorkerOptions
 from stretto.errors import RecipeError
 from stretto.objectives.custom import CustomOptions
 from stretto.recipe.schema import Recipe
+
+log = logging.getLogger(__name__)
 
 SAMPLED_ROWS = 64  # of a generated task, to compare their columns with the parameters of the reward function
 
@@ -124,7 +130,7 @@ def reward_columns(task: Task) -> Columns:
 
 def passed_variables(recipe: Recipe) -> dict[str, str]:
     """The variables of `task.pass_env`. Raises `RecipeError` for one that is not set."""
-    return named_variables(recipe.task.pass_env) if isinstance(recipe.task, ScoredTaskOptions | AgentOptions) else {}
+    return named_variables(recipe.task.pass_env) if isinstance(recipe.task, ProcessTaskOptions) else {}
 
 
 def reward_pool(recipe: Recipe, task: Task, said: Callable[[str], None] | None = None) -> RewardPool:
@@ -143,9 +149,40 @@ def reward_pool(recipe: Recipe, task: Task, said: Callable[[str], None] | None =
     )
 
 
+def plays_in_workers(recipe: Recipe) -> bool:
+    """True if worker processes play the episodes of the task."""
+    return isinstance(recipe.task, EnvironmentOptions) and recipe.task.workers != 0
+
+
+def episode_pool_options(recipe: Recipe, task: Task, tokenizer: Any) -> EpisodePoolOptions:
+    """The options of the pool that plays the episodes of `task`."""
+    assert task.environment is not None
+    assert isinstance(recipe.task, EnvironmentOptions)
+    return EpisodePoolOptions(
+        task.environment,
+        pickled_tokenizer(tokenizer),
+        workers=recipe.task.workers,
+        hang_s=recipe.runtime.stall_seconds / 2,
+        max_bytes=None if recipe.task.worker_gib is None else int(recipe.task.worker_gib * (1 << 30)),
+        max_episodes=recipe.task.worker_episodes,
+    )
+
+
+def worker_options(recipe: Recipe, said: Callable[[str], None]) -> WorkerOptions:
+    """The options of the processes of a task. `said` gets every line that they print."""
+    assert isinstance(recipe.task, ProcessTaskOptions)
+    sandbox = recipe.task.sandbox
+    return WorkerOptions(
+        said,
+        passed_variables(recipe),
+        None if sandbox is None else sandbox.limits,
+        sandbox is not None and sandbox.strict,
+    )
+
+
 def _sandbox_notes(recipe: Recipe) -> Iterator[str]:
     """Says which parts of the sandbox hold on this machine, and what code in it can do because others do not."""
-    if not isinstance(recipe.task, ScoredTaskOptions | AgentOptions) or recipe.task.sandbox is None:
+    if not isinstance(recipe.task, ProcessTaskOptions) or recipe.task.sandbox is None:
         return
     where = "on this machine (others of the cluster may differ)" if recipe.runtime.type == "ray" else "on this machine"
     held = held_parts(recipe.task.sandbox.limits)
@@ -171,11 +208,14 @@ def check_objective(recipe: Recipe) -> None:
 
 
 def check_scoring(recipe: Recipe, task: Task, tokenizer: Any) -> str:
-    """Imports the reward function in a process, as a run does, and ends that process; or makes the environment.
+    """Imports the reward function or the environment in a process, as a run does, and ends that process.
 
     Returns a phrase on how the task is scored.
     """
     if task.environment is not None:
+        played = f"episodes of up to {task.max_turns} turns played by `{task.environment.name}`"
+        if plays_in_workers(recipe):
+            return f"{played} {asyncio.run(_try_worker(recipe, task, tokenizer))}"
         environment = load_environment(task.environment, tokenizer)
 
         async def try_environment() -> None:
@@ -185,7 +225,7 @@ def check_scoring(recipe: Recipe, task: Task, tokenizer: Any) -> str:
                 await close_environment(environment)
 
         asyncio.run(try_environment())
-        return f"episodes of up to {task.max_turns} turns played by `{task.environment.name}`"
+        return f"{played} in the driver's process"
 
     async def start_and_close() -> None:
         pool = reward_pool(recipe, task)
@@ -196,6 +236,21 @@ def check_scoring(recipe: Recipe, task: Task, tokenizer: Any) -> str:
 
     asyncio.run(start_and_close())
     return f"scored by `{task.reward}`"
+
+
+async def _try_worker(recipe: Recipe, task: Task, tokenizer: Any) -> str:
+    """Starts one worker that plays episodes, and ends it. Returns a phrase on what it found."""
+    asked = episode_pool_options(recipe, task, tokenizer)
+    count = default_workers() if asked.workers is None else asked.workers
+    pool = EpisodePool(replace(asked, workers=1), worker_options(recipe, log.warning))
+    began = time.monotonic()
+    try:
+        await pool.start()
+        took_s = time.monotonic() - began
+        (memory,) = pool.memory.values()
+    finally:
+        await pool.close()
+    return f"in {count} worker process{'es' * (count > 1)} (one starts in {took_s:.1f} s and takes {memory >> 20} MiB)"
 
 
 def _prompt_limits(recipe: Recipe, model_path: str, context: int) -> tuple[int, int]:

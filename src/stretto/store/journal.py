@@ -160,6 +160,7 @@ class Journal:
     state_changed = _recorded(journal_writes.state_changed)
     attempt_failed = _recorded(journal_writes.attempt_failed)
     generated = _recorded(journal_writes.generated)
+    episode_limited = _recorded(journal_writes.episode_limited)
     score_again = _recorded(journal_writes.score_again)
     failed = _recorded(journal_writes.failed)
     filtered = _recorded(journal_writes.filtered)

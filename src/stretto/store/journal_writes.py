@@ -28,7 +28,7 @@ from stretto.store.schema import (
     RunFacts,
     State,
 )
-from stretto.types import Lineage, Prompt, Sample
+from stretto.types import EpisodeLimit, Lineage, Prompt, Sample
 
 _NOT_ENDED = f"state NOT IN {ENDS!r}"
 _LAST = "COALESCE((SELECT MAX(seq) FROM transitions), 0)"
@@ -288,6 +288,12 @@ def scored(
         "UPDATE trajectories SET reward = ?, scored_at = ?, turn_rewards = ? WHERE trajectory = ?",
         (float(reward), at, by_turn, trajectory),
     )
+
+
+def episode_limited(db: sqlite3.Connection, trajectory: int, limit: EpisodeLimit | None, spent: float) -> None:
+    """Notes the limit that the episode of a trajectory has reached, if any, and what it has spent."""
+    row = (limit, spent or None, trajectory)
+    db.execute("UPDATE trajectories SET limit_reached = ?, spent = ? WHERE trajectory = ?", row)
 
 
 def score_again(db: sqlite3.Connection, trajectory: int, reason: str, at: float, num_failures: int = 1) -> None:

@@ -112,6 +112,8 @@ class SampleRecord:
     train: bool  # False: it was not trained on
     context: str | None  # None: the prompt
     turn_rewards: tuple[float, ...] | None  # one for each turn of the trajectory, if the environment returns them
+    limit: str | None  # that its episode reached
+    spent: float | None  # by its episode
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,13 +374,14 @@ class JournalReader:
             f"SELECT m.trajectory, t.group_id, t.member, t.version, {_AGE}, m.use, g.prompt_text, "
             "COALESCE(c.text, ''), t.reward, COALESCE(c.num_sampled, 0), COALESCE(c.finish, ''), "
             "COALESCE(LENGTH(c.turns) / 8, 1), COALESCE(c.lineage, 0), COALESCE(t.num_lineages, 1), "
-            "COALESCE(c.train, 1), iif(c.context IS NULL, NULL, COALESCE(c.context_text, '')), t.turn_rewards FROM "
+            "COALESCE(c.train, 1), iif(c.context IS NULL, NULL, COALESCE(c.context_text, '')), t.turn_rewards, "
+            "t.limit_reached, t.spent FROM "
             "(SELECT update_id, trajectory, use, MIN(position) AS position FROM members WHERE update_id = ? "
             "GROUP BY trajectory, use) m JOIN trajectories t USING (trajectory) JOIN groups g USING (group_id) "
             "LEFT JOIN completions c USING (trajectory) ORDER BY m.position, c.lineage",
             update,
         )
-        return [_typed(SampleRecord(*(*row[:14], row[14] == 1, row[15], _rewards(row[16])))) for row in rows]
+        return [_typed(SampleRecord(*(*row[:14], row[14] == 1, row[15], _rewards(row[16]), *row[17:]))) for row in rows]
 
     @_decodes
     def evaluations(self) -> list[EvaluationRecord]:

@@ -12,7 +12,9 @@
                    before whose batch it was kept without a signal, because the limit of filtered groups was reached
     trajectories   one small row each, changed as it moves through its states; `turn_rewards` are those of its turns
                    where they are told apart, and add up to `reward`; `lost_tokens` were sampled before it ended
-                   without a completion; `num_lineages` is NULL until it has its last token
+                   without a completion; `num_lineages` is NULL until it has its last token; `limit_reached` is the
+                   limit that its episode ran into (`turns`, `tokens`, `seconds`, `budget`), NULL if it ended by
+                   itself, and `spent` what the episode spent, NULL if nothing; both are those of its last run
     completions    what a trajectory generated, one row a lineage, with the version and checksum that the engine stamped
                    on it; written once, apart from `trajectories` so that a change of state never rewrites the blobs; of
                    an episode with several turns `turns` says where each begins and ends, and what lies between was
@@ -66,7 +68,7 @@ JOURNAL_NAME = "journal.sqlite"
 RESTORE = "put the journal back from a copy, with its `-wal` file if it had one"
 RESTORE_OR_BEGIN = f"{RESTORE}; if its run was killed as it began, `--resume` begins it"
 NUM_NAMED = 5  # runs of a folder that is none itself
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 
 State = Literal["waiting", "running", "scoring", "scored", "training", "trained", "failed", "filtered", "dropped"]
 ENDS: tuple[State, ...] = ("trained", "failed", "filtered", "dropped")
@@ -103,7 +105,8 @@ CREATE TABLE groups (
 CREATE TABLE trajectories (
     trajectory INTEGER PRIMARY KEY, group_id INTEGER NOT NULL, member INTEGER NOT NULL, version INTEGER NOT NULL,
     seed INTEGER NOT NULL, state TEXT NOT NULL, instance INTEGER, reward REAL, scored_at REAL,
-    ended_at REAL, error TEXT, lost_tokens INTEGER, turn_rewards BLOB, num_lineages INTEGER);
+    ended_at REAL, error TEXT, lost_tokens INTEGER, turn_rewards BLOB, num_lineages INTEGER,
+    limit_reached TEXT, spent REAL);
 CREATE INDEX trajectories_by_group ON trajectories (group_id, member);
 CREATE INDEX trajectories_by_state ON trajectories (state);
 CREATE TABLE completions (

@@ -1,0 +1,29 @@
+"""The environment of a run that needs nothing but the machine of the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stretto.environments.custom import load_environment
+from stretto.environments.episode_pool import EpisodePool
+from stretto.environments.protocol import Environment
+from stretto.environments.single_turn import SingleTurn
+from stretto.recipe.schema import Recipe
+from stretto.run.protocols import Rewards
+from stretto.setup.factories import DriverInputs
+from stretto.setup.inputs import episode_pool_options, plays_in_workers, worker_options
+
+
+def local_environment(
+    recipe: Recipe, driver: DriverInputs, rewards: Rewards, said: Callable[[str], None]
+) -> Environment:
+    """Makes the environment of the task: worker processes, one in this process, or one turn that `rewards` scores.
+
+    `said` gets every line that worker processes print.
+    """
+    task = driver.inputs.task
+    if task.environment is None:
+        return SingleTurn(rewards, driver.decode)
+    if plays_in_workers(recipe):
+        return EpisodePool(episode_pool_options(recipe, task, driver.tokenizer), worker_options(recipe, said))
+    return load_environment(task.environment, driver.tokenizer)
