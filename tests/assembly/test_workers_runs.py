@@ -130,7 +130,7 @@ def test_the_limits_that_episodes_reach_are_in_the_journal_and_in_the_metrics(mo
     assert spent > 0
 
     made = talking(
-        model, tmp_path, "task.config.waits=60.0", "task.episode_seconds=0.3", "task.workers=1", "training.steps=1"
+        model, tmp_path, "task.config.waits=60.0", "task.episode_seconds=2.0", "task.workers=1", "training.steps=1"
     )
     summary = run(made, tmp_path / "cut")
     assert_verifies(tmp_path / "cut")

@@ -64,7 +64,11 @@ class Talks:
                 if os.fork():
                     os.wait()
             case "leak":
-                HELD.append(bytearray(os.urandom(1) * (64 << 20)))
+                HELD.append(bytearray(os.urandom(1) * (8 << 20)))
+                await asyncio.sleep(0.05)
+            case "hog":
+                HELD.append(bytearray(os.urandom(1) * (256 << 20)))
+                await asyncio.sleep(3600)
             case "flood":
                 for line in range(20_000):
                     print(f"line {line} " + "x" * 80)

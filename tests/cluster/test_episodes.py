@@ -52,8 +52,8 @@ def test_episodes_on_the_cluster_are_those_of_the_driver_and_a_lost_actor_costs_
                 [
                     Game(0, "raise"),
                     game := Game(1, "spend", budget=3.0),
-                    Game(2, "wait", seconds=0.5),
-                    Game(3, "report", seconds=0.5),
+                    Game(2, "wait", seconds=3.0),
+                    Game(3, "report", seconds=3.0),
                 ],
             )
             assert isinstance(failed, RewardError)

@@ -128,7 +128,7 @@ def test_an_episode_that_blocks_its_event_loop_fails_alone_and_its_neighbours_ge
     async def run() -> None:
         games = [Game(0, "block"), *(Game(number, turns=4) for number in range(1, 20))]
         waiting = [Game(number, "wait") for number in range(20, 22)]
-        async with pool(hang_s=1.0) as it:
+        async with pool(hang_s=3.0) as it:
             pending = asyncio.ensure_future(play_all(it, waiting))
             await asyncio.sleep(0)
             late, *fine = await play_all(it, games)
@@ -137,7 +137,7 @@ def test_an_episode_that_blocks_its_event_loop_fails_alone_and_its_neighbours_ge
             pending.cancel()
             await asyncio.gather(pending, return_exceptions=True)
         assert isinstance(late, LateRewardError)
-        assert "blocked the event loop of its worker for 1 s" in str(late)
+        assert "blocked the event loop of its worker for 3 s" in str(late)
         assert all(isinstance(outcome, Outcome) for outcome in fine), fine
         assert [game.generated for game in [*games[1:], *waiting]] == [4] * 19 + [1] * 2
 
@@ -217,11 +217,22 @@ def test_a_process_that_an_environment_forks_plays_nothing() -> None:
 
 def test_a_worker_that_leaks_is_replaced_between_episodes_and_costs_none() -> None:
     async def run() -> None:
-        async with pool(max_bytes=100 << 20, hang_s=1.0) as it:
+        async with pool(max_bytes=200 << 20, hang_s=3.0) as it:
             (first,) = it.memory
             while first in it.memory:
                 assert isinstance(await Game(0, "leak").play(it), Outcome)
-            assert (it.retired, it.replaced) == (1, 0)
+            assert it.retired >= 1
+            assert it.replaced == 0
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_takes_twice_its_memory_is_killed() -> None:
+    async def run() -> None:
+        async with pool(max_bytes=100 << 20, hang_s=10.0) as it:
+            with pytest.raises(RewardError, match=r"took 0.\d GiB, more than twice `task.worker_gib = 0.0976562`"):
+                await Game(0, "hog").play(it)
+            assert isinstance(await Game(1).play(it), Outcome)
 
     asyncio.run(run())
 
@@ -396,14 +407,14 @@ def test_spending_is_counted_and_refused_beyond_the_budget() -> None:
 def test_an_episode_is_cut_after_its_seconds_with_the_reward_that_it_had_reported() -> None:
     async def run() -> None:
         async with pool() as it:
-            for environment in (it, played_here()):
-                game = Game(0, "report", seconds=0.5)
+            for environment, seconds in ((it, 1.5), (played_here(), 0.2)):
+                game = Game(0, "report", seconds=seconds)
                 outcome = await game.play(environment)
                 assert isinstance(outcome, Outcome)
                 assert len(outcome.turns) == 1
                 assert game.episode.cut
-                with pytest.raises(LateRewardError, match=r"`task.episode_seconds = 0.5`, and has no reward"):
-                    await Game(0, "wait", seconds=0.5).play(environment)
+                with pytest.raises(LateRewardError, match=rf"`task.episode_seconds = {seconds}`, and has no reward"):
+                    await Game(0, "wait", seconds=seconds).play(environment)
 
     asyncio.run(run())
 
