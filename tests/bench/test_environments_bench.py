@@ -30,7 +30,8 @@ def test_the_quick_bench_measures_everything(environments: ModuleType, tmp_path:
     assert environments.main(["--quick", "--out", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     assert set(found["floors"]) == {
-        "against_lock_step", "against_its_closed_form", "against_ideal", "turn_alone_ms", "thread_ms_per_turn", "idle_freed_to_held"
+        "against_lock_step", "against_its_closed_form", "against_ideal", "turn_alone_ms", "thread_ms_per_turn",
+        "idle_freed_to_held",
     }  # fmt: skip
     assert all(floor["got"] > 0 for floor in found["floors"].values())
     assert before == environments.rollout_runner.WORLD_S
