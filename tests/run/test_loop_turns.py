@@ -319,8 +319,9 @@ def test_an_episode_that_waits_for_its_world_frees_its_row_for_others(first_turn
                 all_there.set()
             await all_there.wait()
 
-    bench = talking(tmp_path, plan(rows=4, in_flight=3, updates=2), environment=Gathers(), max_turns=2)
-    assert bench.run()
+    options = plan(rows=4, in_flight=3, updates=2, retries=0)
+    assert talking(tmp_path, options, environment=Gathers(), max_turns=2).run()
+    assert rows(tmp_path, "SELECT COUNT(*) FROM failures") == [(0,)], "nobody waited until its deadline"
     assert broken(tmp_path) == []
 
 
