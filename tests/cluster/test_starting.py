@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError
 import stretto.cluster.actor_calls as actor_calls
 import stretto.cluster.actor_placement as placement
 import stretto.cluster.rank_group as ranks
-import stretto.cluster.rewards as environment
+import stretto.cluster.worker_host as worker_host
 from stretto.cluster.actor_calls import CallServer
 from stretto.cluster.rewards import RayRewards, RewardOptions
 from stretto.errors import RewardError, TrainerError
@@ -71,15 +71,15 @@ def test_a_host_of_rewards_that_dies_as_it_starts_is_placed_again_three_times_at
         hosts.append(Host(dies=len(hosts) < deaths))
         return hosts[-1]
 
-    monkeypatch.setattr(environment, "ray", fake_ray(make))
-    for module in (environment, actor_calls):
+    monkeypatch.setattr(worker_host, "ray", fake_ray(make))
+    for module in (worker_host, actor_calls):
         monkeypatch.setattr(module, "kill", lambda host: setattr(host, "ended", True))
 
     async def main() -> None:
         said: list[str] = []
         options = RewardOptions("rewards:one", 1, 1.0, None, ".")
         rewards = RayRewards(options, said=print, instance_seconds=5.0, notice=said.append)
-        if deaths < environment.STARTS:
+        if deaths < worker_host.STARTS:
             await rewards.start()
             assert await rewards.score("p", "c", {}) == 2.0
         else:
