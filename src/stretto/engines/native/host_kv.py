@@ -25,6 +25,7 @@ from stretto.engines.native.cache import PAGE, KVCache
 
 # The most of the machine's memory that the copies of one engine take. Eight engines on one machine take less than half.
 MEMORY_SHARE = 0.05
+USED_ON_GPUS = False  # the copies have not been tried on a GPU yet: there, KV that leaves is dropped
 COPY_S = 1e-3  # what a copy costs apart from its bytes: two launches a layer
 NEW_SHARE = 0.3  # the weight of the last copy in the average bandwidth
 WINDOW_S = 0.25  # of work over which the prefill rate is measured: many steps, as results arrive a step late
@@ -103,6 +104,8 @@ class HostKV:
 
     def pays(self, pages: int, *, at_once: bool) -> bool:
         """Returns True if pages should go to the host rather than be dropped; `at_once`: the engine waits for that."""
+        if self.overlaps and not USED_ON_GPUS:
+            return False
         copies = 2 if at_once or not self.overlaps else 1
         return self.rates.copy_pays(pages * PAGE, self.size(pages), copies=copies)
 
