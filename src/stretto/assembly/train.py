@@ -437,4 +437,5 @@ def _evaluator(run: _Run, environment: Environment, first_reward: FirstReward) -
         cut_s=run.cut_s,
         budget=run.budget,
         first_reward=first_reward,
+        decode=driver.decode,
     )
