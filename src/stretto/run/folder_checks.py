@@ -4,7 +4,7 @@
 what is in the folder       begin        `--resume`
 nothing, or no folder       yes          no: nothing to resume
 a finished run              no           no: nothing to resume
-a run, however it ended     no           yes, if the recipe is the same but for `[runtime]` and `MAY_CHANGE`
+a run, however it ended     no           yes, if the recipe is the same but for `FREE` and `MAY_CHANGE`
 a run without its journal   no           no: what it had recorded is gone (`store/traces.py`)
 a run that is alive         no           no: another process runs it
 anything else               no           no
@@ -31,7 +31,8 @@ from stretto.store.traces import recorded_in
 if TYPE_CHECKING:
     from stretto.recipe.schema import Recipe
 
-# Beside `[runtime]`, of a run that goes on. The size of its micro-batches is recorded with each update.
+FREE = ("runtime.", "observe.")  # the tables that may change
+# Beside them, of a run that goes on. The size of its micro-batches is recorded with each update.
 MAY_CHANGE = (
     "task.pass_env",
     "task.workers",
@@ -136,7 +137,7 @@ def refuse_lost(folder: Path) -> None:
 
 
 def refuse_another_recipe(recipe: Recipe, folder: Path, instead: str | None = None) -> None:
-    """Raises `RunError` if a run would be resumed by another recipe; only `[runtime]` and `MAY_CHANGE` may change.
+    """Raises `RunError` if a run would be resumed by another recipe; only `FREE` and `MAY_CHANGE` may change.
 
     Neither `config.toml` nor the journal may be of another run. `instead` is what the error tells the user to do, if
     not to resume it by its own recipe.
@@ -158,7 +159,7 @@ def refuse_another_recipe(recipe: Recipe, folder: Path, instead: str | None = No
     changed = [
         key
         for key in sorted(before.keys() | now.keys())
-        if not key.startswith("runtime.") and key not in MAY_CHANGE and before.get(key) != now.get(key)
+        if not key.startswith(FREE) and key not in MAY_CHANGE and before.get(key) != now.get(key)
     ]
     if changed:
         lines = [
