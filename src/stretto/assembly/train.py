@@ -373,6 +373,7 @@ def _make_loop(
             max_lineages=driver.inputs.task.max_lineages,
             max_context=driver.inputs.longest_prompt + driver.sampling.max_tokens,
             sampled_ages=run.recipe.sampled_ages,
+            records_tokens=run.recipe.observe.tokens,
         ),
         weights=resumed.weights,
         rollouts=resumed.rollouts,
