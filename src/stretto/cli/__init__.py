@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TextIO
 
 from stretto import __version__
-from stretto.cli import check, compare, pool, replay, serve, show, train, verify
+from stretto.cli import check, compare, pool, replay, serve, show, train, verify, view
 from stretto.errors import StrettoError, printable
 
 EXAMPLES = """examples:
@@ -26,6 +26,7 @@ EXAMPLES = """examples:
   stretto compare recipes/quickstart.toml --paradigms synchronous,multi-version
   stretto verify runs/short
   stretto show runs/short --update 10
+  stretto view runs/short
   stretto pool runs/short --add 2
   stretto replay runs/short
   stretto serve runs/short
@@ -55,6 +56,7 @@ COMMANDS: Mapping[str, Command] = {
     "verify": verify,
     "replay": replay,
     "show": show,
+    "view": view,
     "pool": pool,
     "serve": serve,
 }
