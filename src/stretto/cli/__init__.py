@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TextIO
 
 from stretto import __version__
-from stretto.cli import check, compare, pool, replay, serve, show, train, verify, view
+from stretto.cli import check, compare, pool, replay, report, serve, show, trace, train, verify, view
 from stretto.errors import StrettoError, printable
 
 EXAMPLES = """examples:
@@ -27,6 +27,8 @@ EXAMPLES = """examples:
   stretto verify runs/short
   stretto show runs/short --update 10
   stretto view runs/short
+  stretto report runs/short -o report.html
+  stretto trace runs/short -o trace.json
   stretto pool runs/short --add 2
   stretto replay runs/short
   stretto serve runs/short
@@ -57,6 +59,8 @@ COMMANDS: Mapping[str, Command] = {
     "replay": replay,
     "show": show,
     "view": view,
+    "report": report,
+    "trace": trace,
     "pool": pool,
     "serve": serve,
 }

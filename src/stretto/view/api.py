@@ -183,4 +183,3 @@ def _real(parameters: Parameters, name: str) -> float:
     if not math.isfinite(value):
         raise RunError(f"`{name}` is `{parameters.get(name, '')}`: give a number")
     return value
-

@@ -110,7 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "stretto", ""
     timeout = 60.0
 
-    def do_GET(self) -> None:  # noqa: N802 - the name that the base class calls
+    def do_GET(self) -> None:
         if not self._is_for_us():
             return
         address = urlsplit(self.path)
@@ -126,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET  # noqa: N815
 
-    def do_POST(self) -> None:  # noqa: N802
+    def do_POST(self) -> None:
         if not self._is_for_us():
             return
         if self.headers.get("X-Stretto") != "1":  # another site's page cannot send this without asking first
@@ -176,8 +176,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, content: bytes, kind: str, status: HTTPStatus = HTTPStatus.OK) -> None:
         self.send_response(status)
-        if len(content) >= COMPRESS_FROM and self.server.host_names is None and "gzip" in (
-            self.headers.get("Accept-Encoding") or ""
+        if (
+            len(content) >= COMPRESS_FROM
+            and self.server.host_names is None
+            and "gzip" in (self.headers.get("Accept-Encoding") or "")
         ):  # over a network; on this machine it would only cost time
             content = gzip.compress(content, compresslevel=3)
             self.send_header("Content-Encoding", "gzip")

@@ -12,7 +12,7 @@
   /** Round numbers between two values, about `count` of them. */
   S.ticks = function (low, high, count) {
     const step0 = (high - low) / Math.max(1, count), power = 10 ** Math.floor(Math.log10(step0 || 1));
-    const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= step0) || power * 10;
+    const step = [1, 2, 2.5, 5, 10].map((each) => each * power).find((each) => each >= step0) || power * 10;
     const found = [];
     for (let value = Math.ceil(low / step - 1e-9) * step; value <= high + step * 1e-9; value += step) found.push(Math.abs(value) < step * 1e-9 ? 0 : value);
     return found;
@@ -136,7 +136,7 @@
         if (!places.length) continue;
         let place = places.at(-1);
         if (pointer !== null) { place = places[0]; for (const other of places) if (Math.abs(each.x[other] - pointer) < Math.abs(each.x[place] - pointer)) place = other; where = each.x[place]; g.fillStyle = each.colour; g.beginPath(); g.arc(px(each.x[place]), py(each.y[place]), 3.4, 0, 7); g.fill(); }
-        shown.push(S.h("span", {}, all.length > 1 || this.options.always ? S.h("i", { class: "swatch", style: { background: each.colour } }) : null, each.label && all.length > 1 && all.length < 6 ? S.h("span", { class: "muted" }, each.label) : null, format(each.y[place])));
+        shown.push(S.h("span", {}, all.length > 1 || this.options.always ? S.h("i", { class: "swatch", style: { background: each.colour } }) : null, each.label && all.length > 1 && !this.options.always ? S.h("span", { class: "muted" }, each.label) : null, format(each.y[place])));
       }
       S.fill(this.value, where !== null ? S.h("span", { class: "faint" }, `at ${this.axisLabel(where)}`) : null, shown.slice(0, 8));
     }

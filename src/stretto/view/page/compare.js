@@ -35,7 +35,7 @@
           return [{ label: S.plural(runs.length, "seed"), colour, ...merged(runs.map(values)) }];
         });
       };
-      const charts = S.CURVES.map((curve) => new S.Chart({ ...curve, title: curve.series.length > 1 ? `${curve.title}, ${curve.series[0][0]}` : curve.title, always: true }, () => series(curve)));
+      const charts = S.CURVES.map((curve) => new S.Chart({ ...curve, title: curve.series.length > 1 && curve.series[0][0] !== "score" ? `${curve.title}, ${curve.series[0][0]}` : curve.title, always: true }, () => series(curve)));
       const draw = () => S.redrawCharts();
       const boxes = S.runs.map((run) => S.h("label", { class: "check" }, S.h("input", { type: "checkbox", checked: true, on: { change: (event) => { if (event.target.checked) hidden.delete(run.place); else hidden.add(run.place); draw(); } } }), S.h("i", { class: "swatch", style: { background: S.series(band ? recipe.seeds.find((each) => each.includes(run.place))[0] : run.place) } }), S.listed[run.place].name));
       const failed = S.runs.filter((run) => run.error).map((run) => S.h("p", { class: "notice bad" }, `${S.listed[run.place].name}: ${run.error}`));

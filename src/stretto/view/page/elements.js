@@ -36,6 +36,7 @@ window.stretto = {};
   S.seconds = function (value) {
     if (value === null || value === undefined || Number.isNaN(value)) return "-";
     const size = Math.abs(value);
+    if (size === 0) return "0 s";
     if (size < 1e-3) return `${(1e6 * value).toFixed(0)} µs`;
     if (size < 1) return `${(1e3 * value).toFixed(0)} ms`;
     if (size < 100) return `${value.toFixed(size < 10 ? 2 : 1)} s`;
@@ -96,11 +97,11 @@ window.stretto = {};
     return group;
   };
   /** The colour behind a value between `low` and `high`, with 0 or `middle` uncoloured. */
-  S.shade = function (value, low, high, middle = 0) {
+  S.shade = function (value, low, high, middle = 0, most = 0.62) {
     if (value === null || value === undefined || Number.isNaN(value)) return "";
     const side = value < middle ? "low" : "high";
     const range = side === "low" ? middle - low : high - middle;
     const share = range > 0 ? Math.min(1, Math.abs(value - middle) / range) : 0;
-    return share < 0.02 ? "" : `rgba(${S.colour(side)}, ${(0.08 + 0.62 * share).toFixed(3)})`;
+    return share < 0.02 ? "" : `rgba(${S.colour(side)}, ${(0.08 + most * share).toFixed(3)})`;
   };
 })(window.stretto);

@@ -28,7 +28,7 @@
     const busy = u.finished_at.length ? u.finished_at.at(-1) - u.taken_at[0] : 0;
     const rest = state.condition === "running" && u.cycle_seconds.length ? median(u.cycle_seconds.slice(-20)) * (state.updates - state.updates_done) : null;
     S.fill(card, S.h("h2", {}, "Run"),
-      S.h("p", {}, S.h("span", { class: "big" }, S.integer(state.updates_done)), S.h("span", { class: "muted" }, ` of ${S.integer(state.updates ?? 0)} updates`)),
+      S.h("p", { class: "headcount" }, S.h("span", { class: "big" }, S.integer(state.updates_done)), S.h("span", { class: "muted" }, ` of ${S.integer(state.updates ?? 0)} updates`)),
       facts([
         ["state", S.conditionWords(state.condition)],
         ["paradigm", `${f.paradigm}, K = ${f.auto ? `auto, at most ${f.staleness}` : f.staleness}`],

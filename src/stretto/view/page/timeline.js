@@ -75,7 +75,7 @@
       const room = Math.max(220, innerHeight - 330);
       const lane = (count, share, most) => (count ? Math.max(4, Math.min(most, Math.floor((room * share) / count))) : 0);
       const several = instances > 1, big = a && a.bars;
-      return { version: lane(rows, several ? 0.55 : 0.75, big ? 90 : 34), instance: lane(instances, several ? 0.35 : 0.2, big ? 110 : 34), rows, instances };
+      return { version: lane(rows, several ? 0.55 : 0.75, big ? 130 : 34), instance: lane(instances, several ? 0.35 : 0.2, big ? 110 : 34), rows, instances };
     }
     draw() {
       if (!this.canvas.isConnected || !this.canvas.clientWidth) return;
@@ -104,13 +104,13 @@
         const x = Math.round(this.x(begin + value)) + 0.5;
         if (x < LEFT || x > width - RIGHT) continue;
         g.beginPath(); g.moveTo(x, AXIS - 6); g.lineTo(x, height); g.stroke();
-        g.fillText(to - from < 1 ? `${(1000 * value).toFixed(0)} ms` : value >= 600 && to - from > 300 ? `${(value / 60).toFixed(to - from < 3600 ? 1 : 0)} min` : `${+value.toFixed(3)} s`, Math.min(Math.max(x, LEFT + 16), width - 24), AXIS - 10);
+        g.fillText(value >= 600 && to - from > 300 ? `${(value / 60).toFixed(to - from < 3600 ? 1 : 0)} min` : `${+value.toFixed(4)} s`, Math.min(Math.max(x, LEFT + 16), width - 24), AXIS - 10);
       }
     }
     label(g, words, y, strong) { g.fillStyle = S.colour(strong ? "text" : "muted"); g.textAlign = "right"; g.textBaseline = "middle"; g.fillText(words, LEFT - 10, y); }
     publishes(g, height) {
       const { versions } = this.run.curves, [from, to] = this.range(), seen = versions.filter(([, at]) => at >= from && at <= to);
-      if (seen.length > 160) return;
+      if (seen.length > 80) return;
       g.strokeStyle = `${S.colour("s2")}66`; g.setLineDash([2, 3]); g.lineWidth = 1;
       for (const [, at] of seen) { const x = Math.round(this.x(at)) + 0.5; g.beginPath(); g.moveTo(x, AXIS); g.lineTo(x, height); g.stroke(); }
       g.setLineDash([]);

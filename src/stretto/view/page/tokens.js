@@ -5,7 +5,7 @@
   /** The ways to colour: [name, label, values of a lineage, [low, middle, high]]. */
   const WAYS = {
     none: ["no colour", () => null],
-    logprob: ["log-probability", (l) => l.logprobs, () => [-6, 0, 0.01]],
+    logprob: ["log-probability", (l) => l.logprobs, () => [-4, 0, 0.01]],
     difference: ["trainer − engine", (l) => l.values && l.values.logprobs.map((value, place) => (value === null ? null : value - l.logprobs[place])), () => [-0.5, 0, 0.5]],
     ratio: ["ratio", (l) => l.values && l.values.ratios, () => [0.5, 1, 1.5]],
     advantage: ["advantage", (l) => l.values && l.values.advantages, (values) => { const most = Math.max(1e-9, ...values.map((value) => Math.abs(value ?? 0))); return [-most, 0, most]; }],

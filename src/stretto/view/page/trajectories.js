@@ -31,7 +31,7 @@
         field("order", options("sort", [["", "newest first"], ["oldest", "oldest first"], ["-reward", "best reward"], ["reward", "worst reward"], ["-length", "longest"], ["length", "shortest"], ["-age", "oldest data"]])),
       ];
       const ending = this.source ? [field("reward", text("reward"))] : [];
-      S.fill(this.form, source, search, training, ending, S.h("div", { class: "row" }, S.h("button", { class: "primary" }, "Search"), S.h("button", { type: "button", class: "quiet", on: { click: () => S.go("trajectories", { evaluation: this.source || null }, true) } }, "Clear")));
+      S.fill(this.form, source, search, training, ending, S.h("div", { class: "row wide" }, S.h("button", { class: "primary" }, "Search"), S.h("button", { type: "button", class: "quiet", on: { click: () => S.go("trajectories", { evaluation: this.source || null }, true) } }, "Clear")));
     }
     submit() {
       const found = Object.fromEntries([...new FormData(this.form)].map(([name, value]) => [name, value.trim()]));
@@ -70,7 +70,7 @@
       if (!rows.length) { S.fill(this.results, S.h("p", { class: "empty" }, waiting || more ? "Searching …" : this.source && !S.report ? "No answer fits. Runs that began with an older version of stretto kept no answers." : this.run.state.counts && Object.keys(this.run.state.counts).length ? "No trajectory fits these filters." : "No trajectory has started yet.")); return; }
       const [low, high] = S.rewardBounds(rows.map((row) => row.reward)), training = !this.source;
       const head = training ? [["", "trajectory"], ["num", "update"], ["num hide-open", "version"], ["num hide-narrow", "age"], ["num", "reward"], ["num", "length"], ["hide-narrow hide-open", "state"], ["hide-open hide-narrow", "end of the prompt"], ["", "completion"]] : [["num", "prompt"], ["", "how"], ["num", "reward"], ["num", "length"], ["hide-open hide-narrow", "end of the prompt"], ["", "answer"]];
-      const reward = (value) => S.h("td", { class: "num" }, S.h("span", { class: "reward", style: { background: S.shade(value, low, high, (low + high) / 2) } }, S.number(value)));
+      const reward = (value) => S.h("td", { class: "num" }, S.h("span", { class: "reward", style: { background: S.shade(value, low, high, (low + high) / 2, 0.3) } }, S.number(value)));
       const line = (row) => {
         const act = () => (training ? this.open(row.trajectory) : this.openAnswer(row.index, Boolean(row.greedy)));
         const selected = training ? row.trajectory === Number(this.parameters.id) : String(row.index) === this.parameters.answer;
@@ -114,7 +114,7 @@
       S.fill(this.details, S.h("div", { class: "card stack" },
         S.h("div", { class: "row" }, S.h("h2", {}, answer ? `Answer to held-out prompt ${t.index}${t.greedy ? ", greedy" : ""}` : `Trajectory ${t.trajectory}`), S.h("span", { class: "spacer" }),
           answer ? null : S.h("button", { type: "button", on: { click: () => this.openGroup(t.group) } }, `Group ${t.group} side by side`), S.h("button", { type: "button", class: "quiet", "aria-label": "close", on: { click: () => this.close() } }, "✕")),
-        S.h("dl", { class: "facts" }, facts.filter(Boolean).map(([name, value]) => [S.h("dt", {}, name), S.h("dd", {}, value)])),
+        S.h("dl", { class: "facts pairs" }, facts.filter(Boolean).map(([name, value]) => [S.h("dt", {}, name), S.h("dd", {}, value)])),
         t.error ? S.h("p", { class: "notice bad" }, t.error) : null,
         S.h("div", {}, S.h("h3", {}, `Prompt (${S.plural(t.num_prompt_tokens, "token")})`), S.h("pre", { class: "text" }, t.prompt)),
         t.lineages.length ? [S.h("div", { class: "row" }, S.h("h3", {}, "Completion"), S.choice("Colour of tokens", ways, S.tokenWay, (way) => { S.tokenWay = way; redraw(); }), scale), tokens] : S.h("p", { class: "empty" }, "It has no tokens yet."),
@@ -131,7 +131,7 @@
       S.fill(this.details, S.h("div", { class: "card stack" },
         S.h("div", { class: "row" }, S.h("h2", {}, `Group ${found.group}`), S.h("span", { class: "muted" }, `version ${found.version}, due by update ${found.deadline}, mean reward ${known.length ? S.number(mean) : "-"}`), S.h("span", { class: "spacer" }), S.h("button", { type: "button", class: "quiet", "aria-label": "close", on: { click: () => this.close() } }, "✕")),
         S.h("pre", { class: "text" }, found.prompt),
-        S.h("div", { class: "members" }, found.members.map((each) => S.h("article", {}, S.h("div", { class: "row" }, S.h("a", { href: "#", on: { click: (event) => { event.preventDefault(); this.open(each.trajectory); } } }, `Trajectory ${each.trajectory}`), S.h("span", { class: "spacer" }), S.h("span", { class: "reward", style: { background: S.shade(each.reward, low, high, (low + high) / 2) } }, S.number(each.reward))),
+        S.h("div", { class: "members" }, found.members.map((each) => S.h("article", {}, S.h("div", { class: "row" }, S.h("a", { href: "#", on: { click: (event) => { event.preventDefault(); this.open(each.trajectory); } } }, `Trajectory ${each.trajectory}`), S.h("span", { class: "spacer" }), S.h("span", { class: "reward", style: { background: S.shade(each.reward, low, high, (low + high) / 2, 0.3) } }, S.number(each.reward))),
           S.h("div", { class: "small muted" }, `${each.state}, ${S.plural(each.length, "token")}${each.finish === "length" ? ", cut" : ""}${each.update !== null ? `, update ${each.update}` : ""}`), each.error ? S.h("p", { class: "small verdict bad" }, each.error) : null,
           each.texts.length ? each.texts.map((text) => S.h("pre", { class: "text" }, text)) : S.h("p", { class: "muted small" }, "no tokens yet")))),
         found.num_members > found.members.length ? S.h("p", { class: "muted small" }, `the first ${found.members.length} of ${found.num_members}`) : null));
