@@ -53,9 +53,9 @@ run takes it back: `scored` becomes `scoring`. A batch that holds it and was not
 `training` becomes `scored`.
 
 Times are seconds since 1970 (`clock.py`). Blobs are little-endian. Tokens and versions are int32, log-probabilities
-and values of tokens float32, rewards of turns float64. Supports are int32: how many tokens each token was drawn from, and then those tokens;
-NULL if all were drawn from the whole vocabulary. Turns are int32: the beginning and end of each; NULL if there is one
-turn, which is all of it. Numbers of turns are int32.
+and values of tokens float32, rewards of turns float64. Supports are int32: how many tokens each token was drawn from,
+and then those tokens; NULL if all were drawn from the whole vocabulary. Turns are int32: the beginning and end of each;
+NULL if there is one turn, which is all of it. Numbers of turns are int32.
 """
 
 from __future__ import annotations

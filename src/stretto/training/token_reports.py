@@ -11,16 +11,17 @@ from stretto.training.update_metrics import TokenValues
 from stretto.types import Batch, TokenReport
 
 
-def token_reports(batch: Batch, tokens: TokenValues, advantages: Advantages, scale: float) -> list[TokenReport]:
+def token_reports(batch: Batch, tokens: TokenValues, advantages: Advantages, scale: float | None) -> list[TokenReport]:
     """Returns the values of the tokens of each sample that was computed, in the order of the batch.
 
-    `tokens` has every sample once, its tokens one after the other. `scale` is the loss scale that their gradients have.
+    `tokens` has every sample once, its tokens one after the other. `scale` is the loss scale that their gradients
+    have, if any.
     """
     lengths = sampled_lengths(batch.samples)
     of_tokens = np.split(advantages.of_tokens(lengths), np.cumsum(lengths)[:-1])
     log_ratios = tokens.anchor_log_ratios if len(tokens.anchor_log_ratios) else tokens.log_ratios
     ratios = np.exp(np.clip(log_ratios, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    gradients = tokens.gradients / scale if len(tokens.gradients) else np.zeros_like(ratios)
+    gradients = tokens.gradients / (scale or 1.0) if len(tokens.gradients) else np.zeros_like(ratios)
     starts = np.flatnonzero(np.diff(tokens.samples, prepend=-1))
     found = []
     for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(tokens.samples)], strict=True):

@@ -46,6 +46,7 @@ from stretto.training.critic import make_critic
 from stretto.training.failure_reasons import refuse_diverged, why_not_finite
 from stretto.training.flops import Costs, peak_flops, update_flops, utilization
 from stretto.training.forward import PackedModel
+from stretto.training.loss_averaging import with_divisor
 from stretto.training.loss_scaling import LossScale, initial_loss_scale
 from stretto.training.micro_batch_loss import masked, micro_batch_loss, objective_tokens
 from stretto.training.mini_batches import (
@@ -142,7 +143,7 @@ class LocalTrainer:
         self.model: Any = model
         self.options = options or TrainingOptions()
         self.temperature, self.max_tokens = temperature, max_tokens
-        self.algorithm = _with_divisor(algorithm or GrpoOptions(), max_tokens)
+        self.algorithm = with_divisor(algorithm or GrpoOptions(), max_tokens)
         if isinstance(self.algorithm.length, OverlongOptions) and (
             reason := overlong_refusal(self.algorithm.length, max_tokens=max_tokens)
         ):
@@ -328,7 +329,7 @@ class LocalTrainer:
             self.costs, batch, computed, num_steps=len(mini_batches), critic=self.critic is not None,
             reference=reference, scored=self._scored,
         )  # fmt: skip
-        scale = 1.0 if self.scale is None else self.scale.value
+        scale = None if self.scale is None else self.scale.value
         reports = token_reports(batch, tokens, advantages, scale) if batch.reports_tokens else ()
         return _Measurements(metrics, engine.kl_sum, engine.tokens, flops, advantages.digest(), reports)
 
@@ -590,15 +591,3 @@ class LocalTrainer:
     def export(self, folder: Path) -> None:
         writers = [] if self.critic is None else [self.critic.export]
         self.policy.export(folder, *writers, *([] if self.tokenizer is None else [self.tokenizer.save_pretrained]))
-
-
-def _with_divisor(algorithm: ObjectiveOptions, max_tokens: int) -> ObjectiveOptions:
-    """Returns the objective with the divisor of `average = "constant"` filled in."""
-    if algorithm.average != "constant" or algorithm.average_tokens is not None:
-        return algorithm
-    if max_tokens < 1:
-        raise RecipeError(
-            '`algorithm.average_tokens` is missing: `algorithm.average = "constant"` divides by it, and there is no '
-            "`max_tokens` to take instead"
-        )
-    return algorithm.model_copy(update={"average_tokens": max_tokens})

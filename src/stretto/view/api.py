@@ -1,4 +1,4 @@
-"""The questions that the page asks, by name. `server.py` answers them over HTTP, `report.py` ahead of time in a file."""
+"""The questions that the page asks, by name. `server.py` answers them over HTTP, `report.py` ahead of time."""
 
 from __future__ import annotations
 

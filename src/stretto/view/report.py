@@ -1,8 +1,8 @@
 """One file that shows runs without a server: the page with its data inside.
 
-It has every update, evaluation and version; the timeline of the whole run at one resolution; and a sample of
-trajectories with their tokens, whole groups spread evenly over the run, and of answers of the first and last evaluation.
-The sample takes at most `SAMPLE_BYTES` for each run, so that the file can be sent by mail.
+It has every update, evaluation and version, and the timeline of the whole run at one resolution. It has a sample of
+trajectories with their tokens (whole groups, spread evenly over the run) and of answers (those of the first and of the
+last evaluation). The sample takes at most `SAMPLE_BYTES` for each run, so that the file can be sent by mail.
 """
 
 from __future__ import annotations

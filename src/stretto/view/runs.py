@@ -121,7 +121,7 @@ class RunSource:
             columns = self._columns
             if len(columns) and len(columns) == columns.num_all and self._columns_at[0] == fingerprint:
                 found = np.bincount(columns["state"][columns["exists"] == 1], minlength=len(STATES)).tolist()
-                counts = {state: count for state, count in zip(STATES, found, strict=True) if count}
+                counts: dict[str, int] = {state: count for state, count in zip(STATES, found, strict=True) if count}
             else:
                 counts = dict(db.execute("SELECT state, COUNT(*) FROM trajectories GROUP BY state"))
             self._counts = (fingerprint, counts)

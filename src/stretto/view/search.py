@@ -63,10 +63,11 @@ def search(run: RunSource, query: Query) -> dict[str, Any]:
     """
     with run.columns() as (columns, progress):
         ids = _matching(columns, query)
-        found, cursor, done = ids[query.cursor : query.cursor + query.limit], query.cursor + query.limit, True
+        cursor, done = query.cursor + query.limit, True
+        found = ids[query.cursor : cursor].tolist()
         if query.text:
             found, cursor, done = _with_text(run, ids, query)
-        rows = [_row(columns, int(id)) for id in found]
+        rows = [_row(columns, id) for id in found]
     _add_excerpts(run, rows)
     more = cursor < len(ids) if done else True
     return {
@@ -116,9 +117,9 @@ def _with_text(run: RunSource, ids: NDArray[np.int64], query: Query) -> tuple[li
             chunk = ids[place : place + TEXT_CHUNK].tolist()
             marks = ",".join("?" * len(chunk))
             rows = db.execute(
-                f"SELECT t.trajectory FROM trajectories t JOIN groups g USING (group_id) WHERE t.trajectory IN ({marks})"
-                " AND (g.prompt_text LIKE ? ESCAPE '\\' OR EXISTS (SELECT 1 FROM completions c WHERE c.trajectory = "
-                "t.trajectory AND c.text LIKE ? ESCAPE '\\'))",
+                "SELECT t.trajectory FROM trajectories t JOIN groups g USING (group_id) "
+                f"WHERE t.trajectory IN ({marks}) AND (g.prompt_text LIKE ? ESCAPE '\\' OR EXISTS ("
+                "SELECT 1 FROM completions c WHERE c.trajectory = t.trajectory AND c.text LIKE ? ESCAPE '\\'))",
                 (*chunk, pattern, pattern),
             )
             having = {id for (id,) in rows}

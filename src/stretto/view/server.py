@@ -17,7 +17,7 @@ import ipaddress
 import json
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -156,10 +156,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, name: str, parameters: Mapping[str, str]) -> None:
         self._guarded(lambda: self.server.api.answer(name, parameters))
 
-    def _guarded(self, answer: Any) -> None:
+    def _guarded(self, answer: Callable[[], Any]) -> None:
         """Sends an answer, or what is wrong in words: the page shows it."""
         try:
-            value = answer()
+            content = encoded(answer())
         except JournalError as error:
             self._send_json({"error": str(error), "kind": "journal"}, HTTPStatus.SERVICE_UNAVAILABLE)
         except StrettoError as error:
@@ -168,8 +168,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_json({"error": f"there is no `{urlsplit(self.path).path}`"}, HTTPStatus.NOT_FOUND)
         except OSError as error:
             self._send_json({"error": str(error), "kind": "journal"}, HTTPStatus.SERVICE_UNAVAILABLE)
+        except (TypeError, ValueError) as error:  # a value of another type, or a NaN
+            words = f"the journal is damaged: it has values that make no sense ({error})"
+            self._send_json({"error": words, "kind": "journal"}, HTTPStatus.SERVICE_UNAVAILABLE)
         else:
-            self._send_json(value)
+            self._send(content, "application/json")
 
     def _send_json(self, value: Any, status: HTTPStatus = HTTPStatus.OK) -> None:
         self._send(encoded(value), "application/json", status)
@@ -201,6 +204,3 @@ class _Handler(BaseHTTPRequestHandler):
 def encoded(value: Any) -> bytes:
     """Returns JSON. Text of models goes in as it is: the page never makes markup of it."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=True).encode()
-
-
-__all__: Sequence[str] = ("ViewServer", "encoded", "page_files")

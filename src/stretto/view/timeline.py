@@ -39,12 +39,7 @@ class Window:
             raise RunError(f"`from` is {self.start:g} and `to` is {self.end:g}: the window has no length")
         if not 1 <= self.bins <= MOST_BINS:
             raise RunError(f"`bins` is {self.bins}: give 1 to {MOST_BINS}")
-        if (
-            not 1
-            <= min(self.version_rows, self.instance_rows)
-            <= max(self.version_rows, self.instance_rows)
-            <= MOST_ROWS
-        ):
+        if not all(1 <= rows <= MOST_ROWS for rows in (self.version_rows, self.instance_rows)):
             raise RunError(f"`version_rows` and `instance_rows` must be from 1 to {MOST_ROWS}")
 
 
