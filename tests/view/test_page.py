@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -81,7 +82,8 @@ def test_the_overview_shows_state_curves_and_laws(page: Any, serve: Callable[...
     assert "4 of 4 updates" in page.inner_text("main")
     page.click("text=Verify")
     page.wait_for_selector("text=Verified")
-    assert page.locator(".verdict.good").count() == 4  # the run is recorded without digests of metrics that agree
+    assert page.locator(".verdict.good").count() == 4
+    assert page.locator("span.verdict.bad").inner_text() == "BROKEN 11", "its metrics are invented"
     assert page.locator(".notice").first.inner_text().startswith("<script>"), "a warning with markup stays text"
 
 
@@ -92,14 +94,14 @@ def test_the_timeline_zooms_by_key_wheel_and_click(page: Any, serve: Callable[..
     playwright.expect(words).to_contain_text("24 trajectories, 4 versions")
     page.focus("canvas")
     page.keyboard.press("n")
-    page.wait_for_function("location.hash.includes('from=')")
+    playwright.expect(page).to_have_url(re.compile("from="))
     playwright.expect(words).not_to_contain_text("24 trajectories")
     page.keyboard.press("0")
     playwright.expect(words).to_contain_text("24 trajectories")
     box = page.locator("canvas").bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 100)
     page.mouse.wheel(0, -400)
-    page.wait_for_function("location.hash.includes('from=')")
+    playwright.expect(page).to_have_url(re.compile("from="))
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] - 30)
     page.wait_for_selector("#tip:not([hidden])")
 
@@ -109,12 +111,12 @@ def test_trajectories_are_searched_and_read_by_keyboard(
 ) -> None:
     record_run(tmp_path)
     visit(page, serve(tmp_path), "trajectories")
-    page.wait_for_selector("tbody tr")
-    assert page.locator("tbody tr").count() == 24
+    page.wait_for_selector(".list tbody tr")
+    assert page.locator(".list tbody tr").count() == 24
     page.fill("[name=update]", "0")
     page.press("[name=update]", "Enter")
-    page.wait_for_function("document.querySelectorAll('tbody tr').length === 6")
-    page.locator("tbody tr").first.focus()
+    playwright.expect(page.locator(".list tbody tr")).to_have_count(6)
+    page.locator(".list tbody tr").first.focus()
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
     page.wait_for_selector("text=Trajectory 4")
@@ -133,15 +135,15 @@ def test_trajectories_are_searched_and_read_by_keyboard(
     page.keyboard.press("/")
     page.keyboard.type("<img")
     page.keyboard.press("Enter")
-    page.wait_for_function("document.querySelectorAll('tbody tr').length === 1")
+    playwright.expect(page.locator(".list tbody tr")).to_have_count(1)
 
 
 def test_answers_of_evaluations_are_read_too(page: Any, serve: Callable[..., ViewServer], tmp_path: Path) -> None:
     record_run(tmp_path)
     visit(page, serve(tmp_path), "trajectories?evaluation=2")
-    page.wait_for_selector("tbody tr")
-    assert page.locator("tbody tr").count() == 3
-    page.click("tbody tr >> nth=0")
+    page.wait_for_selector(".list tbody tr")
+    assert page.locator(".list tbody tr").count() == 3
+    page.click(".list tbody tr >> nth=0")
     page.wait_for_selector("text=Answer to held-out prompt 0")
     assert "<script>" in page.locator(".details").inner_text()
 
@@ -163,7 +165,11 @@ def test_a_run_that_goes_on_is_followed(page: Any, serve: Callable[..., ViewServ
     visit(page, serve(tmp_path), "overview")
     assert page.locator(".pill").inner_text() == "running"
     assert "waits: update 4: group 9" in page.inner_text("main")
-    recorder.update(1)
+    recorder.admit(3)
+    for group in (2, 3):
+        recorder.finish(group)
+    recorder.take(1)
+    recorder.done(1)
     recorder.journal.flush()
     page.wait_for_selector("text=2 / 4")
     recorder.journal.finished(stopped=True, at=recorder.now())
@@ -189,12 +195,11 @@ def test_the_page_is_never_blank(page: Any, serve: Callable[..., ViewServer], tm
     assert "journal.sqlite" in page.locator(".notice.bad").inner_text()
 
 
-def test_a_server_that_stops_is_named(page: Any, serve: Callable[..., ViewServer], tmp_path: Path) -> None:
+def test_a_server_that_is_gone_is_named(page: Any, serve: Callable[..., ViewServer], tmp_path: Path) -> None:
     recorder = record_run(tmp_path, end=None)
     server = serve(tmp_path)
     visit(page, server, "overview")
-    server.shutdown()
-    server.socket.close()
+    page.context.set_offline(True)
     page.wait_for_selector("text=The server does not answer")
     assert page.locator(".charts .card").count() == 8, "what was read stays"
     recorder.journal.close()
@@ -226,7 +231,7 @@ def test_a_report_is_the_page_in_one_file(page: Any, tmp_path: Path) -> None:
     page.keyboard.press("2")
     playwright.expect(page.locator("[role=status]")).to_contain_text("24 trajectories")
     page.keyboard.press("3")
-    page.wait_for_selector("tbody tr")
+    page.wait_for_selector(".list tbody tr")
     page.click("tr[data-id='4']")
     page.wait_for_selector(".tokens span.observed")
     page.keyboard.press("4")

@@ -20,7 +20,7 @@ def bytes_tokenizer(tmp_path: Path) -> Path:
     return tmp_path / "tokenizer.json"
 
 
-@pytest.mark.parametrize("text", ["plain words", "naïve – 数学 🎼!", "a\n\nb", "<script>", "🎼"])
+@pytest.mark.parametrize("text", ["plain words", "naïve 数学 🎼!", "a\n\nb", "<script>", "🎼"])
 def test_pieces_join_to_the_text(bytes_tokenizer: Path, text: str) -> None:
     tokens = Tokenizer.from_file(str(bytes_tokenizer)).encode(text).ids
     pieces = Pieces(bytes_tokenizer).of(tokens)
