@@ -22,8 +22,8 @@ the same number as the column `answer`, however each of them is written:
 Numbers are compared exactly, as fractions. Commas separate thousands, points decimals. If a side is no single number
 (`2x + 1`, `\sqrt{5}`, `(1, 2)`), both are compared as text, without spaces and LaTeX that only changes how it looks. If
 the texts differ and `answer` is no number, the package math-verify decides whether they are the same expression, if it
-is installed (`pip install 'stretto[math-verify]'`): `\frac{\sqrt{12}}{2}` is `\sqrt{3}`. An expression for a number is not
-the number: `\boxed{6 * 200}` leaves the work to the reader.
+is installed (`pip install 'stretto[math-verify]'`): `\frac{\sqrt{12}}{2}` is `\sqrt{3}`. An expression for a number is
+not the number: `\boxed{6 * 200}` leaves the work to the reader.
 
 Every expression here takes time linear in the text, and no text makes it raise. math-verify has `SYMBOLIC_S` seconds
 for each of its three steps, by an alarm signal. Signals need the main thread, which rewards have in their processes;
