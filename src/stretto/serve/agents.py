@@ -7,7 +7,8 @@ The program knows nothing of Stretto. It finds `OPENAI_BASE_URL` and `OPENAI_API
 
 A program that fails is a failed episode, not a reward of 0: a broken installation is no property of the policy. Only
 the exit status as the reward says otherwise. If the trajectory moves to another instance, the program is killed and run
-again there; it gets the answers that it had.
+again there. It gets the answers that it had, as long as it asks for the same. The first call that differs is a new one,
+and what was recorded from there on is discarded.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ class ModelAccess:
 
 class AgentEnvironment:
     """Plays episodes by running an agent. `close` ends the endpoint."""
+
+    deterministic = False  # an agent that is run again may ask for something else
 
     def __init__(
         self,
