@@ -380,7 +380,7 @@ def test_a_key_of_bytes_that_are_no_text_is_a_wrong_one():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_does_not_take_its_answer_is_disconnected(stream, tmp_path, monkeypatch):
+def test_a_client_that_does_not_take_its_answer_is_disconnected(stream, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(http, "ANSWER_S", 0.1)
 
     async def run():
@@ -404,6 +404,7 @@ def test_a_client_that_does_not_take_its_answer_is_disconnected(stream, tmp_path
             assert (await post(endpoint, "/v1/chat/completions", session.key, {"messages": user("b")}))[0] == 200
 
     asyncio.run(asyncio.wait_for(run(), 60))
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
 def test_an_endpoint_may_have_as_many_connections_as_the_system_allows():

@@ -328,7 +328,8 @@ async def _in_thread(work: Callable[[], object]) -> object:
                 result.set_exception(error)
 
     def run() -> None:
-        value, failed = None, None
+        value: object = None
+        failed: Exception | None = None
         try:
             value = work()
         except StopIteration as error:  # which no future takes

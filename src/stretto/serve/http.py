@@ -287,8 +287,9 @@ async def _guard(request: web.Request, handler: Callable[[web.Request], Awaitabl
         body = openai_error(refused)
         body["error"]["code"] = "not_found" if error.status in (404, 405) else "invalid_request"
         return _json(body, error.status)
-    except ConnectionError:
-        raise  # the client is gone
+    except ConnectionError as error:
+        log.debug("a client is gone: %s", error)
+        return web.Response(status=499)  # which goes nowhere
     except Exception as error:
         log.exception("a call of the endpoint failed")
         failed = _told(error)
