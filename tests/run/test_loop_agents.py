@@ -133,15 +133,16 @@ def test_all_calls_of_a_session_go_to_one_version_whatever_is_published(
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_an_agent_whose_instance_died_goes_on_under_its_version(
-    alike: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alike: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If it asks for the same (`alike`), nothing is generated twice. Otherwise, it is from the first difference on."""
+    caplog.set_level("INFO")
     dying = CountingEngine(rows=16, step_s=0.002, median_tokens=6.0)
     other = CountingEngine(rows=64, step_s=0.001, median_tokens=6.0)
     numbers = count()
 
     async def kill(bench: Bench) -> None:
-        while not any(len(each.turns.done) == 1 and each.instance == 0 for each in bench.loop.rollouts.values()):
+        while not any(len(each.turns.done) == 2 and each.instance == 0 for each in bench.loop.rollouts.values()):
             await asyncio.sleep(0.001)
         await dying.close()
 
@@ -152,5 +153,6 @@ def test_an_agent_whose_instance_died_goes_on_under_its_version(
     assert rows_of(tmp_path, "SELECT trajectory, reason FROM failures") == []
     assert_one_version(tmp_path, dying, other)
     assert max(solver.runs.values()) > 4, "an agent of a group of four was run again"
+    assert ("asked for something else at turn 1" in caplog.text) is not alike
     if alike:
         assert max(Counter((request.id, request.seed) for request in other.requests).values()) == 1
