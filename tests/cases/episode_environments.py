@@ -98,6 +98,8 @@ class Talks:
                 policy.spend(2.0, "two calls")
                 with contextlib.suppress(BudgetError):
                     policy.spend(2.0, "two more")
+            case "spend meanwhile":
+                asyncio.get_running_loop().call_soon(policy.spend, 1.0, "while it waits for its turn")
             case "overspend":
                 policy.spend(10.0, "all of it")
 
