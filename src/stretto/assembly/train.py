@@ -35,6 +35,7 @@ from stretto.assembly.export import export_policy
 from stretto.assembly.resume import Resumed, take_up, tries_to_score
 from stretto.core.controller import Controller
 from stretto.environments.custom import close_environment, start_environment
+from stretto.environments.given import NOTHING_GIVEN, Given
 from stretto.environments.protocol import Environment
 from stretto.environments.reward_output import RewardOutput
 from stretto.environments.task_options import EnvironmentOptions
@@ -135,14 +136,15 @@ def train(
     resume: bool = False,
     observer: Observer | None = None,
     give_up: Sequence[int] = (),
+    given: Given = NOTHING_GIVEN,
     listeners: Listeners | None = None,
     handle: RunHandle | None = None,
 ) -> dict[str, Any]:
     """Runs a recipe to its end, or until Ctrl-C or `handle` stops it, and returns the contents of `summary.json`.
 
     The run folder must be new, or with `resume` hold a run of the same recipe. A resumed run fails the trajectories of
-    `give_up` instead of training on them. `observer` reports progress; by default nothing is printed. `listeners` are
-    told what happens from when the run folder exists.
+    `give_up` instead of training on them. `observer` reports progress; by default nothing is printed. `given` has what
+    the recipe names as given from Python. `listeners` are told what happens from when the run folder exists.
     """
     folder, listeners = Path(folder), Listeners() if listeners is None else listeners
     handle = handle or RunHandle(folder)
@@ -178,7 +180,7 @@ def train(
             from stretto.cluster.connection import connected
 
             observer.message(stack.enter_context(connected(recipe)))
-        driver, device = load_driver_inputs(recipe, model_path), choose_device(recipe.runtime.device)
+        driver, device = load_driver_inputs(recipe, model_path, given), choose_device(recipe.runtime.device)
         recipe = with_micro_tokens(recipe, load_config(model_path), driver.inputs.longest_prompt, device)
         make = _backend_maker(recipe, model_path, driver, folder, observer)
         for note in driver.inputs.notes(recipe):
