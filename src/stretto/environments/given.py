@@ -56,6 +56,7 @@ class Given:
     rows: Rows | None = None
     evaluation_rows: Rows | None = None
     names: Mapping[str, str] = field(default_factory=dict)
+    changes: tuple[str, ...] = ()  # a sentence for each function whose source has changed since the run began
 
     @classmethod
     def of(
@@ -128,14 +129,14 @@ class Given:
             f'give {lacking} too, or a recipe with `task.type = "file"`'
         )
 
-    def as_recorded(self, recorded: Mapping[str, Any]) -> tuple[Given, list[str]]:
+    def as_recorded(self, recorded: Mapping[str, Any]) -> Given:
         """Compares what is given with the table `[task]` that a run was started with.
 
-        Returns what is given under the names of then, and a sentence for each function whose source has changed.
-        Raises `RunError` if something is missing, or the rows are others.
+        Returns what is given under the names of then, with the changes since. Raises `RunError` if something is
+        missing, or the rows are others.
         """
         refuse_missing(recorded, self.names)
-        names, notes = dict(self.names), []
+        names, changes = dict(self.names), list[str]()
         for key, name in self.names.items():
             before = recorded.get(key)
             if not is_given(name) or not is_given(before) or before == name:
@@ -149,8 +150,10 @@ class Given:
                     "rows, or start a new run"
                 )
             names[key] = str(before)
-            notes.append(f"`{without_digest(name)}` has changed since the run began; the run goes on with it as it is")
-        return replace(self, names=names), notes
+            changes.append(
+                f"`{without_digest(name)}` has changed since the run began; the run goes on with it as it is"
+            )
+        return replace(self, names=names, changes=tuple(changes))
 
 
 NOTHING_GIVEN = Given()
