@@ -16,17 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from stretto import clock
@@ -35,19 +33,18 @@ from stretto.assembly.export import export_policy
 from stretto.assembly.resume import Resumed, take_up, tries_to_score
 from stretto.core.controller import Controller
 from stretto.environments.custom import close_environment, start_environment
+from stretto.environments.given import NOTHING_GIVEN, Given
 from stretto.environments.protocol import Environment
 from stretto.environments.reward_output import RewardOutput
 from stretto.environments.task_options import EnvironmentOptions
 from stretto.local.backend import local_backend
 from stretto.local.components import LocalComponents
 from stretto.models.loading import load_config
-from stretto.observe.console import make_console
-from stretto.observe.metrics import JsonLines, Tally
-from stretto.observe.progress import Observer, Silent, make_observer
-from stretto.observe.summary import summary_table
+from stretto.observe.listeners import Listeners
+from stretto.observe.metrics import JsonLines, Sinks, Tally
+from stretto.observe.progress import Announcer, Observer, Silent
 from stretto.observe.waiting import report_wait
 from stretto.recipe.schema import Recipe
-from stretto.run.command_hint import command
 from stretto.run.evaluation import Evaluator
 from stretto.run.first_reward import FirstReward
 from stretto.run.folder_checks import (
@@ -57,8 +54,9 @@ from stretto.run.folder_checks import (
     refuse_occupied,
     standing,
 )
+from stretto.run.handle import RunHandle
 from stretto.run.idle_evaluation import evaluate_alone
-from stretto.run.interrupts import ignore_interrupts, stopped_by_interrupts
+from stretto.run.interrupts import AGAIN, stopped_by_interrupts
 from stretto.run.loop import Loop, Settings
 from stretto.run.loop_watchdog import warn_when_blocked
 from stretto.run.pool_requests import Control
@@ -66,7 +64,7 @@ from stretto.run.protocols import Pool, TrainerBackend
 from stretto.setup.backend import Backend, MakeBackend
 from stretto.setup.device import as_begun, choose_device, resolved
 from stretto.setup.factories import DriverInputs, load_driver_inputs, model_path_of
-from stretto.setup.garbage import spare_from_collection
+from stretto.setup.garbage import collect_earlier_runs, spare_from_collection
 from stretto.setup.inputs import passed_variables
 from stretto.setup.micro_batch_size import with_micro_tokens
 from stretto.store.journal import Journal
@@ -80,52 +78,6 @@ from stretto.store.version_files import VersionFiles
 SWITCH_S = 1e-4
 
 
-def train_from_command_line(
-    recipe: Recipe, folder: Path, *, resume: bool, part_of_compare: bool = False, give_up: Sequence[int] = ()
-) -> int:
-    """Trains with progress and a closing table on the terminal. Returns the exit status: 130 if the run was stopped.
-
-    Ctrl-C after the end of the run is ignored and does not change the status. `part_of_compare` leaves out the
-    suggestions of what to type next: `compare` prints its own.
-    """
-    console = make_console()
-    observer = make_observer(console, recipe.training.steps)
-    try:
-        summary = train(recipe, folder, resume=resume, observer=observer, give_up=give_up)
-    except KeyboardInterrupt:
-        if standing(folder) != "finished":
-            if standing(folder) == "empty" or part_of_compare:
-                raise
-            _say(console, f"interrupted; continue with {_resume_hint(folder)}")
-            return 130
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    ignore_interrupts()
-    return _close(console, summary, recipe, folder, part_of_compare)
-
-
-def _close(console: Console, summary: Mapping[str, Any], recipe: Recipe, folder: Path, part_of_compare: bool) -> int:
-    """Prints the result of a run. Returns the exit status."""
-    say = partial(_say, console)
-    if summary["stopped"]:
-        hint = "" if part_of_compare else f"; continue with {_resume_hint(folder)}"
-        say(f"stopped after {summary['steps']} of {recipe.training.steps} updates{hint}")
-        return 130
-    console.print(summary_table(summary))
-    if not part_of_compare:
-        say(f"try next: {command('verify', folder)}")
-        say(f"try next: {command('show', folder, '--update', str(recipe.training.steps - 1))}")
-    say(f"the trained policy is in {folder / 'policy'}")
-    return 0
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _resume_hint(folder: Path) -> str:
-    return f"the same command and `--out {folder} --resume`"
-
-
 def train(
     recipe: Recipe,
     folder: str | Path,
@@ -133,13 +85,19 @@ def train(
     resume: bool = False,
     observer: Observer | None = None,
     give_up: Sequence[int] = (),
+    given: Given = NOTHING_GIVEN,
+    listeners: Listeners | None = None,
+    handle: RunHandle | None = None,
 ) -> dict[str, Any]:
-    """Runs a recipe to its end, or until Ctrl-C stops it, and returns the contents of `summary.json`.
+    """Runs a recipe to its end, or until Ctrl-C or `handle` stops it, and returns the contents of `summary.json`.
 
     The run folder must be new, or with `resume` hold a run of the same recipe. A resumed run fails the trajectories of
-    `give_up` instead of training on them. `observer` reports progress; by default nothing is printed.
+    `give_up` instead of training on them. `observer` reports progress; by default nothing is printed. `given` has what
+    the recipe names as given from Python. `listeners` are told what happens from when the run folder exists.
     """
-    folder, observer = Path(folder), observer or Silent()
+    folder, listeners = Path(folder), Listeners() if listeners is None else listeners
+    handle = handle or RunHandle(folder)
+    observer = Announcer(observer or Silent(), listeners)
     recipe = resolved(as_begun(recipe, folder) if resume else recipe, choose_device(recipe.runtime.device))
     if resume:
         refuse_nothing_to_resume(folder)
@@ -158,8 +116,11 @@ def train(
             refuse_damaged(folder)
         else:
             lock = stack.enter_context(claimed_folder(folder))
+        stack.enter_context(_told_the_end(listeners, handle))
         stack.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(SWITCH_S)
+        collect_earlier_runs()
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # for the warm start, whose operations are too small to share
         transformers_logging.disable_progress_bar()
         observer.message(f"run folder: {folder}")
@@ -168,12 +129,25 @@ def train(
             from stretto.cluster.connection import connected
 
             observer.message(stack.enter_context(connected(recipe)))
-        driver, device = load_driver_inputs(recipe, model_path), choose_device(recipe.runtime.device)
+        driver, device = load_driver_inputs(recipe, model_path, given), choose_device(recipe.runtime.device)
         recipe = with_micro_tokens(recipe, load_config(model_path), driver.inputs.longest_prompt, device)
         make = _backend_maker(recipe, model_path, driver, folder, observer)
         for note in driver.inputs.notes(recipe):
             observer.message(note)
-        return asyncio.run(_train(recipe, folder, make, observer, lock, resume, give_up))
+        summary = asyncio.run(_train(recipe, handle, make, observer, listeners, lock, resume, give_up, given))
+        handle.outcome = "stopped" if summary["stopped"] else "finished"
+        return summary
+
+
+@contextlib.contextmanager
+def _told_the_end(listeners: Listeners, handle: RunHandle) -> Iterator[None]:
+    """Tells the listeners how a run ended. A run whose last evaluation was skipped is finished."""
+    try:
+        yield
+    finally:
+        if handle.outcome == "running":
+            handle.outcome = "finished" if standing(handle.folder) == "finished" else "failed"
+        listeners.close(handle.shown)
 
 
 def _backend_maker(
@@ -203,6 +177,8 @@ class _Run:
     trainer: TrainerBackend
     control: Control
     observer: Observer
+    listeners: Listeners
+    handle: RunHandle
     give_up: Sequence[int]  # trajectories that a resumed run fails
 
     @property
@@ -224,15 +200,19 @@ class _Run:
 
 async def _train(
     recipe: Recipe,
-    folder: Path,
+    handle: RunHandle,
     make: MakeBackend,
     observer: Observer,
+    listeners: Listeners,
     lock: Lock,
     resume: bool,
     give_up: Sequence[int],
+    given: Given,
 ) -> dict[str, Any]:
     """Starts the backend, runs the loop, and ends everything in any case."""
+    folder = handle.folder
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(handle.cancellable())
         said = RewardOutput(folder / "reward.log", observer.message, after=folder / "config.toml")
         stack.callback(said.close)
         versions = VersionFiles(folder / "versions", durable=recipe.runtime.durable_versions)
@@ -252,7 +232,13 @@ async def _train(
         with Journal.open(folder / JOURNAL_NAME, resume=begun, lock=lock) as journal:
             trainer = backend.make_trainer(journal)
             stack.callback(trainer.close)
-            return await _run(_Run(recipe, folder, backend, journal, versions, trainer, control, observer, give_up))
+            listeners.start(handle.shown)
+            for change in given.changes:
+                observer.message(change)
+                journal.note("changed", change, at=clock.now())
+            return await _run(
+                _Run(recipe, folder, backend, journal, versions, trainer, control, observer, listeners, handle, give_up)
+            )
 
 
 async def _start(backend: Backend, instances: int, say: Callable[[str], None]) -> None:
@@ -276,7 +262,9 @@ async def _run(run: _Run) -> dict[str, Any]:
     """Runs the loop to its end, with an evaluation before and after it. Returns the summary."""
     recipe, inputs, plan = run.recipe, run.backend.driver.inputs, run.recipe.plan
     resumed = await report_wait(_take_up(run), lambda: "the trainer to start, and its weights", run.observer.message)
-    tally = Tally(rows=plan.rows, sink=JsonLines(run.folder / "metrics.jsonl"), totals=resumed.totals)
+    tally = Tally(
+        rows=plan.rows, sink=Sinks(JsonLines(run.folder / "metrics.jsonl"), run.listeners), totals=resumed.totals
+    )
     environment = run.backend.environment
     scored = any(rollout.reward is not None for rollout in resumed.rollouts.values())
     first_reward = FirstReward(came=scored or tally.totals.steps > 0)
@@ -294,7 +282,8 @@ async def _run(run: _Run) -> dict[str, Any]:
             await evaluate(evaluator, resumed.weights[0], "before")
     loop = _make_loop(run, resumed, environment, evaluator, tally, first_reward)
     spare_from_collection()
-    with stopped_by_interrupts(loop.stop), warn_when_blocked(recipe.runtime.stall_seconds):
+    interrupts, stopping = stopped_by_interrupts(partial(loop.stop, AGAIN)), run.handle.stopping(loop.stop)
+    with interrupts, stopping, warn_when_blocked(recipe.runtime.stall_seconds):
         if not await loop.run():
             await loop.checkpoints.save()
             return await _conclude(run, tally, loop.controller, stopped=True)
