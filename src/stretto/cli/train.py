@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_recipe(parser)
     parser.add_argument("--out", type=arguments.path, metavar="RUN", help="run folder (default: runs/<recipe>-<time>)")
     parser.add_argument(
-        "--resume", action="store_true", help="continue the run in --out after it was stopped or killed"
+        "--resume", action="store_true", help="continue the run in --out after it was stopped or killed, or extend it"
     )
     parser.add_argument(
         "--give-up",
@@ -52,12 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _recipe_and_folder(options: argparse.Namespace) -> tuple[Recipe, Path]:
     """Checks both before torch is imported, which takes seconds."""
-    from stretto.run.folder_checks import (
-        default_run_folder,
-        refuse_another_recipe,
-        refuse_nothing_to_resume,
-        refuse_occupied,
-    )
+    from stretto.run.folder_checks import default_run_folder, refuse_nothing_to_resume, refuse_occupied
 
     arguments.refuse_missing_recipe(options.recipe)
     folder = options.out or default_run_folder(options.recipe)
@@ -70,5 +65,7 @@ def _recipe_and_folder(options: argparse.Namespace) -> tuple[Recipe, Path]:
 
     recipe = load_recipe(options.recipe, options.overrides)
     if options.resume:
-        refuse_another_recipe(recipe, folder)
+        from stretto.run.recipe_changes import accepted_changes
+
+        accepted_changes(recipe, folder)
     return recipe, folder

@@ -33,6 +33,7 @@ from stretto.cluster.weights import RayWeightsRef, WeightsStore
 from stretto.errors import RunError, StalledError, StrettoError, TrainerError, TrainerLostError, describe
 from stretto.recipe.schema import Recipe
 from stretto.setup.threads import rank_threads
+from stretto.training.learning_rates import LearningRates
 from stretto.training.parallel import Ranks
 from stretto.training.protocol import Trainer
 from stretto.types import Batch, UpdateReport, Weights, WeightsRef
@@ -59,11 +60,16 @@ class RankOptions:
     folder: str | None = None  # the run folder, which each rank must see
 
 
-def rank_options(recipe: Recipe, source: ModelSource, folder: Path | None = None) -> RankOptions:
-    """Returns the options for the ranks of a recipe, which load the model from `source`, of a run in `folder`."""
+def rank_options(
+    recipe: Recipe, source: ModelSource, folder: Path | None = None, rates: LearningRates | None = None
+) -> RankOptions:
+    """Returns the options for the ranks of a recipe, which load the model from `source`, of a run in `folder`.
+
+    `rates` None: the learning rates are those of the recipe.
+    """
     runtime = recipe.runtime
     return RankOptions(
-        RankTrainerFactory(recipe, source),
+        RankTrainerFactory(recipe, source, rates),
         count=runtime.trainers,
         threads=rank_threads(recipe),
         cpus=runtime.trainer_cpus,

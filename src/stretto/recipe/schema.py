@@ -193,6 +193,11 @@ class RuntimeSection(Options):
     checkpoint_seconds: float = Field(
         600.0, gt=0, description="Time between checkpoints, taken after an update; a stopped run always leaves one"
     )
+    final_checkpoint: bool = Field(
+        True,
+        description="Leave a checkpoint of a finished run, so that more updates can follow at once: 12 bytes for each "
+        "trained parameter. If false, a run that is extended trains again from its journal first",
+    )
     durable_versions: bool = Field(
         True,
         description="Write full weights to disk before a group starts on them. If false, a killed run trains the "

@@ -24,6 +24,7 @@ from stretto.setup.inputs import Inputs, check_objective, load_inputs
 from stretto.setup.memory import footprint, free_for_instance, out_of_memory
 from stretto.setup.memory_sizes import context_length, engine_rows
 from stretto.setup.threads import ThreadCounts, thread_counts
+from stretto.training.learning_rates import LearningRates
 from stretto.training.parallel import Ranks
 from stretto.training.trainer import LocalTrainer
 from stretto.types import Sampling
@@ -106,16 +107,24 @@ def make_instance_engine(recipe: Recipe, model_path: str, longest_prompt: int) -
 
 
 def make_trainer(
-    recipe: Recipe, model: nn.Module, model_path: str, *, base: str | None = None, ranks: Ranks | None = None
+    recipe: Recipe,
+    model: nn.Module,
+    model_path: str,
+    *,
+    base: str | None = None,
+    ranks: Ranks | None = None,
+    rates: LearningRates | None = None,
 ) -> LocalTrainer:
     """Makes the trainer of a policy that begins as `model`, and that it changes in place. `ranks`: one of several.
 
-    `base` is the name of the base model in an exported adapter; None: `model_path`.
+    `base` is the name of the base model in an exported adapter; None: `model_path`. `rates` are the learning rates of
+    a run with several phases; None: those of the recipe.
     """
     return LocalTrainer(
         model,
         lora=recipe.model.lora,
         options=recipe.training,
+        rates=rates,
         algorithm=recipe.algorithm,
         reference=_reference(recipe, model_path, choose_device(recipe.runtime.device)),
         tokenizer=load_tokenizer(model_path),

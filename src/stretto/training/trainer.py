@@ -46,6 +46,7 @@ from stretto.training.critic import make_critic
 from stretto.training.failure_reasons import refuse_diverged, why_not_finite
 from stretto.training.flops import Costs, peak_flops, update_flops, utilization
 from stretto.training.forward import PackedModel
+from stretto.training.learning_rates import LearningRates
 from stretto.training.loss_scaling import LossScale, initial_loss_scale
 from stretto.training.micro_batch_loss import masked, micro_batch_loss, objective_tokens
 from stretto.training.mini_batches import (
@@ -55,7 +56,7 @@ from stretto.training.mini_batches import (
     micro_batch_plans,
     split_batch,
 )
-from stretto.training.optimizer import Optimizer, learning_rate
+from stretto.training.optimizer import Optimizer
 from stretto.training.options import TrainingOptions
 from stretto.training.packing import MicroBatch, input_lengths, micro_batch
 from stretto.training.parallel import Ranks
@@ -120,6 +121,7 @@ class LocalTrainer:
         *,
         lora: LoraOptions | None = None,
         options: TrainingOptions | None = None,
+        rates: LearningRates | None = None,  # of all phases of the run; None: those of `options`
         algorithm: ObjectiveOptions | None = None,
         tokenizer: Any = None,  # exported with the model
         base: str | None = None,  # the base model that an exported adapter names; None: the model's `name_or_path`
@@ -158,7 +160,7 @@ class LocalTrainer:
         self.ranks.check_same(dict(model.named_parameters()))
         self.sharding = self._prepare(sharded=wants_sharding(model, self.ranks, sharded, lora=lora is not None))
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.optimizer = Optimizer(trainable, self.options, self.ranks)
+        self.optimizer = Optimizer(trainable, self.options, self.ranks, rates)
         base = base if base is not None else str(getattr(model, "name_or_path", ""))
         self.policy = PolicyWeights(model, lora, adapted, base, self.ranks, self.sharding)
         self.costs = Costs(model, trains_weights=lora is None)
@@ -308,7 +310,7 @@ class LocalTrainer:
         metrics = {
             "loss": sum(each.loss for each in gradients) / len(gradients),
             "grad_norm": sum(each.norm_value for each in gradients) / len(gradients),
-            "learning_rate": learning_rate(batch.update, self.optimizer.options),
+            "learning_rate": self.optimizer.rates.at(batch.update),
             **batch_metrics(batch, advantages),
             **metrics,
             **staleness_metrics(batch, tokens),
