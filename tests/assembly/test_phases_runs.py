@@ -90,7 +90,7 @@ def test_a_finished_run_goes_on_at_half_the_rate_is_killed_resumed_verified_and_
     assert "recipes of 2 phases" in assert_verifies(folder)
     assert rows(folder, PHASES) == [(0, 0, 0), (1, 3, 9)]
     assert rows(folder, RATES) == [(0.001,)] * 3 + [(0.0005,)] * 4
-    assert 'steps = 7' in (folder / "config.toml").read_text()
+    assert "steps = 7" in (folder / "config.toml").read_text()
     assert retrain(folder).difference is None
     assert not recompute(folder, 5).breaks
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["000007"]
@@ -150,7 +150,7 @@ def test_a_stopped_run_goes_on_with_another_bound(model: Path, tmp_path: Path, b
     first = recipe(model, tmp_path, *options, f"rollout.staleness={bounds[0]}", "rollout.in_flight=full")
     stopped(first, folder, 4)
     (groups,) = rows(folder, "SELECT COUNT(*) FROM groups")[0]
-    second = recipe(model, tmp_path, *options, f'rollout.staleness={json.dumps(bounds[1])}')
+    second = recipe(model, tmp_path, *options, f"rollout.staleness={json.dumps(bounds[1])}")
     heard = Heard()
     assert run(second, folder, resume=True, observer=heard)["steps"] == 9
     assert any(f"`rollout.staleness` {bounds[0]} -> {bounds[1]}" in text for text in heard.said)

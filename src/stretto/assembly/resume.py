@@ -27,7 +27,12 @@ from stretto.run.protocols import TrainerBackend
 from stretto.run.recovery import recall_draws, snapshot, untrainable_rewards
 from stretto.run.rollout import Rollout
 from stretto.run.turns import Turns
-from stretto.setup.trainer_recovery import bring_back, refuse_another_base, usable_checkpoint
+from stretto.setup.trainer_recovery import (
+    bring_back,
+    refuse_another_adapter,
+    refuse_another_base,
+    usable_checkpoint,
+)
 from stretto.store.checkpoint_files import Checkpoint, abandon_checkpoints, complete_checkpoints
 from stretto.store.journal import Journal
 from stretto.store.numbered_names import CHECKPOINT, VERSION, foreign
@@ -78,12 +83,14 @@ async def take_up(
     sampled_ages: int = 0,
     retrained_ages: int = 0,
     recipe: str | None = None,
+    adapter: str | None = None,
 ) -> Resumed:
     """A run as it was when it was stopped or killed. `place` brings weights to where engines load them from.
 
     The journal gets a new session, unless the run is refused with an error. Trajectories to `give_up` have a reward and
     are not trained yet: they fail. An update gets the weights of versions up to `sampled_ages` older than its own, or
     `retrained_ages` if it is trained again. With a `recipe` (TOML) a new phase begins.
+    `adapter` is what the policy began with, if it is not new.
     """
     journal.refuse_another_run(facts)
     abandon_checkpoints(folder / "checkpoints")
@@ -97,6 +104,8 @@ async def take_up(
         (folder / "metrics.jsonl").unlink(missing_ok=True)  # an evaluation of version 0, which is made again
         return await begin(plan, journal, trainer, versions)
     await refuse_another_base(trainer, journal.path)
+    if adapter is not None:
+        await refuse_another_adapter(trainer, journal.path, adapter)
     with reading(journal.path):
         controller = Controller.restore(plan, snapshot(journal.path, plan))
         first_sampled = max(0, progress.updates - sampled_ages)

@@ -364,6 +364,7 @@ async def _take_up(run: _Run) -> Resumed:
         sampled_ages=run.phases.sampled_ages,
         retrained_ages=run.phases.retrained_ages,
         recipe=run.recipe.dumps() if begins else None,
+        adapter=run.recipe.model.continued_adapter,
     )
     begin_folder(run.recipe, run.folder)  # after the journal, which a resumed run goes by
     if run.changes and begun:

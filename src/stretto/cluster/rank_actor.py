@@ -59,13 +59,22 @@ class RankTrainerFactory:
     recipe: Recipe
     source: ModelSource
     rates: LearningRates | None = None  # of all phases of the run; None: those of the recipe
+    adapter: ModelSource | None = None  # that the policy begins with
 
     def __call__(self, ranks: Ranks) -> Trainer:
         transformers_logging.disable_progress_bar()
         path, device = self.source.here(), choose_device(self.recipe.runtime.device)
         prepare_device(self.recipe, device)
         model = load_model(path, choose_dtype(self.recipe.model.dtype, device), device)
-        return make_trainer(self.recipe, model, path, base=self.source.path, ranks=ranks, rates=self.rates)
+        return make_trainer(
+            self.recipe,
+            model,
+            path,
+            base=self.source.path,
+            ranks=ranks,
+            rates=self.rates,
+            adapter=None if self.adapter is None else self.adapter.here(),
+        )
 
 
 class TrainerRank:

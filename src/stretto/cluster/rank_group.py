@@ -31,6 +31,7 @@ from stretto.cluster.model_files import ModelSource
 from stretto.cluster.rank_actor import VERSIONS, WRITING, RankTrainerFactory, TrainerRank, WeightsHeader
 from stretto.cluster.weights import RayWeightsRef, WeightsStore
 from stretto.errors import RunError, StalledError, StrettoError, TrainerError, TrainerLostError, describe
+from stretto.models.adapter_config import adapter_folder
 from stretto.recipe.schema import Recipe
 from stretto.setup.threads import rank_threads
 from stretto.training.learning_rates import LearningRates
@@ -68,8 +69,10 @@ def rank_options(
     `rates` None: the learning rates are those of the recipe.
     """
     runtime = recipe.runtime
+    found = recipe.model.continued_adapter
+    adapter = None if found is None else ModelSource.of(str(adapter_folder(found)), "model.adapter")
     return RankOptions(
-        RankTrainerFactory(recipe, source, rates),
+        RankTrainerFactory(recipe, source, rates, adapter),
         count=runtime.trainers,
         threads=rank_threads(recipe),
         cpus=runtime.trainer_cpus,

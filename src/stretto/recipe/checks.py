@@ -39,6 +39,10 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
         found["model", "warm_start"] = (
             f'`model.warm_start` has no effect on `model.path = {recipe.model.path!r}`: only "tiny" is warm-started'
         )
+    if recipe.model.adapter is None:
+        found["model", "merge_adapter"] = (
+            "`model.merge_adapter = true` has no effect without `model.adapter`; name the adapter, or leave it out"
+        )
     if rollout.filter == "none":
         found["rollout", "filter_limit"] = (
             '`rollout.filter_limit` has no effect without `filter = "no-signal"`; set that, or leave the limit out'

@@ -67,6 +67,8 @@ FIXED: Mapping[str, str] = {
     "seed": "the order of the data and the seeds of all trajectories follow from it",
     "model.path": _MODEL,
     "model.lora": _MODEL,
+    "model.adapter": _MODEL,
+    "model.merge_adapter": _MODEL,
     "model.dtype": "the weights of all versions have one type",
     "model.warm_start": _MODEL,
     "task.type": _TASK,
