@@ -22,8 +22,9 @@ from stretto.errors import RecipeError, RunError, StrettoError
 from stretto.observe.console import make_console
 from stretto.recipe.schema import PARADIGM_NAMES, Recipe, load_recipe
 from stretto.run.command_hint import command
-from stretto.run.folder_checks import refuse_another_recipe, refuse_lost, refuse_unwritable, standing
+from stretto.run.folder_checks import refuse_lost, refuse_unwritable, standing
 from stretto.run.interrupts import handled
+from stretto.run.recipe_changes import refuse_another_recipe
 
 TABLE_WIDTH = 185  # least, for fifteen columns
 STOPPED = 130  # exit status of a run that was stopped and can be resumed

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TextIO
 
 from stretto import __version__
-from stretto.cli import check, compare, pool, replay, serve, show, train, verify
+from stretto.cli import check, compare, export, pool, replay, serve, show, train, verify
 from stretto.errors import StrettoError, printable
 
 EXAMPLES = """examples:
@@ -28,6 +28,7 @@ EXAMPLES = """examples:
   stretto show runs/short --update 10
   stretto pool runs/short --add 2
   stretto replay runs/short
+  stretto export runs/short --merge -o models/short
   stretto serve runs/short
 """
 
@@ -56,6 +57,7 @@ COMMANDS: Mapping[str, Command] = {
     "replay": replay,
     "show": show,
     "pool": pool,
+    "export": export,
     "serve": serve,
 }
 

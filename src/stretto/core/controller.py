@@ -160,6 +160,12 @@ class Controller:
         """The versions whose weights the run needs to continue: after a restore, those to bring back."""
         return sorted(v for v in self.window.live if v == self.newest or self.needs(v))
 
+    @property
+    def started_under(self) -> set[int]:
+        """The versions of the groups that updates will be trained on, as far as they have started or are reused."""
+        started = {group.version for group in (*self.ledger.groups.values(), *self.ledger.batch)}
+        return started | {group.version for group in self.reuse.kept.values()}
+
     def is_retired(self, version: int) -> bool:
         """True if no engine needs a version any more. One that is not published yet is not retired."""
         return version < self.newest and version not in self.window.live
@@ -298,12 +304,7 @@ class Controller:
     def _on_measured(self, event: m.Measured) -> None:
         if not self.plan.auto:
             return
-        wanted = admission.wanted_staleness(event.tail_s, event.update_s, self.plan.staleness)
-        if wanted < self.staleness:
-            wanted = admission.lowest_staleness(
-                self.ledger.outstanding_of, wanted, self.staleness, self.next_update, self.plan.batch
-            )
-        self.staleness = wanted
+        self.follow_staleness(admission.wanted_staleness(event.tail_s, event.update_s, self.plan.staleness))
         self.admission_open = True
 
     def _on_evaluated(self, event: m.Evaluated) -> None:
@@ -368,6 +369,8 @@ class Controller:
         self.counters.replayed_groups += self.reuse.choose(update)
         self._train(update)
         self.next_update = update + 1
+        if self.staleness > self.plan.staleness:  # the run was resumed with a smaller bound
+            self.follow_staleness(self.plan.staleness)
         if plan.paradigm.at_limit == "drop":
             for group in [each for each in ledger.groups.values() if each.deadline <= update]:
                 self.commands.append(m.Drop(group.id, ledger.drop(group)))
@@ -429,6 +432,14 @@ class Controller:
             return
         self.evaluating = RunningEvaluation(instance.id, version)
         self.commands.append(m.Evaluate(version, instance.id))
+
+    def follow_staleness(self, wanted: int) -> None:
+        """Sets K for the next groups to `wanted`, or as near as it may fall while older groups are outstanding."""
+        if wanted < self.staleness and self.plan.paradigm.bounded_by == "deadlines":
+            wanted = admission.lowest_staleness(
+                self.ledger.outstanding_of, wanted, self.staleness, self.next_update, self.plan.batch
+            )
+        self.staleness = wanted
 
     def forget_evaluation(self, version: int) -> None:
         """Skips the evaluation of a version that is retired, if it was due."""

@@ -40,6 +40,10 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
         found["model", "warm_start"] = (
             f'`model.warm_start` has no effect on `model.path = {recipe.model.path!r}`: only "tiny" is warm-started'
         )
+    if recipe.model.adapter is None:
+        found["model", "merge_adapter"] = (
+            "`model.merge_adapter = true` has no effect without `model.adapter`; name the adapter, or leave it out"
+        )
     if rollout.filter == "none":
         found["rollout", "filter_limit"] = (
             '`rollout.filter_limit` has no effect without `filter = "no-signal"`; set that, or leave the limit out'
@@ -64,9 +68,10 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
     if reason := replays_nothing(recipe):
         found["training", "replay"] = f"`training.replay` has no effect: {reason}; leave it out"
     if recipe.training.schedule == "constant":
-        found["training", "final_fraction"] = (
-            '`training.final_fraction` has no effect with `schedule = "constant"`; choose "linear" or "cosine"'
-        )
+        for name in ("schedule_start", "schedule_end", "final_fraction"):
+            found["training", name] = (
+                f'`training.{name}` has no effect with `schedule = "constant"`; choose "linear" or "cosine"'
+            )
     if recipe.evaluation.prompts == 0:
         for name in ("every", "temperature", "greedy", "max_tokens"):
             found["evaluation", name] = f"`evaluation.{name}` has no effect with `evaluation.prompts = 0`"

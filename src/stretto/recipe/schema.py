@@ -22,6 +22,7 @@ from stretto.core.paradigms import PARADIGMS, Paradigm
 from stretto.core.plan import Plan, resolve_plan
 from stretto.environments.task_options import TaskOptions
 from stretto.errors import RecipeError
+from stretto.models.adapter_config import lora_of_adapter
 from stretto.models.lora_options import LoraOptions
 from stretto.objectives import AlgorithmOptions
 from stretto.objectives.grpo import GrpoOptions
@@ -54,7 +55,35 @@ class ModelSection(Options):
         description='Type of the weights; "auto": bfloat16 on CUDA, float32 on the CPU; "float16" has the smallest '
         "difference between engine and trainer",
     )
+    adapter: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder of a LoRA adapter of this model to start from, such as `RUN/policy`. It is trained "
+        "further, with its own rank, alpha and targets, unless `merge_adapter`",
+    )
+    merge_adapter: bool = Field(
+        False,
+        description="Add `adapter` to the weights before the run starts; then train a new adapter (`model.lora`), or "
+        "all weights",
+    )
     warm_start: WarmStartSection | None = Field(None, description='Only for `path = "tiny"`')
+
+    @property
+    def continued_adapter(self) -> str | None:
+        """The adapter that is trained further; None: there is none, or it is merged."""
+        return None if self.merge_adapter else self.adapter
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_lora_of_adapter(cls, values: Any) -> Any:
+        """Fills in the options of the adapter that is trained further. Raises `ValueError` for others."""
+        if not isinstance(values, Mapping) or not isinstance(values.get("adapter"), str) or values.get("merge_adapter"):
+            return values
+        lora = values.get("lora") or {}
+        given = lora.model_dump(exclude_unset=True) if isinstance(lora, LoraOptions) else lora
+        if not isinstance(given, Mapping):
+            return values  # of another type, which is refused
+        return {**values, "lora": lora_of_adapter(values["adapter"], given)}
 
 
 class RolloutSection(Options):
@@ -192,6 +221,11 @@ class RuntimeSection(Options):
     )
     checkpoint_seconds: float = Field(
         600.0, gt=0, description="Time between checkpoints, taken after an update; a stopped run always leaves one"
+    )
+    final_checkpoint: bool = Field(
+        True,
+        description="Leave a checkpoint of a finished run, so that more updates can follow at once: 12 bytes for each "
+        "trained parameter. If false, a run that is extended trains again from its journal first",
     )
     durable_versions: bool = Field(
         True,

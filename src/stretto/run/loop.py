@@ -264,8 +264,8 @@ class Loop:
                     raise self._tasks.failure
             self.instances.run_is_ending = True
             await asyncio.gather(*self._drops)
+            await self.checkpoints.written()  # the one that the run leaves comes after it
             if self._finish.stopped:
-                await self.checkpoints.written()  # the one that the stop leaves comes after it
                 await self._rollouts.suspensions.suspend_all()
             return not self._finish.stopped
         finally:

@@ -125,10 +125,13 @@ class Journal:
         finally:
             self._lock.close()
 
-    def begin(self, facts: RunFacts, at: float) -> None:
-        """Starts a session. A resumed run calls it only when nothing can refuse it any more."""
+    def begin(self, facts: RunFacts, at: float, recipe: str | None = None) -> None:
+        """Starts a session. A resumed run calls it only when nothing can refuse it any more.
+
+        With a `recipe` (TOML), a new phase of the run begins with the next update.
+        """
         self.refuse_another_run(facts)
-        self._writer.record(journal_writes.begin, facts, at)
+        self._writer.record(journal_writes.begin, facts, at, recipe)
 
     def refuse_another_run(self, facts: RunFacts) -> None:
         """Raises `RunError` if a resumed run has another paradigm, batch, group, seed or data."""

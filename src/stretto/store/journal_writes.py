@@ -21,6 +21,7 @@ from stretto.store.digests import sample_digest, untrained_digest, update_digest
 from stretto.store.schema import (
     ENDS,
     FAILURES_OF_MEMBERS,
+    PHASES,
     UNTRAINED_OF_MEMBERS,
     Attempt,
     Departure,
@@ -48,11 +49,17 @@ def json_or_null(values: Mapping[str, Any] | None) -> str | None:
 # -- the run and its versions ------------------------------------------------------------------------------------------
 
 
-def begin(db: sqlite3.Connection, facts: RunFacts, at: float) -> None:
-    """Starts a session with the facts of the run."""
+def begin(db: sqlite3.Connection, facts: RunFacts, at: float, recipe: str | None = None) -> None:
+    """Starts a session with the facts of the run. With a `recipe`, a phase begins with the next update."""
     values = {**dataclasses.asdict(facts), "stretto_version": __version__}
     db.executemany("INSERT OR REPLACE INTO run VALUES (?, ?)", [(k, json.dumps(v)) for k, v in values.items()])
     db.execute("INSERT INTO sessions (started_at) VALUES (?)", (at,))
+    if recipe is not None:
+        db.execute(
+            "INSERT INTO phases SELECT (SELECT COUNT(*) FROM phases), (SELECT COUNT(finished_at) FROM updates), "
+            "(SELECT COUNT(*) FROM groups), ?, ?, ?",
+            (at, json.dumps(dataclasses.asdict(facts)), storable(recipe)),
+        )
 
 
 def based_on(db: sqlite3.Connection, checksum: str) -> None:
@@ -476,6 +483,7 @@ def _seal(db: sqlite3.Connection, update: int, samples: Sequence[Sample], row: S
     digest = update_digest(
         before[0] if before else None, update, members, digests,
         failures=[each[1:] for each in failures], row=row, untrained=untrained,
+        phases=db.execute(PHASES, (update, update)).fetchall(),
     )  # fmt: skip
     db.execute("UPDATE updates SET samples = ?, digest = ? WHERE update_id = ?", (digests, digest, update))
 

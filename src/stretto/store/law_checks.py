@@ -4,6 +4,8 @@ The parameters are the facts of the run (`schema.RunFacts`), whether it is `:fin
 (the paradigm gives up law 2), and whether a trajectory `:continues` under newer weights (it gives up law 1).
 """
 
+from stretto.store.schema import STALENESS_OF_PHASE
+
 # The state changes that a journal may have; none leaves an end. `NULL` is before the admission. This table is written
 # down apart from that of the core, and a test compares the two.
 LEGAL_MOVES = """(VALUES
@@ -388,6 +390,19 @@ CHECKS: tuple[tuple[str, str], ...] = (
     ),
     (
         "3",
+        """SELECT 'group ' || group_id || ' of version ' || version || ' was admitted before phase ' || phase ||
+            ', which begins with update ' || first_update
+        FROM phases JOIN groups ON group_id < first_group WHERE version > first_update""",
+    ),
+    (
+        "3",
+        """SELECT DISTINCT 'update ' || update_id || ' trained on group ' || group_id || ', which was admitted in ' ||
+            'phase ' || phase || ', and that begins with update ' || first_update
+        FROM members JOIN trajectories USING (trajectory) JOIN phases ON group_id >= first_group
+        WHERE update_id < first_update""",
+    ),
+    (
+        "3",
         f"""WITH {TAKINGS}
         SELECT 'the batch of update ' || update_id || ' was taken before version ' || version ||
             ', which it trains, was published'
@@ -402,9 +417,12 @@ CHECKS: tuple[tuple[str, str], ...] = (
     ),
     (
         "3",
-        """SELECT 'group ' || group_id || ' was admitted under staleness ' || staleness || ', the run allows ' ||
-            :staleness
-        FROM groups WHERE staleness NOT BETWEEN 0 AND :staleness""",
+        # A bound that is lowered at a resume falls group by group, while older groups are outstanding.
+        f"""SELECT 'group ' || group_id || ' was admitted under staleness ' || staleness || ', the run allows ' ||
+            allowed
+        FROM (SELECT group_id, staleness, {STALENESS_OF_PHASE} AS allowed,
+            LAG(staleness, 1, 0) OVER (ORDER BY group_id) AS before FROM groups)
+        WHERE staleness NOT BETWEEN 0 AND MAX(allowed, before)""",
     ),
     (
         "3",

@@ -1,6 +1,9 @@
 """The tables of `RUN/journal.sqlite`, and how the file is opened.
 
     run            one row a fact of the run: paradigm, staleness, batch, group, updates, seed ... (value is JSON)
+    phases         one row each time that the recipe changed, the first of them as the run began: `first_update` is the
+                   first update that is trained under it, `first_group` the first group that is admitted under it;
+                   `facts` are those of `run` then (JSON), and `recipe` is the resolved recipe (TOML)
     sessions       one row each time a process took the run up; `outcome` is NULL while it runs, and if it was killed;
                    `totals` are the sums of the run when it was stopped (JSON)
     versions       every version of the policy with the checksum of its weights; `published_after` and `loaded_after`
@@ -68,7 +71,7 @@ JOURNAL_NAME = "journal.sqlite"
 RESTORE = "put the journal back from a copy, with its `-wal` file if it had one"
 RESTORE_OR_BEGIN = f"{RESTORE}; if its run was killed as it began, `--resume` begins it"
 NUM_NAMED = 5  # runs of a folder that is none itself
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 
 State = Literal["waiting", "running", "scoring", "scored", "training", "trained", "failed", "filtered", "dropped"]
 ENDS: tuple[State, ...] = ("trained", "failed", "filtered", "dropped")
@@ -93,6 +96,9 @@ EvaluationKind = Literal["before", "during", "after", "skipped"]
 
 SCHEMA = """
 CREATE TABLE run (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE phases (
+    phase INTEGER PRIMARY KEY, first_update INTEGER NOT NULL, first_group INTEGER NOT NULL, began_at REAL NOT NULL,
+    facts TEXT NOT NULL, recipe TEXT NOT NULL);
 CREATE TABLE sessions (session INTEGER PRIMARY KEY, started_at REAL NOT NULL, ended_at REAL, outcome TEXT, totals TEXT);
 CREATE TABLE versions (
     version INTEGER PRIMARY KEY, checksum TEXT NOT NULL, published_at REAL NOT NULL,
@@ -156,6 +162,15 @@ UNTRAINED_OF_MEMBERS = """SELECT m.update_id, c.trajectory, c.lineage, t.group_i
     FROM (SELECT DISTINCT update_id, trajectory FROM members WHERE use = 0 AND update_id BETWEEN ? AND ?) m
     JOIN completions c ON c.trajectory = m.trajectory JOIN trajectories t ON t.trajectory = m.trajectory
     LEFT JOIN groups g ON g.group_id = t.group_id WHERE c.train = 0 ORDER BY m.update_id, c.trajectory, c.lineage"""
+
+
+# Number, first update, first group, facts and recipe of the phases that begin with some updates, for the digests.
+PHASES = """SELECT phase, first_update, first_group, facts, recipe FROM phases WHERE first_update BETWEEN ? AND ?
+    ORDER BY phase"""
+
+# The staleness that the phase of a group allows: a scalar expression over `group_id`.
+STALENESS_OF_PHASE = """COALESCE((SELECT json_extract(facts, '$.staleness') FROM phases p
+    WHERE p.first_group <= group_id ORDER BY phase DESC LIMIT 1), :staleness)"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import JournalError
-from stretto.store.data_checks import CONFIG_NAME, MAX_REWARD, DataResult, check_data, token_range
+from stretto.store.data_checks import MAX_REWARD, DataResult, check_data, token_range
 from stretto.store.law_checks import CHECKS
+from stretto.store.phase_checks import CONFIG_NAME
 from stretto.store.schema import (
     LAWS_GIVEN_UP,
     RESTORE,
@@ -384,6 +385,9 @@ def _findings(db: sqlite3.Connection, run: _Run, data: DataResult) -> list[Findi
         counts["data"] += f"; not the configuration: there is no `{CONFIG_NAME}`"
     if taken := uses - once - again:
         counts["once"] += f", {taken:,} in the batch of an unfinished update"
+    (phases,) = one("SELECT COUNT(*) FROM phases")
+    if phases > 1:
+        counts["data"] += f", recipes of {phases:,} phases"
     if sessions > 1:
         counts["2"] += f"; resumed {sessions - 1:,} times"
     if anew:
