@@ -103,14 +103,15 @@ class Listeners:
         for listener in listeners:
             self.add(listener)
 
-    def add(self, listener: object, name: str | None = None) -> None:
+    def add(self, listener: object, name: str | None = None, *, word: str = "callback") -> None:
         """Adds a listener before the start: an object with some of the methods of `Callback`, or a function.
 
-        A function is called as `on_update`. `name` stands in warnings; by default that of the class or function.
+        A function is called as `on_update`. `word` and `name` stand in warnings; by default `name` is that of the class
+        or function.
         """
         assert not self._started
         called = name or getattr(listener, "__name__", None) or type(listener).__name__
-        self._channels.append(_Channel(called, methods_of(listener, called), self._most_queued))
+        self._channels.append(_Channel(f"{word} `{called}`", methods_of(listener, called), self._most_queued))
 
     def __len__(self) -> int:
         return len(self._channels)
@@ -198,7 +199,7 @@ def _refuse_signature(method: Callable[[Any], object], name: str, called: str) -
 
 
 class _Channel:
-    """The queue and the thread of one listener."""
+    """The queue and the thread of one listener. `name` stands in warnings, such as "callback `Recorder`"."""
 
     def __init__(self, name: str, methods: Mapping[str, Callable[[Any], object]], most_queued: int) -> None:
         self._name = name
@@ -223,7 +224,7 @@ class _Channel:
             self._num_lost += 1
             if self._num_lost == 1:
                 log.warning(
-                    "the callback `%s` is %d events behind: what it has no room for is lost to it, and counted; the "
+                    "the %s is %d events behind: what it has no room for is lost to it, and counted; the "
                     "run does not wait",
                     self._name,
                     self._most,
@@ -242,16 +243,16 @@ class _Channel:
             self._abandoned = True
             left = sum(method in self._methods for method, _ in list(self._queue))
             log.warning(
-                "the callback `%s` was not done %g s after the run; it is abandoned, with %d events left",
+                "the %s was not done %g s after the run; it is abandoned, with %d events left",
                 self._name,
                 asked_s,
                 left,
             )
         if self._num_lost:
-            log.warning("the callback `%s` has lost %d events", self._name, self._num_lost)
+            log.warning("the %s has lost %d events", self._name, self._num_lost)
         for method, count in self._failures.items():
             if count > 1:
-                log.warning("`%s` of the callback `%s` failed %d times", method, self._name, count)
+                log.warning("`%s` of the %s failed %d times", method, self._name, count)
 
     def _append(self, method: str | None, argument: Any) -> None:
         with self._filled:
@@ -278,7 +279,7 @@ class _Channel:
         self._failures[method] += 1
         if self._failures[method] == 1:
             log.warning(
-                "`%s` of the callback `%s` raised %s; the run continues, and further failures are counted",
+                "`%s` of the %s raised %s; the run continues, and further failures are counted",
                 method,
                 self._name,
                 last_line(error, within=self._methods[method]),

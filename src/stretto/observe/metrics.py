@@ -125,6 +125,7 @@ class Tally:
         self._last_ended = 0.0
         self._limits_since: Counter[str] = Counter()  # since the last update
         self._spent_since = 0.0
+        self._failed_since = 0
 
     # -- the window ----------------------------------------------------------------------------------------------------
 
@@ -165,7 +166,9 @@ class Tally:
     # -- events --------------------------------------------------------------------------------------------------------
 
     def failed(self, num_tokens: int) -> None:
+        """Counts a trajectory that failed, with the tokens that it had."""
         self.totals.failed += 1
+        self._failed_since += 1
         self._sampled(num_tokens)
 
     def moved(self, num_bytes: int, prefilled: int) -> None:
@@ -263,10 +266,11 @@ class Tally:
             "replayed_sequences": len(samples) - len(fresh),
             "replayed_tokens": reused_tokens,
             **self._filtered_since(len({sample.group for sample in fresh})),
+            "failed": self._failed_since,
             "limits_reached": dict(self._limits_since),
             "spent": self._spent_since,
         }
-        self._limits_since, self._spent_since = Counter(), 0.0
+        self._limits_since, self._spent_since, self._failed_since = Counter(), 0.0, 0
         line["collapsing"], line["warnings"] = totals.history.add(line)
         if totals.steps == totals.updates_without_signal == NEVER_A_SIGNAL:
             line["warnings"].append(_never_a_signal(report.update, line["reward_mean"]))
