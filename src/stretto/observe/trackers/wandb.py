@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from stretto.errors import RecipeError
@@ -33,7 +34,8 @@ class WandbTracker(Tracker):
     @property
     def destination(self) -> str:
         if self._handle is not None:
-            return self._handle.url or f"`wandb sync {self._handle.dir.removesuffix('/files')}`"
+            offline = f"`wandb sync {Path(self._handle.dir).parent}`"
+            return offline if self._is_offline else str(self._handle.url or offline)
         return f"project `{self._own.project}`"
 
     @property
