@@ -21,6 +21,7 @@ import numpy as np
 
 from stretto.errors import RunError
 from stretto.observe.collapse import History
+from stretto.observe.symptoms import Symptoms, is_without_signal
 from stretto.types import Completion, EngineStats, EpisodeLimit, EvaluationResult, Sample, UpdateReport, by_trajectory
 
 
@@ -85,6 +86,7 @@ class Totals:
     ages: dict[int, int] = field(default_factory=dict)  # age in updates -> trajectories trained, later uses included
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     history: History = field(default_factory=History)  # detects a collapse
+    symptoms: Symptoms = field(default_factory=Symptoms)  # detects that nothing can be learnt
     moves: int = 0  # of trajectories between instances
     moved_bytes: int = 0  # of KV
     prefilled_again: int = 0  # tokens prefilled again after moves without KV
@@ -95,7 +97,9 @@ class Totals:
 
     def sums(self) -> dict[str, Any]:
         """The sums that the journal keeps: all except those that follow from its updates and evaluations."""
-        return {name: value for name, value in asdict(self).items() if name not in ("evaluations", "history")}
+        return {
+            name: value for name, value in asdict(self).items() if name not in ("evaluations", "history", "symptoms")
+        }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], lines: Iterable[Mapping[str, Any]] = ()) -> Totals:
@@ -106,10 +110,8 @@ class Totals:
         for line in lines:
             if line["kind"] == "update":
                 totals.history.add(line)
+                totals.symptoms.add(line)
         return totals
-
-
-NEVER_A_SIGNAL = 3  # updates at the start of a run, all of them without a signal, that are worth a warning
 
 
 class Tally:
@@ -271,9 +273,9 @@ class Tally:
             "spent": self._spent_since,
         }
         self._limits_since, self._spent_since, self._failed_since = Counter(), 0.0, 0
-        line["collapsing"], line["warnings"] = totals.history.add(line)
-        if totals.steps == totals.updates_without_signal == NEVER_A_SIGNAL:
-            line["warnings"].append(_never_a_signal(report.update, line["reward_mean"]))
+        line["collapsing"], collapsing = totals.history.add(line)
+        line["not_learning"], not_learning = totals.symptoms.add(line)
+        line["warnings"] = [*collapsing, *not_learning]
         self._sink.write(line)
         return line
 
@@ -350,23 +352,13 @@ class Tally:
             "limits_reached": totals.limits_reached,
             "spent": totals.spent,
             "collapsing": totals.history.seen,
+            "not_learning": {
+                kind: {"since": since, "over": totals.symptoms.over.get(kind)}
+                for kind, since in totals.symptoms.since.items()
+            },
             "mismatch_kl": totals.mismatch_kl_sum / totals.mismatch_tokens if totals.mismatch_tokens else None,
             "mismatch_tokens": totals.mismatch_tokens,
         }
-
-
-def is_without_signal(metrics: Mapping[str, Any]) -> bool:
-    """True if no group of an update had two different rewards, so that nothing could be learnt from them."""
-    return bool(0 < metrics.get("groups", 0) == metrics.get("groups_without_signal", 0))
-
-
-def _never_a_signal(update: int, reward: float) -> str:
-    return (
-        f"update {update}: no reward has trained anything so far: in every group of the first {NEVER_A_SIGNAL} updates "
-        f"all rewards were equal (their mean is {reward:.3g} now); look at the samples with `stretto show RUN --update "
-        f"{update}`, and let the reward tell better completions from worse ones, or choose prompts that are neither "
-        "too easy nor too hard"
-    )
 
 
 def is_mixed(completion: Completion) -> bool:

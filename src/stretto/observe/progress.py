@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.errors import printable
-from stretto.observe.metrics import is_without_signal
+from stretto.observe.symptoms import is_without_signal
 from stretto.types import EngineStats, EvaluationResult, HeldOutScore
 
 
