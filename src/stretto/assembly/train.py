@@ -19,7 +19,7 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,8 +42,9 @@ from stretto.local.backend import local_backend
 from stretto.local.components import LocalComponents
 from stretto.models.loading import load_config
 from stretto.observe.console import make_console
-from stretto.observe.metrics import JsonLines, Tally
-from stretto.observe.progress import Observer, Silent, make_observer
+from stretto.observe.listeners import Listeners
+from stretto.observe.metrics import JsonLines, Sinks, Tally
+from stretto.observe.progress import Announcer, Observer, Silent, make_observer
 from stretto.observe.summary import summary_table
 from stretto.observe.waiting import report_wait
 from stretto.recipe.schema import Recipe
@@ -57,8 +58,9 @@ from stretto.run.folder_checks import (
     refuse_occupied,
     standing,
 )
+from stretto.run.handle import RunHandle
 from stretto.run.idle_evaluation import evaluate_alone
-from stretto.run.interrupts import ignore_interrupts, stopped_by_interrupts
+from stretto.run.interrupts import AGAIN, ignore_interrupts, stopped_by_interrupts
 from stretto.run.loop import Loop, Settings
 from stretto.run.loop_watchdog import warn_when_blocked
 from stretto.run.pool_requests import Control
@@ -66,7 +68,7 @@ from stretto.run.protocols import Pool, TrainerBackend
 from stretto.setup.backend import Backend, MakeBackend
 from stretto.setup.device import as_begun, choose_device, resolved
 from stretto.setup.factories import DriverInputs, load_driver_inputs, model_path_of
-from stretto.setup.garbage import spare_from_collection
+from stretto.setup.garbage import collect_earlier_runs, spare_from_collection
 from stretto.setup.inputs import passed_variables
 from stretto.setup.micro_batch_size import with_micro_tokens
 from stretto.store.journal import Journal
@@ -133,13 +135,18 @@ def train(
     resume: bool = False,
     observer: Observer | None = None,
     give_up: Sequence[int] = (),
+    listeners: Listeners | None = None,
+    handle: RunHandle | None = None,
 ) -> dict[str, Any]:
-    """Runs a recipe to its end, or until Ctrl-C stops it, and returns the contents of `summary.json`.
+    """Runs a recipe to its end, or until Ctrl-C or `handle` stops it, and returns the contents of `summary.json`.
 
     The run folder must be new, or with `resume` hold a run of the same recipe. A resumed run fails the trajectories of
-    `give_up` instead of training on them. `observer` reports progress; by default nothing is printed.
+    `give_up` instead of training on them. `observer` reports progress; by default nothing is printed. `listeners` are
+    told what happens from when the run folder exists.
     """
-    folder, observer = Path(folder), observer or Silent()
+    folder, listeners = Path(folder), Listeners() if listeners is None else listeners
+    handle = handle or RunHandle(folder)
+    observer = Announcer(observer or Silent(), listeners)
     recipe = resolved(as_begun(recipe, folder) if resume else recipe, choose_device(recipe.runtime.device))
     if resume:
         refuse_nothing_to_resume(folder)
@@ -158,8 +165,11 @@ def train(
             refuse_damaged(folder)
         else:
             lock = stack.enter_context(claimed_folder(folder))
+        stack.enter_context(_told_the_end(listeners, handle))
         stack.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(SWITCH_S)
+        collect_earlier_runs()
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # for the warm start, whose operations are too small to share
         transformers_logging.disable_progress_bar()
         observer.message(f"run folder: {folder}")
@@ -173,7 +183,20 @@ def train(
         make = _backend_maker(recipe, model_path, driver, folder, observer)
         for note in driver.inputs.notes(recipe):
             observer.message(note)
-        return asyncio.run(_train(recipe, folder, make, observer, lock, resume, give_up))
+        summary = asyncio.run(_train(recipe, handle, make, observer, listeners, lock, resume, give_up))
+        handle.outcome = "stopped" if summary["stopped"] else "finished"
+        return summary
+
+
+@contextlib.contextmanager
+def _told_the_end(listeners: Listeners, handle: RunHandle) -> Iterator[None]:
+    """Tells the listeners how a run ended. A run whose last evaluation was skipped is finished."""
+    try:
+        yield
+    finally:
+        if handle.outcome == "running":
+            handle.outcome = "finished" if standing(handle.folder) == "finished" else "failed"
+        listeners.close(handle.shown)
 
 
 def _backend_maker(
@@ -203,6 +226,8 @@ class _Run:
     trainer: TrainerBackend
     control: Control
     observer: Observer
+    listeners: Listeners
+    handle: RunHandle
     give_up: Sequence[int]  # trajectories that a resumed run fails
 
     @property
@@ -224,15 +249,18 @@ class _Run:
 
 async def _train(
     recipe: Recipe,
-    folder: Path,
+    handle: RunHandle,
     make: MakeBackend,
     observer: Observer,
+    listeners: Listeners,
     lock: Lock,
     resume: bool,
     give_up: Sequence[int],
 ) -> dict[str, Any]:
     """Starts the backend, runs the loop, and ends everything in any case."""
+    folder = handle.folder
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(handle.cancellable())
         said = RewardOutput(folder / "reward.log", observer.message, after=folder / "config.toml")
         stack.callback(said.close)
         versions = VersionFiles(folder / "versions", durable=recipe.runtime.durable_versions)
@@ -252,7 +280,10 @@ async def _train(
         with Journal.open(folder / JOURNAL_NAME, resume=begun, lock=lock) as journal:
             trainer = backend.make_trainer(journal)
             stack.callback(trainer.close)
-            return await _run(_Run(recipe, folder, backend, journal, versions, trainer, control, observer, give_up))
+            listeners.start(handle.shown)
+            return await _run(
+                _Run(recipe, folder, backend, journal, versions, trainer, control, observer, listeners, handle, give_up)
+            )
 
 
 async def _start(backend: Backend, instances: int, say: Callable[[str], None]) -> None:
@@ -276,7 +307,9 @@ async def _run(run: _Run) -> dict[str, Any]:
     """Runs the loop to its end, with an evaluation before and after it. Returns the summary."""
     recipe, inputs, plan = run.recipe, run.backend.driver.inputs, run.recipe.plan
     resumed = await report_wait(_take_up(run), lambda: "the trainer to start, and its weights", run.observer.message)
-    tally = Tally(rows=plan.rows, sink=JsonLines(run.folder / "metrics.jsonl"), totals=resumed.totals)
+    tally = Tally(
+        rows=plan.rows, sink=Sinks(JsonLines(run.folder / "metrics.jsonl"), run.listeners), totals=resumed.totals
+    )
     environment = run.backend.environment
     scored = any(rollout.reward is not None for rollout in resumed.rollouts.values())
     first_reward = FirstReward(came=scored or tally.totals.steps > 0)
@@ -294,7 +327,8 @@ async def _run(run: _Run) -> dict[str, Any]:
             await evaluate(evaluator, resumed.weights[0], "before")
     loop = _make_loop(run, resumed, environment, evaluator, tally, first_reward)
     spare_from_collection()
-    with stopped_by_interrupts(loop.stop), warn_when_blocked(recipe.runtime.stall_seconds):
+    interrupts, stopping = stopped_by_interrupts(partial(loop.stop, AGAIN)), run.handle.stopping(loop.stop)
+    with interrupts, stopping, warn_when_blocked(recipe.runtime.stall_seconds):
         if not await loop.run():
             await loop.checkpoints.save()
             return await _conclude(run, tally, loop.controller, stopped=True)

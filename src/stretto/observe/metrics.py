@@ -31,6 +31,17 @@ class Sink(Protocol):
     def write(self, record: Mapping[str, Any]) -> None: ...
 
 
+class Sinks:
+    """Several sinks as one: each gets every record, in order."""
+
+    def __init__(self, *sinks: Sink) -> None:
+        self._sinks = sinks
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        for sink in self._sinks:
+            sink.write(record)
+
+
 class JsonLines:
     """`metrics.jsonl`: one JSON object a line, flushed after every line."""
 

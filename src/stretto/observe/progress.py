@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.errors import printable
+from stretto.observe.listeners import Listeners
 from stretto.observe.symptoms import is_without_signal
 from stretto.types import EngineStats, EvaluationResult, HeldOutScore
 
@@ -56,6 +57,22 @@ class Silent:
 
     def close(self) -> None:
         pass
+
+
+class Announcer:
+    """An observer whose messages also go to the listeners of a run. They get lines as a sink of metrics."""
+
+    def __init__(self, observer: Observer, listeners: Listeners) -> None:
+        self._observer = observer
+        self._listeners = listeners
+        self.status = observer.status
+        self.updated = observer.updated
+        self.evaluated = observer.evaluated
+        self.close = observer.close
+
+    def message(self, text: str) -> None:
+        self._observer.message(text)
+        self._listeners.message(text)
 
 
 LEGEND = (
