@@ -11,7 +11,7 @@ from stretto.observe.listeners import Listeners, Outcome
 from stretto.observe.metrics import JsonLines
 from stretto.observe.options import ObserveOptions
 from stretto.observe.trackers import sample_rows
-from stretto.observe.trackers.catalogue import make_trackers
+from stretto.observe.trackers.catalogue import add_trackers
 from stretto.recipe.schema import parse_recipe
 
 CLOSE_S = 60.0
@@ -84,9 +84,9 @@ def report(
 ) -> None:
     """Delivers a session of a run to its trackers, as `train` does."""
     run = FakeRun(folder)
-    listeners = Listeners(close_s=close_s)
-    for name, tracker in make_trackers(options, say).items():
-        listeners.add(tracker, name, word="tracker")
+    listeners = Listeners()
+    add_trackers(options, listeners, say)
+    listeners.wait_at_most(close_s)
     listeners.start(run)
     written = JsonLines(folder / "metrics.jsonl")
     for line in lines:

@@ -8,6 +8,7 @@ import tomli_w
 
 from stretto.models.loading import load_config, load_tokenizer
 from stretto.models.tiny import WarmStart, tiny_config, tiny_tokenizer
+from stretto.observe.trackers.catalogue import check_trackers
 from stretto.recipe.checks import without_effect
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import choose_device, resolved
@@ -24,11 +25,12 @@ def check(recipe: Recipe) -> str:
     """Returns the recipe with its effective values, notes on its data, and its memory plan, as text.
 
     Raises what `train` would raise before it builds a model: for the recipe, the data set, the tokenizer, the lengths
-    of the prompts, the reward function, the environment or a custom objective. Leaves no process behind, and writes
-    nothing.
+    of the prompts, the reward function, the environment, a custom objective or a tracker. Leaves no process behind, and
+    writes nothing.
     """
     recipe = resolved(recipe, choose_device(recipe.runtime.device))
     check_objective(recipe)
+    trackers = check_trackers(recipe.observe)
     tiny = recipe.model.path == "tiny"
     config = tiny_config() if tiny else load_config(recipe.model.path)
     tokenizer = tiny_tokenizer() if tiny else load_tokenizer(recipe.model.path)
@@ -42,7 +44,8 @@ def check(recipe: Recipe) -> str:
         f"{0 if inputs.held_out is None else inputs.held_out.num_rows:,} held out, "
         f"{inputs.form}, {scored}"
     )
-    notes = [f"# {note}" for note in (prompts, *inputs.notes(recipe), *describe_micro_tokens(asked, recipe))]
+    others = (*inputs.notes(recipe), *describe_micro_tokens(asked, recipe), *trackers)
+    notes = [f"# {note}" for note in (prompts, *others)]
     return effective(recipe) + "\n" + "\n".join([*notes, memory]) + "\n"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 import traceback
@@ -67,6 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     130: stopped by Ctrl-C or a signal. 141: the reader of the output is gone. A run that ended with 130, with 141 or
     was killed can be resumed.
     """
+    status = _main(arguments)
+    if arguments is None and (listeners := sys.modules.get("stretto.observe.listeners")) and listeners.abandoned():
+        sys.stderr.flush()
+        os._exit(status)  # a tracker that hangs may have left threads and exit handlers that hang too
+    return status
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
     from stretto.run.interrupts import handled  # not before: `--help` answers at once
 

@@ -113,6 +113,10 @@ class Listeners:
         called = name or getattr(listener, "__name__", None) or type(listener).__name__
         self._channels.append(_Channel(f"{word} `{called}`", methods_of(listener, called), self._most_queued))
 
+    def wait_at_most(self, seconds: float) -> None:
+        """Sets how long the end of the run waits for all listeners together."""
+        self._close_s = seconds
+
     def __len__(self) -> int:
         return len(self._channels)
 
@@ -150,6 +154,11 @@ class Listeners:
         for channel in self._channels:
             channel.join(max(0.0, until - time.monotonic()), self._close_s)
         self._channels.clear()
+
+
+def abandoned() -> list[str]:
+    """Returns the names of the listeners of this process that were not done when their runs ended."""
+    return [thread.name for thread in threading.enumerate() if isinstance(thread, _Deliverer) and thread.is_abandoned]
 
 
 def methods_of(listener: object, name: str) -> dict[str, Callable[[Any], object]]:
@@ -198,6 +207,12 @@ def _refuse_signature(method: Callable[[Any], object], name: str, called: str) -
         return
 
 
+class _Deliverer(threading.Thread):
+    """The thread of a listener."""
+
+    is_abandoned = False  # the run has ended without it
+
+
 class _Channel:
     """The queue and the thread of one listener. `name` stands in warnings, such as "callback `Recorder`"."""
 
@@ -207,10 +222,9 @@ class _Channel:
         self._most = most_queued
         self._queue: deque[tuple[str | None, Any]] = deque()  # method, argument; the method is None at the end
         self._filled = threading.Condition()
-        self._thread = threading.Thread(target=self._deliver, name=f"listener {name}", daemon=True)
+        self._thread = _Deliverer(target=self._deliver, name=f"listener {name}", daemon=True)
         self._failures: Counter[str] = Counter()  # by method
         self._num_lost = 0
-        self._abandoned = False
 
     def start(self, run: LiveRun) -> None:
         self._append("on_start", run)
@@ -240,7 +254,7 @@ class _Channel:
         """Waits for the listener, then logs what it has lost and how often it failed."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self._abandoned = True
+            self._thread.is_abandoned = True
             left = sum(method in self._methods for method, _ in list(self._queue))
             log.warning(
                 "the %s was not done %g s after the run; it is abandoned, with %d events left",
@@ -261,7 +275,7 @@ class _Channel:
 
     def _deliver(self) -> None:
         """Runs in the listener's thread."""
-        while not self._abandoned:
+        while not self._thread.is_abandoned:
             with self._filled:
                 while not self._queue:
                     self._filled.wait()

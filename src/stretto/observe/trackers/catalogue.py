@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from stretto.errors import RecipeError
+from stretto.observe.listeners import Listeners
 from stretto.observe.options import TRACKERS, ObserveOptions
 from stretto.observe.trackers.custom import make_custom
 from stretto.observe.trackers.tracker import Tracker
@@ -37,20 +38,30 @@ def check_trackers(options: ObserveOptions) -> list[str]:
     Raises `RecipeError` for what can be known before a run: a package that is not installed, a class that cannot be
     made, a tracker without a key.
     """
-    words = []
-    for name, made in make_trackers(options, lambda text: None).items():
-        if isinstance(made, Tracker):
-            made.check()
-        words.append(f"reports to {name}" + (f", {made.destination}" if isinstance(made, Tracker) else ""))
-    return words
+    return [
+        f"reports to {name}" + (f", {made.destination}" if isinstance(made, Tracker) else "")
+        for name, made in _checked(options, lambda text: None).items()
+    ]
 
 
-def make_trackers(options: ObserveOptions, say: Callable[[str], None]) -> dict[str, object]:
-    """Returns the trackers of a recipe by name, as listeners. `say` gets a sentence when one has started.
+def add_trackers(options: ObserveOptions, listeners: Listeners, say: Callable[[str], None]) -> None:
+    """Adds the trackers of a recipe to the listeners of a run. Raises `RecipeError` as `check_trackers` does.
 
-    Imports no package of a tracker: each does so in its own thread. Raises `RecipeError` if one cannot be made.
+    `say` gets a sentence when one has started.
     """
-    return {name: _make(name, options, say) for name in options.sinks}
+    for name, tracker in _checked(options, say).items():
+        listeners.add(tracker, name, word="tracker")
+    if options.sinks:
+        listeners.wait_at_most(options.flush_seconds)
+
+
+def _checked(options: ObserveOptions, say: Callable[[str], None]) -> dict[str, object]:
+    """Returns the trackers of a recipe by name, as listeners."""
+    trackers = {name: _make(name, options, say) for name in options.sinks}
+    for tracker in trackers.values():
+        if isinstance(tracker, Tracker):
+            tracker.check()
+    return trackers
 
 
 def _make(name: str, options: ObserveOptions, say: Callable[[str], None]) -> object:
