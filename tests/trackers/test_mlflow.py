@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from tracker_cases import begin, evaluation, report, rows_of, update
 
-from stretto.observe.trackers import tracker
+from stretto.observe.trackers.sample_rows import Samples
 
 mlflow = pytest.importorskip("mlflow")
 
 
 def test_a_run_and_its_continuation_are_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracker, "sample_rows", lambda folder, number, most: rows_of(number, most))
+    monkeypatch.setattr(Samples, "rows", lambda self, number: rows_of(number, 2))
     monkeypatch.chdir(tmp_path)
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     folder = tmp_path / "my-run"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tracker_cases import begin, evaluation, report, rows_of, update
 
-from stretto.observe.trackers import tracker
+from stretto.observe.trackers.sample_rows import Samples
 
 pytest.importorskip("trackio")
 
@@ -27,7 +27,7 @@ def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_run_and_its_continuation_are_one_run(storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracker, "sample_rows", lambda folder, number, most: rows_of(number, most))
+    monkeypatch.setattr(Samples, "rows", lambda self, number: rows_of(number, 2))
     folder = tmp_path / "my-run"
     options = begin(folder, sinks=["trackio"], samples=2, trackio={"project": "ours"})
     report(folder, options, [evaluation(0), update(0), update(1)], outcome="stopped")

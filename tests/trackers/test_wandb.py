@@ -12,8 +12,8 @@ from tracker_cases import begin, evaluation, report, rows_of, update
 
 from stretto.errors import RecipeError
 from stretto.observe.options import ObserveOptions, WandbOptions
-from stretto.observe.trackers import tracker
 from stretto.observe.trackers.catalogue import check_trackers
+from stretto.observe.trackers.sample_rows import Samples
 
 pytest.importorskip("wandb")
 
@@ -62,7 +62,7 @@ def history(path: Path) -> list[dict[str, Any]]:
 def test_a_run_and_its_continuation_are_one_run_with_their_own_axes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracker, "sample_rows", lambda folder, number, most: rows_of(number, most))
+    monkeypatch.setattr(Samples, "rows", lambda self, number: rows_of(number, 2))
     said: list[str] = []
     folder = tmp_path / "my-run"
     options = begin(folder, sinks=["wandb"], samples=2, wandb=OFFLINE)

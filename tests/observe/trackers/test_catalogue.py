@@ -15,8 +15,8 @@ from tracker_cases import begin, evaluation, report, rows_of, update
 
 from stretto.errors import RecipeError
 from stretto.observe.options import TRACKERS, ObserveOptions
-from stretto.observe.trackers import custom
 from stretto.observe.trackers.catalogue import ENTRIES, check_trackers
+from stretto.observe.trackers.sample_rows import Samples
 
 OURS = """
 import threading
@@ -59,7 +59,7 @@ def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_class_of_the_users_gets_whole_lines_and_samples(
     ours: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(custom, "sample_rows", lambda folder, number, most: rows_of(number, most))
+    monkeypatch.setattr(Samples, "rows", lambda self, number: rows_of(number, 2))
     folder = tmp_path / "run"
     report(folder, begin(folder, sinks=["our_trackers:Ours"], samples=2), [update(0), evaluation(1)])
     assert ours.heard == [("start", "run"), ("update", {"0": 3, "1": 5}), ("samples", 2), ("end", "finished")]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tracker_cases import begin, evaluation, report, rows_of, update
 
-from stretto.observe.trackers import tracker
+from stretto.observe.trackers.sample_rows import Samples
 
 
 def read(folder: Path) -> EventAccumulator:
@@ -70,10 +69,7 @@ def test_runs_with_one_folder_have_a_folder_each_in_it(tmp_path: Path) -> None:
 
 
 def test_samples_are_a_table_whose_text_is_no_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def rows(folder: Path, number: int, most: int) -> Any:
-        return rows_of(number, most)
-
-    monkeypatch.setattr(tracker, "sample_rows", rows)
+    monkeypatch.setattr(Samples, "rows", lambda self, number: rows_of(number, 2))
     folder = tmp_path / "run"
     report(folder, begin(folder, sinks=["tensorboard"], samples=2), [update(0), update(1)])
     shown = text(folder / "tensorboard", "samples")

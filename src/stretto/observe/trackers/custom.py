@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from stretto.environments.function_specs import SpecError, last_line, resolve
 from stretto.errors import RecipeError, RunError
 from stretto.observe.listeners import Callback, LiveRun, methods_of
-from stretto.observe.trackers.sample_rows import sample_rows
+from stretto.observe.trackers.sample_rows import Samples
 
 
 def make_custom(spec: str, samples: int) -> object:
@@ -49,15 +48,16 @@ class _WithSamples(Callback):
         self._methods = methods
         self._on_samples = on_samples
         self._most = most
-        self._folder = Path()
+        self._samples: Samples | None = None
 
     def on_start(self, run: LiveRun) -> None:
-        self._folder = run.folder
+        self._samples = Samples(run.folder, self._most)
         self._call("on_start", run)
 
     def on_update(self, line: dict[str, Any]) -> None:
         self._call("on_update", line)
-        self._on_samples(sample_rows(self._folder, line["update"], self._most))
+        assert self._samples is not None
+        self._on_samples(self._samples.rows(line["update"]))
 
     def on_evaluation(self, line: dict[str, Any]) -> None:
         self._call("on_evaluation", line)
@@ -66,6 +66,8 @@ class _WithSamples(Callback):
         self._call("on_message", text)
 
     def on_end(self, run: LiveRun) -> None:
+        if self._samples is not None:
+            self._samples.close()
         self._call("on_end", run)
 
     def _call(self, method: str, argument: Any) -> None:

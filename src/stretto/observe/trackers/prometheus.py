@@ -20,6 +20,7 @@ _NO_NAME = re.compile(r"[^a-zA-Z0-9_]")
 class PrometheusTracker(Tracker):
     """Serves `/metrics`. Each name is `stretto_update_...` or `stretto_evaluation_...`, with the label `run`."""
 
+    takes_tables = False
     _server: Any = None
     _port: int | None = None
     _run_name = ""
@@ -60,7 +61,7 @@ class PrometheusTracker(Tracker):
             self._set(f"stretto_{kind}_{_NO_NAME.sub('_', name)}", value)
 
     def table(self, update: int, rows: Sequence[Row]) -> None:
-        """Does nothing: Prometheus takes numbers alone."""
+        raise AssertionError("Prometheus takes numbers alone")
 
     def close(self, outcome: Outcome, summary: Mapping[str, Any]) -> None:
         self._server.shutdown()

@@ -13,16 +13,15 @@ from typing import Any
 
 from stretto.observe.listeners import Outcome
 from stretto.observe.options import TensorboardOptions
+from stretto.observe.trackers.event_files import EventFile
 from stretto.observe.trackers.sample_rows import COLUMNS, Row
 from stretto.observe.trackers.tracker import TrackedRun, Tracker
-
-FLUSH_S = 10  # between two writes to the event file
 
 
 class TensorboardTracker(Tracker):
     """Writes event files."""
 
-    _writer: Any = None  # torch's, made at the first line
+    _file: EventFile | None = None  # made at the first line
     _folder: Path | None = None
     _recipe: str = ""
 
@@ -32,7 +31,7 @@ class TensorboardTracker(Tracker):
         return f"`tensorboard --logdir {self._folder or folder or 'RUN/tensorboard'}`"
 
     def open(self, run: TrackedRun) -> dict[str, str]:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: F401, so that a broken package is found now
+        import tensorboard.compat.proto.event_pb2  # noqa: F401, so that a broken package is found now
 
         if run.ids:
             self._folder = Path(run.ids["folder"])
@@ -48,24 +47,24 @@ class TensorboardTracker(Tracker):
         return True
 
     def resume_at(self, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(self._folder), purge_step=step or None, flush_secs=FLUSH_S)
+        assert self._folder is not None
+        self._file = EventFile(self._folder, purge_step=step or None)
         if not step:
-            self._writer.add_text("recipe", self._recipe, 0)
+            self._file.text("recipe/text_summary", self._recipe, 0)
 
     def log(self, kind: str, step: int, numbers: Mapping[str, float]) -> None:
-        for name, value in numbers.items():
-            self._writer.add_scalar(f"{kind}/{name}", value, step)
+        assert self._file is not None
+        self._file.numbers(step, {f"{kind}/{name}": value for name, value in numbers.items()})
 
     def table(self, update: int, rows: Sequence[Row]) -> None:
+        assert self._file is not None
         lines = ["|".join(COLUMNS), "|".join("---" for _ in COLUMNS)]
         lines += ["|".join(_cell(row[name]) for name in COLUMNS) for row in rows]
-        self._writer.add_text("samples", "\n".join(f"|{line}|" for line in lines), update)
+        self._file.text("samples/text_summary", "\n".join(f"|{line}|" for line in lines), update)
 
     def close(self, outcome: Outcome, summary: Mapping[str, Any]) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def _cell(value: object) -> str:

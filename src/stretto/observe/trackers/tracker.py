@@ -22,7 +22,7 @@ from typing import Any
 from stretto.observe.listeners import Callback, LiveRun, Outcome
 from stretto.observe.options import ObserveOptions
 from stretto.observe.trackers.chosen_metrics import chosen, step_of
-from stretto.observe.trackers.sample_rows import Row, sample_rows
+from stretto.observe.trackers.sample_rows import Row, Samples
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +49,15 @@ class TrackedRun:
 class Tracker(Callback, ABC):
     """One tracker. A subclass sends numbers and tables; this class decides which, and keeps the ids."""
 
+    takes_tables = True
+
     def __init__(self, name: str, options: ObserveOptions, say: Callable[[str], None]) -> None:
         """Imports nothing. `name` is that of `observe.sinks`; `say` tells the user where to look."""
         self.name = name
         self._options = options
         self._say = say
         self._run: TrackedRun | None = None  # None: not started, or could not
+        self._samples: Samples | None = None
         self._is_new = True  # it knows nothing of the run yet
         self._got_lines = False
         self._missed = 0
@@ -95,16 +98,16 @@ class Tracker(Callback, ABC):
         self._is_new = not ids
         made = self.open(told)
         self._run = told
+        if self._options.samples and self.takes_tables:
+            self._samples = Samples(run.folder, self._options.samples)
         if made != ids:
             _write_ids(run.folder, self.name, made)
         self._say(f"{self.name}: {self.destination}")
 
     def on_update(self, line: dict[str, Any]) -> None:
         self._on_line(line)
-        if self._run is not None and self._options.samples:
-            rows = sample_rows(self._run.folder, line["update"], self._options.samples)
-            if rows:
-                self.table(line["update"], rows)
+        if self._samples is not None and (rows := self._samples.rows(line["update"])):
+            self.table(line["update"], rows)
 
     def on_evaluation(self, line: dict[str, Any]) -> None:
         self._on_line(line)
@@ -113,6 +116,8 @@ class Tracker(Callback, ABC):
         if self._run is None:
             log.warning("the tracker `%s` did not start, and missed %d lines of the run", self.name, self._missed)
             return
+        if self._samples is not None:
+            self._samples.close()
         summary: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):  # a run that failed has none
             summary = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
