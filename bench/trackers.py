@@ -1,6 +1,6 @@
 """CPU time that trackers take of a run. `python bench/trackers.py`.
 
-Runs the quickstart with TensorBoard and Prometheus, whose page is read once a second. Prints the CPU seconds of all
+Runs the quickstart with TensorBoard and Prometheus, whose page is read every 15 seconds. Prints the CPU seconds of all
 threads that trackers start (theirs, and those of their packages) and of the whole process, evaluations included.
 `time.thread_time` of each thread is read when the thread ends.
 
@@ -50,8 +50,8 @@ def cpu_by_thread() -> Iterator[dict[str, float]]:
 
 
 def scrape(until: threading.Event) -> None:
-    """Reads the page of Prometheus once a second, as a server would."""
-    while not until.wait(1.0):
+    """Reads the page of Prometheus, as often as a server usually does."""
+    while not until.wait(15.0):
         with contextlib.suppress(OSError):
             urllib.request.urlopen(f"http://127.0.0.1:{PORT}/metrics", timeout=5).read()
 

@@ -14,6 +14,7 @@ from stretto.assembly.check import check
 from stretto.assembly.train import train
 from stretto.errors import RecipeError
 from stretto.observe.listeners import Callback, Listeners, LiveRun
+from stretto.observe.run_list import runs_below
 
 
 class StopsAfter(Callback):
@@ -49,6 +50,13 @@ def test_a_run_that_is_stopped_and_resumed_is_one_curve_with_its_samples(model: 
     assert [len(table.splitlines()) for table in tables] == [4] * 4
     assert "+" in tables[0], "the prompts are sums"
     assert_verifies(folder)
+
+    (listed,) = runs_below(tmp_path)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (listed.state, listed.updates, listed.sessions) == ("finished", 4, 2)
+    assert (listed.score_before, listed.score_after) == (summary["eval_before"], summary["eval_after"])
+    assert listed.tokens_per_second == pytest.approx(summary["tokens_per_second"])
+    assert listed.age == pytest.approx(summary["staleness"]["mean"])
 
 
 @pytest.mark.usefixtures("task")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TextIO
 
 from stretto import __version__
-from stretto.cli import check, compare, pool, replay, serve, show, train, verify
+from stretto.cli import check, compare, pool, replay, runs, serve, show, train, verify
 from stretto.errors import StrettoError, printable
 
 EXAMPLES = """examples:
@@ -27,6 +27,7 @@ EXAMPLES = """examples:
   stretto compare recipes/quickstart.toml --paradigms synchronous,multi-version
   stretto verify runs/short
   stretto show runs/short --update 10
+  stretto list runs
   stretto pool runs/short --add 2
   stretto replay runs/short
   stretto serve runs/short
@@ -56,6 +57,7 @@ COMMANDS: Mapping[str, Command] = {
     "verify": verify,
     "replay": replay,
     "show": show,
+    "list": runs,
     "pool": pool,
     "serve": serve,
 }
