@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
@@ -10,11 +9,10 @@ from pathlib import Path
 
 import pytest
 from journal_cases import FACTS, Recorder
-from rich.console import Console
 
 from stretto.cli import main
 from stretto.errors import RunError
-from stretto.observe.run_list import readable_size, runs_below, runs_table
+from stretto.observe.run_list import lines_of, readable_size, runs_below
 from stretto.store.schema import JOURNAL_NAME
 
 
@@ -31,12 +29,6 @@ def put(journal: Path, *folders: Path) -> None:
         shutil.copy(journal, folder)
 
 
-def printed(below: Path) -> list[str]:
-    stream = io.StringIO()
-    Console(file=stream, width=250).print(runs_table(runs_below(below), below))
-    return [line.rstrip() for line in stream.getvalue().splitlines() if line.strip()]
-
-
 def test_runs_are_found_below_a_folder_and_not_inside_of_each_other(journal: Path, tmp_path: Path) -> None:
     put(journal, tmp_path / "b", tmp_path / "compare" / "drop", tmp_path / "b" / "policy", tmp_path / ".hidden" / "c")
     (tmp_path / "data").mkdir()
@@ -50,7 +42,7 @@ def test_runs_are_found_below_a_folder_and_not_inside_of_each_other(journal: Pat
 def test_a_run_is_one_line_and_a_damaged_one_too(journal: Path, tmp_path: Path) -> None:
     put(journal, tmp_path / "good", tmp_path / "bad\x1b[31m")
     (tmp_path / "bad\x1b[31m" / JOURNAL_NAME).write_bytes(b"no database" * 500)
-    head, _, *lines = printed(tmp_path)
+    head, *lines = lines_of(runs_below(tmp_path), tmp_path)
     for name in ("run", "state", "updates", "held-out score", "tokens/s", "age", "paradigm", "started", "size"):
         assert name in head
     assert len(lines) == 2
@@ -58,6 +50,7 @@ def test_a_run_is_one_line_and_a_damaged_one_too(journal: Path, tmp_path: Path) 
     assert "damaged" in lines[0]
     assert "its journal cannot be read: file is not a database" in lines[0]
     assert lines[1].split()[:5] == ["good", "finished", "4", "of", "4"]
+    assert all(len(line) <= 40 for line in lines_of(runs_below(tmp_path), tmp_path, 40))
 
 
 def test_the_command_prints_lines_or_json(journal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from pathlib import Path
 
 from stretto.cli import arguments
 
 HELP = "list the runs below a folder, one line each"
-WIDE = 250  # columns of the table where no terminal says how many there are: a run is one line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,8 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from stretto.observe.console import make_console
-    from stretto.observe.run_list import as_json, runs_below, runs_table
+    from stretto.observe.run_list import as_json, lines_of, runs_below
 
     runs = runs_below(options.folder)
     if options.json:
@@ -30,5 +29,6 @@ def run(options: argparse.Namespace) -> int:
     elif not runs:
         sys.stdout.write(f"no run in `{options.folder}` or below it\n")
     else:
-        make_console(None if sys.stdout.isatty() else WIDE).print(runs_table(runs, options.folder))
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        sys.stdout.write("\n".join(lines_of(runs, options.folder, width)) + "\n")
     return 0

@@ -9,15 +9,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
 from stretto.errors import RunError, printable
 from stretto.store.overview import Overview, is_run, overview
 
 DEEPEST = 6  # folders below the one that is named; runs are rarely deeper, and a data set has millions of folders
-MOST_OF_A_PROBLEM = 120  # characters
+COLUMNS = {  # with their alignment
+    "run": "<",
+    "state": "<",
+    "updates": ">",
+    "held-out score": ">",
+    "tokens/s": ">",
+    "age": ">",
+    "paradigm": "<",
+    "started": "<",
+    "size": ">",
+    "problem": "<",
+}
 
 
 def runs_below(folder: Path) -> list[Overview]:
@@ -49,20 +56,16 @@ def as_json(runs: list[Overview], below: Path) -> list[dict[str, Any]]:
     return [asdict(run) | {"folder": str(run.folder), "name": _name(run, below)} for run in runs]
 
 
-def runs_table(runs: list[Overview], below: Path) -> Table:
-    """Returns a table with one line for each run."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("run", "state"):
-        table.add_column(name, no_wrap=True)
-    for name in ("updates", "held-out score", "tokens/s", "age"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("paradigm", "started"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("problem", no_wrap=True, overflow="ellipsis")
-    for run in runs:
-        table.add_row(*(Text(printable(cell)) for cell in _cells(run, below)))
-    return table
+def lines_of(runs: list[Overview], below: Path, width: int | None = None) -> list[str]:
+    """Returns a head and a line for each run, cut to `width` characters."""
+    rows = [list(COLUMNS), *([printable(cell) for cell in _cells(run, below)] for run in runs)]
+    widths = [max(len(row[number]) for row in rows) for number in range(len(COLUMNS))]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, COLUMNS.values(), strict=True)
+        line = "  ".join(f"{cell:{align}{most}}" for cell, most, align in cells).rstrip()
+        lines.append(line if width is None or len(line) <= width else f"{line[: width - 3]}...")
+    return lines
 
 
 def _cells(run: Overview, below: Path) -> list[str]:
@@ -77,7 +80,7 @@ def _cells(run: Overview, below: Path) -> list[str]:
         run.paradigm or "-",
         "-" if run.started_at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started_at)),
         readable_size(run.num_bytes),
-        (run.problem or "")[:MOST_OF_A_PROBLEM],
+        run.problem or "",
     ]
 
 
