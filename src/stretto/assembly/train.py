@@ -9,6 +9,7 @@ RUN/versions/         the weights that trajectories in progress need
 RUN/policy/           the trained policy: a Hugging Face model, or a PEFT adapter
 RUN/summary.json      the totals of the run
 RUN/reward.log        what the reward function printed, if it did
+RUN/trackers/         the ids of the run in its trackers, if it has any
 ```
 """
 
@@ -43,6 +44,7 @@ from stretto.models.loading import load_config
 from stretto.observe.listeners import Listeners
 from stretto.observe.metrics import JsonLines, Sinks, Tally
 from stretto.observe.progress import Announcer, Observer, Silent
+from stretto.observe.trackers.catalogue import add_trackers
 from stretto.observe.waiting import report_wait
 from stretto.recipe.schema import Recipe
 from stretto.run.evaluation import Evaluator
@@ -111,6 +113,7 @@ def train(
     if give_up:
         tries_to_score(folder / JOURNAL_NAME, give_up)  # refuses an unfit id before anything is built
     passed_variables(recipe)  # refuses a variable that is not set, before anything is built
+    add_trackers(recipe.observe, listeners, observer.message)
     with contextlib.ExitStack() as stack:
         stack.callback(observer.close)
         if resume:  # here and below before anything is built, so that a second process is refused at once

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from stretto.errors import printable
 from stretto.observe.listeners import Listeners
-from stretto.observe.metrics import is_without_signal
+from stretto.observe.symptoms import is_without_signal
 from stretto.types import EngineStats, EvaluationResult, HeldOutScore
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from stretto.environments.given import is_given
 from stretto.environments.task_options import EnvironmentOptions, ProcessTaskOptions
+from stretto.observe.options import TRACKERS
 from stretto.recipe.algorithm_checks import impossible_algorithm, options_without_effect
 from stretto.recipe.error_messages import as_toml
 
@@ -102,7 +103,29 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
                 f'`runtime.{name}` has no effect with `runtime.type = "local"`: it is for a cluster; '
                 'choose `type = "ray"`, or leave it out'
             )
-    return found | options_without_effect(recipe)
+    return found | _observe_without_effect(recipe) | options_without_effect(recipe)
+
+
+def _observe_without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
+    sinks = recipe.observe.sinks
+    found = {
+        ("observe", name): f"`observe.{name}` has no effect without a tracker; name one in `observe.sinks`, or leave "
+        "it out"
+        for name in ("metrics", "samples", "flush_seconds")
+        if not sinks
+    }
+    for name in TRACKERS:
+        if name not in sinks:
+            found["observe", name] = (
+                f'`observe.{name}` has no effect: `observe.sinks = {as_toml(sinks)}` does not name "{name}"; add it '
+                "there, or leave the table out"
+            )
+    if sinks and recipe.observe.samples and set(sinks) <= {"prometheus"}:
+        found["observe", "samples"] = (
+            f'`observe.samples = {recipe.observe.samples}` has no effect: "prometheus" takes numbers alone; leave it '
+            "out, or name another tracker in `observe.sinks`"
+        )
+    return found
 
 
 def _versions_at_once(recipe: Recipe) -> float:

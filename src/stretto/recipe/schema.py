@@ -2,8 +2,8 @@
 
 `load_recipe` reads TOML, applies `--set key=value` (`recipe/overrides.py`), validates (`recipe/checks.py`), and raises
 `RecipeError` with a line for each problem. Tables that belong to a lower package are its options: `[task]`,
-`[model.lora]`, `[algorithm]`, `[training]`. `paradigm_overrides` serves `compare`, which runs one recipe under every
-paradigm: it drops the keys that a paradigm fixes itself instead of refusing them.
+`[model.lora]`, `[algorithm]`, `[training]`, `[observe]`. `paradigm_overrides` serves `compare`, which runs one recipe
+under every paradigm: it drops the keys that a paradigm fixes itself instead of refusing them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from stretto.models.adapter_config import lora_of_adapter
 from stretto.models.lora_options import LoraOptions
 from stretto.objectives import AlgorithmOptions
 from stretto.objectives.grpo import GrpoOptions
+from stretto.observe.options import ObserveOptions
 from stretto.options import Options
 from stretto.recipe.checks import ineffective_keys, refusals, replays_nothing, without_effect
 from stretto.recipe.error_messages import explain
@@ -253,6 +254,7 @@ class Recipe(Options):
     training: TrainingSection = TrainingSection()
     evaluation: EvaluationSection = EvaluationSection()
     runtime: RuntimeSection = RuntimeSection()
+    observe: ObserveOptions = ObserveOptions()
 
     @model_validator(mode="after")
     def _refuse_what_cannot_work(self, info: ValidationInfo) -> Recipe:
