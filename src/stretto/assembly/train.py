@@ -413,6 +413,7 @@ def _make_loop(
             max_lineages=driver.inputs.task.max_lineages,
             max_context=driver.inputs.longest_prompt + driver.sampling.max_tokens,
             sampled_ages=run.phases.sampled_ages,
+            records_tokens=run.recipe.observe.tokens,
         ),
         weights=resumed.weights,
         rollouts=resumed.rollouts,
@@ -477,4 +478,5 @@ def _evaluator(run: _Run, environment: Environment, first_reward: FirstReward) -
         cut_s=run.cut_s,
         budget=run.budget,
         first_reward=first_reward,
+        decode=driver.decode,
     )

@@ -17,7 +17,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TextIO
 
 from stretto import __version__
-from stretto.cli import check, compare, export, pool, replay, runs, serve, show, train, verify
+from stretto.cli import (
+    check,
+    compare,
+    export,
+    pool,
+    replay,
+    report,
+    runs,
+    serve,
+    show,
+    trace,
+    train,
+    verify,
+    view,
+)
 from stretto.errors import StrettoError, printable
 
 EXAMPLES = """examples:
@@ -28,6 +42,9 @@ EXAMPLES = """examples:
   stretto verify runs/short
   stretto show runs/short --update 10
   stretto list runs
+  stretto view runs/short
+  stretto report runs/short -o report.html
+  stretto trace runs/short -o trace.json
   stretto pool runs/short --add 2
   stretto replay runs/short
   stretto export runs/short --merge -o models/short
@@ -59,6 +76,9 @@ COMMANDS: Mapping[str, Command] = {
     "replay": replay,
     "show": show,
     "list": runs,
+    "view": view,
+    "report": report,
+    "trace": trace,
     "pool": pool,
     "export": export,
     "serve": serve,

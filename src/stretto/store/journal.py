@@ -172,12 +172,14 @@ class Journal:
 
     batch_taken = _recorded(journal_writes.batch_taken)
     update_done = _recorded(journal_writes.update_done)
+    token_values = _recorded(journal_writes.token_values)
     evaluation = _recorded(journal_writes.evaluation)
 
     instance_joined = _recorded(journal_writes.instance_joined)
     instance_left = _recorded(journal_writes.instance_left)
 
     note = _recorded(journal_writes.note)
+    status = _recorded(journal_writes.status)
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 
 from stretto import __version__
 from stretto.errors import JournalError
+from stretto.store.answer_writes import storable, write_answers
 from stretto.store.blobs import CompletionBlobs, blob
 from stretto.store.digests import sample_digest, untrained_digest, update_digest
 from stretto.store.schema import (
@@ -29,16 +30,11 @@ from stretto.store.schema import (
     RunFacts,
     State,
 )
-from stretto.types import EpisodeLimit, Lineage, Prompt, Sample
+from stretto.types import EpisodeLimit, HeldOutAnswer, Lineage, Prompt, Sample, TokenReport
 
 _NOT_ENDED = f"state NOT IN {ENDS!r}"
 _LAST = "COALESCE((SELECT MAX(seq) FROM transitions), 0)"
 _SESSION = "(SELECT MAX(session) FROM sessions)"
-
-
-def storable(text: str) -> str:
-    """Returns `text` with lone surrogates replaced, which SQLite cannot store as UTF-8."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def json_or_null(values: Mapping[str, Any] | None) -> str | None:
@@ -497,14 +493,31 @@ def evaluation(
     num: int = 0,
     seconds: float = 0.0,
     line: Mapping[str, Any] | None = None,
+    answers: Sequence[HeldOutAnswer] = (),
 ) -> None:
     """Records an evaluation of `version` over `num` prompts with its mean reward, or that it was skipped.
 
     `line` is its line of `metrics.jsonl`.
     """
-    db.execute(
+    added = db.execute(
         "INSERT INTO evaluations (version, kind, at, reward, num, seconds, line) VALUES (?, ?, ?, ?, ?, ?, ?)",
         (version, kind, at, reward, num, seconds, json_or_null(line)),
+    )
+    write_answers(db, added.lastrowid or 0, answers)
+
+
+def token_values(db: sqlite3.Connection, update: int, values: Sequence[TokenReport]) -> None:
+    """Records what the trainer computed for the tokens of an update, by the position of their sample in the batch."""
+    db.executemany(
+        "INSERT OR REPLACE INTO token_values VALUES (?, ?, ?, ?, ?, ?)",
+        [
+            (
+                update,
+                each.position,
+                *(blob(part, "<f4") for part in (each.logprobs, each.ratios, each.advantages, each.gradients)),
+            )
+            for each in values
+        ],
     )
 
 
@@ -530,3 +543,8 @@ def instance_left(db: sqlite3.Connection, instance: int, outcome: Departure, rea
 def note(db: sqlite3.Connection, kind: str, text: str, at: float) -> None:
     """Records something for a person to read: a wait, a failed attempt to write a checkpoint."""
     db.execute("INSERT INTO notes (at, kind, text) VALUES (?, ?, ?)", (at, kind, storable(text)))
+
+
+def status(db: sqlite3.Connection, state: Mapping[str, Any], at: float) -> None:
+    """Replaces the record of what the run does now, and who waits for what."""
+    db.execute("INSERT OR REPLACE INTO status VALUES (0, ?, ?)", (at, storable(json.dumps(dict(state)))))

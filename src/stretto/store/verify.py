@@ -14,7 +14,7 @@ import json
 import math
 import reprlib
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -41,6 +41,7 @@ from stretto.store.schema import (
 from stretto.types import FinishReason
 
 NUM_DETAILS = 5  # offenders named for each law
+SAY_EVERY = 2_048  # completions between two reports of progress
 LOGPROB_SLACK = 1e-3  # a log-probability computed in low precision may be this much above 0
 LOWEST_LOGPROB = -1_000.0  # no draw ever has a smaller one
 
@@ -80,22 +81,34 @@ class _Run:
     num_tokens: int = 0
 
 
-def verify(run_folder: str | Path) -> list[Finding]:
+Say = Callable[[str, float], None]
+"""Gets what `verify` does now, in words, and the share of its work that is done, from 0 to 1."""
+
+SHARES = {"file": 0.1, "laws": 0.3, "tokens": 0.7}  # of the work, when that part is done; about
+
+
+def verify(run_folder: str | Path, say: Say = lambda words, share: None) -> list[Finding]:
     """Checks the journal of a run. Returns one finding for each law, one for exactly-once and one for recorded data.
 
-    Raises `RunError` if there is no journal, and `JournalError` if it cannot be read.
+    Raises `RunError` if there is no journal, and `JournalError` if it cannot be read. `say` is told the progress.
     """
     path = journal_path(run_folder)
     db = connect_readonly(path)
     try:
         with reading(path):
             db.execute("BEGIN")  # one snapshot of a run that may be active
+            say("reading the file", 0.0)
             check_whole(db, path)
             run = _read_run(db, path)
-            for law, query in CHECKS:
+            for place, (law, query) in enumerate(CHECKS):
+                say(
+                    f"checking laws, {place} of {len(CHECKS)} checks done",
+                    SHARES["file"] + (SHARES["laws"] - SHARES["file"]) * place / len(CHECKS),
+                )
                 run.breaks[law] += [str(sentence) for (sentence,) in db.execute(query, run.params)]
-            _check_tokens(db, run)
+            _check_tokens(db, run, say)
             _check_lineages(db, run)
+            say("comparing digests of what was trained on", SHARES["tokens"])
             data = check_data(db, path.parent, run.facts)
             run.breaks["data"] += data.breaks
             return _findings(db, run, data)
@@ -155,7 +168,7 @@ def _read_run(db: sqlite3.Connection, path: Path) -> _Run:
     return _Run(how, facts, params)
 
 
-def _check_tokens(db: sqlite3.Connection, run: _Run) -> None:
+def _check_tokens(db: sqlite3.Connection, run: _Run, say: Say) -> None:
     """Checks the arrays of tokens: law 1, the log-probabilities (law 2) and the age of single tokens (law 3)."""
     published: dict[int, set[str]] = {}  # one checksum each, except for versions that were lost and made again
     both = "SELECT version, checksum FROM versions UNION SELECT version, checksum FROM remade"
@@ -169,7 +182,11 @@ def _check_tokens(db: sqlite3.Connection, run: _Run) -> None:
         "LEFT JOIN members m ON m.trajectory = c.trajectory AND m.lineage = c.lineage AND m.use = 0",
         run.params,
     )
-    for row in rows:
+    (count,) = db.execute("SELECT COUNT(*) FROM completions").fetchone()
+    for place, row in enumerate(rows):
+        if place % SAY_EVERY == 0:
+            share = SHARES["laws"] + (SHARES["tokens"] - SHARES["laws"]) * place / max(1, count)
+            say(f"checking tokens, {place:,} of {count:,} completions", share)
         if others := [f"trajectory {row[0]} {sentence}" for sentence in _other_types(row)]:
             run.breaks["data"] += others
             continue
