@@ -87,6 +87,20 @@ class ModelSection(Options):
         return {**values, "lora": lora_of_adapter(values["adapter"], given)}
 
 
+class RedundancySection(Options):
+    """Starts more groups and members than an update trains on; the first to finish win, the others are dropped.
+
+    Dropped trajectories are longer than trained ones: watch `dropped_share` and `length_ratio`.
+    """
+
+    groups: int | None = Field(
+        None, ge=1, le=1_000_000, description="Groups started for an update, at least `prompts`; default: `prompts`"
+    )
+    members: int | None = Field(
+        None, ge=1, le=65_536, description="Trajectories started for a group, at least `group`; default: `group`"
+    )
+
+
 class RolloutSection(Options):
     """Generation of trajectories."""
 
@@ -99,7 +113,12 @@ class RolloutSection(Options):
     staleness_cap: int | None = Field(None, ge=1, le=64, description='Upper bound of "auto"; default: 4')
     prompts: int = Field(16, ge=1, le=1_000_000, description="Prompts per update, one group each (B)")
     group: int = Field(8, ge=1, le=65_536, description="Trajectories per prompt (G)")
-    rows: int | None = Field(None, ge=1, description="Target number of running trajectories; default: B * G")
+    redundancy: RedundancySection | None = Field(
+        None, description="Leave out to train on everything that is started (law 2)"
+    )
+    rows: int | None = Field(
+        None, ge=1, description="Target number of running trajectories; default: B * G, or what `redundancy` starts"
+    )
     in_flight: Annotated[int, Field(ge=1)] | Literal["full"] | None = Field(
         None,
         description='Most groups started and not yet in a batch; "full": as many as `staleness` allows, (K + 1) * B; '
@@ -275,6 +294,8 @@ class Recipe(Options):
         replay = None if replays_nothing(self) else self.training.replay
         reused = 0 if replay is None else math.floor(replay.ratio * rollout.prompts + 0.5)
         bound: int | None = (rollout.staleness_cap or 4) if auto else (2 if staleness is None else int(staleness))
+        reserve = rollout.redundancy if self.paradigm.allows_redundancy else None
+        groups, members = (None, None) if reserve is None else (reserve.groups, reserve.members)
         in_flight = rollout.in_flight
         if in_flight == "full":
             in_flight = None if self.paradigm.one_batch else ((bound or 0) + 1) * rollout.prompts
@@ -292,6 +313,8 @@ class Recipe(Options):
             filter_limit=0 if rollout.filter == "none" else rollout.filter_limit or 10 * rollout.prompts,
             replay_groups=reused,
             replay_uses=replay.uses if replay is not None and reused else 0,
+            reserve_groups=0 if groups is None else groups - rollout.prompts,
+            reserve_members=0 if members is None else members - rollout.group,
         )
 
     @property
@@ -401,12 +424,15 @@ def paradigm_overrides(raw: Mapping[str, Any], paradigm: str) -> dict[str, Any]:
     if row.staleness is not None:
         for key in ("staleness", "staleness_cap"):
             rollout.pop(key, None)
+    if not row.allows_redundancy:
+        rollout.pop("redundancy", None)
     if row.one_batch:
         rollout.pop("in_flight", None)
         if isinstance(result.get("training"), dict):
             result["training"].pop("replay", None)
-        defaults = RolloutSection()
-        most = rollout.get("prompts", defaults.prompts) * rollout.get("group", defaults.group)
+        defaults, redundancy = RolloutSection(), rollout.get("redundancy", {})
+        prompts, group = rollout.get("prompts", defaults.prompts), rollout.get("group", defaults.group)
+        most = redundancy.get("groups", prompts) * redundancy.get("members", group)
         if rollout.get("rows", 0) > most:  # more than one batch has
             rollout.pop("rows")
     for section, key in ineffective_in(result) - ineffective_in(raw):

@@ -94,6 +94,8 @@ LAWS_GIVEN_UP: Mapping[str, tuple[int, ...]] = {
     "multi-version": (),
 }
 
+RESERVES = ("reserve_groups", "reserve_members")  # the facts by which a recipe gives up law 2
+
 Attempt = Literal["generation", "scoring"]
 Order = Literal["shuffled", "pass-rate"]
 
@@ -213,6 +215,8 @@ class RunFacts:
     templated: bool = False  # a chat template made the prompts
     vocabulary: int = 0  # every token id is below; 0: not recorded
     laws_broken: tuple[int, ...] = ()  # the laws that the paradigm gives up by design
+    reserve_groups: int = 0  # groups that are started beyond those that the batches need, at most, at once
+    reserve_members: int = 0  # trajectories that a group is started with beyond `group`
 
 
 def journal_path(run_folder: str | Path) -> Path:
