@@ -78,7 +78,7 @@ class ObserveOptions(Options):
     )
     samples: int = Field(0, ge=0, le=1_000, description="Samples of each update that trackers get as a table")
     flush_seconds: float = Field(
-        10.0, gt=0, le=3_600, description="Most that the end of a run waits for its trackers, together"
+        30.0, gt=0, le=3_600, description="Most that the end of a run waits for its trackers, together"
     )
     tokens: bool = Field(
         False,

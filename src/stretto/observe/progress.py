@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.errors import printable
-from stretto.observe.metrics import is_without_signal
+from stretto.observe.listeners import Listeners
+from stretto.observe.symptoms import is_without_signal
 from stretto.types import EngineStats, EvaluationResult, HeldOutScore
 
 MOST_INSTANCES = 64  # whose load the journal keeps
@@ -81,6 +82,22 @@ class Silent:
         pass
 
 
+class Announcer:
+    """An observer whose messages also go to the listeners of a run. They get lines as a sink of metrics."""
+
+    def __init__(self, observer: Observer, listeners: Listeners) -> None:
+        self._observer = observer
+        self._listeners = listeners
+        self.status = observer.status
+        self.updated = observer.updated
+        self.evaluated = observer.evaluated
+        self.close = observer.close
+
+    def message(self, text: str) -> None:
+        self._observer.message(text)
+        self._listeners.message(text)
+
+
 LEGEND = (
     "reward: mean of the batch; tok/s: completion tokens trained on; age: versions between sampling and training; "
     "length: mean completion tokens"
@@ -96,6 +113,8 @@ def describe_update(line: Mapping[str, Any], steps: int) -> str:
     )
     if without := describe_signal(line):
         text += f"  {without}"
+    if line.get("dropped"):
+        text += f"  dropped {line['dropped']} ({line['dropped_share']:.0%})"
     if line["filtered_groups"]:
         text += f"  filtered {line['filtered_groups']} groups ({line['filtered_share']:.0%})"
     if line["replayed_sequences"]:

@@ -265,8 +265,8 @@ class Loop:
                     raise self._tasks.failure
             self.instances.run_is_ending = True
             await asyncio.gather(*self._drops)
+            await self.checkpoints.written()  # the one that the run leaves comes after it
             if self._finish.stopped:
-                await self.checkpoints.written()  # the one that the stop leaves comes after it
                 await self._rollouts.suspensions.suspend_all()
             return not self._finish.stopped
         finally:
@@ -307,11 +307,11 @@ class Loop:
         known = self.controller.ledger.trajectories.get(trajectory)
         return known is not None and known.runs_on(instance)
 
-    def stop(self) -> None:
-        """Ends the run at the next update boundary. Safe to call twice."""
+    def stop(self, hint: str = "") -> None:
+        """Ends the run at the next update boundary, and says so, with a hint. Safe to call twice."""
         if not self._stop_requested:
             self._stop_requested = True
-            self._observer.message("stopping at the next update boundary; once more ends the process at once")
+            self._observer.message(f"stopping at the next update boundary{hint}")
             self.post(core.StopRequested())
 
     async def _next_event(self) -> None:

@@ -1,6 +1,9 @@
 """The tables of `RUN/journal.sqlite`, and how the file is opened.
 
     run            one row a fact of the run: paradigm, staleness, batch, group, updates, seed ... (value is JSON)
+    phases         one row each time that the recipe changed, the first of them as the run began: `first_update` is the
+                   first update that is trained under it, `first_group` the first group that is admitted under it;
+                   `facts` are those of `run` then (JSON), and `recipe` is the resolved recipe (TOML)
     sessions       one row each time a process took the run up; `outcome` is NULL while it runs, and if it was killed;
                    `totals` are the sums of the run when it was stopped (JSON)
     versions       every version of the policy with the checksum of its weights; `published_after` and `loaded_after`
@@ -91,6 +94,8 @@ LAWS_GIVEN_UP: Mapping[str, tuple[int, ...]] = {
     "multi-version": (),
 }
 
+RESERVES = ("reserve_groups", "reserve_members")  # the facts by which a recipe gives up law 2
+
 Attempt = Literal["generation", "scoring"]
 Order = Literal["shuffled", "pass-rate"]
 
@@ -100,6 +105,9 @@ EvaluationKind = Literal["before", "during", "after", "skipped"]
 
 SCHEMA = """
 CREATE TABLE run (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE phases (
+    phase INTEGER PRIMARY KEY, first_update INTEGER NOT NULL, first_group INTEGER NOT NULL, began_at REAL NOT NULL,
+    facts TEXT NOT NULL, recipe TEXT NOT NULL);
 CREATE TABLE sessions (session INTEGER PRIMARY KEY, started_at REAL NOT NULL, ended_at REAL, outcome TEXT, totals TEXT);
 CREATE TABLE versions (
     version INTEGER PRIMARY KEY, checksum TEXT NOT NULL, published_at REAL NOT NULL,
@@ -178,6 +186,15 @@ UNTRAINED_OF_MEMBERS = """SELECT m.update_id, c.trajectory, c.lineage, t.group_i
     LEFT JOIN groups g ON g.group_id = t.group_id WHERE c.train = 0 ORDER BY m.update_id, c.trajectory, c.lineage"""
 
 
+# Number, first update, first group, facts and recipe of the phases that begin with some updates, for the digests.
+PHASES = """SELECT phase, first_update, first_group, facts, recipe FROM phases WHERE first_update BETWEEN ? AND ?
+    ORDER BY phase"""
+
+# The staleness that the phase of a group allows: a scalar expression over `group_id`.
+STALENESS_OF_PHASE = """COALESCE((SELECT json_extract(facts, '$.staleness') FROM phases p
+    WHERE p.first_group <= group_id ORDER BY phase DESC LIMIT 1), :staleness)"""
+
+
 @dataclass(frozen=True, slots=True)
 class RunFacts:
     """The facts of a run that its laws, and whatever is computed from it later, depend on."""
@@ -198,6 +215,8 @@ class RunFacts:
     templated: bool = False  # a chat template made the prompts
     vocabulary: int = 0  # every token id is below; 0: not recorded
     laws_broken: tuple[int, ...] = ()  # the laws that the paradigm gives up by design
+    reserve_groups: int = 0  # groups that are started beyond those that the batches need, at most, at once
+    reserve_members: int = 0  # trajectories that a group is started with beyond `group`
 
 
 def journal_path(run_folder: str | Path) -> Path:

@@ -3,7 +3,7 @@
 Two kinds of checks are made. The three laws and exactly-once are checked by versions, counts and order
 (`law_checks.py`). The recorded data is checked by digests of what each update trained on, and by everything that
 follows from it (`data_checks.py`). A law holds if none of its checks finds a break. The paradigms `partial` and `drop`
-each give up one law by design; those breaks are counted separately.
+each give up one law by design, and so does a recipe with redundancy; those breaks are counted separately.
 
 A run that is not finished (stopped, killed or active) may have trajectories in progress; they are counted.
 """
@@ -26,10 +26,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import JournalError
-from stretto.store.data_checks import CONFIG_NAME, MAX_REWARD, DataResult, check_data, token_range
+from stretto.store.data_checks import MAX_REWARD, DataResult, check_data, token_range
 from stretto.store.law_checks import CHECKS
+from stretto.store.phase_checks import CONFIG_NAME
 from stretto.store.schema import (
     LAWS_GIVEN_UP,
+    RESERVES,
     RESTORE,
     RESTORE_OR_BEGIN,
     check_whole,
@@ -58,10 +60,11 @@ class Finding:
     """The result for one law. `details` has a sentence for each of the first breaks."""
 
     law: str  # "1", "2", "3", "once" or "data"
-    broken: int  # breaks that the paradigm does not allow
+    broken: int  # breaks that neither the paradigm nor the recipe allows
     by_paradigm: int | None  # breaks that the paradigm makes by design; None: it does not give up this law
     counts: str  # what was checked, as text
     details: tuple[str, ...] = ()
+    by_recipe: int | None = None  # breaks that the recipe asks for; None: it does not give up this law
 
     @property
     def holds(self) -> bool:
@@ -120,8 +123,9 @@ def format_findings(findings: Sequence[Finding]) -> str:
     lines = []
     for finding in findings:
         verdict = "holds" if finding.holds else f"BROKEN {finding.broken}"
-        if finding.by_paradigm is not None:
-            verdict = ("" if finding.holds else f"{verdict}, ") + f"broken by paradigm: {finding.by_paradigm};"
+        for cause, count in (("paradigm", finding.by_paradigm), ("recipe", finding.by_recipe)):
+            if count is not None:
+                verdict = ("" if finding.holds else f"{verdict}, ") + f"broken by {cause}: {count};"
         lines.append(f"{NAMES[finding.law]:<20} {verdict:<10} {finding.counts}")
         lines += [f"{'':<20}   - {detail}" for detail in finding.details]
         if finding.broken > len(finding.details):
@@ -140,7 +144,7 @@ def conclusion(findings: Sequence[Finding]) -> str:
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """Returns 0 if every law holds or is broken only by the paradigm's design, else 1."""
+    """Returns 0 if every law holds or is broken only as the paradigm or the recipe wants it, else 1."""
     return 0 if all(finding.holds for finding in findings) else 1
 
 
@@ -162,6 +166,8 @@ def _read_run(db: sqlite3.Connection, path: Path) -> _Run:
             f"journal `{path}` says that its paradigm `{paradigm}` gives up laws {facts['laws_broken']}, and it gives "
             f"up laws {list(given_up)}: {RESTORE}"
         )
+    params |= {name: facts.get(name, 0) for name in RESERVES}  # a run may be older than redundancy
+    params |= {"members": params["group"] + params["reserve_members"], "drains": paradigm == "one-step-off"}
     params |= {"finished": outcome == "finished", "continues": 1 in given_up, "drops": 2 in given_up}
     how = {"finished": "run finished", "stopped": "run stopped"}.get(outcome or "", "run interrupted or active")
     return _Run(how, facts, params)
@@ -401,6 +407,9 @@ def _findings(db: sqlite3.Connection, run: _Run, data: DataResult) -> list[Findi
         counts["data"] += f"; not the configuration: there is no `{CONFIG_NAME}`"
     if taken := uses - once - again:
         counts["once"] += f", {taken:,} in the batch of an unfinished update"
+    (phases,) = one("SELECT COUNT(*) FROM phases")
+    if phases > 1:
+        counts["data"] += f", recipes of {phases:,} phases"
     if sessions > 1:
         counts["2"] += f"; resumed {sessions - 1:,} times"
     if anew:
@@ -411,7 +420,8 @@ def _findings(db: sqlite3.Connection, run: _Run, data: DataResult) -> list[Findi
     if remade:
         counts["1"] += f", {remade:,} of them made again with other bits"
     excused = {"1": run.mixed if run.params["continues"] else None, "2": dropped if run.params["drops"] else None}
+    by_recipe = {"2": dropped} if any(run.params[name] for name in RESERVES) else {}
     return [
-        Finding(law, len(breaks), excused.get(law), counts[law], tuple(breaks[:NUM_DETAILS]))
+        Finding(law, len(breaks), excused.get(law), counts[law], tuple(breaks[:NUM_DETAILS]), by_recipe.get(law))
         for law, breaks in run.breaks.items()
     ]

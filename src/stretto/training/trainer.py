@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from stretto.errors import ModelError, RecipeError, TrainerError
+from stretto.models.adapters import Adapter, install_adapter
 from stretto.models.float16_range import range_hint
 from stretto.models.lora import inject_lora
 from stretto.models.lora_options import LoraOptions
@@ -46,6 +47,7 @@ from stretto.training.critic import make_critic
 from stretto.training.failure_reasons import refuse_diverged, why_not_finite
 from stretto.training.flops import Costs, peak_flops, update_flops, utilization
 from stretto.training.forward import PackedModel
+from stretto.training.learning_rates import LearningRates
 from stretto.training.loss_averaging import with_divisor
 from stretto.training.loss_scaling import LossScale, initial_loss_scale
 from stretto.training.micro_batch_loss import masked, micro_batch_loss, objective_tokens
@@ -56,13 +58,13 @@ from stretto.training.mini_batches import (
     micro_batch_plans,
     split_batch,
 )
-from stretto.training.optimizer import Optimizer, learning_rate
+from stretto.training.optimizer import Optimizer
 from stretto.training.options import TrainingOptions
 from stretto.training.packing import MicroBatch, input_lengths, micro_batch
 from stretto.training.parallel import Ranks
 from stretto.training.policy_weights import PolicyWeights
 from stretto.training.protocol import Trainer
-from stretto.training.reference_policy import Reference
+from stretto.training.reference_policy import Reference, make_reference
 from stretto.training.regularizers import sampled_divergences
 from stretto.training.reward_shaping import ShapedRewards
 from stretto.training.sharding import Sharding, wants_sharding
@@ -122,11 +124,13 @@ class LocalTrainer:
         model: nn.Module,
         *,
         lora: LoraOptions | None = None,
+        adapter: Adapter | None = None,  # that the policy begins with; None: a new one
         options: TrainingOptions | None = None,
+        rates: LearningRates | None = None,  # of all phases of the run; None: those of `options`
         algorithm: ObjectiveOptions | None = None,
         tokenizer: Any = None,  # exported with the model
         base: str | None = None,  # the base model that an exported adapter names; None: the model's `name_or_path`
-        reference: nn.Module | None = None,  # of the divergence; None: the policy without its adapters
+        reference: nn.Module | None = None,  # of the divergence; None: the policy that training begins with
         ranks: Ranks | None = None,  # that train this policy together; None: this process alone
         sharded: bool | None = None,  # full weights over the ranks; None: if they are many
         temperature: float = 1.0,  # that the engine samples with
@@ -155,19 +159,23 @@ class LocalTrainer:
         adapted: tuple[str, ...] = ()
         if lora is not None:
             adapted = inject_lora(model, lora.rank, lora.effective_alpha, lora.targets, seed)
+            if adapter is not None:
+                install_adapter(model, adapted, adapter)
         else:
             model.requires_grad_(True)
         self.device = self.packed.head.weight.device
         self.ranks.check_same(dict(model.named_parameters()))
         self.sharding = self._prepare(sharded=wants_sharding(model, self.ranks, sharded, lora=lora is not None))
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.optimizer = Optimizer(trainable, self.options, self.ranks)
+        self.optimizer = Optimizer(trainable, self.options, self.ranks, rates)
         base = base if base is not None else str(getattr(model, "name_or_path", ""))
         self.policy = PolicyWeights(model, lora, adapted, base, self.ranks, self.sharding)
         self.costs = Costs(model, trains_weights=lora is None)
         peak = peak_flops(self.device, self.packed.head.weight.dtype)
         self.peak = None if peak is None else peak * self.ranks.count
-        self.reference = self._make_reference(reference)
+        self.reference: Reference | None = None
+        if self.algorithm.kl is not None:
+            self.reference = make_reference(self.packed, reference, self.ranks, starts_from_adapter=adapter is not None)
         self.critic = make_critic(
             self.algorithm,
             self.packed.head.in_features,
@@ -204,17 +212,15 @@ class LocalTrainer:
         self.packed.prepare(compiled=False, checkpointing=self.options.checkpointing, plain=False)
         return Sharding(self.packed, self.ranks)
 
-    def _make_reference(self, model: nn.Module | None) -> Reference | None:
-        if self.algorithm.kl is None:
-            return None
-        if model is None:
-            return Reference.without_adapters(self.packed)
-        self.ranks.check_same(dict(model.named_parameters()), "algorithm.kl.reference")
-        return Reference.of_model(model, self.packed)
-
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        """The type of the weights that are trained, or that adapters are trained over."""
+        dtype: torch.dtype = self.packed.head.weight.dtype
+        return dtype
 
     @property
     def micro_tokens(self) -> int:
@@ -312,7 +318,7 @@ class LocalTrainer:
         metrics = {
             "loss": sum(each.loss for each in gradients) / len(gradients),
             "grad_norm": sum(each.norm_value for each in gradients) / len(gradients),
-            "learning_rate": learning_rate(batch.update, self.optimizer.options),
+            "learning_rate": self.optimizer.rates.at(batch.update),
             **batch_metrics(batch, advantages),
             **metrics,
             **staleness_metrics(batch, tokens),
