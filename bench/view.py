@@ -150,10 +150,11 @@ def _write_evaluation(db: sqlite3.Connection, rng: Any, id: int, version: int) -
     db.execute("INSERT INTO evaluations VALUES (?, ?, 'during', ?, 0.5, 1000, 6.0, NULL)", (id, version, at))
     tokens, logprobs = np.arange(64, dtype="<i4").tobytes(), rng.uniform(-2, 0, 64).astype("<f4").tobytes()
     for index in range(1_000):
-        db.execute("INSERT OR IGNORE INTO held_out VALUES (?, ?, ?, '{}')", (index, f"{PROMPT}{index}?", tokens))
+        prompt = (index, index, f"{PROMPT}{index}?", tokens)
+        db.execute("INSERT OR IGNORE INTO held_out VALUES (?, ?, '', ?, ?, '{}')", prompt)
         db.execute(
-            "INSERT INTO answers VALUES (?, ?, 0, 0, 1, ?, NULL, 64, 64, 'stop', NULL, NULL, ?, NULL, NULL, ?, ?)",
-            (id, index, float(index % 2), TEXT, tokens, logprobs),
+            "INSERT INTO answers VALUES (?, ?, ?, 0, 0, 1, ?, NULL, 64, 64, 'stop', NULL, NULL, ?, NULL, NULL, ?, ?)",
+            (id, index, index, float(index % 2), TEXT, tokens, logprobs),
         )
 
 
