@@ -154,9 +154,10 @@ CREATE TABLE held_out (
     prompt_tokens BLOB NOT NULL, row TEXT NOT NULL, UNIQUE (prompt_index, digest));
 CREATE TABLE answers (
     evaluation INTEGER NOT NULL, prompt_index INTEGER NOT NULL, prompt INTEGER NOT NULL, greedy INTEGER NOT NULL,
-    lineage INTEGER NOT NULL, num_lineages INTEGER NOT NULL, reward REAL, error TEXT, num_tokens INTEGER NOT NULL, num_sampled INTEGER NOT NULL,
-    finish TEXT, turn_numbers BLOB, turns BLOB, text TEXT NOT NULL, context_text TEXT, context BLOB,
-    tokens BLOB NOT NULL, logprobs BLOB NOT NULL, PRIMARY KEY (evaluation, prompt_index, greedy, lineage));
+    lineage INTEGER NOT NULL, num_lineages INTEGER NOT NULL, reward REAL, error TEXT, num_tokens INTEGER NOT NULL,
+    num_sampled INTEGER NOT NULL, finish TEXT, turn_numbers BLOB, turns BLOB, text TEXT NOT NULL, context_text TEXT,
+    context BLOB, tokens BLOB NOT NULL, logprobs BLOB NOT NULL,
+    PRIMARY KEY (evaluation, prompt_index, greedy, lineage));
 CREATE TABLE token_values (
     update_id INTEGER NOT NULL, position INTEGER NOT NULL, logprobs BLOB NOT NULL, ratios BLOB NOT NULL,
     advantages BLOB NOT NULL, gradients BLOB NOT NULL, PRIMARY KEY (update_id, position));
