@@ -4,9 +4,10 @@
         [--out bench/results/view.json]
 
 Makes a journal of that size with the tables of a real one (in `--journal`, or in a temporary folder), starts the real
-server in a process of its own, and asks each question of the page twice: of a server that has read nothing yet, and
-again. The floors: the first page within one second, any view within two, but for a search of text, which reports
-progress. `--cpu RUN` instead measures the processor time of a server that a page polls while `RUN` is written.
+server in a process of its own, and asks each question of the page twice: of a server that has read nothing yet
+(`cold`, by the clock; `cold_cpu`, its processor time), and again (`warm`). The floors: the first page within one
+second, any view within two, but for a search of text, which reports progress. `--cpu RUN` instead measures the
+processor time of a server that a page polls while `RUN` is written.
 """
 
 from __future__ import annotations
@@ -220,17 +221,19 @@ def measure(folder: Path, updates: int, trajectories: int) -> dict[str, Any]:
     result: dict[str, Any] = {}
     server = Server(folder)
     try:
-        started = time.perf_counter()
+        started, before = time.perf_counter(), server.cpu_s()
         for name in (*FILES, "api/runs", "api/poll"):
             server.ask(name)
-        result["first page, all requests"] = {"cold": time.perf_counter() - started}
+        seconds = time.perf_counter() - started
+        result["first page, all requests"] = {"cold": seconds, "cold_cpu": server.cpu_s() - before}
     finally:
         server.close()
     for name, (path, parameters) in questions.items():
         server = Server(folder)
         try:
+            before = server.cpu_s()
             cold, _ = server.ask(path, **parameters)
-            result[name] = {"cold": cold}
+            result[name] = {"cold": cold, "cold_cpu": server.cpu_s() - before}
         finally:
             server.close()
     server = Server(folder)
@@ -257,14 +260,14 @@ def measure_cpu(folder: Path, seconds: float, timeline: bool) -> dict[str, float
         after, started = -1, time.monotonic()
         server.ask("")
         while time.monotonic() - started < seconds:
-            _, found = server.ask("api/poll", after=after)
+            spent, found = server.ask("api/poll", after=after)
             after = (found["curves"]["updates"]["update"] or [after])[-1]
             end = found["state"]["now"]
             if timeline:
-                server.ask("api/timeline", **{"from": end - 60, "to": end, "now": end, "bins": 700})
+                spent += server.ask("api/timeline", **{"from": end - 60, "to": end, "now": end, "bins": 700})[0]
             if found["state"]["condition"] == "finished":
                 break
-            time.sleep(2.0)
+            time.sleep(min(15.0, max(2.0, spent / 0.01)))  # as the page does
         return {"server_cpu_s": server.cpu_s(), "seconds": time.monotonic() - started}
     finally:
         server.close()
@@ -303,9 +306,11 @@ def main() -> int:
     }  # fmt: skip
     for name, value in found.items():
         print(f"  {name:<44} {json.dumps(value) if not isinstance(value, float) else f'{value:.0f}'}")
-    late = [name for name, value in found.items() if isinstance(value, dict) and value.get("cold", 0.0) > VIEW_S]
-    if found["first page, all requests"]["cold"] > FIRST_S:
-        late.append("first page, all requests")
+    late = [
+        name
+        for name, value in found.items()
+        if isinstance(value, dict) and value.get("cold", 0.0) > (FIRST_S if name.startswith("first page") else VIEW_S)
+    ]
     print(f"floors missed: {', '.join(late) or 'none'}")
     if options.out:
         options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

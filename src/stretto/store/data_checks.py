@@ -12,7 +12,7 @@ import json
 import math
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -74,10 +74,15 @@ class DataResult:
     has_config: bool = False  # `config.toml` was there to be compared
 
 
-def check_data(db: sqlite3.Connection, folder: Path, facts: Mapping[str, Any]) -> DataResult:
-    """Checks the rows of a run in `folder`. `facts` are those of its journal."""
+def check_data(
+    db: sqlite3.Connection,
+    folder: Path,
+    facts: Mapping[str, Any],
+    done: Callable[[int], None] = lambda num_updates: None,
+) -> DataResult:
+    """Checks the rows of a run in `folder`. `facts` are those of its journal. `done` gets the updates so far."""
     result = DataResult(has_config=(folder / CONFIG_NAME).exists())
-    _check_updates(db, result)
+    _check_updates(db, result, done)
     result.breaks += _sessions(db)
     result.breaks += _prompts(db, facts.get("vocabulary", 0))
     result.breaks += _seeds(db, facts.get("seed"))
@@ -90,7 +95,7 @@ def check_data(db: sqlite3.Connection, folder: Path, facts: Mapping[str, Any]) -
 # -- updates -----------------------------------------------------------------------------------------------------------
 
 
-def _check_updates(db: sqlite3.Connection, result: DataResult) -> None:
+def _check_updates(db: sqlite3.Connection, result: DataResult, done: Callable[[int], None]) -> None:
     """Checks the digests, the metrics and the sums of every update."""
     made: dict[int, str] = {}  # the weights of a version when its update ended, if they were made again later
     for version, checksum in db.execute("SELECT version, checksum FROM remade ORDER BY rowid"):
@@ -110,6 +115,7 @@ def _check_updates(db: sqlite3.Connection, result: DataResult) -> None:
         "SELECT update_id, finished_at, checksum, metrics, totals, samples, digest, advantages FROM updates "
         "ORDER BY update_id"
     ):
+        done(result.num_updates)
         samples = []
         for row in db.execute(MEMBERS, (update,)):
             try:

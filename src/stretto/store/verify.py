@@ -110,8 +110,13 @@ def verify(run_folder: str | Path, say: Say = lambda words, share: None) -> list
                 run.breaks[law] += [str(sentence) for (sentence,) in db.execute(query, run.params)]
             _check_tokens(db, run, say)
             _check_lineages(db, run)
-            say("comparing digests of what was trained on", SHARES["tokens"])
-            data = check_data(db, path.parent, run.facts)
+            (updates,) = db.execute("SELECT COUNT(*) FROM updates").fetchone()
+
+            def done(num_updates: int) -> None:
+                share = SHARES["tokens"] + (1 - SHARES["tokens"]) * num_updates / max(1, updates)
+                say(f"comparing digests of what was trained on, {num_updates:,} of {updates:,} updates", share)
+
+            data = check_data(db, path.parent, run.facts, done)
             run.breaks["data"] += data.breaks
             return _findings(db, run, data)
     finally:
