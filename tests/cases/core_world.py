@@ -137,7 +137,7 @@ class World(Laws):
     def report_again(self) -> None:
         """A report of a turn that says what is known, or that comes after the end of generation, changes nothing."""
         known = {"running": [m.TurnAsked], "between": [m.TurnEnded], "waiting": [m.TurnEnded, m.TurnAsked]}
-        known |= dict.fromkeys(("scoring", "scored"), [m.TurnEnded, m.TurnAsked])
+        known |= {state: [m.TurnEnded, m.TurnAsked] for state in ("scoring", "scored")}
         pieces = [id for id, piece in self.pieces.items() if piece.state in known]
         if self.plan.paradigm.at_limit == "drop":
             pieces += [id for id, how in self.ended.items() if how == "dropped"]
