@@ -10,6 +10,7 @@ import tomli_w
 from stretto.environments.given import NOTHING_GIVEN, Given
 from stretto.models.loading import load_config, load_tokenizer
 from stretto.models.tiny import WarmStart, tiny_config, tiny_tokenizer
+from stretto.observe.trackers.catalogue import check_trackers
 from stretto.recipe.checks import without_effect
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import choose_device, resolved
@@ -41,11 +42,12 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN) -> CheckReport:
     """Checks a recipe and what was given with it from Python.
 
     Raises what `train` would raise before it builds a model: for the recipe, the data set, the tokenizer, the lengths
-    of the prompts, the reward function, the environment or a custom objective. Leaves no process behind, and writes
-    nothing.
+    of the prompts, the reward function, the environment, a custom objective or a tracker. Leaves no process behind, and
+    writes nothing.
     """
     recipe = resolved(recipe, choose_device(recipe.runtime.device))
     check_objective(recipe)
+    trackers = check_trackers(recipe.observe)
     tiny = recipe.model.path == "tiny"
     config = tiny_config() if tiny else load_config(recipe.model.path)
     tokenizer = tiny_tokenizer() if tiny else load_tokenizer(recipe.model.path)
@@ -59,7 +61,7 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN) -> CheckReport:
         f"{0 if inputs.held_out is None else inputs.held_out.num_rows:,} held out, "
         f"{inputs.form}, {scored}"
     )
-    notes = (prompts, *inputs.notes(recipe), *describe_micro_tokens(asked, recipe))
+    notes = (prompts, *inputs.notes(recipe), *describe_micro_tokens(asked, recipe), *trackers)
     return CheckReport(recipe, effective(recipe), notes, memory)
 
 

@@ -103,14 +103,19 @@ class Listeners:
         for listener in listeners:
             self.add(listener)
 
-    def add(self, listener: object, name: str | None = None) -> None:
+    def add(self, listener: object, name: str | None = None, *, word: str = "callback") -> None:
         """Adds a listener before the start: an object with some of the methods of `Callback`, or a function.
 
-        A function is called as `on_update`. `name` stands in warnings; by default that of the class or function.
+        A function is called as `on_update`. `word` and `name` stand in warnings; by default `name` is that of the class
+        or function.
         """
         assert not self._started
         called = name or getattr(listener, "__name__", None) or type(listener).__name__
-        self._channels.append(_Channel(called, methods_of(listener, called), self._most_queued))
+        self._channels.append(_Channel(f"{word} `{called}`", methods_of(listener, called), self._most_queued))
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Sets how long the end of the run waits for all listeners together."""
+        self._close_s = seconds
 
     def __len__(self) -> int:
         return len(self._channels)
@@ -149,6 +154,11 @@ class Listeners:
         for channel in self._channels:
             channel.join(max(0.0, until - time.monotonic()), self._close_s)
         self._channels.clear()
+
+
+def abandoned() -> list[str]:
+    """Returns the names of the listeners of this process that were not done when their runs ended."""
+    return [thread.name for thread in threading.enumerate() if isinstance(thread, _Deliverer) and thread.is_abandoned]
 
 
 def methods_of(listener: object, name: str) -> dict[str, Callable[[Any], object]]:
@@ -197,8 +207,14 @@ def _refuse_signature(method: Callable[[Any], object], name: str, called: str) -
         return
 
 
+class _Deliverer(threading.Thread):
+    """The thread of a listener."""
+
+    is_abandoned = False  # the run has ended without it
+
+
 class _Channel:
-    """The queue and the thread of one listener."""
+    """The queue and the thread of one listener. `name` stands in warnings, such as "callback `Recorder`"."""
 
     def __init__(self, name: str, methods: Mapping[str, Callable[[Any], object]], most_queued: int) -> None:
         self._name = name
@@ -206,10 +222,9 @@ class _Channel:
         self._most = most_queued
         self._queue: deque[tuple[str | None, Any]] = deque()  # method, argument; the method is None at the end
         self._filled = threading.Condition()
-        self._thread = threading.Thread(target=self._deliver, name=f"listener {name}", daemon=True)
+        self._thread = _Deliverer(target=self._deliver, name=f"listener {name}", daemon=True)
         self._failures: Counter[str] = Counter()  # by method
         self._num_lost = 0
-        self._abandoned = False
 
     def start(self, run: LiveRun) -> None:
         self._append("on_start", run)
@@ -223,7 +238,7 @@ class _Channel:
             self._num_lost += 1
             if self._num_lost == 1:
                 log.warning(
-                    "the callback `%s` is %d events behind: what it has no room for is lost to it, and counted; the "
+                    "the %s is %d events behind: what it has no room for is lost to it, and counted; the "
                     "run does not wait",
                     self._name,
                     self._most,
@@ -239,19 +254,19 @@ class _Channel:
         """Waits for the listener, then logs what it has lost and how often it failed."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self._abandoned = True
+            self._thread.is_abandoned = True
             left = sum(method in self._methods for method, _ in list(self._queue))
             log.warning(
-                "the callback `%s` was not done %g s after the run; it is abandoned, with %d events left",
+                "the %s was not done %g s after the run; it is abandoned, with %d events left",
                 self._name,
                 asked_s,
                 left,
             )
         if self._num_lost:
-            log.warning("the callback `%s` has lost %d events", self._name, self._num_lost)
+            log.warning("the %s has lost %d events", self._name, self._num_lost)
         for method, count in self._failures.items():
             if count > 1:
-                log.warning("`%s` of the callback `%s` failed %d times", method, self._name, count)
+                log.warning("`%s` of the %s failed %d times", method, self._name, count)
 
     def _append(self, method: str | None, argument: Any) -> None:
         with self._filled:
@@ -260,7 +275,7 @@ class _Channel:
 
     def _deliver(self) -> None:
         """Runs in the listener's thread."""
-        while not self._abandoned:
+        while not self._thread.is_abandoned:
             with self._filled:
                 while not self._queue:
                     self._filled.wait()
@@ -278,7 +293,7 @@ class _Channel:
         self._failures[method] += 1
         if self._failures[method] == 1:
             log.warning(
-                "`%s` of the callback `%s` raised %s; the run continues, and further failures are counted",
+                "`%s` of the %s raised %s; the run continues, and further failures are counted",
                 method,
                 self._name,
                 last_line(error, within=self._methods[method]),

@@ -40,6 +40,7 @@ from stretto.run.protocols import Rewards
 
 log = logging.getLogger(__name__)
 
+LEAST_HANG_S = 5.0  # that a worker may be blocked for, however short its episodes are: machines are busy at times
 SAMPLED_ROWS = 64  # of a generated task, to compare their columns with the parameters of the reward function
 
 
@@ -199,11 +200,16 @@ def episode_pool_options(recipe: Recipe, task: Task, tokenizer: Any) -> EpisodeP
     """The options of the pool that plays the episodes of `task`."""
     assert task.environment is not None
     assert isinstance(recipe.task, EnvironmentOptions)
+    hang_s, hang_reason = recipe.runtime.stall_seconds / 2, "half of `runtime.stall_seconds`"
+    if recipe.task.episode_seconds is not None and (own_s := max(LEAST_HANG_S, recipe.task.episode_seconds)) < hang_s:
+        # An episode that blocks its worker for longer is past its own limit, and those beside it run into theirs.
+        hang_s, hang_reason = own_s, "as long as an episode may take, `task.episode_seconds`"
     return EpisodePoolOptions(
         task.environment,
         pickled_tokenizer(tokenizer),
         workers=recipe.task.workers,
-        hang_s=recipe.runtime.stall_seconds / 2,
+        hang_s=hang_s,
+        hang_reason=hang_reason,
         max_bytes=None if recipe.task.worker_gib is None else int(recipe.task.worker_gib * (1 << 30)),
         max_episodes=recipe.task.worker_episodes,
     )
