@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from stretto.errors import (
     SuspendedError,
     TransitionError,
 )
+from stretto.run import rollout_runner
 from stretto.run.first_reward import FirstReward
 from stretto.run.instance_membership import Instances
 from stretto.run.output_checks import refuse_output
@@ -718,3 +720,27 @@ def test_two_turns_at_once_are_refused() -> None:
     made, _, events = rollouts(rollout, {0: Takes(completion(1))}, environment=AtOnce(), max_turns=2)
     asyncio.run(run_episode(made, rollout, 1, 0))
     assert "before the last one was done" in events[-1].reason
+
+
+def test_a_row_is_freed_even_if_its_time_comes_while_an_earlier_turn_is_handed_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rollout_runner, "WORLD_S", 0.0)
+
+    async def world() -> None:
+        rollout = Rollout(0, 7, 1, 9, PROMPT, 0)
+        made, _, events = rollouts(rollout, {0: Engine(completion(1))}, max_turns=3)
+        rollout.place(placement := Placement(0, 1))
+        run = rollout_runner._EpisodeRun(rollout, placement)
+        run.episode = episode = SimpleNamespace(environment_works=False)  # type: ignore[assignment]
+        made._free_row(run)
+        assert events == []
+        episode.environment_works = True
+        while not events:
+            await asyncio.sleep(0)
+        assert events == [core.TurnEnded(0)]
+        rollout.interrupt()
+        made._free_row(run)
+        assert (len(events), run.row_timer) == (1, None)
+
+    asyncio.run(world())

@@ -457,10 +457,13 @@ class Rollouts:
 
     def _free_row(self, run: _EpisodeRun) -> None:
         run.row_timer = None
-        works = run.episode is not None and run.episode.environment_works
-        if works and not run.outdated and not run.rollout.is_generated:
-            run.rollout.frees_row = True
-            self._post(core.TurnEnded(run.rollout.id))
+        if run.episode is None or run.outdated or run.rollout.is_generated:
+            return
+        if not run.episode.environment_works:  # it is just being handed a turn that was done before
+            self._world_works(run)
+            return
+        run.rollout.frees_row = True
+        self._post(core.TurnEnded(run.rollout.id))
 
     def _wants_tokens(self, run: _EpisodeRun) -> None:
         """Takes the row of a rollout again, if it was free."""
