@@ -60,6 +60,9 @@ class World(Laws):
         if rng.random() < odds.load_sample:
             self.sample_load()
             return
+        if odds.turn and rng.random() < 0.05:
+            self.report_again()
+            return
         if self.plan.auto and rng.random() < 0.1:
             self.send(m.Measured(rng.uniform(0, 20), rng.uniform(0, 4)))
             return
@@ -130,6 +133,20 @@ class World(Laws):
         trajectory = self.rng.choice(ids)
         self.pieces[trajectory].state = "running"
         self.send(m.TurnAsked(trajectory))
+
+    def report_again(self) -> None:
+        """A report of a turn that says what is known, or that comes after the end of generation, changes nothing."""
+        known = {"running": [m.TurnAsked], "between": [m.TurnEnded], "waiting": [m.TurnEnded, m.TurnAsked]}
+        known |= dict.fromkeys(("scoring", "scored"), [m.TurnEnded, m.TurnAsked])
+        pieces = [id for id, piece in self.pieces.items() if piece.state in known]
+        if self.plan.paradigm.at_limit == "drop":
+            pieces += [id for id, how in self.ended.items() if how == "dropped"]
+        if pieces:
+            id = self.rng.choice(pieces)
+            state = self.pieces[id].state if id in self.pieces else "scored"
+            before = record(self.controller)
+            assert self.send(self.rng.choice(known[state])(id)) == []
+            assert record(self.controller) == before
 
     def end_before(self, ids: list[int]) -> None:
         """A trajectory that waits for a place had ended, or failed, before it was suspended."""

@@ -17,17 +17,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from stretto import clock
@@ -36,21 +34,19 @@ from stretto.assembly.export import export_policy
 from stretto.assembly.resume import Resumed, take_up, tries_to_score
 from stretto.core.controller import Controller
 from stretto.environments.custom import close_environment, start_environment
+from stretto.environments.given import NOTHING_GIVEN, Given
 from stretto.environments.protocol import Environment
 from stretto.environments.reward_output import RewardOutput
 from stretto.environments.task_options import EnvironmentOptions
 from stretto.local.backend import local_backend
 from stretto.local.components import LocalComponents
 from stretto.models.loading import load_config
-from stretto.observe.console import make_console
 from stretto.observe.listeners import Listeners
 from stretto.observe.metrics import JsonLines, Sinks, Tally
-from stretto.observe.progress import Announcer, Observer, Silent, make_observer
-from stretto.observe.summary import summary_table
+from stretto.observe.progress import Announcer, Observer, Silent
 from stretto.observe.trackers.catalogue import add_trackers
 from stretto.observe.waiting import report_wait
 from stretto.recipe.schema import Recipe
-from stretto.run.command_hint import command
 from stretto.run.evaluation import Evaluator
 from stretto.run.first_reward import FirstReward
 from stretto.run.folder_checks import (
@@ -62,7 +58,7 @@ from stretto.run.folder_checks import (
 )
 from stretto.run.handle import RunHandle
 from stretto.run.idle_evaluation import evaluate_alone
-from stretto.run.interrupts import AGAIN, ignore_interrupts, stopped_by_interrupts
+from stretto.run.interrupts import AGAIN, stopped_by_interrupts
 from stretto.run.loop import Loop, Settings
 from stretto.run.loop_watchdog import warn_when_blocked
 from stretto.run.pool_requests import Control
@@ -84,52 +80,6 @@ from stretto.store.version_files import VersionFiles
 SWITCH_S = 1e-4
 
 
-def train_from_command_line(
-    recipe: Recipe, folder: Path, *, resume: bool, part_of_compare: bool = False, give_up: Sequence[int] = ()
-) -> int:
-    """Trains with progress and a closing table on the terminal. Returns the exit status: 130 if the run was stopped.
-
-    Ctrl-C after the end of the run is ignored and does not change the status. `part_of_compare` leaves out the
-    suggestions of what to type next: `compare` prints its own.
-    """
-    console = make_console()
-    observer = make_observer(console, recipe.training.steps)
-    try:
-        summary = train(recipe, folder, resume=resume, observer=observer, give_up=give_up)
-    except KeyboardInterrupt:
-        if standing(folder) != "finished":
-            if standing(folder) == "empty" or part_of_compare:
-                raise
-            _say(console, f"interrupted; continue with {_resume_hint(folder)}")
-            return 130
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    ignore_interrupts()
-    return _close(console, summary, recipe, folder, part_of_compare)
-
-
-def _close(console: Console, summary: Mapping[str, Any], recipe: Recipe, folder: Path, part_of_compare: bool) -> int:
-    """Prints the result of a run. Returns the exit status."""
-    say = partial(_say, console)
-    if summary["stopped"]:
-        hint = "" if part_of_compare else f"; continue with {_resume_hint(folder)}"
-        say(f"stopped after {summary['steps']} of {recipe.training.steps} updates{hint}")
-        return 130
-    console.print(summary_table(summary))
-    if not part_of_compare:
-        say(f"try next: {command('verify', folder)}")
-        say(f"try next: {command('show', folder, '--update', str(recipe.training.steps - 1))}")
-    say(f"the trained policy is in {folder / 'policy'}")
-    return 0
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _resume_hint(folder: Path) -> str:
-    return f"the same command and `--out {folder} --resume`"
-
-
 def train(
     recipe: Recipe,
     folder: str | Path,
@@ -137,14 +87,15 @@ def train(
     resume: bool = False,
     observer: Observer | None = None,
     give_up: Sequence[int] = (),
+    given: Given = NOTHING_GIVEN,
     listeners: Listeners | None = None,
     handle: RunHandle | None = None,
 ) -> dict[str, Any]:
     """Runs a recipe to its end, or until Ctrl-C or `handle` stops it, and returns the contents of `summary.json`.
 
     The run folder must be new, or with `resume` hold a run of the same recipe. A resumed run fails the trajectories of
-    `give_up` instead of training on them. `observer` reports progress; by default nothing is printed. `listeners` are
-    told what happens from when the run folder exists.
+    `give_up` instead of training on them. `observer` reports progress; by default nothing is printed. `given` has what
+    the recipe names as given from Python. `listeners` are told what happens from when the run folder exists.
     """
     folder, listeners = Path(folder), Listeners() if listeners is None else listeners
     handle = handle or RunHandle(folder)
@@ -181,12 +132,12 @@ def train(
             from stretto.cluster.connection import connected
 
             observer.message(stack.enter_context(connected(recipe)))
-        driver, device = load_driver_inputs(recipe, model_path), choose_device(recipe.runtime.device)
+        driver, device = load_driver_inputs(recipe, model_path, given), choose_device(recipe.runtime.device)
         recipe = with_micro_tokens(recipe, load_config(model_path), driver.inputs.longest_prompt, device)
         make = _backend_maker(recipe, model_path, driver, folder, observer)
         for note in driver.inputs.notes(recipe):
             observer.message(note)
-        summary = asyncio.run(_train(recipe, handle, make, observer, listeners, lock, resume, give_up))
+        summary = asyncio.run(_train(recipe, handle, make, observer, listeners, lock, resume, give_up, given))
         handle.outcome = "stopped" if summary["stopped"] else "finished"
         return summary
 
@@ -259,6 +210,7 @@ async def _train(
     lock: Lock,
     resume: bool,
     give_up: Sequence[int],
+    given: Given,
 ) -> dict[str, Any]:
     """Starts the backend, runs the loop, and ends everything in any case."""
     folder = handle.folder
@@ -284,6 +236,9 @@ async def _train(
             trainer = backend.make_trainer(journal)
             stack.callback(trainer.close)
             listeners.start(handle.shown)
+            for change in given.changes:
+                observer.message(change)
+                journal.note("changed", change, at=clock.now())
             return await _run(
                 _Run(recipe, folder, backend, journal, versions, trainer, control, observer, listeners, handle, give_up)
             )

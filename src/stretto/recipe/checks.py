@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from stretto.environments.given import is_given
 from stretto.environments.task_options import EnvironmentOptions, ProcessTaskOptions
 from stretto.observe.options import TRACKERS
 from stretto.recipe.algorithm_checks import impossible_algorithm, options_without_effect
@@ -54,6 +55,13 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
                 f"`task.{name}` has no effect with `task.workers = 0`, where the driver plays the episodes; leave one "
                 "of the two out"
             )
+    if is_given(getattr(recipe.task, "reward", None)) or is_given(getattr(recipe.task, "environment", None)):
+        for name in ("workers", "worker_gib", "worker_episodes", "pass_env", "sandbox"):
+            if name in type(recipe.task).model_fields:
+                found["task", name] = (
+                    f"`task.{name}` has no effect on what was given from Python, which runs in the driver's process; "
+                    "leave it out, or put the function or class into a module"
+                )
     if reason := replays_nothing(recipe):
         found["training", "replay"] = f"`training.replay` has no effect: {reason}; leave it out"
     if recipe.training.schedule == "constant":

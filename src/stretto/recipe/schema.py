@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,7 +29,7 @@ from stretto.observe.options import ObserveOptions
 from stretto.options import Options
 from stretto.recipe.checks import ineffective_keys, refusals, replays_nothing, without_effect
 from stretto.recipe.error_messages import explain
-from stretto.recipe.overrides import apply_override
+from stretto.recipe.overrides import Overrides, apply_overrides, described
 from stretto.training.options import TrainingOptions
 
 PARADIGM_NAMES = tuple(PARADIGMS)
@@ -290,15 +290,43 @@ class Recipe(Options):
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, compare_as: str | None = None) -> Recipe:
-    """Reads and validates a recipe.
+def load_recipe(
+    recipe: str | Path | Mapping[str, Any] | Recipe,
+    overrides: Overrides = (),
+    *,
+    compare_as: str | None = None,
+    change_task: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
+) -> Recipe:
+    """Reads and validates a recipe: a TOML file, its tables as nested mappings, or one that was read before.
 
-    `overrides` are `key=value` with dotted keys; `key=` removes a key. `compare_as` changes the recipe to another
-    paradigm. Raises `RecipeError`, which names the overrides as the cause if the file alone is valid.
+    `overrides` are dotted keys with their values, None removes a key; or strings `key=value`, where `key=` removes one.
+    `compare_as` changes the recipe to another paradigm, and `change_task` its table `[task]`. Raises `RecipeError`,
+    which names the overrides as the cause if the recipe alone is valid.
     """
-    path = Path(path)
+    raw, source = _tables(recipe)
+    if overrides:
+        written, raw = raw, _overridden(raw, overrides)
+        typed = described(overrides)
+        source = f"`{typed}` on `{source}`" if _is_recipe(written) else f"`{source}` with `{typed}`"
+    if change_task is not None:
+        raw = {**raw, "task": change_task(raw.get("task") or {})}
+    if compare_as is not None:
+        raw = paradigm_overrides(raw, compare_as)
+    return parse_recipe(raw, source=source)
+
+
+def _tables(recipe: str | Path | Mapping[str, Any] | Recipe) -> tuple[Mapping[str, Any], str]:
+    """Returns the tables of a recipe, as they were written, and its name in errors."""
+    if isinstance(recipe, Recipe):
+        return tomllib.loads(recipe.source_toml()), "the recipe"
+    if isinstance(recipe, Mapping):
+        return recipe, "the recipe"
+    return _read_tables(Path(recipe)), str(recipe)
+
+
+def _read_tables(path: Path) -> dict[str, Any]:
     try:
-        raw = tomllib.loads(path.read_bytes().decode("utf-8-sig"))  # some editors write a byte-order mark
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))  # some editors write a byte-order mark
     except FileNotFoundError:
         raise RecipeError(f"recipe `{path}` does not exist") from None
     except IsADirectoryError:
@@ -309,14 +337,6 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, compare_as: 
         ) from error
     except ValueError as error:  # no UTF-8, no TOML, or an integer of more digits than Python converts
         raise RecipeError(f"recipe `{path}` is not valid TOML: {error}") from error
-    source = str(path)
-    if overrides:
-        written, raw = raw, _overridden(raw, overrides)
-        typed = " ".join(f"--set {override}" for override in overrides)
-        source = f"`{typed}` on `{path}`" if _is_recipe(written) else f"`{path}` with `{typed}`"
-    if compare_as is not None:
-        raw = paradigm_overrides(raw, compare_as)
-    return parse_recipe(raw, source=source)
 
 
 def _is_recipe(raw: Mapping[str, Any]) -> bool:
@@ -362,10 +382,10 @@ def paradigm_overrides(raw: Mapping[str, Any], paradigm: str) -> dict[str, Any]:
     return result
 
 
-def _overridden(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Applies `key=value` to a recipe. Removes keys that lost their effect by that, unless they were set with it."""
+def _overridden(raw: Mapping[str, Any], overrides: Overrides) -> dict[str, Any]:
+    """Applies overrides to a recipe. Removes keys that lost their effect by that, unless they were set with it."""
     result = copy.deepcopy(dict(raw))
-    asked = {tuple(apply_override(result, override)) for override in overrides}
+    asked = apply_overrides(result, overrides)
     for section, key in ineffective_in(result) - ineffective_in(raw) - asked:
         del result[section][key]
     return result
