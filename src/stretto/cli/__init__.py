@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TextIO
 
 from stretto import __version__
-from stretto.cli import check, compare, pool, replay, runs, serve, show, train, verify
+from stretto.cli import check, compare, doctor, pool, replay, runs, serve, show, train, verify
 from stretto.errors import StrettoError, printable
 
 EXAMPLES = """examples:
@@ -31,6 +31,7 @@ EXAMPLES = """examples:
   stretto pool runs/short --add 2
   stretto replay runs/short
   stretto serve runs/short
+  stretto doctor
 """
 
 LOG_FORMAT = "%(levelname)s %(name)s: %(message)s"
@@ -60,6 +61,7 @@ COMMANDS: Mapping[str, Command] = {
     "list": runs,
     "pool": pool,
     "serve": serve,
+    "doctor": doctor,
 }
 
 
