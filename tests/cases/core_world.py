@@ -73,6 +73,15 @@ class World(Laws):
             odds.losses -= 1
             self.restore()
             return
+        if (
+            self.plan.drops
+            and rng.random() < 0.02
+            and (gone := [t for t, how in self.ended.items() if how == "dropped"])
+        ):
+            late = rng.choice(gone)  # a report that was on its way when it was dropped
+            reports = (m.Generated(late, 10), m.Scored(late, 1.0), m.TurnEnded(late), m.ScoringFailed(late, "late"))
+            assert self.send(rng.choice(reports)) == []
+            return
         actions = self.possible()
         if not actions and len(self.staying()) < len(self.layout):
             self.join(rng.choice(self.layout))
@@ -137,7 +146,7 @@ class World(Laws):
     def report_again(self) -> None:
         """A report of a turn that says what is known, or that comes after the end of generation, changes nothing."""
         known = {"running": [m.TurnAsked], "between": [m.TurnEnded], "waiting": [m.TurnEnded, m.TurnAsked]}
-        known |= dict.fromkeys(("scoring", "scored"), [m.TurnEnded, m.TurnAsked])
+        known |= {state: [m.TurnEnded, m.TurnAsked] for state in ("scoring", "scored")}
         pieces = [id for id, piece in self.pieces.items() if piece.state in known]
         if self.plan.paradigm.at_limit == "drop":
             pieces += [id for id, how in self.ended.items() if how == "dropped"]
@@ -199,6 +208,7 @@ class World(Laws):
         else:
             piece.state = "scored"
             piece.reward = 0.0 if self.equal[piece.group] else float(trajectory % 2)
+            self.note_finished(piece.group)
             self.send(m.Scored(trajectory, piece.reward))
 
     def update(self, updates: list[int]) -> None:
@@ -209,7 +219,7 @@ class World(Laws):
             self.end(each, "trained")
         groups = {self.pieces[each].group for each in ids}
         self.trained_groups += len(groups)
-        for group in {each // self.plan.group_size for each, _ in self.again}:
+        for group in {each // self.plan.members for each, _ in self.again}:
             self.uses[group] += 1
         if self.plan.replay_groups:
             self.uses |= dict.fromkeys(groups, 1)

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
-from stretto.assembly.serve import PREFIX, PolicyFolder
+from stretto.assembly.serve import PolicyFolder
 from stretto.environments.single_turn import Decode
 from stretto.errors import RunError
+from stretto.models.adapters import merge_adapter, read_adapter
 from stretto.models.loading import load_config, load_model, load_tokenizer
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import choose_device, choose_dtype
@@ -99,25 +98,10 @@ def load_policy(run: Run, device: str = "auto") -> TrainedPolicy:
     folder, target = PolicyFolder.find(run.folder), choose_device(device)
     model: Any = load_model(folder.base, choose_dtype("auto", target), target)
     if folder.rank is not None:
-        _merge(model, folder)
+        merge_adapter(model, read_adapter(folder.path))
     model.eval()
     tokenizer = load_tokenizer(str(folder.path))
     with JournalReader(run.folder) as reader:
         templated = reader.facts().templated
     stops = stop_tokens(folder.base, load_config(folder.base), tokenizer)
     return TrainedPolicy(model, tokenizer, run.recipe, templated, stops, decoder_of(tokenizer))
-
-
-def _merge(model: Any, folder: PolicyFolder) -> None:
-    """Adds the products of an adapter to the weights of its base."""
-    try:
-        tensors = load_file(folder.path / "adapter_model.safetensors")
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"the adapter in `{folder.path}` cannot be read: {error}") from error
-    down = ".lora_A.weight"
-    with torch.no_grad():
-        for name in [name for name in tensors if name.endswith(down)]:
-            weight = model.get_submodule(name.removeprefix(PREFIX).removesuffix(down)).weight
-            first, second = tensors[name], tensors[name.replace(down, ".lora_B.weight")]
-            product = second.to(weight.device, torch.float32) @ first.to(weight.device, torch.float32)
-            weight.copy_((weight.float() + folder.scale * product).to(weight.dtype))

@@ -14,13 +14,7 @@ from stretto.environments.given import Given
 from stretto.errors import RunError
 from stretto.observe.listeners import Listeners
 from stretto.recipe.overrides import Overrides
-from stretto.run.folder_checks import (
-    default_run_folder,
-    refuse_another_recipe,
-    refuse_nothing_to_resume,
-    refuse_occupied,
-    standing,
-)
+from stretto.run.folder_checks import default_run_folder, refuse_nothing_to_resume, refuse_occupied, standing
 from stretto.run.handle import RunHandle
 
 if TYPE_CHECKING:
@@ -74,7 +68,9 @@ def train(
         given = given.as_recorded(recorded_task(folder))
     made = load_recipe(recipe, overrides or (), change_task=given.in_task if given.names else None)
     if resume:
-        refuse_another_recipe(made, folder)
+        from stretto.run.recipe_changes import accepted_changes
+
+        accepted_changes(made, folder)
     handle = RunHandle(folder)
     run = handle.shown = Run(folder, handle)
     listeners = Listeners(callbacks)

@@ -22,8 +22,9 @@ from stretto.errors import RecipeError, RunError, StrettoError
 from stretto.observe.console import make_console
 from stretto.recipe.schema import PARADIGM_NAMES, Recipe, load_recipe
 from stretto.run.command_hint import command
-from stretto.run.folder_checks import refuse_another_recipe, refuse_lost, refuse_unwritable, standing
+from stretto.run.folder_checks import refuse_lost, refuse_unwritable, standing
 from stretto.run.interrupts import handled
+from stretto.run.recipe_changes import refuse_another_recipe
 
 TABLE_WIDTH = 185  # least, for fifteen columns
 STOPPED = 130  # exit status of a run that was stopped and can be resumed
@@ -268,6 +269,8 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         f"s to {target:.2f}" if target is not None else "s to target",
     ]
     headers += ["trainer idle", "rollout idle", "row idle", "dropped", "length ratio", "age mean (max)", "mixed"]
+    dropped = any(row.get("dropped_length") is not None for row in rows)
+    headers += ["length dropped / trained"] * dropped
     greedy = any(score is not None for row in rows for score in _greedy_scores(row))
     headers += ["accuracy", *["greedy"] * greedy]
     for index, header in enumerate(headers):
@@ -288,6 +291,7 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             f"{row['length_ratio']:.3f}",
             f"{row['staleness']['mean']:.2f} ({row['staleness']['max']})",
             f"{row['mixed_version_share']:.0%}",
+            *[_dropped_length(row)] * dropped,
             _from_to(row["eval_before"], row["eval_after"]),
             *[_from_to(*_greedy_scores(row))] * greedy,
         )
@@ -297,6 +301,12 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 def _greedy_scores(row: Mapping[str, Any]) -> tuple[float | None, float | None]:
     """Returns the greedy scores before and after a run; a finished run of an earlier release has no key for them."""
     return row.get("eval_before_greedy"), row.get("eval_after_greedy")
+
+
+def _dropped_length(row: Mapping[str, Any]) -> str:
+    """Returns the mean length of dropped trajectories, as far as they had come, and of trained ones, as one cell."""
+    length = row.get("dropped_length")
+    return "-" if length is None else f"{length:.1f} / {row['trained_length']:.1f}"
 
 
 def _from_to(before: float | None, after: float | None) -> str:

@@ -51,7 +51,6 @@ from stretto.run.evaluation import Evaluator
 from stretto.run.first_reward import FirstReward
 from stretto.run.folder_checks import (
     facts_of,
-    refuse_another_recipe,
     refuse_nothing_to_resume,
     refuse_occupied,
     standing,
@@ -61,18 +60,21 @@ from stretto.run.idle_evaluation import evaluate_alone
 from stretto.run.interrupts import AGAIN, stopped_by_interrupts
 from stretto.run.loop import Loop, Settings
 from stretto.run.loop_watchdog import warn_when_blocked
+from stretto.run.phases import Phases
 from stretto.run.pool_requests import Control
 from stretto.run.protocols import Pool, TrainerBackend
+from stretto.run.recipe_changes import Change, accepted_changes
 from stretto.setup.backend import Backend, MakeBackend
 from stretto.setup.device import as_begun, choose_device, resolved
 from stretto.setup.factories import DriverInputs, load_driver_inputs, model_path_of
 from stretto.setup.garbage import collect_earlier_runs, spare_from_collection
 from stretto.setup.inputs import passed_variables
 from stretto.setup.micro_batch_size import with_micro_tokens
+from stretto.store.checkpoint_files import keep_newest_checkpoint
 from stretto.store.journal import Journal
 from stretto.store.lock import Lock
 from stretto.store.schema import JOURNAL_NAME
-from stretto.store.traces import refuse_damaged
+from stretto.store.traces import recorded_in, refuse_damaged
 from stretto.store.version_files import VersionFiles
 
 # Engine and trainer make thousands of short calls a second that release the interpreter lock and need it back at once.
@@ -93,9 +95,11 @@ def train(
 ) -> dict[str, Any]:
     """Runs a recipe to its end, or until Ctrl-C or `handle` stops it, and returns the contents of `summary.json`.
 
-    The run folder must be new, or with `resume` hold a run of the same recipe. A resumed run fails the trajectories of
-    `give_up` instead of training on them. `observer` reports progress; by default nothing is printed. `given` has what
-    the recipe names as given from Python. `listeners` are told what happens from when the run folder exists.
+    The run folder must be new, or with `resume` hold a run. Another recipe than that of the run may change what
+    `run/recipe_changes.py` lists, from the next update on; more `training.steps` extend a run, also a finished one. A
+    resumed run fails the trajectories of `give_up` instead of training on them. `observer` reports progress; by default
+    nothing is printed. `given` has what the recipe names as given from Python. `listeners` are told what happens from
+    when the run folder exists.
     """
     folder, listeners = Path(folder), Listeners() if listeners is None else listeners
     handle = handle or RunHandle(folder)
@@ -103,7 +107,7 @@ def train(
     recipe = resolved(as_begun(recipe, folder) if resume else recipe, choose_device(recipe.runtime.device))
     if resume:
         refuse_nothing_to_resume(folder)
-        refuse_another_recipe(recipe, folder)
+        accepted_changes(recipe, folder)  # here and below before anything is built
     else:
         refuse_occupied(folder)
     if give_up:
@@ -134,10 +138,12 @@ def train(
             observer.message(stack.enter_context(connected(recipe)))
         driver, device = load_driver_inputs(recipe, model_path, given), choose_device(recipe.runtime.device)
         recipe = with_micro_tokens(recipe, load_config(model_path), driver.inputs.longest_prompt, device)
-        make = _backend_maker(recipe, model_path, driver, folder, observer)
+        changes = accepted_changes(recipe, folder) if resume else []
+        phases = _phases(recipe, folder, changes)
+        make = _backend_maker(recipe, model_path, driver, folder, observer, phases)
         for note in driver.inputs.notes(recipe):
             observer.message(note)
-        summary = asyncio.run(_train(recipe, handle, make, observer, listeners, lock, resume, give_up, given))
+        summary = asyncio.run(_train(phases, changes, handle, make, observer, listeners, lock, resume, give_up, given))
         handle.outcome = "stopped" if summary["stopped"] else "finished"
         return summary
 
@@ -153,16 +159,26 @@ def _told_the_end(listeners: Listeners, handle: RunHandle) -> Iterator[None]:
         listeners.close(handle.shown)
 
 
+def _phases(recipe: Recipe, folder: Path, changes: Sequence[Change]) -> Phases:
+    """Returns the phases of a run, with the one that begins now: that of a new run, or of one with changes."""
+    recorded = recorded_in(folder)
+    phases = Phases.recorded(folder) if recorded.begun else None
+    if phases is None:
+        return Phases.only(recipe)
+    return phases.followed_by(recorded.finished, recipe) if changes else phases.with_current(recipe)
+
+
 def _backend_maker(
-    recipe: Recipe, model_path: str, driver: DriverInputs, folder: Path, observer: Observer
+    recipe: Recipe, model_path: str, driver: DriverInputs, folder: Path, observer: Observer, phases: Phases
 ) -> MakeBackend:
     """Returns the function that makes the backend. Engines and trainer of one process are made here already."""
     if recipe.runtime.type == "local":
-        return partial(local_backend, recipe, LocalComponents.build(recipe, model_path, driver), observer)
+        parts = LocalComponents.build(recipe, model_path, driver, phases.learning_rates)
+        return partial(local_backend, recipe, parts, observer)
     from stretto.cluster.backend import cluster_backend
     from stretto.cluster.model_files import ModelSource
 
-    return partial(cluster_backend, recipe, driver, ModelSource.of(model_path), folder, observer)
+    return partial(cluster_backend, recipe, driver, ModelSource.of(model_path), folder, observer, phases)
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -172,7 +188,8 @@ def _backend_maker(
 class _Run:
     """All that one run has, once its backend has started."""
 
-    recipe: Recipe
+    phases: Phases
+    changes: Sequence[Change]  # that the last phase begins with
     folder: Path
     backend: Backend
     journal: Journal
@@ -183,6 +200,10 @@ class _Run:
     listeners: Listeners
     handle: RunHandle
     give_up: Sequence[int]  # trajectories that a resumed run fails
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.phases.current
 
     @property
     def cut_s(self) -> float | None:
@@ -202,7 +223,8 @@ class _Run:
 
 
 async def _train(
-    recipe: Recipe,
+    phases: Phases,
+    changes: Sequence[Change],
     handle: RunHandle,
     make: MakeBackend,
     observer: Observer,
@@ -213,7 +235,7 @@ async def _train(
     given: Given,
 ) -> dict[str, Any]:
     """Starts the backend, runs the loop, and ends everything in any case."""
-    folder = handle.folder
+    recipe, folder = phases.current, handle.folder
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(handle.cancellable())
         said = RewardOutput(folder / "reward.log", observer.message, after=folder / "config.toml")
@@ -240,7 +262,20 @@ async def _train(
                 observer.message(change)
                 journal.note("changed", change, at=clock.now())
             return await _run(
-                _Run(recipe, folder, backend, journal, versions, trainer, control, observer, listeners, handle, give_up)
+                _Run(
+                    phases,
+                    changes,
+                    folder,
+                    backend,
+                    journal,
+                    versions,
+                    trainer,
+                    control,
+                    observer,
+                    listeners,
+                    handle,
+                    give_up,
+                )
             )
 
 
@@ -291,7 +326,10 @@ async def _run(run: _Run) -> dict[str, Any]:
             await loop.checkpoints.save()
             return await _conclude(run, tally, loop.controller, stopped=True)
     await export_policy(run.trainer, run.folder / "policy", recipe, templated=inputs.templated)
-    if evaluator is not None and "after" not in resumed.evaluated:
+    if recipe.runtime.final_checkpoint:
+        await loop.checkpoints.save()  # for `--resume` with more updates
+        await asyncio.to_thread(keep_newest_checkpoint, run.folder / "checkpoints")
+    if evaluator is not None and ("after" not in resumed.evaluated or resumed.updates < plan.updates):
         write_json(run.folder / "summary.json", _summary(run, tally, loop.controller, stopped=False))
         try:
             with warn_when_blocked(recipe.runtime.stall_seconds):
@@ -307,7 +345,9 @@ async def _run(run: _Run) -> dict[str, Any]:
 async def _take_up(run: _Run) -> Resumed:
     """Begins the run, or restores it from its folder."""
     inputs = run.backend.driver.inputs
-    return await take_up(
+    begun = recorded_in(run.folder).begun
+    begins = bool(run.changes) or not begun or Phases.recorded(run.folder) is None
+    resumed = await take_up(
         run.folder,
         run.recipe.plan,
         prompts=inputs.prompts,
@@ -323,9 +363,17 @@ async def _take_up(run: _Run) -> Resumed:
         place=run.backend.place,
         say=run.observer.message,
         give_up=run.give_up,
-        sampled_ages=run.recipe.sampled_ages,
-        retrained_ages=run.recipe.retrained_ages,
+        sampled_ages=run.phases.sampled_ages,
+        retrained_ages=run.phases.retrained_ages,
+        recipe=run.recipe.dumps() if begins else None,
+        adapter=run.recipe.model.continued_adapter,
     )
+    begin_folder(run.recipe, run.folder)  # after the journal, which a resumed run goes by
+    if run.changes and begun:
+        said = ", ".join(map(str, run.changes))
+        run.journal.note("recipe changed", f"from update {resumed.updates} on: {said}", at=clock.now())
+        run.observer.message(f"from update {resumed.updates} on: {said}")
+    return resumed
 
 
 def _make_loop(
@@ -364,14 +412,15 @@ def _make_loop(
             max_turns=driver.inputs.task.max_turns,
             max_lineages=driver.inputs.task.max_lineages,
             max_context=driver.inputs.longest_prompt + driver.sampling.max_tokens,
-            sampled_ages=run.recipe.sampled_ages,
+            sampled_ages=run.phases.sampled_ages,
+            records_tokens=run.recipe.observe.tokens,
         ),
         weights=resumed.weights,
         rollouts=resumed.rollouts,
         kept=resumed.kept,
         versions=run.versions,
         checkpointing=lambda loop: take_checkpoint(
-            run.folder, loop, run.trainer, run.journal, run.versions, ages=run.recipe.retrained_ages
+            run.folder, loop, run.trainer, run.journal, run.versions, ages=run.phases.retrained_ages
         ),
         control=run.control,
         first_reward=first_reward,
@@ -429,4 +478,5 @@ def _evaluator(run: _Run, environment: Environment, first_reward: FirstReward) -
         cut_s=run.cut_s,
         budget=run.budget,
         first_reward=first_reward,
+        decode=driver.decode,
     )

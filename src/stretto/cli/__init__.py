@@ -17,7 +17,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TextIO
 
 from stretto import __version__
-from stretto.cli import check, compare, doctor, pool, replay, runs, serve, show, train, verify
+from stretto.cli import (
+    check,
+    compare,
+    doctor,
+    export,
+    pool,
+    replay,
+    report,
+    runs,
+    serve,
+    show,
+    trace,
+    train,
+    verify,
+    view,
+)
 from stretto.errors import StrettoError, printable
 
 EXAMPLES = """examples:
@@ -28,8 +43,12 @@ EXAMPLES = """examples:
   stretto verify runs/short
   stretto show runs/short --update 10
   stretto list runs
+  stretto view runs/short
+  stretto report runs/short -o report.html
+  stretto trace runs/short -o trace.json
   stretto pool runs/short --add 2
   stretto replay runs/short
+  stretto export runs/short --merge -o models/short
   stretto serve runs/short
   stretto doctor
 """
@@ -59,7 +78,11 @@ COMMANDS: Mapping[str, Command] = {
     "replay": replay,
     "show": show,
     "list": runs,
+    "view": view,
+    "report": report,
+    "trace": trace,
     "pool": pool,
+    "export": export,
     "serve": serve,
     "doctor": doctor,
 }

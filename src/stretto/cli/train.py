@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_recipe(parser)
     parser.add_argument("--out", type=arguments.path, metavar="RUN", help="run folder (default: runs/<recipe>-<time>)")
     parser.add_argument(
-        "--resume", action="store_true", help="continue the run in --out after it was stopped or killed"
+        "--resume", action="store_true", help="continue the run in --out after it was stopped or killed, or extend it"
     )
     parser.add_argument(
         "--give-up",

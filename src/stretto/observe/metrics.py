@@ -80,6 +80,13 @@ class Totals:
     sampled_tokens: int = 0  # of every trajectory with tokens, however it ended
     sampled: int = 0  # the number of those trajectories
     dropped: int = 0
+    dropped_begun: int = 0  # of these, the ones that had tokens
+    dropped_tokens: int = 0  # that they had
+    dropped_complete: int = 0  # dropped trajectories that had their last token
+    dropped_complete_tokens: int = 0
+    lengths_before: tuple[int, ...] = (
+        0,
+    ) * 5  # sums that `_dropped_since` subtracts: those at the end of the last update
     filtered: int = 0  # trajectories of groups without signal, which were replaced
     filtered_tokens: int = 0
     filtered_groups: int = 0
@@ -117,6 +124,7 @@ class Totals:
         """Restores `sums()`, whose ages JSON has turned into strings; `lines` are those of `metrics.jsonl`."""
         read: dict[str, Any] = {"ages": {int(age): count for age, count in values.get("ages", {}).items()}}
         read["filtered_before"] = tuple(values.get("filtered_before", (0, 0, 0, 0.0)))
+        read["lengths_before"] = tuple(values.get("lengths_before", (0,) * 5))
         totals = cls(**{**values, **read})
         for line in lines:
             if line["kind"] == "update":
@@ -204,8 +212,15 @@ class Tally:
     def instance_replaced(self) -> None:
         self.totals.instances_replaced += 1
 
-    def dropped(self, num_tokens: int) -> None:
-        self.totals.dropped += 1
+    def dropped(self, num_tokens: int, *, complete: bool = False) -> None:
+        """Counts a dropped trajectory, with the tokens that it had. `complete`: it had its last token."""
+        totals = self.totals
+        totals.dropped += 1
+        totals.dropped_begun += num_tokens > 0
+        totals.dropped_tokens += num_tokens
+        if complete:
+            totals.dropped_complete += 1
+            totals.dropped_complete_tokens += num_tokens
         self._sampled(num_tokens)
 
     def filtered(self, lengths: Sequence[int], reward: float) -> None:
@@ -280,6 +295,7 @@ class Tally:
             "replayed_tokens": reused_tokens,
             **self._filtered_since(len({sample.group for sample in fresh})),
             "failed": self._failed_since,
+            **self._dropped_since(len(trained), tokens),
             "limits_reached": dict(self._limits_since),
             "spent": self._spent_since,
         }
@@ -298,6 +314,18 @@ class Tally:
         totals.filtered_before = now
         means = {"filtered_length": tokens / count, "filtered_reward": reward / groups} if groups else {}
         return {"filtered_groups": groups, "filtered_share": _ratio(groups, groups + trained_groups), **means}
+
+    def _dropped_since(self, num_trained: int, tokens: int) -> dict[str, float]:
+        """Metrics of the trajectories dropped since the last update; this one trains `num_trained`, with `tokens`."""
+        totals = self.totals
+        now = (totals.dropped, totals.dropped_begun, totals.dropped_tokens, totals.sampled, totals.sampled_tokens)
+        count, begun, dropped_tokens, sampled, sampled_tokens = (
+            a - b for a, b in zip(now, totals.lengths_before, strict=True)
+        )
+        totals.lengths_before = now
+        ratio = _ratio(_ratio(tokens, num_trained), _ratio(sampled_tokens, sampled))
+        means = {"dropped_length": dropped_tokens / begun} if begun else {}
+        return {"dropped": count, "dropped_share": _ratio(count, count + num_trained), "length_ratio": ratio, **means}
 
     def _sampled(self, num_tokens: int) -> None:
         """Counts a length. A trajectory without tokens does not count: a failed request is not a short completion."""
@@ -340,6 +368,11 @@ class Tally:
             "trained_trajectories": totals.trained,
             "dropped_trajectories": totals.dropped,
             "dropped_share": _ratio(totals.dropped, ended),
+            "dropped_length": totals.dropped_tokens / totals.dropped_begun if totals.dropped_begun else None,
+            "dropped_complete_trajectories": totals.dropped_complete,
+            "dropped_complete_length": (
+                totals.dropped_complete_tokens / totals.dropped_complete if totals.dropped_complete else None
+            ),
             "filtered_trajectories": totals.filtered,
             "filtered_groups": totals.filtered_groups,
             "filtered_share": _ratio(totals.filtered, ended),

@@ -1,4 +1,4 @@
-"""The options of `[observe]`: the trackers that a run reports to, and what they get.
+"""The options of `[observe]`: what a run records for people, the trackers that it reports to, and what they get.
 
 Imports nothing heavy: a recipe is checked before any tracker is imported.
 """
@@ -79,6 +79,11 @@ class ObserveOptions(Options):
     samples: int = Field(0, ge=0, le=1_000, description="Samples of each update that trackers get as a table")
     flush_seconds: float = Field(
         30.0, gt=0, le=3_600, description="Most that the end of a run waits for its trackers, together"
+    )
+    tokens: bool = Field(
+        False,
+        description="The journal keeps what the trainer computed for each token, for `stretto view`: 16 bytes a token "
+        "that is trained on, as much again as the journal has for it without",
     )
     tensorboard: TensorboardOptions | None = Field(None, description="Options of this tracker")
     wandb: WandbOptions | None = Field(None, description="Options of this tracker")

@@ -33,6 +33,11 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
             f"`rollout.in_flight = {rollout.in_flight!r}` has no effect: `{paradigm.name}` always has one batch of "
             "groups in flight; leave it out"
         )
+    if not paradigm.allows_redundancy:
+        found["rollout", "redundancy"] = (
+            f"`rollout.redundancy` has no effect under `{paradigm.name}`: no batch waits for a group there, and what "
+            "is too old is dropped already; raise `rollout.in_flight` instead, or choose another `paradigm`"
+        )
     if rollout.staleness != "auto":
         found["rollout", "staleness_cap"] = (
             '`rollout.staleness_cap` has no effect without `staleness = "auto"`; set that, or leave the cap out'
@@ -40,6 +45,10 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
     if recipe.model.path != "tiny":
         found["model", "warm_start"] = (
             f'`model.warm_start` has no effect on `model.path = {recipe.model.path!r}`: only "tiny" is warm-started'
+        )
+    if recipe.model.adapter is None:
+        found["model", "merge_adapter"] = (
+            "`model.merge_adapter = true` has no effect without `model.adapter`; name the adapter, or leave it out"
         )
     if rollout.filter == "none":
         found["rollout", "filter_limit"] = (
@@ -65,9 +74,10 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
     if reason := replays_nothing(recipe):
         found["training", "replay"] = f"`training.replay` has no effect: {reason}; leave it out"
     if recipe.training.schedule == "constant":
-        found["training", "final_fraction"] = (
-            '`training.final_fraction` has no effect with `schedule = "constant"`; choose "linear" or "cosine"'
-        )
+        for name in ("schedule_start", "schedule_end", "final_fraction"):
+            found["training", name] = (
+                f'`training.{name}` has no effect with `schedule = "constant"`; choose "linear" or "cosine"'
+            )
     if recipe.evaluation.prompts == 0:
         for name in ("every", "temperature", "greedy", "max_tokens"):
             found["evaluation", name] = f"`evaluation.{name}` has no effect with `evaluation.prompts = 0`"
@@ -164,6 +174,7 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
             '`rollout.filter = "no-signal"` with `rollout.group = 1` would filter everything: the rewards of a group '
             "of one are always equal; use at least 2, or leave the filter out"
         )
+    yield from _impossible_redundancy(recipe)
     if rollout.top_k == 1:
         yield (
             "`rollout.top_k = 1` leaves nothing to learn from: every token is certain, so none has a gradient; use at "
@@ -194,11 +205,11 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
     except ValueError as error:
         yield str(error)
         return
-    most = plan.in_flight * plan.group_size
+    most = plan.most_trajectories
     if plan.rows > most:
         yield (
-            f"`rollout.rows = {plan.rows}` has no effect above {most}, the trajectories of the {plan.in_flight} groups "
-            f"in flight; use at most {most}, or raise `rollout.in_flight`"
+            f"`rollout.rows = {plan.rows}` has no effect above {most}, the trajectories of the "
+            f"{plan.in_flight + plan.reserve_groups} groups in flight; use at most {most}, or raise `rollout.in_flight`"
         )
     yield from _impossible_pool(recipe, plan)
     longest = max(rollout.max_tokens, recipe.evaluation.max_tokens or 0)
@@ -208,6 +219,25 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
         yield (
             f"`rollout.kv_tokens = {rollout.kv_tokens}` is too small for one completion of `max_tokens = {longest}` "
             f"and a prompt{each}; use at least {least}, or leave it out"
+        )
+
+
+def _impossible_redundancy(recipe: Recipe) -> Iterable[str]:
+    rollout, redundancy = recipe.rollout, recipe.rollout.redundancy
+    if redundancy is None or not recipe.paradigm.allows_redundancy:
+        return
+    pairs = (("groups", redundancy.groups, "prompts"), ("members", redundancy.members, "group"))
+    few = [(name, got, key) for name, got, key in pairs if got is not None and got < getattr(rollout, key)]
+    for name, got, key in few:
+        yield (
+            f"`rollout.redundancy.{name} = {got}` is less than `rollout.{key} = {getattr(rollout, key)}`, which an "
+            "update needs; use more than that, or leave it out"
+        )
+    if not few and all(got is None or got == getattr(rollout, key) for _, got, key in pairs):
+        yield (
+            f"`rollout.redundancy` has no effect: it starts no more than the {rollout.prompts} groups of "
+            f"{rollout.group} that an update needs; raise `groups` above `rollout.prompts` or `members` above "
+            "`rollout.group`, or leave it out"
         )
 
 

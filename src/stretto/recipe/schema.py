@@ -22,6 +22,7 @@ from stretto.core.paradigms import PARADIGMS, Paradigm
 from stretto.core.plan import Plan, resolve_plan
 from stretto.environments.task_options import TaskOptions
 from stretto.errors import RecipeError
+from stretto.models.adapter_config import lora_of_adapter
 from stretto.models.lora_options import LoraOptions
 from stretto.objectives import AlgorithmOptions
 from stretto.objectives.grpo import GrpoOptions
@@ -55,7 +56,49 @@ class ModelSection(Options):
         description='Type of the weights; "auto": bfloat16 on CUDA, float32 on the CPU; "float16" has the smallest '
         "difference between engine and trainer",
     )
+    adapter: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder of a LoRA adapter of this model to start from, such as `RUN/policy`. It is trained "
+        "further, with its own rank, alpha and targets, unless `merge_adapter`",
+    )
+    merge_adapter: bool = Field(
+        False,
+        description="Add `adapter` to the weights before the run starts; then train a new adapter (`model.lora`), or "
+        "all weights",
+    )
     warm_start: WarmStartSection | None = Field(None, description='Only for `path = "tiny"`')
+
+    @property
+    def continued_adapter(self) -> str | None:
+        """The adapter that is trained further; None: there is none, or it is merged."""
+        return None if self.merge_adapter else self.adapter
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_lora_of_adapter(cls, values: Any) -> Any:
+        """Fills in the options of the adapter that is trained further. Raises `ValueError` for others."""
+        if not isinstance(values, Mapping) or not isinstance(values.get("adapter"), str) or values.get("merge_adapter"):
+            return values
+        lora = values.get("lora") or {}
+        given = lora.model_dump(exclude_unset=True) if isinstance(lora, LoraOptions) else lora
+        if not isinstance(given, Mapping):
+            return values  # of another type, which is refused
+        return {**values, "lora": lora_of_adapter(values["adapter"], given)}
+
+
+class RedundancySection(Options):
+    """Starts more groups and members than an update trains on; the first to finish win, the others are dropped.
+
+    Dropped trajectories are longer than trained ones: watch `dropped_share` and `length_ratio`.
+    """
+
+    groups: int | None = Field(
+        None, ge=1, le=1_000_000, description="Groups started for an update, at least `prompts`; default: `prompts`"
+    )
+    members: int | None = Field(
+        None, ge=1, le=65_536, description="Trajectories started for a group, at least `group`; default: `group`"
+    )
 
 
 class RolloutSection(Options):
@@ -70,7 +113,12 @@ class RolloutSection(Options):
     staleness_cap: int | None = Field(None, ge=1, le=64, description='Upper bound of "auto"; default: 4')
     prompts: int = Field(16, ge=1, le=1_000_000, description="Prompts per update, one group each (B)")
     group: int = Field(8, ge=1, le=65_536, description="Trajectories per prompt (G)")
-    rows: int | None = Field(None, ge=1, description="Target number of running trajectories; default: B * G")
+    redundancy: RedundancySection | None = Field(
+        None, description="Leave out to train on everything that is started (law 2)"
+    )
+    rows: int | None = Field(
+        None, ge=1, description="Target number of running trajectories; default: B * G, or what `redundancy` starts"
+    )
     in_flight: Annotated[int, Field(ge=1)] | Literal["full"] | None = Field(
         None,
         description='Most groups started and not yet in a batch; "full": as many as `staleness` allows, (K + 1) * B; '
@@ -194,6 +242,11 @@ class RuntimeSection(Options):
     checkpoint_seconds: float = Field(
         600.0, gt=0, description="Time between checkpoints, taken after an update; a stopped run always leaves one"
     )
+    final_checkpoint: bool = Field(
+        True,
+        description="Leave a checkpoint of a finished run, so that more updates can follow at once: 12 bytes for each "
+        "trained parameter. If false, a run that is extended trains again from its journal first",
+    )
     durable_versions: bool = Field(
         True,
         description="Write full weights to disk before a group starts on them. If false, a killed run trains the "
@@ -241,6 +294,8 @@ class Recipe(Options):
         replay = None if replays_nothing(self) else self.training.replay
         reused = 0 if replay is None else math.floor(replay.ratio * rollout.prompts + 0.5)
         bound: int | None = (rollout.staleness_cap or 4) if auto else (2 if staleness is None else int(staleness))
+        reserve = rollout.redundancy if self.paradigm.allows_redundancy else None
+        groups, members = (None, None) if reserve is None else (reserve.groups, reserve.members)
         in_flight = rollout.in_flight
         if in_flight == "full":
             in_flight = None if self.paradigm.one_batch else ((bound or 0) + 1) * rollout.prompts
@@ -258,6 +313,8 @@ class Recipe(Options):
             filter_limit=0 if rollout.filter == "none" else rollout.filter_limit or 10 * rollout.prompts,
             replay_groups=reused,
             replay_uses=replay.uses if replay is not None and reused else 0,
+            reserve_groups=0 if groups is None else groups - rollout.prompts,
+            reserve_members=0 if members is None else members - rollout.group,
         )
 
     @property
@@ -367,12 +424,15 @@ def paradigm_overrides(raw: Mapping[str, Any], paradigm: str) -> dict[str, Any]:
     if row.staleness is not None:
         for key in ("staleness", "staleness_cap"):
             rollout.pop(key, None)
+    if not row.allows_redundancy:
+        rollout.pop("redundancy", None)
     if row.one_batch:
         rollout.pop("in_flight", None)
         if isinstance(result.get("training"), dict):
             result["training"].pop("replay", None)
-        defaults = RolloutSection()
-        most = rollout.get("prompts", defaults.prompts) * rollout.get("group", defaults.group)
+        defaults, redundancy = RolloutSection(), rollout.get("redundancy", {})
+        prompts, group = rollout.get("prompts", defaults.prompts), rollout.get("group", defaults.group)
+        most = redundancy.get("groups", prompts) * redundancy.get("members", group)
         if rollout.get("rows", 0) > most:  # more than one batch has
             rollout.pop("rows")
     for section, key in ineffective_in(result) - ineffective_in(raw):

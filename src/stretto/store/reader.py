@@ -130,6 +130,17 @@ class EvaluationRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class PhaseRecord:
+    """A part of a run with one recipe."""
+
+    phase: int
+    first_update: int  # that is trained under it
+    first_group: int  # that is admitted under it
+    began_at: float
+    recipe: str  # TOML
+
+
+@dataclass(frozen=True, slots=True)
 class SessionRecord:
     """One session (one process's life of the run); `outcome` is None while it runs and if it was killed."""
 
@@ -205,6 +216,12 @@ class JournalReader:
         return json.loads(rows[0][0]) if rows else None
 
     @_decodes
+    def phases(self) -> list[PhaseRecord]:
+        """Returns the phases of the run, in order."""
+        rows = self._rows("SELECT phase, first_update, first_group, began_at, recipe FROM phases ORDER BY phase")
+        return [_typed(PhaseRecord(*row)) for row in rows]
+
+    @_decodes
     def sessions(self) -> list[SessionRecord]:
         """Returns the sessions of the run, in order."""
         rows = self._rows("SELECT started_at, ended_at, outcome FROM sessions ORDER BY session")
@@ -231,6 +248,16 @@ class JournalReader:
         """Returns the number of finished updates."""
         count: int = self._rows("SELECT COUNT(*) FROM updates WHERE finished_at IS NOT NULL")[0][0]
         return count
+
+    @_decodes
+    def least_updates(self) -> int:
+        """Returns the updates that the run has to make for the groups that it has started, those made included."""
+        rows = self._rows(
+            "SELECT (SELECT COUNT(*) FROM updates), COUNT(DISTINCT group_id) FROM trajectories "
+            "WHERE state IN ('waiting', 'running', 'scoring', 'scored')"
+        )
+        taken, outstanding = rows[0]
+        return int(taken) - (-int(outstanding) // self.facts().batch)
 
     # -- trajectories -----------------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ class Progress:
     checksums: dict[int, str]  # of every version that was made
     lines: list[dict[str, Any]]  # of `metrics.jsonl`; updates and evaluations each in order, whatever the clocks said
     totals: dict[str, Any]  # the sums of the run; those that the journal does not count are of the last update or stop
-    evaluated: frozenset[str]  # the moments, of "before" and "after", that were evaluated
+    evaluated: frozenset[str]  # the moments, of "before" and "after" what the run has done, that were evaluated
 
 
 def recorded_checksums(path: Path) -> dict[int, str]:
@@ -66,7 +66,13 @@ def progress_of(path: Path) -> Progress | None:
             json.loads(line)
             for (line,) in db.execute("SELECT line FROM evaluations WHERE line IS NOT NULL ORDER BY id")
         ]
-        moments = frozenset(kind for (kind,) in db.execute("SELECT DISTINCT kind FROM evaluations"))
+        # A run that was given more updates is evaluated after these, too.
+        moments = frozenset(
+            kind
+            for (kind,) in db.execute(
+                "SELECT DISTINCT kind FROM evaluations WHERE kind <> 'after' OR version = ?", (updates,)
+            )
+        )
         totals = _totals(db) | {"evaluations": [_without_kind(each) for each in evaluations]}
         lines = list(merge(lines, evaluations, key=lambda line: line["at"]))
         return Progress(updates, checksums, lines, totals, moments)
@@ -113,6 +119,10 @@ def _totals(db: sqlite3.Connection) -> dict[str, Any]:
         f"SELECT COUNT(*), COALESCE(SUM(COALESCE(num_sampled, lost_tokens)), 0) {lengths} "
         "IN ('trained', 'failed', 'dropped', 'filtered') AND COALESCE(num_sampled, lost_tokens, 0) > 0"
     ).fetchone()
+    begun, complete, complete_tokens = db.execute(
+        "SELECT COALESCE(SUM(COALESCE(num_sampled, lost_tokens, 0) > 0), 0), COUNT(num_sampled), "
+        f"COALESCE(SUM(num_sampled), 0) {lengths} = 'dropped'"
+    ).fetchone()
     groups, reward = db.execute(
         "SELECT COUNT(*), COALESCE(SUM(reward), 0) FROM (SELECT MAX(reward) AS reward FROM trajectories "
         "WHERE state = 'filtered' GROUP BY group_id)"
@@ -126,6 +136,10 @@ def _totals(db: sqlite3.Connection) -> dict[str, Any]:
         "instances_lost": lost,
         "failed": ended.get("failed", (0, 0))[0],
         "dropped": ended.get("dropped", (0, 0))[0],
+        "dropped_tokens": ended.get("dropped", (0, 0))[1],
+        "dropped_begun": begun,
+        "dropped_complete": complete,
+        "dropped_complete_tokens": complete_tokens,
         "filtered": ended.get("filtered", (0, 0))[0],
         "filtered_tokens": ended.get("filtered", (0, 0))[1],
         "filtered_groups": groups,

@@ -97,7 +97,9 @@ def _read(path: Path) -> Recorded:
         finished = db.execute(
             "SELECT update_id + 1 FROM updates WHERE finished_at IS NOT NULL ORDER BY update_id DESC LIMIT 1"
         ).fetchone()
-        complete = db.execute("SELECT 1 FROM sessions WHERE outcome = 'finished'").fetchone() is not None
+        # A finished run that goes on has a later session.
+        last = db.execute("SELECT outcome FROM sessions ORDER BY session DESC LIMIT 1").fetchone()
+        complete = last is not None and last[0] == "finished"
     done = 0 if finished is None else int(finished[0])
     words = f"has {done} finished {'update' if done == 1 else 'updates'}"
     return Recorded(words, 0 if taken is None else int(taken[0]), done, complete)
