@@ -48,7 +48,7 @@ def test_an_adapter_is_trained_further_and_the_run_verifies_replays_and_is_serve
     run(made, folder)
     assert rows(folder, FIRST)[0] == rows(old, LAST)[0], "version 0 is the last version of the run before"
     assert_verifies(folder)
-    (first,) = rows(folder, "SELECT json_extract(metrics, '$.kl') FROM updates WHERE update_id = 0")[0]
+    (first,) = rows(folder, "SELECT json_extract(metrics, '$.reference_kl') FROM updates WHERE update_id = 0")[0]
     assert abs(first) < 1e-6, "the reference of the divergence is the policy that the run starts from"
     assert retrain(folder).difference is None
     assert not recompute(folder, 4).breaks
@@ -91,7 +91,9 @@ def test_a_merged_adapter_is_the_base_of_a_new_run(
     name = next(name for name in weights if name.endswith("q_proj.weight"))
     own = dict(load_model(str(model), torch.float32, CPU).named_parameters())[name]
     tensors = load_file(path)
-    down, up = (tensors[f"base_model.model.{name.removesuffix('.weight')}.{leaf}.weight"] for leaf in ("lora_A", "lora_B"))
+    down, up = (
+        tensors[f"base_model.model.{name.removesuffix('.weight')}.{leaf}.weight"] for leaf in ("lora_A", "lora_B")
+    )
     assert torch.allclose(weights[name], own + 2.0 * up @ down, atol=1e-6)
     if lora:
         config = json.loads((folder / "policy" / "adapter_config.json").read_text())
