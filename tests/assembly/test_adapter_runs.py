@@ -87,7 +87,7 @@ def test_a_merged_adapter_is_the_base_of_a_new_run(
     assert_verifies(folder)
     assert retrain(folder).difference is None
     (merged,) = (tmp_path / "cache" / "stretto").iterdir()
-    weights = {name: p for name, p in load_model(str(merged), torch.float32, CPU).named_parameters()}
+    weights = dict(load_model(str(merged), torch.float32, CPU).named_parameters())
     name = next(name for name in weights if name.endswith("q_proj.weight"))
     own = dict(load_model(str(model), torch.float32, CPU).named_parameters())[name]
     tensors = load_file(path)

@@ -104,7 +104,7 @@ def test_what_cannot_be_exported_is_refused_by_name_and_leaves_nothing(
         export(finished, None, push="a/b/c")
     with pytest.raises(RunError, match="`--push me/policy` needs a login: run `hf auth login`"):
         export(finished, tmp_path / "out", push="me/policy")
-    with pytest.raises(RunError, match="`--merge` has no effect: the policy of .* is a whole model already"):
+    with pytest.raises(RunError, match=r"`--merge` has no effect: the policy of .* is a whole model already"):
         export(model, tmp_path / "out", merge=True)
     with pytest.raises(RunError, match="is no run folder"):
         export(tmp_path / "nowhere", tmp_path / "out")
