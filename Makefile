@@ -5,7 +5,7 @@ export TOKENIZERS_PARALLELISM := false
 # Packages are compiled when they are first imported, and not again by each of the hundreds of processes of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install quickstart smollm2 qwen qwen-small gsm8k test test-models test-adapters chaos lint types clean
+.PHONY: install quickstart smollm2 qwen qwen-small gsm8k test test-models test-adapters test-trackers chaos lint types clean
 
 install: .venv/installed
 
@@ -65,6 +65,12 @@ test-adapter-%: .venv-adapters/%/installed
 	touch $@
 
 .PRECIOUS: .venv-adapters/%/installed
+
+# Trackers with large packages, in their modes without a network. TensorBoard and Prometheus are part of `make test`.
+test-trackers: .venv-adapters/trackers/installed
+	.venv-adapters/trackers/bin/python -m pytest tests/trackers
+
+PACKAGES_trackers := .[wandb,trackio,mlflow]
 
 # Fifty runs, local and on a cluster, of which driver, instances, trainer ranks or machines are killed at random moments;
 # prints how many kills of each they survived. Then a run of hundreds of updates whose instances join, leave and die.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_cases import ScriptedPolicy
 from run_cases import assert_verifies, rows, run
 from world_cases import TOKENIZER, chat_prompt, plain_prompt, play
 
@@ -24,8 +26,11 @@ MOVES = ["left", "down", "right", "up"]
 
 MINE = '''
 import string
+import threading
 
 import gymnasium
+
+everyone = threading.Barrier(40)
 
 
 class Vowels(gymnasium.Env):
@@ -52,6 +57,11 @@ gymnasium.register("Vowels-v0", entry_point=Vowels)
 
 def observe(env, observation, info):
     return "You have {}, the dealer shows {}.".format(*observation)
+
+
+def meet(env, text):
+    everyone.wait(timeout=30)
+    return text
 
 
 def act(env, text):
@@ -110,6 +120,19 @@ def test_text_needs_no_function_and_a_prompt_of_plain_text_no_template() -> None
     assert number.isdigit()
     assert row[1:4] == [(True, "aei<|im_end|>"), (False, "\n3 vowels\n"), (True, "x<|im_end|>")]
     assert play(made, plain_prompt("Say vowels.", seed=8), "a")[1][0] != row[0]
+
+
+@pytest.mark.usefixtures("mine")
+def test_environments_that_wait_do_so_together_whatever_the_number_of_cores() -> None:
+    made = GymnasiumEnvironment(TOKENIZER, id="my_worlds:Vowels-v0", turns=1, act="my_worlds:meet")
+
+    async def episodes() -> list[Outcome]:
+        prompts = [plain_prompt("Say vowels.", seed=seed) for seed in range(40)]
+        return await asyncio.gather(*(made.episode(each, ScriptedPolicy(TOKENIZER, "a")) for each in prompts))
+
+    assert asyncio.run(episodes()) == [Outcome((0.125,))] * 40
+    with pytest.raises(RecipeError, match=r"`task.config.threads = 0`"):
+        GymnasiumEnvironment(TOKENIZER, id="my_worlds:Vowels-v0", turns=1, threads=0)
 
 
 @pytest.mark.usefixtures("mine")

@@ -80,6 +80,8 @@ class Laws:
         self.forgotten: set[int] = set()  # trajectories
         self.equal: dict[int, bool] = {}  # group -> whether its rewards are all the same
         self.moves = 0
+        self.to_drop: set[int] = set()  # groups that are too old for the next batch
+        self.finishing: dict[int, None] = {}  # groups that are finished and in no batch, in the order of finishing
         self.next_update, self.newest = 0, 0
         self.training: tuple[int, tuple[int, ...]] | None = None
         self.training_again = False
@@ -151,7 +153,7 @@ class Laws:
         self.retired.add(version)
 
     def do_start(self, command: m.Start) -> None:
-        size = self.plan.group_size
+        size = self.plan.members
         assert not self.stopping
         assert command.group == len(self.groups), "group ids are positions in the stream of prompts"
         assert command.trajectories == tuple(range(command.group * size, (command.group + 1) * size))
@@ -170,7 +172,7 @@ class Laws:
         self.groups[command.group] = (command.version, command.deadline)
         self.members[command.group] = command.trajectories
         self.outstanding.add(command.group)
-        assert len(self.outstanding) <= self.plan.in_flight
+        assert len(self.outstanding) <= self.plan.in_flight + self.plan.reserve_groups
         self.equal[command.group] = self.rng.random() < self.odds.no_signal
         for each in command.trajectories:
             slow = self.rng.random() < self.odds.slow
@@ -226,6 +228,15 @@ class Laws:
         if all(self.ended.get(each) == "failed" for each in ids):
             self.outstanding.remove(piece.group)
             self.replaced_groups += 1
+        else:
+            self.note_finished(piece.group)
+
+    def note_finished(self, group: int) -> None:
+        """Notes the order in which groups finish: with enough rewards, or with all that they can have."""
+        states = [self.pieces[each].state for each in self.members[group] if each in self.pieces]
+        scored = states.count("scored")
+        if scored == self.plan.group_size or (scored and scored + states.count("failed") == len(states)):
+            self.finishing.setdefault(group)
 
     def do_train(self, command: m.Train) -> None:
         assert not self.stopping
@@ -241,7 +252,10 @@ class Laws:
         groups = {self.pieces[each].group for each in command.trajectories}
         assert len(groups) == self.plan.batch
         assert groups <= self.outstanding
+        if self.plan.staleness == 0 and not self.plan.filter_limit:
+            assert groups == set(list(self.finishing)[: self.plan.batch]), "the first to finish win"
         for group in groups:
+            del self.finishing[group]
             version, deadline = self.groups[group]
             assert command.update <= deadline, "law 3"
             assert command.update - version <= self.plan.staleness, "law 3"
@@ -249,7 +263,10 @@ class Laws:
             assert alive == [each for each in command.trajectories if self.pieces[each].group == group]
             for each in self.members[group]:
                 if each in self.ended:
-                    del self.pieces[each]
+                    self.pieces.pop(each, None)
+            ends = [self.ended.get(each) for each in self.members[group]]
+            assert len(alive) == self.plan.group_size or "dropped" not in ends, "what is dropped was not needed"
+            assert len(alive) <= self.plan.group_size
         for each in command.trajectories:
             assert self.pieces[each].state == "scored"
             self.pieces[each].state = "training"
@@ -258,15 +275,16 @@ class Laws:
         self.filtered_in_a_row = 0
         self.training = (command.update, command.trajectories)
         self.next_update += 1
-        if self.plan.paradigm.at_limit == "drop":
-            self.to_drop = {each for each in self.outstanding if self.groups[each][1] <= command.update}
+        last = self.plan.redundant and self.next_update == self.plan.updates
+        if self.plan.drops:
+            self.to_drop = {each for each in self.outstanding if last or self.groups[each][1] <= command.update}
+        if self.plan.redundant:
+            assert len(self.to_drop) <= self.plan.reserve_groups
 
     def check_replay(self, command: m.Train) -> None:
         """Later uses are of whole groups that were trained, are young enough and have uses left; none idles."""
         self.again = command.again
-        groups = sorted(
-            {each // self.plan.group_size for each, _ in command.again}, key=lambda g: (self.groups[g][0], g)
-        )
+        groups = sorted({each // self.plan.members for each, _ in command.again}, key=lambda g: (self.groups[g][0], g))
         expected = [
             (each, self.uses[group])
             for group in groups
@@ -283,7 +301,7 @@ class Laws:
     def do_endreuse(self, command: m.EndReuse) -> None:
         assert not self.forgotten & set(command.trajectories), "forgotten once"
         self.forgotten |= set(command.trajectories)
-        for group in {each // self.plan.group_size for each in command.trajectories}:
+        for group in {each // self.plan.members for each in command.trajectories}:
             uses = self.uses.pop(group)
             assert self.groups[group][1] < self.next_update or uses > self.plan.replay_uses
 
@@ -295,10 +313,11 @@ class Laws:
         self.outstanding.remove(command.group)
         alive = [each for each in self.members[command.group] if each not in self.ended]
         assert list(command.trajectories) == alive
+        del self.finishing[command.group]
         for each in command.trajectories:
             self.end(each, "filtered")
         for each in self.members[command.group]:
-            del self.pieces[each]
+            self.pieces.pop(each, None)
 
     def do_sparefromfilter(self, command: m.SpareFromFilter) -> None:
         assert self.filtered_in_a_row == self.plan.filter_limit > 0
@@ -307,21 +326,33 @@ class Laws:
         self.check_no_signal(command.group)
 
     def check_no_signal(self, group: int) -> None:
-        pieces = [self.pieces[each] for each in self.members[group]]
+        pieces = [self.pieces[each] for each in self.members[group] if self.ended.get(each) != "dropped"]
         assert all(piece.state in ("scored", "failed") for piece in pieces)
         assert len({piece.reward for piece in pieces if piece.state == "scored"}) == 1
 
     def do_drop(self, command: m.Drop) -> None:
-        assert self.plan.paradigm.at_limit == "drop"
-        self.to_drop.remove(command.group)
-        self.outstanding.remove(command.group)
-        self.dropped_groups += 1
-        assert command.trajectories == tuple(t for t in self.members[command.group] if t not in self.ended)
+        assert self.plan.drops
+        assert command.reason
+        alive = [each for each in self.members[command.group] if each not in self.ended]
+        if command.surplus:
+            scored = [each for each in alive if self.pieces[each].state == "scored"]
+            assert len(scored) == self.plan.group_size < self.plan.members
+            alive = [each for each in alive if each not in scored]
+            assert alive
+        else:
+            draining = self.plan.paradigm.on_publish == "drain" and self.updated > self.newest
+            running = any(self.pieces[each].state in UNFINISHED for each in alive)
+            assert command.group in self.to_drop or (self.plan.redundant and draining and running)
+            self.to_drop.discard(command.group)
+            self.outstanding.remove(command.group)
+            self.finishing.pop(command.group, None)
+            self.dropped_groups += 1
+        assert list(command.trajectories) == alive
+        for each in alive if command.surplus else self.members[command.group]:
+            self.pieces.pop(each, None)
+            self.rescoring.discard(each)
         for each in command.trajectories:
             self.end(each, "dropped")
-        for each in self.members[command.group]:
-            del self.pieces[each]
-            self.rescoring.discard(each)
 
     def do_publish(self, command: m.Publish) -> None:
         assert command.version == self.newest + 1 == self.updated
@@ -353,15 +384,21 @@ class Laws:
         self.ended[trajectory] = how
 
     def check(self) -> None:
-        if self.plan.paradigm.at_limit == "drop":
-            assert not getattr(self, "to_drop", None), "exactly those past their limit are dropped"
-        deadlines = sorted(self.groups[each][1] for each in self.outstanding)
-        assert not deadlines or deadlines[0] >= self.next_update, "no deadline lies in the past"
+        assert not self.to_drop, "exactly those past their limit are dropped"
+        reserve = self.controller.ledger.reserve.keys()
+        assert reserve <= self.outstanding
+        assert len(reserve) <= self.plan.reserve_groups
+        assert all(self.groups[each][1] >= self.next_update for each in self.outstanding), (
+            "no deadline lies in the past"
+        )
+        deadlines = sorted(self.groups[each][1] for each in self.outstanding - reserve)
         if self.plan.paradigm.bounded_by == "deadlines":
             for count, deadline in enumerate(deadlines, 1):
                 assert count <= self.plan.batch * (deadline - self.next_update + 1), "the deadline invariant"
+        assert len(deadlines) <= self.plan.in_flight
+        assert self.finishing.keys() == self.controller.ledger.finished.keys() or self.rescoring or self.stopping
         net = len(self.groups) - self.replaced_groups - self.dropped_groups - self.filtered_groups
-        assert net <= self.plan.updates * self.plan.batch
+        assert net <= self.plan.updates * self.plan.batch + self.plan.reserve_groups
         if self.plan.paradigm.staleness == 0 and self.training and not self.training_again:
             assert not any(piece.state in UNFINISHED for piece in self.pieces.values())
         if not self.stopping and self.boxes and self.plan.paradigm.pinned:

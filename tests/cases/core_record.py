@@ -16,6 +16,7 @@ def record(controller: Controller) -> Snapshot:
         paradigm=controller.plan.paradigm.name,
         batch=controller.plan.batch,
         group_size=controller.plan.group_size,
+        members=controller.plan.members,
         next_update=controller.next_update,
         next_group=controller.next_group,
         newest=controller.newest,

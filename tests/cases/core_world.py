@@ -60,6 +60,9 @@ class World(Laws):
         if rng.random() < odds.load_sample:
             self.sample_load()
             return
+        if odds.turn and rng.random() < 0.05:
+            self.report_again()
+            return
         if self.plan.auto and rng.random() < 0.1:
             self.send(m.Measured(rng.uniform(0, 20), rng.uniform(0, 4)))
             return
@@ -69,6 +72,15 @@ class World(Laws):
         if odds.losses and rng.random() < odds.restore:
             odds.losses -= 1
             self.restore()
+            return
+        if (
+            self.plan.drops
+            and rng.random() < 0.02
+            and (gone := [t for t, how in self.ended.items() if how == "dropped"])
+        ):
+            late = rng.choice(gone)  # a report that was on its way when it was dropped
+            reports = (m.Generated(late, 10), m.Scored(late, 1.0), m.TurnEnded(late), m.ScoringFailed(late, "late"))
+            assert self.send(rng.choice(reports)) == []
             return
         actions = self.possible()
         if not actions and len(self.staying()) < len(self.layout):
@@ -131,6 +143,20 @@ class World(Laws):
         self.pieces[trajectory].state = "running"
         self.send(m.TurnAsked(trajectory))
 
+    def report_again(self) -> None:
+        """A report of a turn that says what is known, or that comes after the end of generation, changes nothing."""
+        known = {"running": [m.TurnAsked], "between": [m.TurnEnded], "waiting": [m.TurnEnded, m.TurnAsked]}
+        known |= {state: [m.TurnEnded, m.TurnAsked] for state in ("scoring", "scored")}
+        pieces = [id for id, piece in self.pieces.items() if piece.state in known]
+        if self.plan.paradigm.at_limit == "drop":
+            pieces += [id for id, how in self.ended.items() if how == "dropped"]
+        if pieces:
+            id = self.rng.choice(pieces)
+            state = self.pieces[id].state if id in self.pieces else "scored"
+            before = record(self.controller)
+            assert self.send(self.rng.choice(known[state])(id)) == []
+            assert record(self.controller) == before
+
     def end_before(self, ids: list[int]) -> None:
         """A trajectory that waits for a place had ended, or failed, before it was suspended."""
         trajectory = self.rng.choice(ids)
@@ -182,6 +208,7 @@ class World(Laws):
         else:
             piece.state = "scored"
             piece.reward = 0.0 if self.equal[piece.group] else float(trajectory % 2)
+            self.note_finished(piece.group)
             self.send(m.Scored(trajectory, piece.reward))
 
     def update(self, updates: list[int]) -> None:
@@ -192,7 +219,7 @@ class World(Laws):
             self.end(each, "trained")
         groups = {self.pieces[each].group for each in ids}
         self.trained_groups += len(groups)
-        for group in {each // self.plan.group_size for each, _ in self.again}:
+        for group in {each // self.plan.members for each, _ in self.again}:
             self.uses[group] += 1
         if self.plan.replay_groups:
             self.uses |= dict.fromkeys(groups, 1)

@@ -68,7 +68,8 @@ class Talks:
                 await asyncio.sleep(0.05)
             case "hog":
                 HELD.append(bytearray(os.urandom(1) * (256 << 20)))
-                await asyncio.sleep(3600)
+                while True:  # the pool sees its memory in the middle of a step
+                    await asyncio.sleep(0)
             case "flood":
                 for line in range(20_000):
                     print(f"line {line} " + "x" * 80)
@@ -85,6 +86,8 @@ class Talks:
                 await asyncio.gather(turn, return_exceptions=True)
             case "letters":
                 await policy.generate(["a"])  # type: ignore[list-item]
+            case "huge":
+                await policy.generate(range(5_000_000))
             case "large token":
                 await policy.generate([1 << 40])
             case "killed":
@@ -98,6 +101,8 @@ class Talks:
                 policy.spend(2.0, "two calls")
                 with contextlib.suppress(BudgetError):
                     policy.spend(2.0, "two more")
+            case "spend meanwhile":
+                asyncio.get_running_loop().call_soon(policy.spend, 1.0, "while it waits for its turn")
             case "overspend":
                 policy.spend(10.0, "all of it")
 

@@ -25,14 +25,18 @@ def worlds(draw: st.DrawFn) -> World:
     batch, group_size = draw(st.integers(1, 6)), draw(st.integers(1, 4))
     most = batch if row.one_batch else (staleness + 1) * batch
     replays = staleness > 0 and draw(st.booleans())
+    redundant = row.allows_redundancy and draw(st.booleans())
+    reserve_groups, reserve_members = (draw(st.integers(0, 4)), draw(st.integers(0, 3))) if redundant else (0, 0)
     plan = resolve_plan(
         row.name,
         batch=batch,
         group_size=group_size,
+        reserve_groups=reserve_groups,
+        reserve_members=reserve_members,
         updates=draw(st.integers(1, 8)),
         staleness=staleness,
         auto=auto,
-        rows=draw(st.integers(1, 2 * batch * group_size)),
+        rows=draw(st.integers(1, 2 * (batch + reserve_groups) * (group_size + reserve_members))),
         in_flight=draw(st.integers(batch, most)),
         retries=draw(st.integers(0, 2)),
         evaluate_every=draw(st.integers(0, 3)),
@@ -178,3 +182,64 @@ def test_under_partial_nothing_goes_back_to_a_version_that_an_evaluation_holds_a
     world = World(plan, [1] * instances, odds, seed)
     world.run()
     assert world.finished is False
+
+
+@many
+@given(
+    seed=st.integers(0, 2**32),
+    paradigm=st.sampled_from(sorted(name for name, row in PARADIGMS.items() if row.allows_redundancy)),
+    staleness=st.integers(0, 4),
+    batch=st.integers(1, 4),
+    group_size=st.integers(1, 3),
+    reserve_groups=st.integers(0, 4),
+    reserve_members=st.integers(0, 3),
+    filter_limit=st.sampled_from([0, 0, 5]),
+    restore=st.sampled_from([0.0, 0.03]),
+    failure=st.sampled_from([0.0, 0.1]),
+    stop_after=st.none() | st.integers(1, 200),
+)
+def test_a_run_that_starts_more_than_it_trains_on_drops_only_what_is_not_needed(
+    seed: int,
+    paradigm: str,
+    staleness: int,
+    batch: int,
+    group_size: int,
+    reserve_groups: int,
+    reserve_members: int,
+    filter_limit: int,
+    restore: float,
+    failure: float,
+    stop_after: int | None,
+) -> None:
+    row = PARADIGMS[paradigm]
+    plan = resolve_plan(
+        paradigm,
+        batch=batch,
+        group_size=group_size,
+        reserve_groups=reserve_groups,
+        reserve_members=reserve_members,
+        updates=10,
+        staleness=staleness if row.staleness is None else None,
+        retries=1,
+        filter_limit=filter_limit,
+    )
+    odds = Odds(
+        generation_failure=failure,
+        scoring_failure=failure,
+        restore=restore,
+        slow=0.3,
+        turn=0.1,
+        no_signal=0.3,
+        losses=6,
+    )
+    world = World(plan, [1] * (plan.slots + 1), odds, seed)
+    world.run(stop_after)
+    if world.finished:
+        world.finished, world.stopping = None, False
+        world.restore()
+        world.run()
+    assert world.finished is False
+    ends = list(world.ended.values())
+    most = plan.updates * plan.batch * plan.group_size
+    assert ends.count("trained") <= most
+    assert failure or filter_limit or ends.count("trained") == most

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from endpoint_cases import FakeConversations, ScriptedPolicy, text_of
 
+from stretto.environments.episode_faults import in_own_task
 from stretto.environments.sandbox_processes import held_parts
 from stretto.environments.task_options import AgentOptions, SandboxOptions
 from stretto.environments.tasks import load_task
@@ -66,7 +67,7 @@ def environment(**options) -> AgentEnvironment:
 def played(agent: AgentEnvironment, policy: ScriptedPolicy | None = None, prompt: Prompt = PROMPT) -> float:
     async def run():
         try:
-            return await asyncio.wait_for(agent.episode(prompt, policy or ScriptedPolicy()), 60)
+            return await asyncio.wait_for(in_own_task(agent.episode(prompt, policy or ScriptedPolicy())), 60)
         finally:
             await agent.close()
             assert agent._sessions.num_open == 0
@@ -132,6 +133,17 @@ def test_a_program_sees_no_secret_but_those_that_are_passed(monkeypatch):
 def test_a_program_that_never_calls_the_model_is_a_failure():
     with pytest.raises(RewardError, match="status 0 and never called the model; its output ends: hello"):
         played(program("print('hello')"))
+
+
+def test_a_program_whose_calls_are_all_refused_is_a_failure_also_if_it_does_not_mind():
+    code = "\ntry:\n    ask('much')\nexcept Exception:\n    pass\n"
+    with pytest.raises(RewardError, match=r"status 0 and has no answer of the model; .*no token fits"):
+        played(program(code), ScriptedPolicy(max_context=3))
+
+
+def test_a_task_with_half_of_a_character_reaches_the_program():
+    prompt = Prompt(0, "2+2?", (1, 2, 3), {"prompt": "2+2?", "answer": "\udc80"})
+    assert played(program("ask(task['prompt']); sys.exit(task['answer'] != '?')"), prompt=prompt) == 1.0
 
 
 def test_a_program_that_fails_over_a_refused_call_says_which():
@@ -241,10 +253,26 @@ def leaves(task, access):
     sys.exit(3)
 
 
+async def leaves_async(task, access):
+    sys.exit(3)
+
+
+async def cancels(task, access):
+    asyncio.current_task().cancel()
+    await asyncio.sleep(0)
+
+
+def stops(task, access):
+    return next(iter(()))
+
+
+FUNCTIONS = (solve, solve_async, answers, fails, leaves, leaves_async, cancels, stops)
+
+
 @pytest.fixture
 def here(monkeypatch):
     module = type(sys)("agent_functions")
-    vars(module).update({each.__name__: each for each in (solve, solve_async, answers, fails, leaves)})
+    vars(module).update({each.__name__: each for each in FUNCTIONS})
     monkeypatch.setitem(sys.modules, "agent_functions", module)
 
 
@@ -263,8 +291,20 @@ def test_a_function_may_return_a_text_that_is_scored(here):
 def test_a_function_that_raises_fails_its_episode(here):
     with pytest.raises(RewardError, match=r"fails` raised `KeyError: 'no such thing' \(test_agents.py"):
         played(environment(function="agent_functions:fails"))
-    with pytest.raises(RewardError, match="SystemExit: 3"):
-        played(environment(function="agent_functions:leaves"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("leaves", "SystemExit: 3"),
+        ("leaves_async", "SystemExit: 3"),
+        ("cancels", "cancelled its own task"),
+        ("stops", "StopIteration"),
+    ],
+)
+def test_a_function_that_would_end_the_run_fails_its_episode_alone(here, name, said):
+    with pytest.raises(RewardError, match=said):
+        played(environment(function=f"agent_functions:{name}"))
 
 
 # -- the task ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from endpoint_cases import FakeConversations, tokens_of
 
 from stretto.serve.call_errors import BusyError, InvalidCallError, UnknownKeyError
 from stretto.serve.open_access import OpenAccess
-from stretto.serve.sessions import Call, Limits
+from stretto.serve.sessions import Call
 
 MESSAGES = [{"role": "user", "content": "a"}]
 
@@ -57,8 +57,8 @@ def test_calls_are_generated_at_once_and_given_up_when_nobody_waits():
 def test_keys_limits_and_rewards():
     async def run():
         policy = Gated()
-        access = OpenAccess(policy.generate, None, key="k", max_tokens=9, limits=Limits(sessions=1))
-        for wrong in ("", "K", "kk", "schlüssel"):
+        access = OpenAccess(policy.generate, None, key="k", max_tokens=9, max_calls=1)
+        for wrong in ("", "K", "kk", "schlüssel", "k\udcff"):
             with pytest.raises(UnknownKeyError):
                 access.ask(wrong, Call(MESSAGES))
         assert access.max_tokens("k") == 9

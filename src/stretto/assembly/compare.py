@@ -269,6 +269,8 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         f"s to {target:.2f}" if target is not None else "s to target",
     ]
     headers += ["trainer idle", "rollout idle", "row idle", "dropped", "length ratio", "age mean (max)", "mixed"]
+    dropped = any(row.get("dropped_length") is not None for row in rows)
+    headers += ["length dropped / trained"] * dropped
     greedy = any(score is not None for row in rows for score in _greedy_scores(row))
     headers += ["accuracy", *["greedy"] * greedy]
     for index, header in enumerate(headers):
@@ -289,6 +291,7 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             f"{row['length_ratio']:.3f}",
             f"{row['staleness']['mean']:.2f} ({row['staleness']['max']})",
             f"{row['mixed_version_share']:.0%}",
+            *[_dropped_length(row)] * dropped,
             _from_to(row["eval_before"], row["eval_after"]),
             *[_from_to(*_greedy_scores(row))] * greedy,
         )
@@ -298,6 +301,12 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 def _greedy_scores(row: Mapping[str, Any]) -> tuple[float | None, float | None]:
     """Returns the greedy scores before and after a run; a finished run of an earlier release has no key for them."""
     return row.get("eval_before_greedy"), row.get("eval_after_greedy")
+
+
+def _dropped_length(row: Mapping[str, Any]) -> str:
+    """Returns the mean length of dropped trajectories, as far as they had come, and of trained ones, as one cell."""
+    length = row.get("dropped_length")
+    return "-" if length is None else f"{length:.1f} / {row['trained_length']:.1f}"
 
 
 def _from_to(before: float | None, after: float | None) -> str:

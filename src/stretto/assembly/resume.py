@@ -167,7 +167,13 @@ async def settle(journal: Journal, plan: Plan, say: Callable[[str], None], give_
     """
 
     async def carry_out() -> None:
-        journal.settle(plan.retries, plan.paradigm.at_limit == "drop", at=clock.now())
+        journal.settle(
+            plan.retries,
+            plan.drops,
+            at=clock.now(),
+            wanted=plan.group_size if plan.reserve_members else 0,
+            last_update=plan.updates - 1 if plan.redundant else None,
+        )
         await journal.durable()
 
     await carry_out()

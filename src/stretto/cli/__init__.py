@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 import traceback
@@ -16,7 +17,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TextIO
 
 from stretto import __version__
-from stretto.cli import check, compare, export, pool, replay, serve, show, train, verify
+from stretto.cli import (
+    check,
+    compare,
+    export,
+    pool,
+    replay,
+    report,
+    runs,
+    serve,
+    show,
+    trace,
+    train,
+    verify,
+    view,
+)
 from stretto.errors import StrettoError, printable
 
 EXAMPLES = """examples:
@@ -26,6 +41,10 @@ EXAMPLES = """examples:
   stretto compare recipes/quickstart.toml --paradigms synchronous,multi-version
   stretto verify runs/short
   stretto show runs/short --update 10
+  stretto list runs
+  stretto view runs/short
+  stretto report runs/short -o report.html
+  stretto trace runs/short -o trace.json
   stretto pool runs/short --add 2
   stretto replay runs/short
   stretto export runs/short --merge -o models/short
@@ -56,6 +75,10 @@ COMMANDS: Mapping[str, Command] = {
     "verify": verify,
     "replay": replay,
     "show": show,
+    "list": runs,
+    "view": view,
+    "report": report,
+    "trace": trace,
     "pool": pool,
     "export": export,
     "serve": serve,
@@ -69,6 +92,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     130: stopped by Ctrl-C or a signal. 141: the reader of the output is gone. A run that ended with 130, with 141 or
     was killed can be resumed.
     """
+    status = _main(arguments)
+    if arguments is None and (listeners := sys.modules.get("stretto.observe.listeners")) and listeners.abandoned():
+        sys.stderr.flush()
+        os._exit(status)  # a tracker that hangs may have left threads and exit handlers that hang too
+    return status
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
     from stretto.run.interrupts import handled  # not before: `--help` answers at once
 

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 from pathlib import Path
 
-from stretto.errors import RecipeError, shortened
+from stretto.errors import RecipeError, RunError, shortened
 
 
 def path(text: str) -> Path:
@@ -48,6 +48,31 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Declares `RUN`."""
     parser.add_argument("run", type=path, metavar="RUN", help="a run folder")
+
+
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """Declares one or more `RUN`."""
+    parser.add_argument("runs", type=path, nargs="+", metavar="RUN", help="a run folder")
+
+
+def add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    """Declares `--tokenizer`."""
+    parser.add_argument(
+        "--tokenizer",
+        type=path,
+        metavar="FOLDER",
+        help="folder with the `tokenizer.json` of the runs (default: that of the run's policy or model)",
+    )
+
+
+def tokenizer_file(folder: Path | None) -> Path | None:
+    """Returns the file of `--tokenizer`. Raises `RunError` if there is none."""
+    if folder is None:
+        return None
+    found = folder / "tokenizer.json" if folder.is_dir() else folder
+    if not found.is_file():
+        raise RunError(f"`--tokenizer {folder}` has no `tokenizer.json`: give the folder of a model")
+    return found
 
 
 def refuse_missing_recipe(recipe: Path) -> None:

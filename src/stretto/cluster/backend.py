@@ -33,6 +33,7 @@ from stretto.setup.environments import local_environment
 from stretto.setup.factories import DriverInputs
 from stretto.setup.inputs import (
     episode_pool_options,
+    make_rewards,
     passed_variables,
     plays_in_workers,
     reward_columns,
@@ -90,7 +91,9 @@ def cluster_backend(
         instance_seconds=runtime.instance_seconds,
     )
     rewards: Rewards = NoRewards()
-    if isinstance(recipe.task, ScoredTaskOptions):
+    if driver.inputs.task.function is not None:
+        rewards = make_rewards(recipe, driver.inputs.task, said)  # it cannot leave this process
+    elif isinstance(recipe.task, ScoredTaskOptions):
         assert driver.inputs.task.reward is not None
         rewards = RayRewards(
             RewardOptions(

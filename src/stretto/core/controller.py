@@ -20,13 +20,13 @@ Who waits for what, and which event ends the wait:
 | trainer | a version that is not published yet | the publish, below |
 | admission | `rows` trajectories run or wait for an instance | `Generated`, `TurnEnded` |
 | admission | `rows` with those between turns, if memory is short | `Generated`; `LoadSampled` with enough memory |
-| admission | `in_flight` groups are outstanding, or all that the run needs | the next batch; one replaced, filtered |
+| admission | `in_flight` groups are due, or all that the run needs | the next batch; one replaced, filtered |
 | admission | the deadline invariant | the next batch; `Updated` (a newer version has a later deadline) |
 | admission | there is no instance, or none has confirmed a version | `Joined`, `Loaded` |
 | admission | all instances but those that are loading have their share of the work | `Loaded`, `Lost`, `Generated` |
 | admission | all instances hold versions that are too old to start a group | `Generated`, `Evaluated`: idle ones load |
 | admission | a version with waiting trajectories has no slot | running trajectories end and free a slot; `Joined` |
-| admission, publish | `drain` only: trajectories must end before the publish | `Generated`, or a failure for good |
+| admission, publish | `drain` only: due trajectories must end before the publish | `Generated`, or a failure for good |
 | a trajectory between turns | its world | `TurnAsked`, `Generated`, or a failure: the world has a deadline |
 | a trajectory | an instance that holds its version | `Loaded` |
 | a trajectory | a slot; all are taken by versions that are due earlier | the end of their trajectories; `Joined` |
@@ -44,6 +44,7 @@ There is no deadlock, because every wait is ended by an event that work in progr
   engines, which serve them in the order in which they ask, and no group starts.
 - Admission is open if nothing is in progress and fewer than `B` groups are outstanding: the invariant then holds with
   any group of the newest version, and an idle instance loads that version.
+- Groups in reserve (`redundancy.py`) are waited for by nobody, and each ends: it is trained, or dropped by its limit.
 - Filtering removes finished groups, which the invariant allows, and at most `filter_limit` of them before each batch.
   So a data set without any signal is trained as it is, and the run ends.
 
@@ -62,10 +63,10 @@ whole pool: a publish, `LoadSampled`, `Lost`, `Leaving`, and any event while a v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from stretto.core import admission, scheduling, snapshots
+from stretto.core import admission, redundancy, scheduling, snapshots
 from stretto.core import messages as m
 from stretto.core.instance_index import InstanceIndex
 from stretto.core.instances import InstanceState, RunningEvaluation
@@ -153,7 +154,12 @@ class Controller:
     @property
     def admits_more(self) -> bool:
         """True if the run has to admit more groups, as far as is known now."""
-        return len(self.ledger.groups) < (self.plan.updates - self.next_update) * self.plan.batch
+        return self.ledger.num_due < self.most_due
+
+    @property
+    def most_due(self) -> int:
+        """The number of due groups that all updates whose batches are not yet taken can train on."""
+        return (self.plan.updates - self.next_update) * self.plan.batch
 
     @property
     def needed_versions(self) -> list[int]:
@@ -337,9 +343,12 @@ class Controller:
 
     def _publish(self, version: int) -> None:
         """Publishes a version, unless trajectories have to end first. A run that stops does not wait for them."""
-        drains = self.plan.paradigm.on_publish == "drain"
-        if drains and self.ledger.num_unfinished and not self.stopping:
-            return
+        drains = self.plan.paradigm.on_publish == "drain" and not self.stopping
+        if drains and self.ledger.num_unfinished:
+            running = [group for group in self.ledger.groups.values() if group.is_running]
+            if not all(group.in_reserve for group in running):
+                return
+            self._drop_from_reserve(running, f"version {version} was published before it had finished")
         self.window.publish(version)
         self.commands.append(m.Publish(version))
         every = self.plan.evaluate_every
@@ -353,12 +362,12 @@ class Controller:
         """Starts the next update if its batch is ready, and drops groups that are too old, if the paradigm does so."""
         self._batch_due = False
         plan, ledger, update = self.plan, self.ledger, self.next_update
-        if ledger.batch or update == plan.updates or len(ledger.finished) < plan.batch:
+        if ledger.batch or update == plan.updates or ledger.num_finished_due < plan.batch:
             return
         if plan.paradigm.at_limit == "drop":
-            groups = list(ledger.finished.values())[: plan.batch]
+            groups = ledger.finished_due[: plan.batch]
         elif admission.batch_ready(ledger.outstanding_at, ledger.finished_at, update, plan.batch):
-            groups = sorted(ledger.finished.values(), key=lambda each: (each.deadline, each.id))[: plan.batch]
+            groups = sorted(ledger.finished_due, key=lambda each: (each.deadline, each.id))[: plan.batch]
         else:
             return
         for group in groups:
@@ -373,7 +382,12 @@ class Controller:
             self.follow_staleness(self.plan.staleness)
         if plan.paradigm.at_limit == "drop":
             for group in [each for each in ledger.groups.values() if each.deadline <= update]:
-                self.commands.append(m.Drop(group.id, ledger.drop(group)))
+                self.commands.append(m.Drop(group.id, ledger.drop(group), "past its age limit"))
+        else:
+            last = update + 1 == plan.updates
+            late = [each for each in ledger.reserve.values() if last or each.deadline <= update]
+            self._drop_from_reserve(late, f"in reserve: the batch of update {update} was taken without it")
+            self._use_reserve()
         self.admission_open = True
 
     def _train(self, update: int) -> None:
@@ -399,7 +413,7 @@ class Controller:
     def _find(self, trajectory: int) -> Trajectory | None:
         """Returns a trajectory in progress; None if it was dropped before the report arrived."""
         found = self.ledger.trajectories.get(trajectory)
-        if found is None and self.plan.paradigm.at_limit != "drop":
+        if found is None and not self.plan.drops:
             raise TransitionError(f"trajectory {trajectory} is not in progress: it has ended, or was never started")
         return found
 
@@ -414,15 +428,43 @@ class Controller:
         """Handles a group that is finished or replaced. One without signal is filtered, if the plan asks for it."""
         self._batch_due = True
         limit = self.plan.filter_limit
-        if not limit or group.id not in self.ledger.finished or group.has_signal:
+        if group.unfinished:
+            reason = f"surplus: {group.scored} others of its group were scored first"
+            self.commands.append(m.Drop(group.id, self.ledger.drop_surplus(group), reason, surplus=True))
+        if limit and group.id in self.ledger.finished and not group.has_signal:
+            if self.filtered_in_a_row < limit:
+                self.filtered_in_a_row += 1
+                self.commands.append(m.Filter(group.id, self.ledger.filter(group)))
+                self.admission_open = True
+            else:
+                self.counters.spared_groups += 1
+                self.commands.append(m.SpareFromFilter(group.id, self.next_update))
+        self._use_reserve()
+
+    def _use_reserve(self) -> None:
+        """Lets finished groups in reserve become due: each in the place of an unfinished one, or as one more."""
+        plan, ledger = self.plan, self.ledger
+        if not ledger.reserve:
             return
-        if self.filtered_in_a_row < limit:
-            self.filtered_in_a_row += 1
-            self.commands.append(m.Filter(group.id, self.ledger.filter(group)))
-            self.admission_open = True
-        else:
-            self.counters.spared_groups += 1
-            self.commands.append(m.SpareFromFilter(group.id, self.next_update))
+        ready = [group for group in ledger.reserve.values() if group.id in ledger.finished]
+        for group in sorted(ready, key=lambda each: (each.deadline, each.id)):
+            unfinished = [each for each in ledger.groups.values() if each.unfinished and not each.in_reserve]
+            slowest = min(unfinished, key=lambda each: (each.deadline, each.id), default=None)
+            if slowest is not None and redundancy.may_exchange(
+                ledger.outstanding_at, group.deadline, slowest.deadline, self.next_update, plan.batch
+            ):
+                ledger.put_in_reserve(slowest)
+                ledger.take_from_reserve(group)
+            elif ledger.num_due < min(plan.in_flight, self.most_due) and admission.admits(
+                ledger.outstanding_at, group.deadline, self.next_update, plan.batch
+            ):
+                ledger.take_from_reserve(group)
+        self._batch_due = True
+
+    def _drop_from_reserve(self, groups: Iterable[Group], reason: str) -> None:
+        """Drops groups in reserve."""
+        for group in groups:
+            self.commands.append(m.Drop(group.id, self.ledger.drop(group), reason))
 
     def _evaluate(self, version: int, instance: InstanceState) -> None:
         """Starts an evaluation that is due, or skips it if another one runs."""

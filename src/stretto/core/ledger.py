@@ -1,8 +1,10 @@
 """The state of every trajectory, and the counts that decisions are made from.
 
 A trajectory is always in exactly one state. A group is *outstanding* from its admission until it is taken into a batch.
-It is *finished* when none of its trajectories is still to be generated or scored and at least one has its reward. The
-ledger forgets whatever has ended, except for the counts, so its size is that of the work in progress.
+It is *finished* when none of its trajectories is still to be generated or scored and at least one has its reward, or
+when as many of them have rewards as it wants. An outstanding group is *due* or *in reserve* (`redundancy.py`); without
+redundancy all are due. The ledger forgets whatever has ended, except for the counts, so its size is that of the work in
+progress.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ TRANSITIONS: Mapping[TrajectoryState, frozenset[TrajectoryState]] = {
     _S.DROPPED: frozenset(),
 }
 
+ENDED_EARLY = frozenset({_S.FAILED, _S.DROPPED})  # before the other trajectories of their group
+
 
 @dataclass(slots=True, eq=False)
 class Trajectory:
@@ -93,10 +97,17 @@ class Group:
 
     id: int
     version: int
-    deadline: int  # the update whose batch it must be in at the latest
+    deadline: int  # the last update whose batch may hold it; if it is due, one of these batches has to
     trajectories: list[Trajectory] = field(default_factory=list)
+    wanted: int | None = None  # rewards with which it is finished, whatever is unfinished then; None: those of all
+    in_reserve: bool = False  # changed by the ledger alone
     unfinished: int = 0  # trajectories still to be generated or scored
     scored: int = 0  # trajectories with a reward
+
+    @property
+    def is_running(self) -> bool:
+        """True if one of its trajectories does not have its last token."""
+        return any(each.state < TrajectoryState.SCORING for each in self.trajectories)
 
     @property
     def has_signal(self) -> bool:
@@ -112,7 +123,7 @@ class Counters:
     admitted_groups: int = 0
     trained_groups: int = 0
     replaced_groups: int = 0  # every trajectory failed; the next prompt took their place
-    dropped_groups: int = 0
+    dropped_groups: int = 0  # as a whole
     filtered_groups: int = 0  # without signal; the next prompt took their place
     spared_groups: int = 0  # without signal, and trained because the limit of filtered groups was reached
     replayed_groups: int = 0  # uses of a group after the first
@@ -143,6 +154,7 @@ class Ledger:
         "num_samples",
         "outstanding_at",
         "outstanding_of",
+        "reserve",
         "running",
         "slot_freed",
         "trajectories",
@@ -152,12 +164,13 @@ class Ledger:
     def __init__(self) -> None:
         self.counters = Counters()
         self.trajectories: dict[int, Trajectory] = {}  # of outstanding groups and of the batch in training
-        self.groups: dict[int, Group] = {}  # outstanding
+        self.groups: dict[int, Group] = {}  # outstanding, due or in reserve
+        self.reserve: dict[int, Group] = {}  # of these, the ones in reserve
         self.finished: dict[int, Group] = {}  # outstanding and finished, in the order of finishing
         self.batch: list[Group] = []  # in training, by (version, id)
-        self.outstanding_at: dict[int, int] = {}  # deadline -> groups
-        self.finished_at: dict[int, int] = {}  # deadline -> groups
-        self.outstanding_of: dict[int, int] = {}  # version -> groups
+        self.outstanding_at: dict[int, int] = {}  # deadline -> due groups
+        self.finished_at: dict[int, int] = {}  # deadline -> due groups that are finished
+        self.outstanding_of: dict[int, int] = {}  # version -> due groups
         self.running: dict[int, int] = {}  # version -> trajectories on instances, those between turns included
         self.waiting: dict[int, dict[int, Trajectory]] = {}  # version -> trajectories by id
         self.num_active = 0  # running or waiting: those that want tokens
@@ -169,6 +182,21 @@ class Ledger:
     def num_unfinished(self) -> int:
         """The number of trajectories that do not have their last token."""
         return self.num_active + self.num_between_turns
+
+    @property
+    def num_due(self) -> int:
+        """The number of due groups."""
+        return len(self.groups) - len(self.reserve)
+
+    @property
+    def finished_due(self) -> list[Group]:
+        """The due groups that are finished, in the order of finishing."""
+        return [group for group in self.finished.values() if not group.in_reserve]
+
+    @property
+    def num_finished_due(self) -> int:
+        """The number of due groups that are finished."""
+        return sum(self.finished_at.values()) if self.reserve else len(self.finished)
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
@@ -191,7 +219,7 @@ class Ledger:
         """Moves finished groups into the batch of the next update."""
         for group in groups:
             for trajectory in group.trajectories:
-                if trajectory.state is not TrajectoryState.FAILED:
+                if trajectory.state is TrajectoryState.SCORED:
                     trajectory.become(TrajectoryState.TRAINING)
             self._leave(group)
             self.batch.append(group)
@@ -219,7 +247,22 @@ class Ledger:
 
     def drop(self, group: Group) -> tuple[int, ...]:
         """Drops a group. Returns the trajectories that end as dropped."""
-        ended = [trajectory for trajectory in group.trajectories if trajectory.state is not TrajectoryState.FAILED]
+        ended = self._drop(each for each in group.trajectories if each.state not in ENDED_EARLY)
+        self._leave(group)
+        self._forget(group)
+        self.counters.dropped_groups += 1
+        return ended
+
+    def drop_surplus(self, group: Group) -> tuple[int, ...]:
+        """Drops the trajectories of a finished group that have no reward yet. Returns them; they are forgotten."""
+        ended = self._drop(each for each in group.trajectories if each.state < TrajectoryState.SCORED)
+        for id in ended:
+            del self.trajectories[id]
+        group.unfinished = 0
+        return ended
+
+    def _drop(self, trajectories: Iterable[Trajectory]) -> tuple[int, ...]:
+        ended = list(trajectories)
         for trajectory in ended:
             if trajectory.instance is not None:
                 self._stop_running(trajectory)
@@ -228,15 +271,24 @@ class Ledger:
                 self._stop_waiting(trajectory)
                 self.num_active -= 1
             trajectory.become(TrajectoryState.DROPPED)
-        self._leave(group)
-        self._forget(group)
-        self.counters.dropped_groups += 1
         self.counters.dropped += len(ended)
         return tuple(trajectory.id for trajectory in ended)
 
+    def put_in_reserve(self, group: Group) -> None:
+        """Puts a due group into reserve."""
+        self._count_due(group, -1)
+        group.in_reserve = True
+        self.reserve[group.id] = group
+
+    def take_from_reserve(self, group: Group) -> None:
+        """Makes a group in reserve due."""
+        del self.reserve[group.id]
+        group.in_reserve = False
+        self._count_due(group, 1)
+
     def filter(self, group: Group) -> tuple[int, ...]:
         """Filters a finished group, which is not trained. Returns the trajectories that end as filtered."""
-        ended = [trajectory for trajectory in group.trajectories if trajectory.state is not TrajectoryState.FAILED]
+        ended = [trajectory for trajectory in group.trajectories if trajectory.state not in ENDED_EARLY]
         for trajectory in ended:
             trajectory.become(TrajectoryState.FILTERED)
         self._leave(group)
@@ -338,7 +390,8 @@ class Ledger:
     def restore_group(self, group: Group, *, training: bool) -> None:
         """Adds a group whose trajectories have the states of a snapshot. None of them runs."""
         for trajectory in group.trajectories:
-            self.trajectories[trajectory.id] = trajectory
+            if trajectory.state is not TrajectoryState.DROPPED:
+                self.trajectories[trajectory.id] = trajectory
             if trajectory.state is TrajectoryState.WAITING:
                 self._start_waiting(trajectory)
                 self.num_active += 1
@@ -351,34 +404,47 @@ class Ledger:
 
     def restore_finished(self, group: Group) -> None:
         """Records that a restored group is finished. Called in the order of finishing."""
-        self.finished[group.id] = group
-        add_to(self.finished_at, group.deadline, 1)
+        self._finish(group)
 
     # -- the counts ----------------------------------------------------------------------------------------------------
 
     def _enter(self, group: Group) -> None:
         self.groups[group.id] = group
-        add_to(self.outstanding_at, group.deadline, 1)
-        add_to(self.outstanding_of, group.version, 1)
+        if group.in_reserve:
+            self.reserve[group.id] = group
+        else:
+            self._count_due(group, 1)
 
     def _leave(self, group: Group) -> None:
         del self.groups[group.id]
-        add_to(self.outstanding_at, group.deadline, -1)
-        add_to(self.outstanding_of, group.version, -1)
-        if self.finished.pop(group.id, None) is not None:
-            add_to(self.finished_at, group.deadline, -1)
+        if group.in_reserve:
+            del self.reserve[group.id]
+        else:
+            self._count_due(group, -1)
+        self.finished.pop(group.id, None)
+
+    def _count_due(self, group: Group, count: int) -> None:
+        """Adds a due group to the counts, or takes it out."""
+        add_to(self.outstanding_at, group.deadline, count)
+        add_to(self.outstanding_of, group.version, count)
+        if group.id in self.finished:
+            add_to(self.finished_at, group.deadline, count)
 
     def _forget(self, group: Group) -> None:
         for trajectory in group.trajectories:
-            del self.trajectories[trajectory.id]
+            self.trajectories.pop(trajectory.id, None)  # of a surplus one nothing is left to forget
+
+    def _finish(self, group: Group) -> None:
+        self.finished[group.id] = group
+        if not group.in_reserve:
+            add_to(self.finished_at, group.deadline, 1)
 
     def _finish_one(self, group: Group) -> bool:
         group.unfinished -= 1
-        if group.unfinished:
+        if group.unfinished and group.scored != group.wanted:
             return False
         if group.scored:
-            self.finished[group.id] = group
-            add_to(self.finished_at, group.deadline, 1)
+            self._finish(group)
         else:
             self._leave(group)
             self._forget(group)

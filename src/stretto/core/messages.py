@@ -179,7 +179,7 @@ class Start:
 
     group: int
     version: int
-    deadline: int  # the update whose batch it must be in at the latest
+    deadline: int  # the last update whose batch may hold it
     instance: int
     trajectories: tuple[int, ...]
 
@@ -242,10 +242,15 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """`drop` only: end a group as dropped, finished or not."""
+    """End trajectories as dropped, finished or not: under `drop`, or if the plan is redundant.
+
+    They are all of a group that have not failed, or (`surplus`) those that a finished group did not need.
+    """
 
     group: int
     trajectories: tuple[int, ...]
+    reason: str
+    surplus: bool = False
 
 
 @dataclass(frozen=True, slots=True)

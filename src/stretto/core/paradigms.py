@@ -31,6 +31,11 @@ class Paradigm:
         """True if a trajectory keeps its version to its end (law 1)."""
         return self.on_publish != "continue"
 
+    @property
+    def allows_redundancy(self) -> bool:
+        """True if more groups or members may be started than are trained on: something is waited for otherwise."""
+        return self.at_limit == "wait"
+
     def slots(self, staleness: int) -> int:
         """Returns the number of versions that rollout may have to hold at once, over all instances together."""
         return staleness + 1 if self.pinned else 1

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from stretto.core.paradigms import PARADIGMS, Paradigm, slots_needed
 
+RESERVES = ("reserve_groups", "reserve_members")
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -14,7 +16,7 @@ class Plan:
 
     paradigm: Paradigm
     batch: int  # B: groups per update
-    group_size: int  # G: trajectories per group
+    group_size: int  # G: trajectories per group that an update trains on
     staleness: int  # K: the bound; with `auto`, its cap
     rows: int  # the number of trajectories that should want tokens at once, over all instances
     in_flight: int  # the most groups that may be outstanding
@@ -25,12 +27,14 @@ class Plan:
     filter_limit: int = 0  # the most groups without signal that are replaced before one batch; 0: all are trained
     replay_groups: int = 0  # groups that each update uses again, if there are so many
     replay_uses: int = 0  # the most uses of one group after its first
+    reserve_groups: int = 0  # R: the most groups in reserve (`redundancy.py`)
+    reserve_members: int = 0  # trajectories that a group starts with beyond `group_size`
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("group_size", 1), ("staleness", 0), ("rows", 1), ("updates", 1)):
             _at_least(name, getattr(self, name), least)
         _at_least("retries", self.retries, 0)
-        for name in ("evaluate_every", "filter_limit", "replay_groups", "replay_uses"):
+        for name in ("evaluate_every", "filter_limit", "replay_groups", "replay_uses", *RESERVES):
             _at_least(name, getattr(self, name), 0)
         if bool(self.replay_groups) != bool(self.replay_uses):
             raise ValueError(
@@ -43,6 +47,11 @@ class Plan:
                 "update: allow staleness, or use no group again"
             )
         row = self.paradigm
+        if self.redundant and not row.allows_redundancy:
+            raise ValueError(
+                f"redundancy is refused in the paradigm `{row.name}`, where no batch waits for a group and what is too "
+                "old is dropped: raise `in_flight` instead"
+            )
         if row.staleness is not None and (self.auto or self.staleness != row.staleness):
             got = "auto" if self.auto else self.staleness
             raise ValueError(f"`staleness` is {row.staleness} in the paradigm `{row.name}`, not {got!r}: leave it out")
@@ -60,9 +69,29 @@ class Plan:
         return most_in_flight(self.paradigm, self.staleness, self.batch)
 
     @property
+    def members(self) -> int:
+        """The trajectories that a group starts with. Ids of trajectories are multiples of it."""
+        return self.group_size + self.reserve_members
+
+    @property
+    def redundant(self) -> bool:
+        """True if more is started than is trained on."""
+        return self.reserve_groups > 0 or self.reserve_members > 0
+
+    @property
+    def drops(self) -> bool:
+        """True if trajectories may end as dropped."""
+        return self.paradigm.at_limit == "drop" or self.redundant
+
+    @property
+    def most_trajectories(self) -> int:
+        """The trajectories of all groups that may be outstanding at once."""
+        return (self.in_flight + self.reserve_groups) * self.members
+
+    @property
     def most_running(self) -> int:
         """The number of trajectories that want tokens at most, approximately."""
-        return min(self.rows, self.in_flight * self.group_size)
+        return min(self.rows, self.most_trajectories)
 
     @property
     def slots(self) -> int:
@@ -85,6 +114,8 @@ def resolve_plan(
     filter_limit: int = 0,
     replay_groups: int = 0,
     replay_uses: int = 0,
+    reserve_groups: int = 0,
+    reserve_members: int = 0,
 ) -> Plan:
     """Returns a plan, with defaults for `rows`, `in_flight` and, if the paradigm fixes it, `staleness`."""
     row = PARADIGMS.get(paradigm)
@@ -104,7 +135,7 @@ def resolve_plan(
         batch=batch,
         group_size=group_size,
         staleness=staleness,
-        rows=batch * group_size if rows is None else rows,
+        rows=(batch + reserve_groups) * (group_size + reserve_members) if rows is None else rows,
         in_flight=in_flight,
         updates=updates,
         auto=auto,
@@ -113,6 +144,8 @@ def resolve_plan(
         filter_limit=filter_limit,
         replay_groups=replay_groups,
         replay_uses=replay_uses,
+        reserve_groups=reserve_groups,
+        reserve_members=reserve_members,
     )
 
 

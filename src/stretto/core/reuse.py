@@ -48,14 +48,14 @@ class ReuseBuffer:
     def trained(self, groups: Iterable[Group], next_update: int) -> tuple[int, ...]:
         """Records that `groups` and the chosen groups have been trained. Returns the trajectories never used again.
 
-        Called before the ledger forgets the groups, because their failed trajectories have to be left out.
+        Called before the ledger forgets the groups, because trajectories that ended before have to be left out.
         """
         for each in self.chosen:
             self.kept[each.id] = replace(each, uses=each.uses + 1)
         self.chosen = []
         if self._num_groups:
             for group in groups:
-                members = tuple(each.id for each in group.trajectories if each.state is not TrajectoryState.FAILED)
+                members = tuple(each.id for each in group.trajectories if each.state is TrajectoryState.TRAINING)
                 self.kept[group.id] = ReusableGroup(group.id, group.version, group.deadline, members, 1)
         ended = [each for each in self.kept.values() if each.deadline < next_update or each.uses > self._most_uses]
         for each in ended:

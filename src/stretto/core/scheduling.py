@@ -91,10 +91,9 @@ def resume(controller: Controller) -> None:
 def admit(controller: Controller) -> None:
     """Starts groups while the rules and the instances allow it. Closes admission if only another event can open it."""
     plan, ledger = controller.plan, controller.ledger
-    if ledger.num_active >= plan.rows or len(ledger.groups) >= plan.in_flight:
+    if ledger.num_active >= plan.rows or not (has_room_for_due(controller) or has_room_in_reserve(controller)):
         return
-    most = min(plan.in_flight, (plan.updates - controller.next_update) * plan.batch)
-    while rows_taken(controller) < plan.rows and len(ledger.groups) < most:
+    while rows_taken(controller) < plan.rows and (has_room_for_due(controller) or has_room_in_reserve(controller)):
         place = None
         if not controller.without_slot:
             place = best_place(controller, lambda version: allows(controller, version))
@@ -103,11 +102,22 @@ def admit(controller: Controller) -> None:
             controller.admission_open = controller.instances.any_loads
             return
         instance, version = place
-        group = Group(controller.next_group, version, version + controller.staleness)
+        group = Group(controller.next_group, version, version + controller.staleness, wanted=plan.group_size)
+        group.in_reserve = not allows_due(controller, version)
         controller.next_group += 1
-        ids = tuple(range(group.id * plan.group_size, (group.id + 1) * plan.group_size))
+        ids = tuple(range(group.id * plan.members, (group.id + 1) * plan.members))
         ledger.admit(group, ids, instance)
         controller.commands.append(Start(group.id, version, group.deadline, instance.id, ids))
+
+
+def has_room_for_due(controller: Controller) -> bool:
+    """Returns True if another due group may be outstanding, as far as their number goes."""
+    return controller.ledger.num_due < min(controller.plan.in_flight, controller.most_due)
+
+
+def has_room_in_reserve(controller: Controller) -> bool:
+    """Returns True if another group may be in reserve, as far as their number goes."""
+    return len(controller.ledger.reserve) < controller.plan.reserve_groups and controller.most_due > 0
 
 
 def rows_taken(controller: Controller) -> int:
@@ -133,7 +143,15 @@ def best_place(controller: Controller, allows: Callable[[int], bool]) -> tuple[I
 
 
 def allows(controller: Controller, version: int) -> bool:
-    """Returns True if a group of this version may start now."""
+    """Returns True if a group of this version may start now: as due, or in reserve."""
+    in_time = version + controller.staleness >= controller.next_update
+    return allows_due(controller, version) or (in_time and has_room_in_reserve(controller))
+
+
+def allows_due(controller: Controller, version: int) -> bool:
+    """Returns True if a due group of this version may start now."""
+    if not has_room_for_due(controller):
+        return False
     deadline = version + controller.staleness
     if controller.plan.paradigm.bounded_by == "in_flight":
         return deadline >= controller.next_update
@@ -221,13 +239,15 @@ def _tokens(instance: InstanceState) -> dict[int, int]:
 def _top_up(controller: Controller) -> int:
     """Returns the number of trajectories that may start under the newest version now."""
     plan, ledger = controller.plan, controller.ledger
-    outstanding = len(ledger.groups)
-    most = min(plan.in_flight, (plan.updates - controller.next_update) * plan.batch) - outstanding
-    groups = min(most, -(-(plan.rows - rows_taken(controller)) // plan.group_size))
+    deadline = controller.newest + controller.staleness
+    groups = min(plan.in_flight, controller.most_due) - ledger.num_due
     if plan.paradigm.bounded_by == "deadlines":
-        deadline = controller.newest + controller.staleness
         groups = min(groups, admission.room(ledger.outstanding_at, deadline, controller.next_update, plan.batch))
-    return max(0, groups) * plan.group_size
+    groups = max(0, groups)
+    if deadline >= controller.next_update and has_room_in_reserve(controller):
+        groups += plan.reserve_groups - len(ledger.reserve)
+    groups = min(groups, -(-(plan.rows - rows_taken(controller)) // plan.members))
+    return max(0, groups) * plan.members
 
 
 def _rebalance(controller: Controller) -> None:

@@ -10,12 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from stretto.core.ledger import Counters, Group, Trajectory, TrajectoryState
+from stretto.core.ledger import ENDED_EARLY, Counters, Group, Trajectory, TrajectoryState
+from stretto.core.redundancy import Outstanding, reserve_after_restart
 from stretto.core.reuse import ReusableGroup
 from stretto.core.versions import VersionWindow
 
 if TYPE_CHECKING:
     from stretto.core.controller import Controller
+    from stretto.core.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,28 +38,29 @@ class GroupSnapshot:
 
     id: int
     version: int
-    deadline: int  # the update whose batch it must be in at the latest
+    deadline: int  # the last update whose batch may hold it
     trajectories: tuple[TrajectorySnapshot, ...]
 
     @property
     def is_finished(self) -> bool:
         """True if no trajectory is still to be generated or scored, and at least one has its reward."""
         states = {each.state for each in self.trajectories}
-        return TrajectoryState.SCORED in states and states <= {TrajectoryState.SCORED, TrajectoryState.FAILED}
+        return TrajectoryState.SCORED in states and states <= {TrajectoryState.SCORED, *ENDED_EARLY}
 
     @property
     def has_signal(self) -> bool:
         """True if the rewards differ."""
-        return len({each.reward for each in self.trajectories if each.reward is not None}) > 1
+        return len({each.reward for each in self.trajectories if each.state is TrajectoryState.SCORED}) > 1
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Everything that a controller has to know of the past of its run."""
 
-    paradigm: str  # these three cannot change
+    paradigm: str  # these four cannot change
     batch: int
     group_size: int
+    members: int  # that a group starts with
     next_update: int  # the next update whose batch is not yet taken
     next_group: int
     newest: int  # the newest version that was published
@@ -81,10 +84,11 @@ def restore(controller: Controller, snapshot: Snapshot) -> None:
         ("paradigm", plan.paradigm.name, snapshot.paradigm),
         ("batch", plan.batch, snapshot.batch),
         ("group_size", plan.group_size, snapshot.group_size),
+        ("members", plan.members, snapshot.members),
     ):
         if before != now:
             raise ValueError(f"`{name}` is {now!r}, but the run was begun with {before!r}: it cannot change")
-    needed = snapshot.next_update + -(-len(snapshot.outstanding) // plan.batch)
+    needed = snapshot.next_update + -(-(len(snapshot.outstanding) - plan.reserve_groups) // plan.batch)
     if plan.updates < needed:
         raise ValueError(f"`updates` is {plan.updates}, but the groups that were started already need {needed}")
     controller.next_update = snapshot.next_update
@@ -93,9 +97,11 @@ def restore(controller: Controller, snapshot: Snapshot) -> None:
     controller.unpublished = snapshot.unpublished
     controller.evaluations_due = set(snapshot.evaluations_due)
     ledger.counters = replace(snapshot.counters)  # counters change, snapshots do not
-    for group in _groups(snapshot.outstanding):
+    reserve = _reserve(snapshot, plan) if plan.reserve_groups else frozenset()
+    for group in _groups(snapshot.outstanding, plan):
+        group.in_reserve = group.id in reserve
         ledger.restore_group(group, training=False)
-    for group in _groups(snapshot.training):
+    for group in _groups(snapshot.training, plan):
         ledger.restore_group(group, training=True)
     for id in snapshot.finished:
         ledger.restore_finished(ledger.groups[id])
@@ -105,9 +111,19 @@ def restore(controller: Controller, snapshot: Snapshot) -> None:
     controller.reuse.restore(snapshot.reusable, snapshot.reused)
 
 
-def _groups(snapshots: Iterable[GroupSnapshot]) -> Iterable[Group]:
+def _reserve(snapshot: Snapshot, plan: Plan) -> frozenset[int]:
+    """Returns the groups in reserve. If `in_flight` is smaller than before, more groups than it allows are due."""
+    groups = [Outstanding(each.id, each.deadline, each.is_finished) for each in snapshot.outstanding]
+    most = (plan.updates - snapshot.next_update) * plan.batch
+    reserve = reserve_after_restart(groups, snapshot.next_update, plan.batch, min(plan.in_flight, most))
+    if len(reserve) > plan.reserve_groups:
+        reserve = reserve_after_restart(groups, snapshot.next_update, plan.batch, most)
+    return reserve
+
+
+def _groups(snapshots: Iterable[GroupSnapshot], plan: Plan) -> Iterable[Group]:
     for each in snapshots:
-        group = Group(each.id, each.version, each.deadline)
+        group = Group(each.id, each.version, each.deadline, wanted=plan.group_size)
         group.trajectories += [
             Trajectory(
                 id=one.id,

@@ -47,12 +47,13 @@ def waited_groups(controller: Controller) -> list[Group]:
         latest = admission.waited_deadline(
             ledger.outstanding_at, ledger.finished_at, controller.next_update, plan.batch
         )
-    elif len(ledger.finished) >= plan.batch:
+    elif ledger.num_finished_due >= plan.batch:
         return []
+    too_few = ledger.num_finished_due < plan.batch
     unfinished = (
         group
         for group in ledger.groups.values()
-        if group.unfinished and (latest is None or len(ledger.finished) < plan.batch or group.deadline <= latest)
+        if group.unfinished and (too_few or (not group.in_reserve and (latest is None or group.deadline <= latest)))
     )
     return sorted(unfinished, key=lambda group: (group.deadline, group.id))
 
@@ -60,7 +61,7 @@ def waited_groups(controller: Controller) -> list[Group]:
 def _publish(controller: Controller) -> Wait | None:
     if controller.unpublished is None:
         return None
-    running = [group for group in controller.ledger.groups.values() if group.unfinished]
+    running = [group for group in controller.ledger.groups.values() if group.unfinished and not group.in_reserve]
     reason = (
         f"version {controller.unpublished} is published when nothing runs: {controller.ledger.num_unfinished} "
         f"trajectories still run, of {_describe(running)}"
@@ -79,7 +80,7 @@ def _trainer(controller: Controller) -> Wait | None:
     if ledger.batch:
         return Wait("trainer", f"update {controller.next_update - 1} starts again when the first instance joins")
     groups = waited_groups(controller)
-    finished = len(ledger.finished)
+    finished = ledger.num_finished_due
     have = f"update {controller.next_update}: {finished} of {plan.batch} groups are finished"
     if finished >= plan.batch:
         have = (
@@ -101,8 +102,9 @@ def _closed(controller: Controller) -> str | None:
     plan, ledger = controller.plan, controller.ledger
     if controller.stopping:
         return "the run was asked to stop"
-    if len(ledger.groups) >= (plan.updates - controller.next_update) * plan.batch:
-        return f"every group that {plan.updates} updates need is admitted"
+    reserve = f", and {len(ledger.reserve)} more in reserve" if plan.reserve_groups else ""
+    if not controller.admits_more and not scheduling.has_room_in_reserve(controller):
+        return f"every group that {plan.updates} updates need is admitted{reserve}"
     if controller.unpublished is not None:
         return f"draining: version {controller.unpublished} waits to be published"
     if not controller.instances.num_staying:
@@ -119,8 +121,8 @@ def _closed(controller: Controller) -> str | None:
             f"`rows`: {ledger.num_active} trajectories run or wait for an instance and {ledger.num_between_turns} are "
             f"between turns, the target is {plan.rows}; instances are short of KV memory, so no row is free meanwhile"
         )
-    if len(ledger.groups) >= plan.in_flight:
-        return f"`in_flight`: {len(ledger.groups)} groups are outstanding"
+    if ledger.num_due >= plan.in_flight and not scheduling.has_room_in_reserve(controller):
+        return f"`in_flight`: {ledger.num_due} groups are outstanding{reserve}"
     if controller.instances.newest_resident == NO_VERSION:
         loading = ", ".join(f"{i.id} ({', '.join(map(str, sorted(i.loading)))})" for i in controller.instances.staying)
         return f"no version is loaded yet; instances (and what they load): {loading}"
@@ -135,7 +137,7 @@ def _closed(controller: Controller) -> str | None:
     newest = controller.instances.newest_resident
     return (
         f"deadlines: a group of version {newest} would be due by update {newest + controller.staleness}, and "
-        f"{len(ledger.groups)} outstanding groups fill the batches from update {controller.next_update} until then"
+        f"{ledger.num_due} outstanding groups fill the batches from update {controller.next_update} until then{reserve}"
     )
 
 

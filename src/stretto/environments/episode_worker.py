@@ -30,6 +30,7 @@ from stretto.environments.custom import EnvironmentSpec, close_environment, load
 from stretto.environments.episode_faults import asked_after_end, asked_early, contained, given_up, in_own_task
 from stretto.environments.episode_pipes import (
     MAX_LINEAGE,
+    MAX_TOKENS,
     Answer,
     Ask,
     Cancel,
@@ -128,7 +129,12 @@ class WorkerPolicy:
 
 
 def _token_array(tokens: Sequence[int]) -> array[int]:
-    """Returns a context as numbers of four bytes. Raises `RewardError` if it is not all token ids."""
+    """Returns a context as numbers of four bytes. Raises `RewardError` if it is not all token ids, or does not fit."""
+    if len(tokens) > MAX_TOKENS:
+        raise RewardError(
+            f"the environment asked for a turn with a context of {len(tokens):,} tokens; more than {MAX_TOKENS:,} "
+            "cannot be sent"
+        )
     try:
         return array("i", list(tokens) if isinstance(tokens, bytes | bytearray) else tokens)
     except OverflowError as error:

@@ -13,7 +13,7 @@ BROKEN_PIPE = 141  # the exit status that shells give to a process ended by SIGP
 
 def make_console(width: int | None = None) -> Console:
     """Returns a console on the standard output."""
-    return _Console(width=width, emoji=False)
+    return _Console(width=width, emoji=False, force_jupyter=False)  # in a notebook, lines as a script prints them
 
 
 def discard_output() -> None:

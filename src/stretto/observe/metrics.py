@@ -21,6 +21,7 @@ import numpy as np
 
 from stretto.errors import RunError
 from stretto.observe.collapse import History
+from stretto.observe.symptoms import Symptoms, is_without_signal
 from stretto.types import Completion, EngineStats, EpisodeLimit, EvaluationResult, Sample, UpdateReport, by_trajectory
 
 
@@ -28,6 +29,17 @@ class Sink(Protocol):
     """A destination of metrics, one record for each update."""
 
     def write(self, record: Mapping[str, Any]) -> None: ...
+
+
+class Sinks:
+    """Several sinks as one: each gets every record, in order."""
+
+    def __init__(self, *sinks: Sink) -> None:
+        self._sinks = sinks
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        for sink in self._sinks:
+            sink.write(record)
 
 
 class JsonLines:
@@ -68,6 +80,13 @@ class Totals:
     sampled_tokens: int = 0  # of every trajectory with tokens, however it ended
     sampled: int = 0  # the number of those trajectories
     dropped: int = 0
+    dropped_begun: int = 0  # of these, the ones that had tokens
+    dropped_tokens: int = 0  # that they had
+    dropped_complete: int = 0  # dropped trajectories that had their last token
+    dropped_complete_tokens: int = 0
+    lengths_before: tuple[int, ...] = (
+        0,
+    ) * 5  # sums that `_dropped_since` subtracts: those at the end of the last update
     filtered: int = 0  # trajectories of groups without signal, which were replaced
     filtered_tokens: int = 0
     filtered_groups: int = 0
@@ -85,6 +104,7 @@ class Totals:
     ages: dict[int, int] = field(default_factory=dict)  # age in updates -> trajectories trained, later uses included
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     history: History = field(default_factory=History)  # detects a collapse
+    symptoms: Symptoms = field(default_factory=Symptoms)  # detects that nothing can be learnt
     moves: int = 0  # of trajectories between instances
     moved_bytes: int = 0  # of KV
     prefilled_again: int = 0  # tokens prefilled again after moves without KV
@@ -95,21 +115,22 @@ class Totals:
 
     def sums(self) -> dict[str, Any]:
         """The sums that the journal keeps: all except those that follow from its updates and evaluations."""
-        return {name: value for name, value in asdict(self).items() if name not in ("evaluations", "history")}
+        return {
+            name: value for name, value in asdict(self).items() if name not in ("evaluations", "history", "symptoms")
+        }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], lines: Iterable[Mapping[str, Any]] = ()) -> Totals:
         """Restores `sums()`, whose ages JSON has turned into strings; `lines` are those of `metrics.jsonl`."""
         read: dict[str, Any] = {"ages": {int(age): count for age, count in values.get("ages", {}).items()}}
         read["filtered_before"] = tuple(values.get("filtered_before", (0, 0, 0, 0.0)))
+        read["lengths_before"] = tuple(values.get("lengths_before", (0,) * 5))
         totals = cls(**{**values, **read})
         for line in lines:
             if line["kind"] == "update":
                 totals.history.add(line)
+                totals.symptoms.add(line)
         return totals
-
-
-NEVER_A_SIGNAL = 3  # updates at the start of a run, all of them without a signal, that are worth a warning
 
 
 class Tally:
@@ -125,6 +146,7 @@ class Tally:
         self._last_ended = 0.0
         self._limits_since: Counter[str] = Counter()  # since the last update
         self._spent_since = 0.0
+        self._failed_since = 0
 
     # -- the window ----------------------------------------------------------------------------------------------------
 
@@ -165,7 +187,9 @@ class Tally:
     # -- events --------------------------------------------------------------------------------------------------------
 
     def failed(self, num_tokens: int) -> None:
+        """Counts a trajectory that failed, with the tokens that it had."""
         self.totals.failed += 1
+        self._failed_since += 1
         self._sampled(num_tokens)
 
     def moved(self, num_bytes: int, prefilled: int) -> None:
@@ -188,8 +212,15 @@ class Tally:
     def instance_replaced(self) -> None:
         self.totals.instances_replaced += 1
 
-    def dropped(self, num_tokens: int) -> None:
-        self.totals.dropped += 1
+    def dropped(self, num_tokens: int, *, complete: bool = False) -> None:
+        """Counts a dropped trajectory, with the tokens that it had. `complete`: it had its last token."""
+        totals = self.totals
+        totals.dropped += 1
+        totals.dropped_begun += num_tokens > 0
+        totals.dropped_tokens += num_tokens
+        if complete:
+            totals.dropped_complete += 1
+            totals.dropped_complete_tokens += num_tokens
         self._sampled(num_tokens)
 
     def filtered(self, lengths: Sequence[int], reward: float) -> None:
@@ -263,13 +294,15 @@ class Tally:
             "replayed_sequences": len(samples) - len(fresh),
             "replayed_tokens": reused_tokens,
             **self._filtered_since(len({sample.group for sample in fresh})),
+            "failed": self._failed_since,
+            **self._dropped_since(len(trained), tokens),
             "limits_reached": dict(self._limits_since),
             "spent": self._spent_since,
         }
-        self._limits_since, self._spent_since = Counter(), 0.0
-        line["collapsing"], line["warnings"] = totals.history.add(line)
-        if totals.steps == totals.updates_without_signal == NEVER_A_SIGNAL:
-            line["warnings"].append(_never_a_signal(report.update, line["reward_mean"]))
+        self._limits_since, self._spent_since, self._failed_since = Counter(), 0.0, 0
+        line["collapsing"], collapsing = totals.history.add(line)
+        line["not_learning"], not_learning = totals.symptoms.add(line)
+        line["warnings"] = [*collapsing, *not_learning]
         self._sink.write(line)
         return line
 
@@ -281,6 +314,18 @@ class Tally:
         totals.filtered_before = now
         means = {"filtered_length": tokens / count, "filtered_reward": reward / groups} if groups else {}
         return {"filtered_groups": groups, "filtered_share": _ratio(groups, groups + trained_groups), **means}
+
+    def _dropped_since(self, num_trained: int, tokens: int) -> dict[str, float]:
+        """Metrics of the trajectories dropped since the last update; this one trains `num_trained`, with `tokens`."""
+        totals = self.totals
+        now = (totals.dropped, totals.dropped_begun, totals.dropped_tokens, totals.sampled, totals.sampled_tokens)
+        count, begun, dropped_tokens, sampled, sampled_tokens = (
+            a - b for a, b in zip(now, totals.lengths_before, strict=True)
+        )
+        totals.lengths_before = now
+        ratio = _ratio(_ratio(tokens, num_trained), _ratio(sampled_tokens, sampled))
+        means = {"dropped_length": dropped_tokens / begun} if begun else {}
+        return {"dropped": count, "dropped_share": _ratio(count, count + num_trained), "length_ratio": ratio, **means}
 
     def _sampled(self, num_tokens: int) -> None:
         """Counts a length. A trajectory without tokens does not count: a failed request is not a short completion."""
@@ -323,6 +368,11 @@ class Tally:
             "trained_trajectories": totals.trained,
             "dropped_trajectories": totals.dropped,
             "dropped_share": _ratio(totals.dropped, ended),
+            "dropped_length": totals.dropped_tokens / totals.dropped_begun if totals.dropped_begun else None,
+            "dropped_complete_trajectories": totals.dropped_complete,
+            "dropped_complete_length": (
+                totals.dropped_complete_tokens / totals.dropped_complete if totals.dropped_complete else None
+            ),
             "filtered_trajectories": totals.filtered,
             "filtered_groups": totals.filtered_groups,
             "filtered_share": _ratio(totals.filtered, ended),
@@ -346,23 +396,13 @@ class Tally:
             "limits_reached": totals.limits_reached,
             "spent": totals.spent,
             "collapsing": totals.history.seen,
+            "not_learning": {
+                kind: {"since": since, "over": totals.symptoms.over.get(kind)}
+                for kind, since in totals.symptoms.since.items()
+            },
             "mismatch_kl": totals.mismatch_kl_sum / totals.mismatch_tokens if totals.mismatch_tokens else None,
             "mismatch_tokens": totals.mismatch_tokens,
         }
-
-
-def is_without_signal(metrics: Mapping[str, Any]) -> bool:
-    """True if no group of an update had two different rewards, so that nothing could be learnt from them."""
-    return bool(0 < metrics.get("groups", 0) == metrics.get("groups_without_signal", 0))
-
-
-def _never_a_signal(update: int, reward: float) -> str:
-    return (
-        f"update {update}: no reward has trained anything so far: in every group of the first {NEVER_A_SIGNAL} updates "
-        f"all rewards were equal (their mean is {reward:.3g} now); look at the samples with `stretto show RUN --update "
-        f"{update}`, and let the reward tell better completions from worse ones, or choose prompts that are neither "
-        "too easy nor too hard"
-    )
 
 
 def is_mixed(completion: Completion) -> bool:

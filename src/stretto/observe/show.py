@@ -74,11 +74,14 @@ def _headline(reader: JournalReader) -> Text:
     facts, sessions = reader.facts(), reader.sessions()
     outcome = sessions[-1].outcome if sessions else None
     staleness = f"auto, at most {facts.staleness}" if facts.auto else str(facts.staleness)
-    broken = f", gives up law {facts.laws_broken[0]}" if facts.laws_broken else ""
+    redundant = facts.reserve_groups > 0 or facts.reserve_members > 0
+    laws = sorted({*facts.laws_broken, *([2] if redundant else [])})
+    broken = f", gives up law {' and '.join(map(str, laws))}" if laws else ""
+    started = f", of {facts.batch + facts.reserve_groups} x {facts.group + facts.reserve_members}" if redundant else ""
     name = reader.path.resolve().parent.name  # `.` has none of its own
     return Text(
         f"{name}: {facts.paradigm}{broken}, staleness {staleness}, {facts.batch} prompts x "
-        f"{facts.group}; {reader.num_updates()} of {facts.updates} updates, "
+        f"{facts.group}{started}; {reader.num_updates()} of {facts.updates} updates, "
         f"{outcome or 'running or interrupted'}"
         + (f", resumed {_times(len(sessions) - 1)}" if len(sessions) > 1 else "")
     )

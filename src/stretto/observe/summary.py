@@ -28,6 +28,12 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table.add_row("trainer idle", f"{summary['trainer_idle_share']:.0%}")
     table.add_row("rollout idle", f"{summary['rollout_idle_share']:.0%}, {summary['row_idle_share']:.0%} of the rows")
     table.add_row("dropped / failed", f"{summary['dropped_trajectories']} / {summary['failed_trajectories']}")
+    if summary["dropped_length"] is not None:
+        table.add_row("share dropped", f"{summary['dropped_share']:.1%} of all that ended")
+        table.add_row(
+            "mean length dropped / trained",
+            f"{summary['dropped_length']:.1f} so far / {summary['trained_length']:.1f}",
+        )
     if summary["groups_without_signal"]:
         table.add_row("trained groups without signal", f"{summary['groups_without_signal']}, their rewards were equal")
     if count := summary["updates_without_signal"]:
@@ -52,6 +58,9 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table.add_row("mean length trained / sampled", f"{summary['length_ratio']:.3f}")
     for kind, update in summary["collapsing"].items():
         table.add_row(f"collapsing ({kind})", f"since update {update}")
+    for kind, when in summary["not_learning"].items():
+        over = "" if when["over"] is None else f", over at update {when['over']}"
+        table.add_row(f"not learning ({kind})", f"since update {when['since']}{over}")
     mismatch = summary["mismatch_kl"]
     table.add_row("engine against trainer (KL)", "not measured" if mismatch is None else f"{mismatch:.1e}")
     return table

@@ -22,7 +22,10 @@ class _Span:
 
 
 class Tail:
-    """Measures the time from a group's admission to the end of its last member. A dropped group does not count."""
+    """Measures the time from a group's admission to the end of its last member. A dropped group does not count.
+
+    If a group needs the rewards of some of its members only, the last of these is the last member.
+    """
 
     def __init__(self) -> None:
         self._spans: dict[int, _Span] = {}  # by group, of those that began in this session
@@ -34,6 +37,11 @@ class Tail:
 
     def dropped(self, group: int) -> None:
         self._spans.pop(group, None)
+
+    def completed(self, group: int) -> None:
+        """Records that a group has all rewards that it needs, and that its other members were dropped."""
+        if (span := self._spans.pop(group, None)) is not None:
+            self._group_seconds.append(clock.now() - span.started)
 
     def member_ended(self, group: int, *, scored: bool) -> None:
         """Records that a trajectory has its reward or has finally failed; the last one of a group ends its time."""

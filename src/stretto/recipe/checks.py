@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from stretto.environments.given import is_given
 from stretto.environments.task_options import EnvironmentOptions, ProcessTaskOptions
+from stretto.observe.options import TRACKERS
 from stretto.recipe.algorithm_checks import impossible_algorithm, options_without_effect
 from stretto.recipe.error_messages import as_toml
 
@@ -30,6 +32,11 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
         found["rollout", "in_flight"] = (
             f"`rollout.in_flight = {rollout.in_flight!r}` has no effect: `{paradigm.name}` always has one batch of "
             "groups in flight; leave it out"
+        )
+    if not paradigm.allows_redundancy:
+        found["rollout", "redundancy"] = (
+            f"`rollout.redundancy` has no effect under `{paradigm.name}`: no batch waits for a group there, and what "
+            "is too old is dropped already; raise `rollout.in_flight` instead, or choose another `paradigm`"
         )
     if rollout.staleness != "auto":
         found["rollout", "staleness_cap"] = (
@@ -57,6 +64,13 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
                 f"`task.{name}` has no effect with `task.workers = 0`, where the driver plays the episodes; leave one "
                 "of the two out"
             )
+    if is_given(getattr(recipe.task, "reward", None)) or is_given(getattr(recipe.task, "environment", None)):
+        for name in ("workers", "worker_gib", "worker_episodes", "pass_env", "sandbox"):
+            if name in type(recipe.task).model_fields:
+                found["task", name] = (
+                    f"`task.{name}` has no effect on what was given from Python, which runs in the driver's process; "
+                    "leave it out, or put the function or class into a module"
+                )
     if reason := replays_nothing(recipe):
         found["training", "replay"] = f"`training.replay` has no effect: {reason}; leave it out"
     if recipe.training.schedule == "constant":
@@ -94,7 +108,29 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
                 f'`runtime.{name}` has no effect with `runtime.type = "local"`: it is for a cluster; '
                 'choose `type = "ray"`, or leave it out'
             )
-    return found | options_without_effect(recipe)
+    return found | _observe_without_effect(recipe) | options_without_effect(recipe)
+
+
+def _observe_without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
+    sinks = recipe.observe.sinks
+    found = {
+        ("observe", name): f"`observe.{name}` has no effect without a tracker; name one in `observe.sinks`, or leave "
+        "it out"
+        for name in ("metrics", "samples", "flush_seconds")
+        if not sinks
+    }
+    for name in TRACKERS:
+        if name not in sinks:
+            found["observe", name] = (
+                f'`observe.{name}` has no effect: `observe.sinks = {as_toml(sinks)}` does not name "{name}"; add it '
+                "there, or leave the table out"
+            )
+    if sinks and recipe.observe.samples and set(sinks) <= {"prometheus"}:
+        found["observe", "samples"] = (
+            f'`observe.samples = {recipe.observe.samples}` has no effect: "prometheus" takes numbers alone; leave it '
+            "out, or name another tracker in `observe.sinks`"
+        )
+    return found
 
 
 def _versions_at_once(recipe: Recipe) -> float:
@@ -138,6 +174,7 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
             '`rollout.filter = "no-signal"` with `rollout.group = 1` would filter everything: the rewards of a group '
             "of one are always equal; use at least 2, or leave the filter out"
         )
+    yield from _impossible_redundancy(recipe)
     if rollout.top_k == 1:
         yield (
             "`rollout.top_k = 1` leaves nothing to learn from: every token is certain, so none has a gradient; use at "
@@ -168,11 +205,11 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
     except ValueError as error:
         yield str(error)
         return
-    most = plan.in_flight * plan.group_size
+    most = plan.most_trajectories
     if plan.rows > most:
         yield (
-            f"`rollout.rows = {plan.rows}` has no effect above {most}, the trajectories of the {plan.in_flight} groups "
-            f"in flight; use at most {most}, or raise `rollout.in_flight`"
+            f"`rollout.rows = {plan.rows}` has no effect above {most}, the trajectories of the "
+            f"{plan.in_flight + plan.reserve_groups} groups in flight; use at most {most}, or raise `rollout.in_flight`"
         )
     yield from _impossible_pool(recipe, plan)
     longest = max(rollout.max_tokens, recipe.evaluation.max_tokens or 0)
@@ -182,6 +219,25 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
         yield (
             f"`rollout.kv_tokens = {rollout.kv_tokens}` is too small for one completion of `max_tokens = {longest}` "
             f"and a prompt{each}; use at least {least}, or leave it out"
+        )
+
+
+def _impossible_redundancy(recipe: Recipe) -> Iterable[str]:
+    rollout, redundancy = recipe.rollout, recipe.rollout.redundancy
+    if redundancy is None or not recipe.paradigm.allows_redundancy:
+        return
+    pairs = (("groups", redundancy.groups, "prompts"), ("members", redundancy.members, "group"))
+    few = [(name, got, key) for name, got, key in pairs if got is not None and got < getattr(rollout, key)]
+    for name, got, key in few:
+        yield (
+            f"`rollout.redundancy.{name} = {got}` is less than `rollout.{key} = {getattr(rollout, key)}`, which an "
+            "update needs; use more than that, or leave it out"
+        )
+    if not few and all(got is None or got == getattr(rollout, key) for _, got, key in pairs):
+        yield (
+            f"`rollout.redundancy` has no effect: it starts no more than the {rollout.prompts} groups of "
+            f"{rollout.group} that an update needs; raise `groups` above `rollout.prompts` or `members` above "
+            "`rollout.group`, or leave it out"
         )
 
 

@@ -2,8 +2,8 @@
 
 `load_recipe` reads TOML, applies `--set key=value` (`recipe/overrides.py`), validates (`recipe/checks.py`), and raises
 `RecipeError` with a line for each problem. Tables that belong to a lower package are its options: `[task]`,
-`[model.lora]`, `[algorithm]`, `[training]`. `paradigm_overrides` serves `compare`, which runs one recipe under every
-paradigm: it drops the keys that a paradigm fixes itself instead of refusing them.
+`[model.lora]`, `[algorithm]`, `[training]`, `[observe]`. `paradigm_overrides` serves `compare`, which runs one recipe
+under every paradigm: it drops the keys that a paradigm fixes itself instead of refusing them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,10 +26,11 @@ from stretto.models.adapter_config import lora_of_adapter
 from stretto.models.lora_options import LoraOptions
 from stretto.objectives import AlgorithmOptions
 from stretto.objectives.grpo import GrpoOptions
+from stretto.observe.options import ObserveOptions
 from stretto.options import Options
 from stretto.recipe.checks import ineffective_keys, refusals, replays_nothing, without_effect
 from stretto.recipe.error_messages import explain
-from stretto.recipe.overrides import apply_override
+from stretto.recipe.overrides import Overrides, apply_overrides, described
 from stretto.training.options import TrainingOptions
 
 PARADIGM_NAMES = tuple(PARADIGMS)
@@ -86,6 +87,20 @@ class ModelSection(Options):
         return {**values, "lora": lora_of_adapter(values["adapter"], given)}
 
 
+class RedundancySection(Options):
+    """Starts more groups and members than an update trains on; the first to finish win, the others are dropped.
+
+    Dropped trajectories are longer than trained ones: watch `dropped_share` and `length_ratio`.
+    """
+
+    groups: int | None = Field(
+        None, ge=1, le=1_000_000, description="Groups started for an update, at least `prompts`; default: `prompts`"
+    )
+    members: int | None = Field(
+        None, ge=1, le=65_536, description="Trajectories started for a group, at least `group`; default: `group`"
+    )
+
+
 class RolloutSection(Options):
     """Generation of trajectories."""
 
@@ -98,7 +113,12 @@ class RolloutSection(Options):
     staleness_cap: int | None = Field(None, ge=1, le=64, description='Upper bound of "auto"; default: 4')
     prompts: int = Field(16, ge=1, le=1_000_000, description="Prompts per update, one group each (B)")
     group: int = Field(8, ge=1, le=65_536, description="Trajectories per prompt (G)")
-    rows: int | None = Field(None, ge=1, description="Target number of running trajectories; default: B * G")
+    redundancy: RedundancySection | None = Field(
+        None, description="Leave out to train on everything that is started (law 2)"
+    )
+    rows: int | None = Field(
+        None, ge=1, description="Target number of running trajectories; default: B * G, or what `redundancy` starts"
+    )
     in_flight: Annotated[int, Field(ge=1)] | Literal["full"] | None = Field(
         None,
         description='Most groups started and not yet in a batch; "full": as many as `staleness` allows, (K + 1) * B; '
@@ -253,6 +273,7 @@ class Recipe(Options):
     training: TrainingSection = TrainingSection()
     evaluation: EvaluationSection = EvaluationSection()
     runtime: RuntimeSection = RuntimeSection()
+    observe: ObserveOptions = ObserveOptions()
 
     @model_validator(mode="after")
     def _refuse_what_cannot_work(self, info: ValidationInfo) -> Recipe:
@@ -273,6 +294,8 @@ class Recipe(Options):
         replay = None if replays_nothing(self) else self.training.replay
         reused = 0 if replay is None else math.floor(replay.ratio * rollout.prompts + 0.5)
         bound: int | None = (rollout.staleness_cap or 4) if auto else (2 if staleness is None else int(staleness))
+        reserve = rollout.redundancy if self.paradigm.allows_redundancy else None
+        groups, members = (None, None) if reserve is None else (reserve.groups, reserve.members)
         in_flight = rollout.in_flight
         if in_flight == "full":
             in_flight = None if self.paradigm.one_batch else ((bound or 0) + 1) * rollout.prompts
@@ -290,6 +313,8 @@ class Recipe(Options):
             filter_limit=0 if rollout.filter == "none" else rollout.filter_limit or 10 * rollout.prompts,
             replay_groups=reused,
             replay_uses=replay.uses if replay is not None and reused else 0,
+            reserve_groups=0 if groups is None else groups - rollout.prompts,
+            reserve_members=0 if members is None else members - rollout.group,
         )
 
     @property
@@ -322,15 +347,43 @@ class Recipe(Options):
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, compare_as: str | None = None) -> Recipe:
-    """Reads and validates a recipe.
+def load_recipe(
+    recipe: str | Path | Mapping[str, Any] | Recipe,
+    overrides: Overrides = (),
+    *,
+    compare_as: str | None = None,
+    change_task: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
+) -> Recipe:
+    """Reads and validates a recipe: a TOML file, its tables as nested mappings, or one that was read before.
 
-    `overrides` are `key=value` with dotted keys; `key=` removes a key. `compare_as` changes the recipe to another
-    paradigm. Raises `RecipeError`, which names the overrides as the cause if the file alone is valid.
+    `overrides` are dotted keys with their values, None removes a key; or strings `key=value`, where `key=` removes one.
+    `compare_as` changes the recipe to another paradigm, and `change_task` its table `[task]`. Raises `RecipeError`,
+    which names the overrides as the cause if the recipe alone is valid.
     """
-    path = Path(path)
+    raw, source = _tables(recipe)
+    if overrides:
+        written, raw = raw, _overridden(raw, overrides)
+        typed = described(overrides)
+        source = f"`{typed}` on `{source}`" if _is_recipe(written) else f"`{source}` with `{typed}`"
+    if change_task is not None:
+        raw = {**raw, "task": change_task(raw.get("task") or {})}
+    if compare_as is not None:
+        raw = paradigm_overrides(raw, compare_as)
+    return parse_recipe(raw, source=source)
+
+
+def _tables(recipe: str | Path | Mapping[str, Any] | Recipe) -> tuple[Mapping[str, Any], str]:
+    """Returns the tables of a recipe, as they were written, and its name in errors."""
+    if isinstance(recipe, Recipe):
+        return tomllib.loads(recipe.source_toml()), "the recipe"
+    if isinstance(recipe, Mapping):
+        return recipe, "the recipe"
+    return _read_tables(Path(recipe)), str(recipe)
+
+
+def _read_tables(path: Path) -> dict[str, Any]:
     try:
-        raw = tomllib.loads(path.read_bytes().decode("utf-8-sig"))  # some editors write a byte-order mark
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))  # some editors write a byte-order mark
     except FileNotFoundError:
         raise RecipeError(f"recipe `{path}` does not exist") from None
     except IsADirectoryError:
@@ -341,14 +394,6 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, compare_as: 
         ) from error
     except ValueError as error:  # no UTF-8, no TOML, or an integer of more digits than Python converts
         raise RecipeError(f"recipe `{path}` is not valid TOML: {error}") from error
-    source = str(path)
-    if overrides:
-        written, raw = raw, _overridden(raw, overrides)
-        typed = " ".join(f"--set {override}" for override in overrides)
-        source = f"`{typed}` on `{path}`" if _is_recipe(written) else f"`{path}` with `{typed}`"
-    if compare_as is not None:
-        raw = paradigm_overrides(raw, compare_as)
-    return parse_recipe(raw, source=source)
 
 
 def _is_recipe(raw: Mapping[str, Any]) -> bool:
@@ -379,12 +424,15 @@ def paradigm_overrides(raw: Mapping[str, Any], paradigm: str) -> dict[str, Any]:
     if row.staleness is not None:
         for key in ("staleness", "staleness_cap"):
             rollout.pop(key, None)
+    if not row.allows_redundancy:
+        rollout.pop("redundancy", None)
     if row.one_batch:
         rollout.pop("in_flight", None)
         if isinstance(result.get("training"), dict):
             result["training"].pop("replay", None)
-        defaults = RolloutSection()
-        most = rollout.get("prompts", defaults.prompts) * rollout.get("group", defaults.group)
+        defaults, redundancy = RolloutSection(), rollout.get("redundancy", {})
+        prompts, group = rollout.get("prompts", defaults.prompts), rollout.get("group", defaults.group)
+        most = redundancy.get("groups", prompts) * redundancy.get("members", group)
         if rollout.get("rows", 0) > most:  # more than one batch has
             rollout.pop("rows")
     for section, key in ineffective_in(result) - ineffective_in(raw):
@@ -394,10 +442,10 @@ def paradigm_overrides(raw: Mapping[str, Any], paradigm: str) -> dict[str, Any]:
     return result
 
 
-def _overridden(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Applies `key=value` to a recipe. Removes keys that lost their effect by that, unless they were set with it."""
+def _overridden(raw: Mapping[str, Any], overrides: Overrides) -> dict[str, Any]:
+    """Applies overrides to a recipe. Removes keys that lost their effect by that, unless they were set with it."""
     result = copy.deepcopy(dict(raw))
-    asked = {tuple(apply_override(result, override)) for override in overrides}
+    asked = apply_overrides(result, overrides)
     for section, key in ineffective_in(result) - ineffective_in(raw) - asked:
         del result[section][key]
     return result

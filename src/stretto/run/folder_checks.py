@@ -139,4 +139,6 @@ def facts_of(recipe: Recipe, *, data_rows: int, templated: bool, vocabulary: int
         templated=templated,
         vocabulary=vocabulary,
         laws_broken=plan.paradigm.breaks,
+        reserve_groups=plan.reserve_groups,
+        reserve_members=plan.reserve_members,
     )

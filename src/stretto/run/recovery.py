@@ -8,6 +8,7 @@ attempt, a group that is filtered or dropped). `Journal.settle` completes such r
 from __future__ import annotations
 
 import sqlite3
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -32,6 +33,7 @@ _RESTORED = {
     "scored": TrajectoryState.SCORED,
     "training": TrajectoryState.TRAINING,
     "failed": TrajectoryState.FAILED,
+    "dropped": TrajectoryState.DROPPED,  # the surplus of a group whose other members go on
 }
 
 
@@ -61,6 +63,7 @@ def snapshot(path: Path, plan: Plan) -> Snapshot:
             paradigm=facts.paradigm,
             batch=facts.batch,
             group_size=facts.group,
+            members=facts.group + facts.reserve_members,
             next_update=taken,
             next_group=num_groups,
             newest=newest,
@@ -108,19 +111,23 @@ def recall_draws(path: Path, prompts: PromptStream) -> None:
     )
     with opened_readonly(path) as db:
         rows = db.execute(
-            "SELECT t.from_state, t.to_state, g.row_number, x.reward, x.member, m.update_id FROM transitions t "
-            "JOIN trajectories x USING (trajectory) JOIN groups g USING (group_id) "
+            "SELECT t.from_state, t.to_state, g.row_number, x.reward, x.member, m.update_id, group_id "
+            "FROM transitions t JOIN trajectories x USING (trajectory) JOIN groups g USING (group_id) "
             "LEFT JOIN (SELECT DISTINCT trajectory, update_id FROM members WHERE use = 0) m USING (trajectory) "
             "WHERE t.from_state IS NULL "
             f"OR (t.to_state = 'scored' AND x.reward IS NOT NULL AND {last.format('scoring', 'scored')}) "
             f"OR (t.to_state = 'training' AND m.update_id IS NOT NULL AND {last.format('scored', 'training')}) "
             "ORDER BY t.seq"
         )
-        for from_state, to_state, row, reward, member, update in rows:
+        (group_size,) = db.execute("SELECT CAST(value AS INTEGER) FROM run WHERE key = 'group'").fetchone()
+        num_scored = Counter[int]()  # by group; the core had dropped those that came after the first `group_size`
+        for from_state, to_state, row, reward, member, update, group in rows:
             if to_state == "training":
                 prompts.settle(update)
             elif to_state == "scored":
-                prompts.scored(row, reward)
+                num_scored[group] += 1
+                if num_scored[group] <= group_size:
+                    prompts.scored(row, reward)
             elif from_state is None and member == 0:
                 prompts.drawn(row)
 
@@ -244,7 +251,10 @@ def _counters(db: sqlite3.Connection, plan: Plan) -> Counters:
         replaced_groups=count(
             "SELECT COUNT(*) FROM (SELECT 1 FROM trajectories GROUP BY group_id HAVING SUM(state <> 'failed') = 0)"
         ),
-        dropped_groups=count(whole, "dropped"),
+        dropped_groups=count(
+            "SELECT COUNT(*) FROM (SELECT 1 FROM trajectories GROUP BY group_id "
+            "HAVING SUM(state = 'dropped') AND NOT SUM(state NOT IN ('dropped', 'failed')))"
+        ),
         filtered_groups=count(whole, "filtered"),
         spared_groups=count("SELECT COUNT(spared) FROM groups"),
         replayed_groups=count(

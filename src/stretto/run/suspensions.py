@@ -69,9 +69,9 @@ class Suspensions:
             lambda left: self._hand_over(instance, left, reason),
         )
 
-    def discard(self, rollouts: Sequence[Rollout]) -> Coroutine[Any, Any, None]:
+    def discard(self, rollouts: Sequence[Rollout], reason: str) -> Coroutine[Any, Any, None]:
         """Calls back rollouts that were dropped; the coroutine that is returned records how far each had come."""
-        return self._discard(rollouts, self._call_back(rollouts))
+        return self._discard(rollouts, self._call_back(rollouts), reason)
 
     async def suspend_all(self) -> None:
         """Takes all rollouts out of their instances, so that a resumed run can continue them."""
@@ -141,13 +141,13 @@ class Suspensions:
 
     # -- calling back --------------------------------------------------------------------------------------------------
 
-    async def _discard(self, rollouts: Sequence[Rollout], calls: Sequence[asyncio.Task[None]]) -> None:
+    async def _discard(self, rollouts: Sequence[Rollout], calls: Sequence[asyncio.Task[None]], reason: str) -> None:
         await self._called_back(rollouts, calls)
         for rollout in rollouts:
             await self._journal.room()
             num_tokens = rollout.num_sampled
-            self._tally.dropped(num_tokens)
-            self._journal.dropped(rollout.id, "past its age limit", at=clock.now(), num_tokens=num_tokens)
+            self._tally.dropped(num_tokens, complete=rollout.is_generated)
+            self._journal.dropped(rollout.id, reason, at=clock.now(), num_tokens=num_tokens)
 
     def _call_back(self, rollouts: Sequence[Rollout]) -> list[asyncio.Task[None]]:
         """Takes rollouts out of their instances without KV, before whatever else these are asked to do from now on."""

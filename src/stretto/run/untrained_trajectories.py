@@ -49,11 +49,14 @@ class Terminations:
             )
 
     def drop(self, command: core.Drop) -> Coroutine[Any, Any, None]:
-        """Calls the trajectories of a group back; the coroutine that is returned records each with its tokens."""
-        self._tail.dropped(command.group)
+        """Calls trajectories of a group back; the coroutine that is returned records each with its tokens."""
+        if command.surplus:
+            self._tail.completed(command.group)
+        else:
+            self._tail.dropped(command.group)
         rollouts = self._rollouts
         dropped = [rollouts.remove(id) for id in command.trajectories if id in rollouts.in_progress]
-        return rollouts.suspensions.discard(dropped)
+        return rollouts.suspensions.discard(dropped, command.reason)
 
     def filter(self, command: core.Filter) -> None:
         """Ends a scored group without signal."""

@@ -24,10 +24,11 @@ class OpenAccess:
         key: str,
         max_tokens: int,
         vocabulary: int | None = None,
-        limits: Limits | None = None,
+        max_calls: int = 1_024,
     ) -> None:
-        """`conversations` None: the model has no chat template. `limits.sessions` bounds the calls at once."""
-        self.limits = limits or Limits(sessions=1_024)
+        """`conversations` None: the model has no chat template. `max_calls`: at once."""
+        self.limits = Limits()
+        self._max_calls = max_calls
         self._generate = generate
         self._conversations = conversations
         self.key = key
@@ -43,15 +44,15 @@ class OpenAccess:
 
     def max_tokens(self, key: str) -> int:
         """Returns the most tokens of a context. Raises `UnknownKeyError` if the key is another one."""
-        if not hmac.compare_digest(key.encode(), self.key.encode()):
+        if not hmac.compare_digest(key.encode(errors="surrogateescape"), self.key.encode()):
             raise UnknownKeyError("this is not the key of the server: `stretto serve` prints it when it starts")
         return self._max_tokens
 
     def ask(self, key: str, call: Call) -> Pending:
         """Takes a call. Raises `CallError`."""
         self.max_tokens(key)
-        if len(self._sessions) >= self.limits.sessions:
-            raise BusyError(f"{self.limits.sessions:,} calls are not answered yet, which are the most at once")
+        if len(self._sessions) >= self._max_calls:
+            raise BusyError(f"{self._max_calls:,} calls are not answered yet, which are the most at once")
         session = Session(
             f"c{next(self._numbers)}",
             self._generate,

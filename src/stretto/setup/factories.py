@@ -13,6 +13,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from stretto.engines.native.engine import NativeEngine
+from stretto.environments.given import NOTHING_GIVEN, Given
 from stretto.environments.single_turn import Decode
 from stretto.models.adapters import read_adapter, refuse_another_base
 from stretto.models.hub import hub_options
@@ -44,11 +45,11 @@ class DriverInputs:
     tokenizer: Any
 
 
-def load_driver_inputs(recipe: Recipe, model_path: str) -> DriverInputs:
+def load_driver_inputs(recipe: Recipe, model_path: str, given: Given = NOTHING_GIVEN) -> DriverInputs:
     """Reads the inputs of a run and checks them against tokenizer and configuration. Does not read the weights."""
     check_objective(recipe)
     tokenizer, config = load_tokenizer(model_path), load_config(model_path)
-    inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=model_path)
+    inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=model_path, given=given)
     sampling = Sampling(
         max_tokens=recipe.rollout.max_tokens,
         temperature=recipe.rollout.temperature,

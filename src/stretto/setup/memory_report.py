@@ -28,10 +28,11 @@ def describe_memory(recipe: Recipe, longest_prompt: int | None = None) -> str:
     dtype = str(choose_dtype(recipe.model.dtype, device)).removeprefix("torch.")
     free = f", {gib(free_bytes(recipe, device))} free" if device.type == "cuda" else ""
     slots, count = f"{recipe.num_slots} version slots", recipe.runtime.instances
+    started = f" of {plan.batch + plan.reserve_groups} x {plan.members} that are started" if plan.redundant else ""
     lines = [
         f"# {plan.paradigm.name}: K = {bound}, {plan.in_flight} groups in flight, {plan.rows} rows, "
         f"{f'{count} instances of {slots}' if count > 1 else slots}, "
-        f"{plan.updates} updates of {plan.batch} x {plan.group_size} trajectories",
+        f"{plan.updates} updates of {plan.batch} x {plan.group_size} trajectories{started}",
         f"# device: {describe_device(device)}, weights in {dtype}{free}",
         *describe(recipe, config, longest, device),
     ]

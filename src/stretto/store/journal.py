@@ -23,6 +23,7 @@ from stretto.store.lock import Lock
 from stretto.store.reader import JournalReader as JournalReader
 from stretto.store.schema import (
     JOURNAL_NAME,
+    RESERVES,
     RESTORE,
     SCHEMA,
     SCHEMA_VERSION,
@@ -134,8 +135,8 @@ class Journal:
         self._writer.record(journal_writes.begin, facts, at, recipe)
 
     def refuse_another_run(self, facts: RunFacts) -> None:
-        """Raises `RunError` if a resumed run has another paradigm, batch, group, seed or data."""
-        for name in ("paradigm", "batch", "group", "seed", "data_rows", "order"):
+        """Raises `RunError` if a resumed run has another paradigm, batch, group, redundancy, seed or data."""
+        for name in ("paradigm", "batch", "group", *RESERVES, "seed", "data_rows", "order"):
             if self._stored is not None and getattr(self._stored, name) != getattr(facts, name):
                 raise RunError(
                     f"`{name} = {getattr(facts, name)!r}` cannot resume `{self.path}`, which was recorded with "
@@ -173,12 +174,14 @@ class Journal:
 
     batch_taken = _recorded(journal_writes.batch_taken)
     update_done = _recorded(journal_writes.update_done)
+    token_values = _recorded(journal_writes.token_values)
     evaluation = _recorded(journal_writes.evaluation)
 
     instance_joined = _recorded(journal_writes.instance_joined)
     instance_left = _recorded(journal_writes.instance_left)
 
     note = _recorded(journal_writes.note)
+    status = _recorded(journal_writes.status)
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------

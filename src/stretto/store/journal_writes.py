@@ -16,6 +16,7 @@ from typing import Any
 
 from stretto import __version__
 from stretto.errors import JournalError
+from stretto.store.answer_writes import storable, write_answers
 from stretto.store.blobs import CompletionBlobs, blob
 from stretto.store.digests import sample_digest, untrained_digest, update_digest
 from stretto.store.schema import (
@@ -29,16 +30,11 @@ from stretto.store.schema import (
     RunFacts,
     State,
 )
-from stretto.types import EpisodeLimit, Lineage, Prompt, Sample
+from stretto.types import EpisodeLimit, HeldOutAnswer, Lineage, Prompt, Sample, TokenReport
 
 _NOT_ENDED = f"state NOT IN {ENDS!r}"
 _LAST = "COALESCE((SELECT MAX(seq) FROM transitions), 0)"
 _SESSION = "(SELECT MAX(session) FROM sessions)"
-
-
-def storable(text: str) -> str:
-    """Returns `text` with lone surrogates replaced, which SQLite cannot store as UTF-8."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def json_or_null(values: Mapping[str, Any] | None) -> str | None:
@@ -80,11 +76,15 @@ def finished(db: sqlite3.Connection, stopped: bool, at: float, totals: Mapping[s
     )
 
 
-def settle(db: sqlite3.Connection, retries: int, drops: bool, at: float) -> None:
+def settle(
+    db: sqlite3.Connection, retries: int, drops: bool, at: float, wanted: int = 0, last_update: int | None = None
+) -> None:
     """Completes the decisions of a killed run that were only partly recorded.
 
     A trajectory whose last attempt failed becomes `failed`. A group that is partly filtered becomes `filtered`. With
-    `drops`, trajectories past their deadline become `dropped`. Without such decisions, nothing changes.
+    `drops`, trajectories past their deadline become `dropped`, and all others once the batch of `last_update` is taken.
+    If groups have more trajectories than the `wanted` ones, those that a group with so many rewards does not need
+    become `dropped`. Without such decisions, nothing changes.
     """
     tried = db.execute(
         "SELECT trajectory, (SELECT reason FROM failures f WHERE f.trajectory = t.trajectory ORDER BY id DESC LIMIT 1) "
@@ -94,6 +94,8 @@ def settle(db: sqlite3.Connection, retries: int, drops: bool, at: float) -> None
     )
     for trajectory, reason in tried.fetchall():
         failed(db, trajectory, reason, at)
+    if wanted:
+        _drop_surplus(db, wanted, at)
     half_filtered = db.execute(
         "SELECT trajectory, (SELECT error FROM trajectories f WHERE f.group_id = t.group_id AND f.state = 'filtered') "
         "FROM trajectories t WHERE state = 'scored' AND group_id IN "
@@ -105,10 +107,35 @@ def settle(db: sqlite3.Connection, retries: int, drops: bool, at: float) -> None
         past = db.execute(
             "SELECT trajectory, SUM(num_sampled) FROM trajectories t JOIN groups USING (group_id) "
             f"LEFT JOIN completions USING (trajectory) WHERE {_NOT_ENDED} AND state <> 'training' "
-            "AND deadline <= (SELECT MAX(update_id) FROM updates) GROUP BY trajectory"
+            "AND (deadline <= (SELECT MAX(update_id) FROM updates) OR ? IN (SELECT update_id FROM updates)) "
+            "GROUP BY trajectory",
+            (last_update,),
         )
+        reason = "past its age limit" if last_update is None else "in reserve, and not needed"
         for trajectory, num_sampled in past.fetchall():
-            dropped(db, trajectory, "past its age limit", at, num_sampled)
+            dropped(db, trajectory, reason, at, num_sampled)
+
+
+def _drop_surplus(db: sqlite3.Connection, wanted: int, at: float) -> None:
+    """Drops what groups with enough rewards do not need: what has no reward, and what was scored after the others."""
+    rows = db.execute(
+        "SELECT group_id, trajectory, state, (SELECT MAX(seq) FROM transitions s WHERE s.trajectory = t.trajectory "
+        "AND s.to_state = 'scored'), (SELECT SUM(num_sampled) FROM completions c WHERE c.trajectory = t.trajectory) "
+        "FROM trajectories t WHERE state NOT IN ('failed', 'dropped') AND group_id IN (SELECT group_id FROM "
+        f"trajectories WHERE {_NOT_ENDED}) ORDER BY group_id, trajectory"
+    )
+    members: dict[int, list[tuple[int, str, int, int | None]]] = {}
+    for group, *member in rows.fetchall():
+        members.setdefault(group, []).append((member[0], member[1], member[2] or 0, member[3]))
+    for own in members.values():
+        chosen = [each for each in own if each[1] in ("training", "trained", "filtered")]
+        scored = sorted((each for each in own if each[1] == "scored"), key=lambda each: each[2])
+        kept = {each[0] for each in [*chosen, *scored][: max(wanted, len(chosen))]}
+        if len(kept) < wanted:
+            continue
+        for trajectory, _, _, num_sampled in own:
+            if trajectory not in kept:
+                dropped(db, trajectory, f"surplus: {len(kept)} others of its group were scored first", at, num_sampled)
 
 
 def version_published(db: sqlite3.Connection, version: int, checksum: str, at: float) -> None:
@@ -364,7 +391,7 @@ def filtered(db: sqlite3.Connection, trajectory: int, reason: str, at: float) ->
 
 
 def dropped(db: sqlite3.Connection, trajectory: int, reason: str, at: float, num_tokens: int | None = None) -> None:
-    """Ends a trajectory as `dropped` (the `drop` paradigm). `num_tokens` were sampled so far."""
+    """Ends a trajectory as `dropped` (the `drop` paradigm, or redundancy). `num_tokens` were sampled so far."""
     _end(db, trajectory, "dropped", reason, at, num_tokens)
 
 
@@ -502,14 +529,31 @@ def evaluation(
     num: int = 0,
     seconds: float = 0.0,
     line: Mapping[str, Any] | None = None,
+    answers: Sequence[HeldOutAnswer] = (),
 ) -> None:
     """Records an evaluation of `version` over `num` prompts with its mean reward, or that it was skipped.
 
     `line` is its line of `metrics.jsonl`.
     """
-    db.execute(
+    added = db.execute(
         "INSERT INTO evaluations (version, kind, at, reward, num, seconds, line) VALUES (?, ?, ?, ?, ?, ?, ?)",
         (version, kind, at, reward, num, seconds, json_or_null(line)),
+    )
+    write_answers(db, added.lastrowid or 0, answers)
+
+
+def token_values(db: sqlite3.Connection, update: int, values: Sequence[TokenReport]) -> None:
+    """Records what the trainer computed for the tokens of an update, by the position of their sample in the batch."""
+    db.executemany(
+        "INSERT OR REPLACE INTO token_values VALUES (?, ?, ?, ?, ?, ?)",
+        [
+            (
+                update,
+                each.position,
+                *(blob(part, "<f4") for part in (each.logprobs, each.ratios, each.advantages, each.gradients)),
+            )
+            for each in values
+        ],
     )
 
 
@@ -535,3 +579,8 @@ def instance_left(db: sqlite3.Connection, instance: int, outcome: Departure, rea
 def note(db: sqlite3.Connection, kind: str, text: str, at: float) -> None:
     """Records something for a person to read: a wait, a failed attempt to write a checkpoint."""
     db.execute("INSERT INTO notes (at, kind, text) VALUES (?, ?, ?)", (at, kind, storable(text)))
+
+
+def status(db: sqlite3.Connection, state: Mapping[str, Any], at: float) -> None:
+    """Replaces the record of what the run does now, and who waits for what."""
+    db.execute("INSERT OR REPLACE INTO status VALUES (0, ?, ?)", (at, storable(json.dumps(dict(state)))))

@@ -1,7 +1,9 @@
 """The checks of `verify`: a law, and a query with one sentence for each break of it.
 
 The parameters are the facts of the run (`schema.RunFacts`), whether it is `:finished`, whether it `:drops` trajectories
-(the paradigm gives up law 2), and whether a trajectory `:continues` under newer weights (it gives up law 1).
+(the paradigm gives up law 2), and whether a trajectory `:continues` under newer weights (it gives up law 1). A recipe
+with redundancy gives up law 2 too, for what is not needed alone. Then `:members` is what a group starts with, `:group`
+what it needs, and `:drains` says that a version is published only when nothing runs that the batches need.
 """
 
 from stretto.store.schema import STALENESS_OF_PHASE
@@ -111,14 +113,14 @@ CHECKS: tuple[tuple[str, str], ...] = (
     ),
     (
         "2",
-        """SELECT 'group ' || group_id || ' has ' || COUNT(trajectory) || ' trajectories, not ' || :group
-        FROM groups LEFT JOIN trajectories USING (group_id) GROUP BY group_id HAVING COUNT(trajectory) <> :group""",
+        """SELECT 'group ' || group_id || ' has ' || COUNT(trajectory) || ' trajectories, not ' || :members
+        FROM groups LEFT JOIN trajectories USING (group_id) GROUP BY group_id HAVING COUNT(trajectory) <> :members""",
     ),
     (
         "2",
         """SELECT 'trajectory ' || trajectory || ' is member ' || member || ' of group ' || group_id ||
             iif(group_id IN (SELECT group_id FROM groups), ', which is not its place', ', which was never admitted')
-        FROM trajectories WHERE trajectory <> group_id * :group + member OR member NOT BETWEEN 0 AND :group - 1
+        FROM trajectories WHERE trajectory <> group_id * :members + member OR member NOT BETWEEN 0 AND :members - 1
             OR group_id NOT IN (SELECT group_id FROM groups)""",
     ),
     (
@@ -252,8 +254,9 @@ CHECKS: tuple[tuple[str, str], ...] = (
         FROM trajectories t
         JOIN (SELECT group_id, MIN(update_id) AS update_id FROM members JOIN trajectories USING (trajectory)
             WHERE use = 0 GROUP BY group_id) taken USING (group_id)
-        WHERE t.state <> 'failed' AND NOT EXISTS (SELECT 1 FROM members m
-            WHERE m.trajectory = t.trajectory AND m.use = 0 AND m.update_id = taken.update_id)""",
+        WHERE t.state <> 'failed' AND NOT (:reserve_members AND (t.state = 'dropped' OR NOT :finished))
+            AND NOT EXISTS (SELECT 1 FROM members m
+                WHERE m.trajectory = t.trajectory AND m.use = 0 AND m.update_id = taken.update_id)""",
     ),
     (
         "2",
@@ -338,7 +341,7 @@ CHECKS: tuple[tuple[str, str], ...] = (
         """SELECT 'group ' || group_id || ' is filtered, and ' || iif(SUM(state NOT IN ('filtered', 'failed')),
             'others of it are not', iif(SUM(state = 'filtered' AND reward IS NULL), 'not all of it was scored',
             'its rewards differ: ' || MIN(reward) || ' and ' || MAX(reward)))
-        FROM trajectories WHERE :filter_limit GROUP BY group_id
+        FROM trajectories WHERE :filter_limit AND NOT (:reserve_members AND state = 'dropped') GROUP BY group_id
         HAVING SUM(state = 'filtered') AND (SUM(state NOT IN ('filtered', 'failed'))
             OR SUM(state = 'filtered' AND reward IS NULL) OR MIN(reward) <> MAX(reward))""",
     ),
@@ -357,13 +360,14 @@ CHECKS: tuple[tuple[str, str], ...] = (
         "2",
         """SELECT 'group ' || group_id || ' was spared from being filtered, and ' || iif(MIN(reward) <> MAX(reward),
             'its rewards differ', 'the recipe filters nothing')
-        FROM groups JOIN trajectories USING (group_id) WHERE spared IS NOT NULL
+        FROM groups JOIN trajectories USING (group_id)
+        WHERE spared IS NOT NULL AND NOT (:reserve_members AND state = 'dropped')
         GROUP BY group_id HAVING MIN(reward) <> MAX(reward) OR NOT :filter_limit""",
     ),
     (
         "2",
-        """SELECT 'trajectory ' || trajectory || ' is dropped, and the paradigm drops nothing' FROM trajectories
-        WHERE state = 'dropped' AND NOT :drops""",
+        """SELECT 'trajectory ' || trajectory || ' is dropped, and neither paradigm nor recipe drops anything'
+        FROM trajectories WHERE state = 'dropped' AND NOT :drops AND NOT :reserve_groups AND NOT :reserve_members""",
     ),
     (
         "2",
@@ -378,7 +382,44 @@ CHECKS: tuple[tuple[str, str], ...] = (
         SELECT 'group ' || group_id || ' was dropped before the batch of update ' || deadline ||
             ', its deadline, was taken'
         FROM ends JOIN groups USING (group_id)
-        WHERE NOT EXISTS (SELECT 1 FROM batches WHERE update_id >= deadline AND taken < ends.seq)""",
+        WHERE :drops AND NOT EXISTS (SELECT 1 FROM batches WHERE update_id >= deadline AND taken < ends.seq)""",
+    ),
+    # With redundancy, a dropped trajectory is one too many in its group, or in a group that came too late for a batch.
+    (
+        "2",
+        f"""WITH {TAKINGS},
+            ends AS (SELECT trajectory, group_id, MIN(seq) AS seq FROM transitions JOIN trajectories USING (trajectory)
+                WHERE to_state = 'dropped' GROUP BY trajectory),
+            others AS (SELECT group_id, SUM(state NOT IN ('dropped', 'failed')) AS num FROM trajectories
+                GROUP BY group_id)
+        SELECT 'trajectory ' || trajectory || ' was dropped before ' ||
+            iif(num, :group || ' others of its group ' || group_id || ' had rewards',
+                'the batch of update ' || MIN(deadline, :updates - 1) || ' was taken')
+        FROM ends JOIN groups g USING (group_id) JOIN others USING (group_id)
+        WHERE (:reserve_groups OR :reserve_members)
+            AND NOT (:reserve_members AND :group <= (SELECT COUNT(DISTINCT s.trajectory) FROM transitions s
+                JOIN trajectories o ON o.trajectory = s.trajectory WHERE o.group_id = ends.group_id
+                AND s.trajectory <> ends.trajectory AND s.to_state = 'scored' AND s.seq < ends.seq))
+            AND NOT (:reserve_groups AND NOT num AND (
+                EXISTS (SELECT 1 FROM batches WHERE update_id >= MIN(deadline, :updates - 1) AND taken < ends.seq)
+                OR (:drains AND EXISTS (SELECT 1 FROM versions v WHERE v.version > g.version
+                    AND v.published_after < ends.seq))))""",
+    ),
+    (
+        "2",
+        """SELECT num || ' groups were dropped with the batch of update ' || due || ', the recipe has ' ||
+            :reserve_groups || ' in reserve'
+        FROM (SELECT due, COUNT(*) AS num FROM (SELECT MIN(deadline, :updates - 1) AS due
+                FROM groups JOIN trajectories USING (group_id) GROUP BY group_id
+                HAVING SUM(state = 'dropped') AND NOT SUM(state NOT IN ('dropped', 'failed'))) GROUP BY due)
+        WHERE (:reserve_groups OR :reserve_members) AND num > :reserve_groups""",
+    ),
+    (
+        "2",
+        """SELECT 'update ' || update_id || ' trains on ' || COUNT(DISTINCT trajectory) || ' trajectories of group ' ||
+            group_id || ', the recipe on ' || :group
+        FROM members JOIN trajectories USING (trajectory) WHERE use = 0
+        GROUP BY update_id, group_id HAVING COUNT(DISTINCT trajectory) > :group""",
     ),
     (
         "3",
@@ -432,10 +473,12 @@ CHECKS: tuple[tuple[str, str], ...] = (
     ),
     (
         "3",
-        """SELECT DISTINCT 'group ' || group_id || ' is under way and missed its deadline, update ' || deadline
-        FROM groups JOIN trajectories USING (group_id)
-        WHERE NOT :drops AND state IN ('running', 'waiting', 'scoring', 'scored')
-            AND deadline <= (SELECT MAX(update_id) FROM updates)""",
+        """WITH late AS (SELECT DISTINCT group_id, deadline FROM groups JOIN trajectories USING (group_id)
+            WHERE state IN ('running', 'waiting', 'scoring', 'scored')
+                AND deadline <= (SELECT MAX(update_id) FROM updates) AND NOT (:reserve_members AND group_id IN (
+                    SELECT group_id FROM members JOIN trajectories USING (trajectory))))
+        SELECT 'group ' || group_id || ' is under way and missed its deadline, update ' || deadline
+        FROM late WHERE NOT :drops AND (SELECT COUNT(*) FROM late) > :reserve_groups""",
     ),
     (
         "once",

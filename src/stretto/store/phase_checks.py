@@ -135,6 +135,11 @@ def _configured(config: Any, facts: Mapping[str, Any]) -> Iterator[tuple[str, ob
     if (bound := cap if staleness == "auto" else staleness) is not None:
         key = "rollout.staleness_cap" if staleness == "auto" else "rollout.staleness"
         yield "staleness", facts.get("staleness"), key, bound
+    for name, wanted, fact in (("groups", "prompts", "reserve_groups"), ("members", "group", "reserve_members")):
+        least, most = read("rollout", wanted), read("rollout", "redundancy", name)
+        if isinstance(least, int) and isinstance(most, int | None):
+            key = f"rollout.redundancy.{name}"
+            yield fact, least + facts.get(fact, 0), key, least if most is None else most
     if (kind := read("rollout", "filter")) is not None:
         yield "filter_limit", bool(facts.get("filter_limit")), "rollout.filter", kind != "none"
 

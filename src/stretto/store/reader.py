@@ -398,23 +398,31 @@ class JournalReader:
         ]
 
     @_decodes
-    def samples(self, update: int) -> list[SampleRecord]:
+    def samples(self, update: int, most: int | None = None) -> list[SampleRecord]:
         """Returns the samples of an update as text, in the order of its batch.
 
-        The lineages of its trajectories that are not trained are among them.
+        The lineages of its trajectories that are not trained are among them. With `most`, only so many trajectories are
+        read, spread evenly over the batch.
         """
+        chosen = "" if most is None else f"AND trajectory IN ({', '.join(map(str, self._spread(update, most)))})"
         rows = self._rows(
             f"SELECT m.trajectory, t.group_id, t.member, t.version, {_AGE}, m.use, g.prompt_text, "
             "COALESCE(c.text, ''), t.reward, COALESCE(c.num_sampled, 0), COALESCE(c.finish, ''), "
             "COALESCE(LENGTH(c.turns) / 8, 1), COALESCE(c.lineage, 0), COALESCE(t.num_lineages, 1), "
             "COALESCE(c.train, 1), iif(c.context IS NULL, NULL, COALESCE(c.context_text, '')), t.turn_rewards, "
             "t.limit_reached, t.spent FROM "
-            "(SELECT update_id, trajectory, use, MIN(position) AS position FROM members WHERE update_id = ? "
+            f"(SELECT update_id, trajectory, use, MIN(position) AS position FROM members WHERE update_id = ? {chosen} "
             "GROUP BY trajectory, use) m JOIN trajectories t USING (trajectory) JOIN groups g USING (group_id) "
             "LEFT JOIN completions c USING (trajectory) ORDER BY m.position, c.lineage",
             update,
         )
         return [_typed(SampleRecord(*(*row[:14], row[14] == 1, row[15], _rewards(row[16]), *row[17:]))) for row in rows]
+
+    def _spread(self, update: int, most: int) -> list[int]:
+        """Returns up to `most` trajectories of an update, spread evenly over its batch."""
+        sql = "SELECT trajectory FROM members WHERE update_id = ? GROUP BY trajectory ORDER BY MIN(position)"
+        ids = [int(row[0]) for row in self._rows(sql, update)]
+        return [ids[number * len(ids) // most] for number in range(most)] if len(ids) > most else ids
 
     @_decodes
     def evaluations(self) -> list[EvaluationRecord]:

@@ -119,6 +119,10 @@ def _totals(db: sqlite3.Connection) -> dict[str, Any]:
         f"SELECT COUNT(*), COALESCE(SUM(COALESCE(num_sampled, lost_tokens)), 0) {lengths} "
         "IN ('trained', 'failed', 'dropped', 'filtered') AND COALESCE(num_sampled, lost_tokens, 0) > 0"
     ).fetchone()
+    begun, complete, complete_tokens = db.execute(
+        "SELECT COALESCE(SUM(COALESCE(num_sampled, lost_tokens, 0) > 0), 0), COUNT(num_sampled), "
+        f"COALESCE(SUM(num_sampled), 0) {lengths} = 'dropped'"
+    ).fetchone()
     groups, reward = db.execute(
         "SELECT COUNT(*), COALESCE(SUM(reward), 0) FROM (SELECT MAX(reward) AS reward FROM trajectories "
         "WHERE state = 'filtered' GROUP BY group_id)"
@@ -132,6 +136,10 @@ def _totals(db: sqlite3.Connection) -> dict[str, Any]:
         "instances_lost": lost,
         "failed": ended.get("failed", (0, 0))[0],
         "dropped": ended.get("dropped", (0, 0))[0],
+        "dropped_tokens": ended.get("dropped", (0, 0))[1],
+        "dropped_begun": begun,
+        "dropped_complete": complete,
+        "dropped_complete_tokens": complete_tokens,
         "filtered": ended.get("filtered", (0, 0))[0],
         "filtered_tokens": ended.get("filtered", (0, 0))[1],
         "filtered_groups": groups,

@@ -36,6 +36,13 @@
                    those of a replay buffer. (trajectory, lineage, use) is unique: the file refuses to train one twice
     evaluations    before, during, after, skipped; `reward` is the score at the evaluation's temperature; `line` is what
                    `metrics.jsonl` says of it (JSON), with the greedy score if there is one
+    held_out       the prompts of evaluations, once each
+    answers        what an evaluation's version answered, one row a lineage, with the columns of `completions`; `greedy`
+                   is 1 at temperature 0; `reward` is NULL and `error` says why if it could not be scored
+    token_values   what the trainer computed for the sampled tokens of a member of a batch, in order: its
+                   log-probability as the update began, the ratio of the objective, the advantage, and the derivative of
+                   the loss by the log-probability; only with `observe.tokens`, and not for samples that are skipped
+    status         one row: what the run does now, and who waits for what (JSON); changed about once a second
     instances      one row an instance that joined a session: its slots, when it came and left, and as what (`removed`,
                    `lost`; NULL while it is there, and where the session ended first)
     moves          every time that a trajectory changed its instance: its context then, the bytes of KV that it took
@@ -49,9 +56,9 @@ run takes it back: `scored` becomes `scoring`. A batch that holds it and was not
 `training` becomes `scored`.
 
 Times are seconds since 1970 (`clock.py`). Blobs are little-endian. Tokens and versions are int32, log-probabilities
-float32, rewards of turns float64. Supports are int32: how many tokens each token was drawn from, and then those tokens;
-NULL if all were drawn from the whole vocabulary. Turns are int32: the beginning and end of each; NULL if there is one
-turn, which is all of it. Numbers of turns are int32.
+and values of tokens float32, rewards of turns float64. Supports are int32: how many tokens each token was drawn from,
+and then those tokens; NULL if all were drawn from the whole vocabulary. Turns are int32: the beginning and end of each;
+NULL if there is one turn, which is all of it. Numbers of turns are int32.
 """
 
 from __future__ import annotations
@@ -87,6 +94,8 @@ LAWS_GIVEN_UP: Mapping[str, tuple[int, ...]] = {
     "multi-version": (),
 }
 
+RESERVES = ("reserve_groups", "reserve_members")  # the facts by which a recipe gives up law 2
+
 Attempt = Literal["generation", "scoring"]
 Order = Literal["shuffled", "pass-rate"]
 
@@ -121,6 +130,8 @@ CREATE TABLE completions (
     started_at REAL NOT NULL, finished_at REAL NOT NULL, prefilled INTEGER NOT NULL, turn_numbers BLOB, turns BLOB,
     text TEXT NOT NULL, context_text TEXT, context BLOB, tokens BLOB NOT NULL, logprobs BLOB NOT NULL,
     token_versions BLOB, supports BLOB, PRIMARY KEY (trajectory, lineage));
+CREATE INDEX completions_in_short ON completions (
+    trajectory, lineage, version, num_sampled, finish, started_at, finished_at);
 CREATE TABLE transitions (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, trajectory INTEGER NOT NULL, from_state TEXT, to_state TEXT NOT NULL,
     at REAL NOT NULL, reason TEXT NOT NULL);
@@ -138,6 +149,17 @@ CREATE UNIQUE INDEX members_train_once ON members (trajectory, lineage, use);
 CREATE TABLE evaluations (
     id INTEGER PRIMARY KEY, version INTEGER NOT NULL, kind TEXT NOT NULL, at REAL NOT NULL, reward REAL,
     num INTEGER NOT NULL, seconds REAL NOT NULL, line TEXT);
+CREATE TABLE held_out (
+    prompt_index INTEGER PRIMARY KEY, prompt_text TEXT NOT NULL, prompt_tokens BLOB NOT NULL, row TEXT NOT NULL);
+CREATE TABLE answers (
+    evaluation INTEGER NOT NULL, prompt_index INTEGER NOT NULL, greedy INTEGER NOT NULL, lineage INTEGER NOT NULL,
+    num_lineages INTEGER NOT NULL, reward REAL, error TEXT, num_tokens INTEGER NOT NULL, num_sampled INTEGER NOT NULL,
+    finish TEXT, turn_numbers BLOB, turns BLOB, text TEXT NOT NULL, context_text TEXT, context BLOB,
+    tokens BLOB NOT NULL, logprobs BLOB NOT NULL, PRIMARY KEY (evaluation, prompt_index, greedy, lineage));
+CREATE TABLE token_values (
+    update_id INTEGER NOT NULL, position INTEGER NOT NULL, logprobs BLOB NOT NULL, ratios BLOB NOT NULL,
+    advantages BLOB NOT NULL, gradients BLOB NOT NULL, PRIMARY KEY (update_id, position));
+CREATE TABLE status (id INTEGER PRIMARY KEY CHECK (id = 0), at REAL NOT NULL, state TEXT NOT NULL);
 CREATE TABLE instances (
     session INTEGER NOT NULL, instance INTEGER NOT NULL, slots INTEGER NOT NULL, joined_at REAL NOT NULL, left_at REAL,
     outcome TEXT, reason TEXT, PRIMARY KEY (session, instance)) WITHOUT ROWID;
@@ -193,6 +215,8 @@ class RunFacts:
     templated: bool = False  # a chat template made the prompts
     vocabulary: int = 0  # every token id is below; 0: not recorded
     laws_broken: tuple[int, ...] = ()  # the laws that the paradigm gives up by design
+    reserve_groups: int = 0  # groups that are started beyond those that the batches need, at most, at once
+    reserve_members: int = 0  # trajectories that a group is started with beyond `group`
 
 
 def journal_path(run_folder: str | Path) -> Path:

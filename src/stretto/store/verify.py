@@ -3,7 +3,7 @@
 Two kinds of checks are made. The three laws and exactly-once are checked by versions, counts and order
 (`law_checks.py`). The recorded data is checked by digests of what each update trained on, and by everything that
 follows from it (`data_checks.py`). A law holds if none of its checks finds a break. The paradigms `partial` and `drop`
-each give up one law by design; those breaks are counted separately.
+each give up one law by design, and so does a recipe with redundancy; those breaks are counted separately.
 
 A run that is not finished (stopped, killed or active) may have trajectories in progress; they are counted.
 """
@@ -14,7 +14,7 @@ import json
 import math
 import reprlib
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -31,6 +31,7 @@ from stretto.store.law_checks import CHECKS
 from stretto.store.phase_checks import CONFIG_NAME
 from stretto.store.schema import (
     LAWS_GIVEN_UP,
+    RESERVES,
     RESTORE,
     RESTORE_OR_BEGIN,
     check_whole,
@@ -41,6 +42,7 @@ from stretto.store.schema import (
 from stretto.types import FinishReason
 
 NUM_DETAILS = 5  # offenders named for each law
+SAY_EVERY = 2_048  # completions between two reports of progress
 LOGPROB_SLACK = 1e-3  # a log-probability computed in low precision may be this much above 0
 LOWEST_LOGPROB = -1_000.0  # no draw ever has a smaller one
 
@@ -58,10 +60,11 @@ class Finding:
     """The result for one law. `details` has a sentence for each of the first breaks."""
 
     law: str  # "1", "2", "3", "once" or "data"
-    broken: int  # breaks that the paradigm does not allow
+    broken: int  # breaks that neither the paradigm nor the recipe allows
     by_paradigm: int | None  # breaks that the paradigm makes by design; None: it does not give up this law
     counts: str  # what was checked, as text
     details: tuple[str, ...] = ()
+    by_recipe: int | None = None  # breaks that the recipe asks for; None: it does not give up this law
 
     @property
     def holds(self) -> bool:
@@ -80,22 +83,34 @@ class _Run:
     num_tokens: int = 0
 
 
-def verify(run_folder: str | Path) -> list[Finding]:
+Say = Callable[[str, float], None]
+"""Gets what `verify` does now, in words, and the share of its work that is done, from 0 to 1."""
+
+SHARES = {"file": 0.1, "laws": 0.3, "tokens": 0.7}  # of the work, when that part is done; about
+
+
+def verify(run_folder: str | Path, say: Say = lambda words, share: None) -> list[Finding]:
     """Checks the journal of a run. Returns one finding for each law, one for exactly-once and one for recorded data.
 
-    Raises `RunError` if there is no journal, and `JournalError` if it cannot be read.
+    Raises `RunError` if there is no journal, and `JournalError` if it cannot be read. `say` is told the progress.
     """
     path = journal_path(run_folder)
     db = connect_readonly(path)
     try:
         with reading(path):
             db.execute("BEGIN")  # one snapshot of a run that may be active
+            say("reading the file", 0.0)
             check_whole(db, path)
             run = _read_run(db, path)
-            for law, query in CHECKS:
+            for place, (law, query) in enumerate(CHECKS):
+                say(
+                    f"checking laws, {place} of {len(CHECKS)} checks done",
+                    SHARES["file"] + (SHARES["laws"] - SHARES["file"]) * place / len(CHECKS),
+                )
                 run.breaks[law] += [str(sentence) for (sentence,) in db.execute(query, run.params)]
-            _check_tokens(db, run)
+            _check_tokens(db, run, say)
             _check_lineages(db, run)
+            say("comparing digests of what was trained on", SHARES["tokens"])
             data = check_data(db, path.parent, run.facts)
             run.breaks["data"] += data.breaks
             return _findings(db, run, data)
@@ -108,8 +123,9 @@ def format_findings(findings: Sequence[Finding]) -> str:
     lines = []
     for finding in findings:
         verdict = "holds" if finding.holds else f"BROKEN {finding.broken}"
-        if finding.by_paradigm is not None:
-            verdict = ("" if finding.holds else f"{verdict}, ") + f"broken by paradigm: {finding.by_paradigm};"
+        for cause, count in (("paradigm", finding.by_paradigm), ("recipe", finding.by_recipe)):
+            if count is not None:
+                verdict = ("" if finding.holds else f"{verdict}, ") + f"broken by {cause}: {count};"
         lines.append(f"{NAMES[finding.law]:<20} {verdict:<10} {finding.counts}")
         lines += [f"{'':<20}   - {detail}" for detail in finding.details]
         if finding.broken > len(finding.details):
@@ -128,7 +144,7 @@ def conclusion(findings: Sequence[Finding]) -> str:
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """Returns 0 if every law holds or is broken only by the paradigm's design, else 1."""
+    """Returns 0 if every law holds or is broken only as the paradigm or the recipe wants it, else 1."""
     return 0 if all(finding.holds for finding in findings) else 1
 
 
@@ -150,12 +166,14 @@ def _read_run(db: sqlite3.Connection, path: Path) -> _Run:
             f"journal `{path}` says that its paradigm `{paradigm}` gives up laws {facts['laws_broken']}, and it gives "
             f"up laws {list(given_up)}: {RESTORE}"
         )
+    params |= {name: facts.get(name, 0) for name in RESERVES}  # a run may be older than redundancy
+    params |= {"members": params["group"] + params["reserve_members"], "drains": paradigm == "one-step-off"}
     params |= {"finished": outcome == "finished", "continues": 1 in given_up, "drops": 2 in given_up}
     how = {"finished": "run finished", "stopped": "run stopped"}.get(outcome or "", "run interrupted or active")
     return _Run(how, facts, params)
 
 
-def _check_tokens(db: sqlite3.Connection, run: _Run) -> None:
+def _check_tokens(db: sqlite3.Connection, run: _Run, say: Say) -> None:
     """Checks the arrays of tokens: law 1, the log-probabilities (law 2) and the age of single tokens (law 3)."""
     published: dict[int, set[str]] = {}  # one checksum each, except for versions that were lost and made again
     both = "SELECT version, checksum FROM versions UNION SELECT version, checksum FROM remade"
@@ -169,7 +187,11 @@ def _check_tokens(db: sqlite3.Connection, run: _Run) -> None:
         "LEFT JOIN members m ON m.trajectory = c.trajectory AND m.lineage = c.lineage AND m.use = 0",
         run.params,
     )
-    for row in rows:
+    (count,) = db.execute("SELECT COUNT(*) FROM completions").fetchone()
+    for place, row in enumerate(rows):
+        if place % SAY_EVERY == 0:
+            share = SHARES["laws"] + (SHARES["tokens"] - SHARES["laws"]) * place / max(1, count)
+            say(f"checking tokens, {place:,} of {count:,} completions", share)
         if others := [f"trajectory {row[0]} {sentence}" for sentence in _other_types(row)]:
             run.breaks["data"] += others
             continue
@@ -398,7 +420,8 @@ def _findings(db: sqlite3.Connection, run: _Run, data: DataResult) -> list[Findi
     if remade:
         counts["1"] += f", {remade:,} of them made again with other bits"
     excused = {"1": run.mixed if run.params["continues"] else None, "2": dropped if run.params["drops"] else None}
+    by_recipe = {"2": dropped} if any(run.params[name] for name in RESERVES) else {}
     return [
-        Finding(law, len(breaks), excused.get(law), counts[law], tuple(breaks[:NUM_DETAILS]))
+        Finding(law, len(breaks), excused.get(law), counts[law], tuple(breaks[:NUM_DETAILS]), by_recipe.get(law))
         for law, breaks in run.breaks.items()
     ]

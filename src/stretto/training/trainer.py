@@ -68,6 +68,7 @@ from stretto.training.reference_policy import Reference, make_reference
 from stretto.training.regularizers import sampled_divergences
 from stretto.training.reward_shaping import ShapedRewards
 from stretto.training.sharding import Sharding, wants_sharding
+from stretto.training.token_reports import token_reports
 from stretto.training.trajectories import Trajectories
 from stretto.training.update_metrics import (
     TokenCollector,
@@ -80,7 +81,7 @@ from stretto.training.update_metrics import (
     token_metrics,
 )
 from stretto.training.version_scoring import VersionScorer
-from stretto.types import Batch, UpdateReport, Weights
+from stretto.types import Batch, TokenReport, UpdateReport, Weights
 
 __all__ = ["GrpoOptions", "LocalTrainer", "LoraOptions", "Trainer", "TrainingOptions"]
 
@@ -106,6 +107,7 @@ class _Measurements:
     mismatch_tokens: int
     flops: float
     advantages: str  # their digest
+    tokens: Sequence[TokenReport] = ()
 
 
 class LocalTrainer:
@@ -259,8 +261,9 @@ class LocalTrainer:
         seconds = time.perf_counter() - started
         metrics = {**measured.metrics, "seconds": seconds, **utilization(measured.flops, seconds, self.peak)}
         return UpdateReport(
-            batch.update, metrics, measured.mismatch_kl_sum, measured.mismatch_tokens, seconds, measured.advantages
-        )
+            batch.update, metrics, measured.mismatch_kl_sum, measured.mismatch_tokens, seconds, measured.advantages,
+            tokens=measured.tokens,
+        )  # fmt: skip
 
     def _split(self, batch: Batch, advantages: Advantages | None) -> list[MiniBatch]:
         """Splits the batch into mini-batches, without the samples that cannot change the policy.
@@ -332,7 +335,9 @@ class LocalTrainer:
             self.costs, batch, computed, num_steps=len(mini_batches), critic=self.critic is not None,
             reference=reference, scored=self._scored,
         )  # fmt: skip
-        return _Measurements(metrics, engine.kl_sum, engine.tokens, flops, advantages.digest())
+        scale = None if self.scale is None else self.scale.value
+        reports = token_reports(batch, tokens, advantages, scale) if batch.reports_tokens else ()
+        return _Measurements(metrics, engine.kl_sum, engine.tokens, flops, advantages.digest(), reports)
 
     # -- before the first step -----------------------------------------------------------------------------------------
 

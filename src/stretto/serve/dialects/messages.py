@@ -15,7 +15,7 @@ from stretto.serve.dialects.dialect import Asked, Body, Dialect, Event
 from stretto.serve.sessions import Answer
 
 INVALID = "invalid_json"
-ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+ERRORS = {401: "authentication_error", 403: "permission_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
 def read(body: Body) -> Asked:
@@ -178,7 +178,7 @@ def _named(name: str, **data: Any) -> Event:
 
 def error(error: CallError) -> dict[str, Any]:
     """Returns an error as Anthropic writes it."""
-    kind = ERRORS.get(error.status, "rate_limit_error" if error.status == 429 else "invalid_request_error")
+    kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     # Programs look for these words to compact their context.
     said = f"prompt is too long: {error}" if isinstance(error, ContextLengthError) else str(error)
     return {"type": "error", "error": {"type": kind, "message": said}}
