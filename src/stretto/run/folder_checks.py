@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 # Beside `[runtime]`, of a run that goes on. The size of its micro-batches is recorded with each update.
 MAY_CHANGE = (
+    "rollout.spread",
     "task.pass_env",
     "task.workers",
     "task.worker_gib",
