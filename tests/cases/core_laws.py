@@ -157,7 +157,12 @@ class Laws:
         assert not self.stopping
         assert command.group == len(self.groups), "group ids are positions in the stream of prompts"
         assert command.trajectories == tuple(range(command.group * size, (command.group + 1) * size))
-        assert command.version in self.staying()[command.instance].resident
+        assert len(command.instances) == len(command.trajectories)
+        assert all(command.version in self.staying()[each].resident for each in command.instances)
+        places = {box for box in command.instances if not self.boxes[box].short_of_memory}
+        assert len(set(command.instances)) == 1 or places == set(command.instances), "no memory for another prefix"
+        if self.plan.spread == "never":
+            assert len(set(command.instances)) == 1
         staleness = command.deadline - command.version
         assert staleness == self.controller.staleness if self.plan.auto else staleness == self.plan.staleness
         assert staleness <= self.plan.staleness
@@ -174,10 +179,10 @@ class Laws:
         self.outstanding.add(command.group)
         assert len(self.outstanding) <= self.plan.in_flight + self.plan.reserve_groups
         self.equal[command.group] = self.rng.random() < self.odds.no_signal
-        for each in command.trajectories:
+        for each, instance in zip(command.trajectories, command.instances, strict=True):
             slow = self.rng.random() < self.odds.slow
             version = command.version
-            self.pieces[each] = Piece(command.group, "running", command.instance, version, slow, newest=version)
+            self.pieces[each] = Piece(command.group, "running", instance, version, slow, newest=version)
 
     def do_resume(self, command: m.Resume) -> None:
         piece = self.pieces[command.trajectory]

@@ -7,6 +7,7 @@ from core_record import record
 
 from stretto.core import messages as m
 from stretto.core.controller import Controller
+from stretto.core.spreading import GroupCosts
 
 
 class World(Laws):
@@ -181,7 +182,8 @@ class World(Laws):
         short_of_memory = frozenset(box for box in self.boxes if self.rng.random() < 0.1)
         for id, box in self.boxes.items():
             box.short_of_memory = id in short_of_memory
-        self.send(m.LoadSampled(tokens, short_of_memory, ending))
+        costs = self.rng.choice([None, GroupCosts(0.1, 0.0), GroupCosts(0.1, 0.01), GroupCosts(0.0, 0.01)])
+        self.send(m.LoadSampled(tokens, short_of_memory, ending, costs))
         if self.rng.random() < 0.3:
             return  # memory stays short for a while
         for box in self.boxes.values():

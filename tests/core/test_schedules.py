@@ -33,6 +33,7 @@ def worlds(draw: st.DrawFn) -> World:
         group_size=group_size,
         reserve_groups=reserve_groups,
         reserve_members=reserve_members,
+        spread=draw(st.sampled_from(["auto", "never", "always"])),
         updates=draw(st.integers(1, 8)),
         staleness=staleness,
         auto=auto,

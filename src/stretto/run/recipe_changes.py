@@ -37,6 +37,7 @@ MAY_CHANGE: Mapping[str, str] = {
     "rollout.staleness_cap": "as `rollout.staleness`",
     "rollout.in_flight": "how many groups are started",
     "rollout.rows": "how many trajectories run at once",
+    "rollout.spread": "where the members of later groups start",
     "rollout.kv_tokens": "the memory of the engines",
     "rollout.prefill_tokens": "the steps of the engines",
     "evaluation.every": "which later versions are evaluated",
@@ -94,6 +95,7 @@ FIXED: Mapping[str, str] = {
     "rollout.paradigm": "the laws of a run are those of one paradigm",
     "rollout.prompts": "deadlines are counted in batches of this size",
     "rollout.group": "the numbers of trajectories follow from it",
+    "rollout.redundancy": "the numbers of trajectories follow from it",
     "rollout.max_tokens": _SAMPLED,
     "rollout.temperature": _SAMPLED,
     "rollout.top_p": _SAMPLED,
@@ -116,6 +118,7 @@ FIXED: Mapping[str, str] = {
 # Keys of a machine, whose change makes no difference to what is trained: `compare` goes on with others too.
 OF_THE_MACHINE = (
     "runtime",
+    "rollout.spread",
     "task.pass_env",
     "task.workers",
     "task.worker_gib",
