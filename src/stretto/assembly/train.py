@@ -9,6 +9,7 @@ RUN/versions/         the weights that trajectories in progress need
 RUN/policy/           the trained policy: a Hugging Face model, or a PEFT adapter
 RUN/summary.json      the totals of the run
 RUN/reward.log        what the reward function printed, if it did
+RUN/run.log           all that the run said, with the time
 RUN/trackers/         the ids of the run in its trackers, if it has any
 ```
 """
@@ -45,6 +46,7 @@ from stretto.models.loading import load_config
 from stretto.observe.listeners import Listeners
 from stretto.observe.metrics import JsonLines, Sinks, Tally
 from stretto.observe.progress import Announcer, Observer, Silent
+from stretto.observe.run_log import Logged, RunLog
 from stretto.observe.trackers.catalogue import add_trackers
 from stretto.observe.waiting import report_wait
 from stretto.recipe.schema import Recipe
@@ -105,7 +107,8 @@ def train(
     """
     folder, listeners = Path(folder), Listeners() if listeners is None else listeners
     handle = handle or RunHandle(folder)
-    observer = Announcer(observer or Silent(), listeners)
+    run_log = RunLog(folder)
+    observer = Announcer(Logged(observer or Silent(), run_log, recipe.training.steps), listeners)
     recipe = resolved(as_begun(recipe, folder) if resume else recipe, choose_device(recipe.runtime.device))
     if resume:
         refuse_nothing_to_resume(folder)
@@ -125,6 +128,7 @@ def train(
             refuse_damaged(folder)
         else:
             lock = stack.enter_context(claimed_folder(folder))
+        stack.enter_context(run_log.attached())
         stack.enter_context(_told_the_end(listeners, handle))
         stack.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(SWITCH_S)

@@ -75,6 +75,31 @@ def tokenizer_file(folder: Path | None) -> Path | None:
     return found
 
 
+LEVELS = ("debug", "info", "warning", "error")  # of the log, from the most lines to the fewest
+
+
+def add_verbosity(parser: argparse.ArgumentParser) -> None:
+    """Declares `-v`, `-q` and `--log-level`, which set `log_level` and `quiet`."""
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument(
+        "-v", "--verbose", action="count", default=0, help="print more of what happens; twice: everything"
+    )
+    chosen.add_argument("-q", "--quiet", action="store_true", help="print errors and results alone, no progress")
+    chosen.add_argument("--log-level", choices=LEVELS, help="least important log lines to print (default: warning)")
+
+
+def log_level(options: argparse.Namespace) -> str:
+    """Returns the level that `-v`, `-q` and `--log-level` ask for."""
+    if options.log_level is not None:
+        return str(options.log_level)
+    return "error" if options.quiet else ("warning", "info", "debug")[min(options.verbose, 2)]
+
+
+def verbosity(options: argparse.Namespace) -> list[str]:
+    """Returns the same arguments for another command."""
+    return ["--quiet"] if options.quiet else ["--log-level", log_level(options)]
+
+
 def refuse_missing_recipe(recipe: Path) -> None:
     """Raises `RecipeError` if there is no such file."""
     with contextlib.suppress(OSError):  # `load_recipe` reports a folder that may not be entered
