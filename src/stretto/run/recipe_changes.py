@@ -160,7 +160,9 @@ def accepted_changes(recipe: Recipe, folder: Path) -> list[Change]:
             )
         )
     if recorded.begun:
-        _refuse_too_few_updates(recipe, folder, recorded.finished)
+        _refuse_too_few_updates(
+            recipe, folder, recorded.finished, changed=any(c.key == "training.steps" for c in changes)
+        )
         _refuse_another_journal(recipe, folder, f"`{folder / 'config.toml'}`")
     return changes
 
@@ -280,14 +282,16 @@ def _holds_out(recipe: Recipe) -> bool:
     return getattr(recipe.task, "path", None) is None or getattr(recipe.task, "evaluation_path", None) is not None
 
 
-def _refuse_too_few_updates(recipe: Recipe, folder: Path, done: int) -> None:
-    """Raises `RunError` if a run has no update left, or has started groups for more."""
+def _refuse_too_few_updates(recipe: Recipe, folder: Path, done: int, *, changed: bool) -> None:
+    """Raises `RunError` if a run has no update left, or if their number changed and groups are started for more."""
     steps = recipe.training.steps
     if standing(folder) == "finished" and steps <= done:
         raise RunError(
             f"the run in `{folder}` is finished with {done} updates, so there is nothing to resume: to extend it, give "
             f"more, such as `--set training.steps={2 * done}`; see `{command('show', folder)}`"
         )
+    if not changed:
+        return
     from stretto.store.reader import JournalReader
 
     with JournalReader(folder) as reader:
