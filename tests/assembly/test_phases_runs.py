@@ -218,3 +218,18 @@ def test_a_process_that_is_killed_in_the_second_phase_leaves_a_run_that_goes_on(
     assert run(recipe(model, tmp_path, *changed[::2], "training.steps=12"), folder, resume=True)["steps"] == 12
     assert "recipes of 3 phases" in assert_verifies(folder)
     assert retrain(folder).difference is None
+
+
+def test_a_reward_function_that_has_changed_is_said_and_the_run_goes_on(model: Path, tmp_path: Path) -> None:
+    run(recipe(model, tmp_path, "evaluation.prompts=0"), tmp_path / "run")
+    heard, same = Heard(), Heard()
+    longer = recipe(model, tmp_path, "evaluation.prompts=0", "training.steps=4")
+    module = tmp_path / "our_rewards.py"
+    module.write_text(module.read_text() + "# another line\n")
+    run(longer, tmp_path / "run", resume=True, observer=heard)
+    said = "the source of `our_rewards:letters` has changed since the run used it last"
+    assert [text for text in heard.said if said in text]
+    longer = recipe(model, tmp_path, "evaluation.prompts=0", "training.steps=5")
+    run(longer, tmp_path / "run", resume=True, observer=same)
+    assert not [text for text in same.said if said in text]
+    assert_verifies(tmp_path / "run")

@@ -88,6 +88,15 @@ class Talks:
                 await policy.generate(["a"])  # type: ignore[list-item]
             case "huge":
                 await policy.generate(range(5_000_000))
+            case "hanging tools":
+                from stretto.chat.tools import make_tool
+
+                def sleeps() -> str:
+                    time.sleep(3600)
+                    return ""
+
+                tools = [make_tool(sleeps, seconds=0.01) for _ in range(32)]
+                await asyncio.gather(*(each.call({}) for each in tools))
             case "large token":
                 await policy.generate([1 << 40])
             case "killed":

@@ -274,7 +274,7 @@ def test_the_policy_of_the_tiny_model_travels_with_its_base_and_says_how_it_was_
 
 
 def test_the_readme_of_a_policy_says_where_its_paths_are_seen_from(recipe: Path) -> None:
-    said = export._readme(Path("runs/mine/policy"), load_recipe(recipe, []), templated=False, with_base=True)
+    said = export.readme(Path("runs/mine/policy"), base="tiny", templated=False, with_base=True)
     assert f"as seen from `{Path.cwd()}`" in said
 
 

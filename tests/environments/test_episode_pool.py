@@ -263,6 +263,22 @@ def test_a_worker_whose_cancelled_episode_goes_on_is_replaced_and_costs_no_other
     asyncio.run(run())
 
 
+def test_a_worker_in_which_many_calls_of_tools_hang_is_replaced_and_costs_no_episode() -> None:
+    async def run() -> None:
+        said: list[str] = []
+        async with pool(hang_s=3.0) as it:
+            it._notice = said.append
+            (first,) = it.memory
+            assert isinstance(await Game(0, "hanging tools").play(it), Outcome)
+            while first in it.memory:
+                await asyncio.sleep(0.05)
+            assert isinstance(await Game(1).play(it), Outcome)
+            assert (it.retired, it.replaced) == (1, 0)
+        assert "32 calls of tools hang" in said[0]
+
+    asyncio.run(run())
+
+
 def test_no_episode_begins_on_a_worker_that_is_dead_or_blocked() -> None:
     async def run() -> None:
         async with pool(workers=2, hang_s=30.0) as it:

@@ -38,6 +38,7 @@ from stretto.environments.custom import close_environment, start_environment
 from stretto.environments.given import NOTHING_GIVEN, Given
 from stretto.environments.protocol import Environment
 from stretto.environments.reward_output import RewardOutput
+from stretto.environments.source_digests import source_digests
 from stretto.environments.task_options import EnvironmentOptions
 from stretto.local.backend import local_backend
 from stretto.local.components import LocalComponents
@@ -75,6 +76,7 @@ from stretto.setup.micro_batch_size import with_micro_tokens
 from stretto.store.checkpoint_files import keep_newest_checkpoint
 from stretto.store.journal import Journal
 from stretto.store.lock import Lock
+from stretto.store.reader import JournalReader
 from stretto.store.schema import JOURNAL_NAME
 from stretto.store.traces import recorded_in, refuse_damaged
 from stretto.store.version_files import VersionFiles
@@ -377,7 +379,20 @@ async def _take_up(run: _Run) -> Resumed:
         said = ", ".join(map(str, run.changes))
         run.journal.note("recipe changed", f"from update {resumed.updates} on: {said}", at=clock.now())
         run.observer.message(f"from update {resumed.updates} on: {said}")
+    _compare_sources(run)
     return resumed
+
+
+def _compare_sources(run: _Run) -> None:
+    """Records the source files that score the task. Says which have changed since they were recorded."""
+    now = source_digests(run.recipe.task)
+    with JournalReader(run.folder) as reader:
+        before = reader.sources()
+    for name in sorted(name for name, digest in now.items() if before.get(name, digest) != digest):
+        text = f"the source of `{name}` has changed since the run used it last: rewards are those of the new code now"
+        run.journal.note("source changed", text, at=clock.now())
+        run.observer.message(text)
+    run.journal.scored_by(now)
 
 
 def _make_loop(

@@ -63,6 +63,11 @@ def based_on(db: sqlite3.Connection, checksum: str) -> None:
     db.execute("INSERT OR REPLACE INTO run VALUES ('base', ?)", (json.dumps(checksum),))
 
 
+def scored_by(db: sqlite3.Connection, sources: Mapping[str, str]) -> None:
+    """Records the digests of the source files that score the task from now on."""
+    db.execute("INSERT OR REPLACE INTO run VALUES ('sources', ?)", (json_or_null(sources),))
+
+
 def finished(db: sqlite3.Connection, stopped: bool, at: float, totals: Mapping[str, Any] | None = None) -> None:
     """Ends the session: all updates are done, or (`stopped`) the run was asked to stop. `totals` are its sums."""
     db.execute(

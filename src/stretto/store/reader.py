@@ -216,6 +216,12 @@ class JournalReader:
         return json.loads(rows[0][0]) if rows else None
 
     @_decodes
+    def sources(self) -> dict[str, str]:
+        """Returns the digests of the source files that score the task; empty if none are recorded."""
+        rows = self._rows("SELECT value FROM run WHERE key = 'sources'")
+        return {name: str(value) for name, value in _mapping(rows[0][0]).items()} if rows else {}
+
+    @_decodes
     def phases(self) -> list[PhaseRecord]:
         """Returns the phases of the run, in order."""
         rows = self._rows("SELECT phase, first_update, first_group, began_at, recipe FROM phases ORDER BY phase")

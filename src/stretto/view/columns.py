@@ -1,8 +1,8 @@
 """The trajectories of a run as arrays, read from its journal a part at a time and kept up to date.
 
-A journal of a million trajectories takes seconds to read, and a page has to answer at once. So `refresh` reads until
-its deadline and says how far it has come; the next call goes on there. Once all are read, it reads again only those
-that may have changed: an end is final, so everything before the first trajectory in progress stays as it is.
+A journal of a million trajectories takes seconds to read, and a page has to answer at once. So `refresh` reads what
+the page wants to see, then the newest until its deadline; the next call goes on there. What is read is read again only
+if it may have changed: an end is final.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stretto.store.schema import ENDS, UNDER_WAY
 STATES = (*UNDER_WAY, *ENDS)  # a state is its place here
 FINISHES = ("", "stop", "length")
 NUM_UNDER_WAY = len(UNDER_WAY)
-CHUNK = 16_384  # trajectories read at once
+CHUNK = 8_192  # trajectories of a part
 NONE = -1
 NO_REWARD = -1e300  # SQLite has no NaN
 
@@ -52,6 +52,7 @@ FIELDS = {
     "finish": "u1", "lineages": "i2", "started": "f8", "finished": "f8", "update": "i4", "failures": "i2",
     "exists": "u1",
 }  # fmt: skip
+EMPTY = {"reward": np.nan, "started": np.nan, "finished": np.nan, "update": NONE, "instance": NONE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,65 +70,73 @@ class Progress:
 class Columns:
     """One array for each field, with the trajectory as the index. Not for several threads at once.
 
-    `reward` and the times are NaN where there is none; `update` and `instance` are -1. `finished` of a trajectory that
-    still generates is NaN, and `started` is the moment at which its group was admitted.
+    `exists` is 0 for trajectories that are not read yet. `reward` and the times are NaN where there is none; `update`
+    and `instance` are -1. `finished` of a trajectory that still generates is NaN, and `started` is the moment at which
+    its group was admitted.
     """
 
     def __init__(self) -> None:
         self._arrays: dict[str, NDArray[Any]] = {name: np.zeros(0, dtype=kind) for name, kind in FIELDS.items()}
-        self._next = 0  # everything before was read
-        self._settled = 0  # everything before has ended
+        self._is_read = np.zeros(0, dtype=bool)  # one for each part
         self.num_all = 0
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        """The values of the trajectories read so far."""
-        return self._arrays[name][: self._next]
+        """The values of all trajectories."""
+        return self._arrays[name][: self.num_all]
 
-    def __len__(self) -> int:
-        return self._next
+    @property
+    def progress(self) -> Progress:
+        """How much is read so far."""
+        parts = int(self._is_read.sum())
+        short = len(self._is_read) * CHUNK - self.num_all if len(self._is_read) and self._is_read[-1] else 0
+        return Progress(parts * CHUNK - short, self.num_all)
 
-    def refresh(self, db: sqlite3.Connection, deadline_s: float) -> Progress:
-        """Reads what is new, for about `deadline_s` seconds at most and at least one part."""
+    def refresh(self, db: sqlite3.Connection, deadline_s: float, wanted: tuple[int, int] | None = None) -> None:
+        """Reads again what may have changed, then the parts with the trajectories `wanted`, then the newest first.
+
+        Takes about `deadline_s` seconds at most, but reads what is wanted in any case.
+        """
         until = time.monotonic() + deadline_s
         (last,) = db.execute("SELECT MAX(trajectory) FROM trajectories").fetchone()
-        self.num_all = 0 if last is None else last + 1
-        self._grow(self.num_all)
-        start, whole = (self._next, False) if self._next < self.num_all else (self._settled, True)
-        if not whole:
-            start = min(start, self._next)
-        while start < self.num_all:
-            end = min(start + CHUNK, self.num_all)
-            self._read(db, start, end)
-            start = end
-            self._next = max(self._next, end)
-            if time.monotonic() > until:
+        self._grow(0 if last is None else last + 1)
+        for part in np.flatnonzero(self._is_read).tolist():
+            if (start := self._first_open(part)) is not None:
+                self._read(db, start, min((part + 1) * CHUNK, self.num_all))
+        unread = np.flatnonzero(~self._is_read)[::-1].tolist()
+        if wanted is not None:
+            low, high = wanted[0] // CHUNK, wanted[1] // CHUNK
+            unread.sort(key=lambda part: not low <= part <= high)  # stable: the others stay newest first
+        for place, part in enumerate(unread):
+            needed = wanted is not None and low <= part <= high
+            if place and not needed and time.monotonic() > until:
                 break
-        if self._next == self.num_all:
-            self._settle(db, already=start)
-        return Progress(self._next, self.num_all)
+            self._read(db, part * CHUNK, min((part + 1) * CHUNK, self.num_all))
+            self._is_read[part] = True
 
-    def _settle(self, db: sqlite3.Connection, already: int) -> None:
-        """Moves the mark of what cannot change. What ran while others were read is read again by the next call."""
-        open_ = np.flatnonzero((self["state"] < NUM_UNDER_WAY) | (self["exists"] == 0))
-        self._settled = int(open_[0]) if len(open_) else self._next
+    def _first_open(self, part: int) -> int | None:
+        """Returns the first trajectory of a part that may change; None if all of them have ended."""
+        inside = slice(part * CHUNK, min((part + 1) * CHUNK, self.num_all))
+        ended = (self._arrays["state"][inside] >= NUM_UNDER_WAY) & (self._arrays["exists"][inside] == 1)
+        return None if ended.all() else inside.start + int(np.argmin(ended))
 
     def _grow(self, size: int) -> None:
+        self.num_all = size
+        parts = -(-size // CHUNK)
+        if parts > len(self._is_read):
+            self._is_read = np.append(self._is_read, np.zeros(parts - len(self._is_read), dtype=bool))
         have = len(self._arrays["version"])
         if size <= have:
             return
         room = max(size, have + have // 2, CHUNK)
         for name, array in self._arrays.items():
-            grown = np.zeros(room, dtype=array.dtype)
+            grown = np.full(room, EMPTY.get(name, 0), dtype=array.dtype)
             grown[:have] = array
             self._arrays[name] = grown
 
     def _read(self, db: sqlite3.Connection, start: int, end: int) -> None:
         bounds, a = (start, end), self._arrays
-        for name, empty in (
-            *(("reward", np.nan), ("started", np.nan), ("finished", np.nan), ("update", NONE)),
-            *(("length", 0), ("finish", 0), ("lineages", 0), ("failures", 0), ("exists", 0)),
-        ):
-            a[name][start:end] = empty
+        for name, array in a.items():
+            array[start:end] = EMPTY.get(name, 0)
         rows = np.fromiter(db.execute(_ROWS, bounds), dtype=_ROW)
         ids = rows["id"]
         a["exists"][ids] = 1

@@ -25,6 +25,7 @@ from stretto.view.columns import STATES, Columns, Progress
 from stretto.view.curves import Curves
 
 REFRESH_S = 0.5  # the least time between two reads of trajectories
+MOST_UPDATES = 24  # whose trajectories are read first if a page wants them
 CONFIG = "config.toml"
 
 
@@ -119,7 +120,7 @@ class RunSource:
             return self._counts[1]
         with self._lock:
             columns = self._columns
-            if len(columns) and len(columns) == columns.num_all and self._columns_at[0] == fingerprint:
+            if columns.num_all and columns.progress.is_whole and self._columns_at[0] == fingerprint:
                 found = np.bincount(columns["state"][columns["exists"] == 1], minlength=len(STATES)).tolist()
                 counts: dict[str, int] = {state: count for state, count in zip(STATES, found, strict=True) if count}
             else:
@@ -154,17 +155,28 @@ class RunSource:
             return {**self._curves.payload(after), "fingerprint": fingerprint}
 
     @contextmanager
-    def columns(self, deadline_s: float = 0.8) -> Iterator[tuple[Columns, Progress]]:
-        """Gives the trajectories as arrays, as far as they are read after `deadline_s` more seconds of reading."""
+    def columns(
+        self, deadline_s: float = 0.8, wanted: tuple[int, int] | None = None
+    ) -> Iterator[tuple[Columns, Progress]]:
+        """Gives the trajectories as arrays: the `wanted` ones, and as many others as can be read in `deadline_s`."""
         with self._lock:
             columns, fingerprint, now = self._columns, self.fingerprint(), time.monotonic()
-            whole = len(columns) == columns.num_all
             changed = fingerprint != self._columns_at[0] and now - self._columns_at[1] >= REFRESH_S
-            if changed or not whole:
+            if changed or not columns.num_all or not columns.progress.is_whole:
                 with self.reading() as db:
-                    columns.refresh(db, deadline_s)
+                    columns.refresh(db, deadline_s, wanted)
                 self._columns_at = (fingerprint, now)
-            yield columns, Progress(len(columns), columns.num_all)
+            yield columns, columns.progress
+
+    def trained_in(self, first: float, last: float) -> tuple[int, int] | None:
+        """Returns the lowest and the highest trajectory of the batches from one update to another; None if many."""
+        if not 0 <= last - first <= MOST_UPDATES:
+            return None
+        with self.reading() as db:
+            found = db.execute(
+                "SELECT MIN(trajectory), MAX(trajectory) FROM members WHERE update_id BETWEEN ? AND ?", (first, last)
+            ).fetchone()
+        return None if found[0] is None else (found[0], found[1])
 
 
 def open_runs(folders: list[Path]) -> list[RunSource]:

@@ -61,7 +61,7 @@ def search(run: RunSource, query: Query) -> dict[str, Any]:
 
     `matching` counts those that fit by their numbers; with a text, `looked_at` of them were read so far.
     """
-    with run.columns() as (columns, progress):
+    with run.columns(wanted=_wanted(run, query)) as (columns, progress):
         ids = _matching(columns, query)
         cursor, done = query.cursor + query.limit, True
         found = ids[query.cursor : cursor].tolist()
@@ -79,6 +79,19 @@ def search(run: RunSource, query: Query) -> dict[str, Any]:
         "read": progress.num_read,
         "all": progress.num_all,
     }
+
+
+def _wanted(run: RunSource, query: Query) -> tuple[int, int] | None:
+    """Returns the trajectories that a query certainly needs, from the first to the last; None if that is unknown."""
+    if query.update is not None:
+        return run.trained_in(*query.update)
+    if query.group is not None and query.group[0] == query.group[1]:
+        with run.reading() as db:
+            found = db.execute(
+                "SELECT MIN(trajectory), MAX(trajectory) FROM trajectories WHERE group_id = ?", query.group[:1]
+            ).fetchone()
+        return None if found[0] is None else (found[0], found[1])
+    return None
 
 
 def _matching(columns: Columns, query: Query) -> NDArray[np.int64]:

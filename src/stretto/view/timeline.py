@@ -45,7 +45,7 @@ class Window:
 
 def timeline(run: RunSource, window: Window, now: float) -> dict[str, Any]:
     """Returns the rows of versions and of instances in a window, its moves, and its trajectories if they are few."""
-    with run.columns() as (columns, progress):
+    with run.columns(wanted=_wanted(run, window)) as (columns, progress):
         started, finished = columns["started"], columns["finished"]
         ends = np.where(np.isnan(finished), now, finished)
         if len(started):  # of trajectories that ended without a completion nothing is known
@@ -69,6 +69,16 @@ def timeline(run: RunSource, window: Window, now: float) -> dict[str, Any]:
     return answer
 
 
+def _wanted(run: RunSource, window: Window) -> tuple[int, int] | None:
+    """Returns the trajectories around a window, by the updates that trained on them; None if they are many."""
+    with run.reading() as db:
+        found = db.execute(
+            "SELECT MIN(update_id), MAX(update_id) FROM updates WHERE taken_at <= ? AND finished_at >= ?",
+            (window.end, window.start),
+        ).fetchone()
+    return None if found[0] is None else run.trained_in(found[0] - 1, found[1] + 2)
+
+
 def _lanes(
     lanes: NDArray[np.int32], started: NDArray[np.float64], ended: NDArray[np.float64], window: Window, kind: str
 ) -> dict[str, Any]:
@@ -76,14 +86,18 @@ def _lanes(
     bounds, most = (
         (window.versions, window.version_rows) if kind == "versions" else (window.instances, window.instance_rows)
     )
-    chosen = lanes >= 0 if bounds is None else (lanes >= max(0, bounds[0])) & (lanes <= bounds[1])
-    lanes, started, ended = lanes[chosen], started[chosen], ended[chosen]
-    present = np.unique(lanes)
+    low, high = bounds or (0, np.iinfo(np.int32).max)
+    chosen = (lanes >= max(0, low)) & (lanes <= high)
+    if not chosen.all():
+        lanes, started, ended = lanes[chosen], started[chosen], ended[chosen]
+    present = np.flatnonzero(np.bincount(lanes)) if len(lanes) else lanes  # a sort would take longer
     if not len(present):
         return {"rows": [], "lanes": 0, "peak": 0}
     per_row = -(-len(present) // most)
     row_of = np.arange(len(present)) // per_row
-    rows = row_of[np.searchsorted(present, lanes)]
+    row_of_lane = np.zeros(int(present[-1]) + 1, dtype=np.int64)
+    row_of_lane[present] = row_of
+    rows = row_of_lane[lanes]
     num_rows = int(row_of[-1]) + 1
     values = occupancy(rows, num_rows, started, ended, window.start, window.end, window.bins)
     counts = np.bincount(rows, minlength=num_rows)

@@ -84,9 +84,10 @@
         cursor !== null && cursor !== undefined ? S.h("p", { class: "row", style: { padding: ".7rem 1rem" } }, S.h("button", { type: "button", on: { click: () => this.search(cursor, rows) } }, "Show more")) : null);
     }
     mark(id) { for (const row of this.results.querySelectorAll("tr[data-id]")) row.setAttribute("aria-selected", String(row.dataset.id === String(id))); }
-    close() { this.split.classList.remove("open"); S.fill(this.details); for (const name of ["id", "group_of", "answer", "greedy"]) delete this.parameters[name]; S.remember({ id: null, group_of: null, answer: null, greedy: null }); this.mark(null); }
+    close() { S.tip(null, null); this.split.classList.remove("open"); S.fill(this.details); for (const name of ["id", "group_of", "answer", "greedy"]) delete this.parameters[name]; S.remember({ id: null, group_of: null, answer: null, greedy: null }); this.mark(null); }
     async show(kind, parameters, draw) {
       this.split.classList.add("open");
+      S.tip(null, null);
       const mine = (this.opening = (this.opening || 0) + 1);
       try { const found = await S.ask(kind, { run: this.run.place, ...parameters }); if (mine !== this.opening || this.gone) return; draw(found); } catch (error) { if (mine === this.opening) S.fill(this.details, S.h("p", { class: "notice bad" }, error.message)); }
       if (innerWidth <= 1180) this.details.scrollIntoView({ block: "start" });
