@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import stretto.assembly.compare
 from stretto.assembly import export
-from stretto.cli import COMMANDS, _parser, _StandardError, main
+from stretto.cli import COMMANDS, _StandardError, main, make_parser
 from stretto.cli.arguments import log_level, verbosity
 from stretto.errors import RunError
 from stretto.recipe.schema import load_recipe
@@ -592,10 +592,10 @@ class _Records(logging.Handler):
 )
 def test_each_command_takes_how_much_it_says(words: list[str], level: str) -> None:
     for name in COMMANDS:
-        arguments = {"list": [], "doctor": [], "pool": ["RUN", "--list"]}.get(name, ["X"])
-        options, _ = _parser().parse_known_args([name, *arguments, *words])
+        arguments = {"list": [], "doctor": [], "completion": ["bash"], "pool": ["RUN", "--list"]}.get(name, ["X"])
+        options, _ = make_parser().parse_known_args([name, *arguments, *words])
         assert log_level(options) == level
-        again, _ = _parser().parse_known_args([name, *arguments, *verbosity(options)])
+        again, _ = make_parser().parse_known_args([name, *arguments, *verbosity(options)])
         assert log_level(again) == level
 
 

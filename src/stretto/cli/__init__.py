@@ -20,6 +20,7 @@ from stretto import __version__
 from stretto.cli import (
     check,
     compare,
+    completion,
     doctor,
     export,
     pool,
@@ -52,6 +53,7 @@ EXAMPLES = """examples:
   stretto export runs/short --merge -o models/short
   stretto serve runs/short
   stretto doctor
+  stretto completion bash
 """
 
 LOG_FORMAT = "%(levelname)s %(name)s: %(message)s"
@@ -86,6 +88,7 @@ COMMANDS: Mapping[str, Command] = {
     "export": export,
     "serve": serve,
     "doctor": doctor,
+    "completion": completion,
 }
 
 
@@ -104,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     from stretto.run.interrupts import handled  # not before: `--help` answers at once
 
     level, ours = getattr(logging, log_level(options).upper()), logging.getLogger("stretto")
@@ -146,7 +149,8 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="stretto",
         description="Reinforcement learning for language models: several versions of the policy generate at once.",

@@ -17,6 +17,15 @@ def path(text: str) -> Path:
         return Path(text)
 
 
+def recipe(text: str) -> Path:
+    """Returns the file of a recipe that was typed as a path or as the name of a shipped recipe."""
+    from stretto.recipe.shipped_recipes import found
+
+    with contextlib.suppress(OSError):  # of a folder that may not be entered, which is reported later
+        return found(path(text))
+    return path(text)
+
+
 def integer(text: str) -> int:
     """Returns a typed whole number. It has the bound of the integers of a recipe, so that every journal can hold it."""
     from stretto.options import MAX_INTEGER  # not before: `--help` answers at once
@@ -34,7 +43,8 @@ def integer(text: str) -> int:
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """Declares `RECIPE` and `--set KEY=VALUE`."""
-    parser.add_argument("recipe", type=path, metavar="RECIPE", help="a TOML file")
+    help = "a TOML file, or the name of a recipe that comes with the package, such as `quickstart`"
+    parser.add_argument("recipe", type=recipe, metavar="RECIPE", help=help)
     parser.add_argument(
         "--set",
         action="append",
@@ -104,4 +114,6 @@ def refuse_missing_recipe(recipe: Path) -> None:
     """Raises `RecipeError` if there is no such file."""
     with contextlib.suppress(OSError):  # `load_recipe` reports a folder that may not be entered
         if not recipe.exists():
-            raise RecipeError(f"recipe `{recipe}` does not exist")
+            from stretto.recipe.shipped_recipes import missing
+
+            raise RecipeError(missing(recipe))

@@ -32,6 +32,7 @@ from stretto.options import Options
 from stretto.recipe.checks import ineffective_keys, refusals, replays_nothing, without_effect
 from stretto.recipe.error_messages import explain
 from stretto.recipe.overrides import Overrides, apply_overrides, described
+from stretto.recipe.shipped_recipes import found, missing
 from stretto.training.options import TrainingOptions
 
 PARADIGM_NAMES = tuple(PARADIGMS)
@@ -361,7 +362,7 @@ def load_recipe(
     compare_as: str | None = None,
     change_task: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
 ) -> Recipe:
-    """Reads and validates a recipe: a TOML file, its tables as nested mappings, or one that was read before.
+    """Reads and validates a recipe: a TOML file, the name of a shipped one, its tables, or one that was read.
 
     `overrides` are dotted keys with their values, None removes a key; or strings `key=value`, where `key=` removes one.
     `compare_as` changes the recipe to another paradigm, and `change_task` its table `[task]`. Raises `RecipeError`,
@@ -385,14 +386,14 @@ def _tables(recipe: str | Path | Mapping[str, Any] | Recipe) -> tuple[Mapping[st
         return tomllib.loads(recipe.source_toml()), "the recipe"
     if isinstance(recipe, Mapping):
         return recipe, "the recipe"
-    return _read_tables(Path(recipe)), str(recipe)
+    return _read_tables(found(Path(recipe))), str(recipe)
 
 
 def _read_tables(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))  # some editors write a byte-order mark
     except FileNotFoundError:
-        raise RecipeError(f"recipe `{path}` does not exist") from None
+        raise RecipeError(missing(path)) from None
     except IsADirectoryError:
         raise RecipeError(f"recipe `{path}` is a folder; name a TOML file") from None
     except OSError as error:
