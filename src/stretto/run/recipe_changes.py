@@ -102,7 +102,6 @@ FIXED: Mapping[str, str] = {
     "rollout.top_k": _SAMPLED,
     "rollout.min_p": _SAMPLED,
     "rollout.stop": _SAMPLED,
-    "rollout.redundancy": _COUNTED,
     "rollout.retries": _COUNTED,
     "rollout.filter": _COUNTED,
     "rollout.filter_limit": _COUNTED,
