@@ -5,7 +5,8 @@ export TOKENIZERS_PARALLELISM := false
 # Packages are compiled when they are first imported, and not again by each of the hundreds of processes of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test-browser install quickstart smollm2 qwen qwen-small gsm8k test test-models test-adapters test-trackers chaos lint types clean
+.PHONY: install quickstart smollm2 qwen qwen-small gsm8k test test-models test-adapters test-trackers test-browser test-wheel \
+	chaos lint types clean
 
 install: .venv/installed
 
@@ -77,7 +78,17 @@ test-adapter-%: .venv-adapters/%/installed
 test-trackers: .venv-adapters/trackers/installed
 	.venv-adapters/trackers/bin/python -m pytest tests/trackers
 
-PACKAGES_trackers := .[wandb,trackio,mlflow]
+PACKAGES_trackers := --editable .[wandb,trackio,mlflow]
+
+# The wheel in an empty environment without extras: the quickstart, shortened, from an empty folder.
+test-wheel: export PYTHONPATH :=
+test-wheel:
+	rm -rf build && mkdir -p build/wheel/empty
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	build/wheel/venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	build/wheel/venv/bin/python -m pip install --quiet --no-compile --constraint constraints.txt build/wheel/stretto-*.whl
+	cd build/wheel/empty && PATH=../venv/bin:$$PATH sh -e ../../../tests/wheel/quickstart.sh
 
 # Fifty runs, local and on a cluster, of which driver, instances, trainer ranks or machines are killed at random moments;
 # prints how many kills of each they survived. Then a run of hundreds of updates whose instances join, leave and die.

@@ -67,7 +67,7 @@ else:
         return sorted({*globals(), *_MODULES})
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Callback",

@@ -48,7 +48,7 @@ def test_an_adapter_is_trained_further_and_the_run_verifies_replays_and_is_serve
     run(made, folder)
     assert rows(folder, FIRST)[0] == rows(old, LAST)[0], "version 0 is the last version of the run before"
     assert_verifies(folder)
-    (first,) = rows(folder, "SELECT json_extract(metrics, '$.kl') FROM updates WHERE update_id = 0")[0]
+    (first,) = rows(folder, "SELECT json_extract(metrics, '$.reference_kl') FROM updates WHERE update_id = 0")[0]
     assert abs(first) < 1e-6, "the reference of the divergence is the policy that the run starts from"
     assert retrain(folder).difference is None
     assert not recompute(folder, 4).breaks

@@ -38,7 +38,7 @@ def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
 def test_a_run_that_is_stopped_and_resumed_is_one_curve_with_its_samples(model: Path, tmp_path: Path) -> None:
     made = recipe(model, tmp_path, "training.steps=4", 'observe.sinks=["tensorboard"]', "observe.samples=2")
     folder = tmp_path / "run"
-    assert "# reports to tensorboard, `tensorboard --logdir RUN/tensorboard`" in check(made)
+    assert "# reports to tensorboard, `tensorboard --logdir RUN/tensorboard`" in str(check(made))
     assert train(made, folder, listeners=Listeners([StopsAfter(0)]))["stopped"]
     assert not train(made, folder, resume=True)["stopped"]
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}).Reload()

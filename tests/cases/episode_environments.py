@@ -57,6 +57,7 @@ class Talks:
             case "wait" | "report":
                 await asyncio.sleep(3600)
             case "stubborn":
+                asyncio.get_running_loop().call_later(0.05, lambda: print("is stubborn", flush=True))
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.sleep(3600)
                 await asyncio.sleep(3600)
@@ -88,6 +89,15 @@ class Talks:
                 await policy.generate(["a"])  # type: ignore[list-item]
             case "huge":
                 await policy.generate(range(5_000_000))
+            case "hanging tools":
+                from stretto.chat.tools import make_tool
+
+                def sleeps() -> str:
+                    time.sleep(3600)
+                    return ""
+
+                tools = [make_tool(sleeps, seconds=0.01) for _ in range(32)]
+                await asyncio.gather(*(each.call({}) for each in tools))
             case "large token":
                 await policy.generate([1 << 40])
             case "killed":

@@ -36,7 +36,12 @@ class Recorder:
         return max(0, update - group % (self.facts.staleness + 1))
 
     def ids(self, group: int) -> list[int]:
-        return [group * self.facts.group + member for member in range(self.facts.group)]
+        return [group * self.members + member for member in range(self.members)]
+
+    @property
+    def members(self) -> int:
+        """The trajectories that a group starts with."""
+        return self.facts.group + self.facts.reserve_members
 
     def publish(self, version: int) -> None:
         self.journal.version_published(version, f"sum{version}", at=self.now())
@@ -54,12 +59,12 @@ class Recorder:
             row_number=(3 * group + 1) % self.facts.data_rows,
             trajectories=self.ids(group),
             seeds=[trajectory_seed(self.facts.seed, id) for id in self.ids(group)],
-            instance=0,
+            instances=[0] * self.members,
             at=self.now(),
         )
 
     def generate(self, id: int, token_versions: list[int] | None = None) -> None:
-        version = self.version_of(id // self.facts.group)
+        version = self.version_of(id // self.members)
         n = 4 + id % 3
         completion = Completion(
             id=id,
@@ -72,7 +77,7 @@ class Recorder:
             started_at=self.now(),
             finished_at=self.now(),
         )
-        prompt = (1, 2, id // self.facts.group)
+        prompt = (1, 2, id // self.members)
         self.journal.generated(id, [Lineage(prompt, completion)], [f"answer of {id}"], at=self.now())
 
     def finish(self, group: int) -> list[int]:

@@ -137,8 +137,13 @@ def test_a_listener_that_hangs_holds_up_neither_the_run_nor_the_others(caplog: p
             entered.set()
             release.wait(PATIENCE_S)
 
-    other = Recorder()
-    listeners = Listeners([Hung(), other, lambda line: heard.set()], most_queued=4, close_s=0.5)
+    class Other(Recorder):
+        def on_update(self, line: dict[str, Any]) -> None:
+            super().on_update(line)
+            heard.set()
+
+    other = Other()
+    listeners = Listeners([Hung(), other], most_queued=4, close_s=0.5)
     listeners.start(SomeRun())
     listeners.write(update(0))
     assert entered.wait(PATIENCE_S)

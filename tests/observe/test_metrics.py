@@ -112,6 +112,23 @@ def test_the_length_ratio_is_over_whatever_was_sampled_and_not_over_what_never_g
     assert summary["tokens"] == 20
 
 
+def test_lengths_of_dropped_trajectories_are_told_of_each_update_and_of_the_run() -> None:
+    subject, sink = tally()
+    subject.dropped(40)
+    subject.dropped(20, complete=True)
+    subject.dropped(0)  # it had not begun
+    update(subject, 0, [sample(0, 0, completion(10)), sample(1, 0, completion(10))], 0.0, 1.0)
+    update(subject, 1, [sample(2, 1, completion(6)), sample(3, 1, completion(6))], 1.0, 2.0)
+    first, second = sink.records
+    assert (first["dropped"], first["dropped_share"], first["dropped_length"]) == (3, 3 / 5, 30.0)
+    assert first["length_ratio"] == pytest.approx(10 / 20)
+    assert (second["dropped"], second["dropped_share"], second["length_ratio"]) == (0, 0.0, 1.0)
+    assert "dropped_length" not in second
+    summary = subject.summary()
+    assert (summary["dropped_length"], summary["dropped_complete_length"]) == (30.0, 20.0)
+    assert (summary["dropped_trajectories"], summary["dropped_complete_trajectories"]) == (3, 1)
+
+
 def test_mixed_truncated_and_signal_less_are_counted() -> None:
     subject, _ = tally()
     mixed = completion(3, versions=[1, 1, 2])

@@ -1,5 +1,6 @@
 """Recipes: what is read, what is refused, and in which words."""
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -510,3 +511,48 @@ def test_options_of_worker_processes_that_cannot_be_are_refused(task: dict[str, 
     with pytest.raises(RecipeError) as caught:
         parse_recipe({"model": {"path": "tiny"}, "task": given})
     assert words in str(caught.value)
+
+
+# -- redundancy --------------------------------------------------------------------------------------------------------
+
+
+def with_redundancy(redundancy: dict[str, int], **rollout: object) -> Recipe:
+    table = {"prompts": 32, "group": 8, "redundancy": redundancy, **rollout}
+    return parse_recipe({"model": {"path": "tiny"}, "task": {"type": "countdown-chain"}, "rollout": table})
+
+
+@pytest.mark.parametrize("paradigm", ["synchronous", "one-step-off", "partial", "multi-version"])
+def test_redundancy_starts_more_groups_and_members(paradigm: str) -> None:
+    plan = with_redundancy({"groups": 36, "members": 9}, paradigm=paradigm).plan
+    assert (plan.reserve_groups, plan.reserve_members, plan.members, plan.rows) == (4, 1, 9, 36 * 9)
+    assert with_redundancy({"members": 9}).plan.reserve_groups == 0
+    assert with_redundancy({"groups": 33}).plan.members == 8
+
+
+@pytest.mark.parametrize(
+    ("redundancy", "rollout", "said"),
+    [
+        ({"groups": 32, "members": 8}, {}, "`rollout.redundancy` has no effect: it starts no more than the 32 groups"),
+        ({}, {}, "`rollout.redundancy` has no effect: it starts no more than the 32 groups of 8"),
+        ({"groups": 31}, {}, "`rollout.redundancy.groups = 31` is less than `rollout.prompts = 32`"),
+        ({"groups": 36, "members": 7}, {}, "`rollout.redundancy.members = 7` is less than `rollout.group = 8`"),
+        ({"groups": 36}, {"paradigm": "drop"}, "`rollout.redundancy` has no effect under `drop`"),
+        ({"groups": 36}, {"rows": 500}, "`rollout.rows = 500` has no effect above 416"),
+    ],
+)
+def test_redundancy_that_does_nothing_or_cannot_be_is_refused(
+    redundancy: dict[str, int], rollout: dict[str, object], said: str
+) -> None:
+    with pytest.raises(RecipeError, match=re.escape(said)):
+        with_redundancy(redundancy, **rollout)
+
+
+def test_a_comparison_runs_drop_without_redundancy() -> None:
+    raw = {"model": {"path": "tiny"}, "task": {"type": "countdown-chain"}, "rollout": {"redundancy": {"groups": 20}}}
+    assert not parse_recipe(paradigm_overrides(raw, "drop")).plan.redundant
+    assert parse_recipe(paradigm_overrides(raw, "synchronous")).plan.rows == 20 * 8
+
+
+def test_redundancy_is_written_to_the_configuration_and_read_again() -> None:
+    made = with_redundancy({"groups": 36, "members": 9})
+    assert parse_recipe(tomllib.loads(made.dumps())).plan == made.plan

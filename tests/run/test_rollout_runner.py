@@ -324,7 +324,7 @@ def test_what_is_thrown_away_is_recorded_with_the_tokens_that_it_had() -> None:
     async def discard() -> None:
         running.place(Placement(0, 1))
         running.ask(request(0, version=1), context=3, engine_steps=0)
-        await made.suspensions.discard([running, done, waiting])
+        await made.suspensions.discard([running, done, waiting], "past its age limit")
 
     asyncio.run(discard())
     counted = [told for name, told in recorder.told if name == "dropped"]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
+import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -84,6 +87,21 @@ def test_a_program_gets_its_task_and_its_exit_status_is_the_reward():
     assert played(program(code), policy) == 1.0
     assert text_of(policy.rows[0][0]).startswith("<user>2+2?")
     assert played(program("ask('a'); sys.exit(7)")) == 0.0
+
+
+def test_a_program_that_fails_by_an_exception_has_no_reward_and_is_named_once(caplog):
+    agent = program("ask('2+2?'); task['nothing']")
+
+    async def run():
+        try:
+            return [await agent.episode(PROMPT, ScriptedPolicy()) for _ in range(2)]
+        finally:
+            await agent.close()
+
+    assert asyncio.run(run()) == [0.0, 0.0]
+    (record,) = caplog.records
+    assert "status 1, which is a reward of 0" in record.message
+    assert "KeyError: 'nothing'" in record.message
 
 
 def test_the_task_is_a_file_too_and_the_reward_may_be_one():
@@ -396,6 +414,64 @@ found.append(json.load(open(os.environ["STRETTO_TASK_FILE"])) == task and os.get
 post(os.environ["STRETTO_SESSION_URL"] + "/reward", {{"reward": sum(found)}})
 """
         assert played(program(code, reward="posted", sandbox=SandboxOptions())) == 6.0
+
+
+@needs_namespaces
+def test_an_agent_in_a_sandbox_may_open_many_connections():
+    code = """
+import socket, time
+address = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")[0].split(":")
+held = []
+for _ in range(250):
+    held.append(socket.socket())
+    held[-1].settimeout(5)
+    held[-1].connect((address[0], int(address[1])))
+for each in held:
+    each.close()
+for attempt in range(100):
+    try:
+        sys.exit(ask("2+2?") == "")
+    except OSError:
+        time.sleep(0.1)
+sys.exit("no connection")
+"""
+    assert played(program(code, sandbox=SandboxOptions())) == 1.0
+
+
+@needs_namespaces
+def test_an_agent_in_a_sandbox_does_not_outlive_the_driver(tmp_path):
+    marker = f"outlives-{os.getpid()}"
+    code = f"""
+import asyncio, sys
+from stretto.environments.sandbox_processes import DEFAULT_LIMITS, sandbox_folder, sandboxed
+from stretto.serve.programs import run_program
+async def run():
+    with sandbox_folder() as own:
+        command = [*sandboxed(own, DEFAULT_LIMITS), sys.executable, "-c", "import time; time.sleep(600)", "{marker}"]
+        await run_program(command, environment={{}}, input_text="")
+asyncio.run(run())
+"""
+    driver = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        while len(found := processes_with(marker)) < 4:  # the driver names it too; then three of the sandbox
+            assert driver.poll() is None
+            time.sleep(0.05)
+    finally:
+        driver.kill()
+        driver.wait()
+    deadline = time.monotonic() + 30
+    while processes_with(marker):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+
+
+def processes_with(word: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if word.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
 
 
 @needs_namespaces

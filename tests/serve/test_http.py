@@ -7,6 +7,7 @@ import json
 import resource
 import socket
 import sys
+from pathlib import Path
 
 import aiohttp
 import openai
@@ -454,6 +455,9 @@ def test_a_port_that_is_taken_and_a_missing_package_are_named(monkeypatch):
             with pytest.raises(RecipeError, match=f"cannot listen on `127.0.0.1:{port}`"):
                 async with serving(port=port):
                     pass
+        with pytest.raises(RecipeError, match="set `TMPDIR`"):
+            async with serving(socket=Path("/tmp") / ("long" * 50)):
+                pass
         monkeypatch.setitem(sys.modules, "aiohttp", None)
         with pytest.raises(RecipeError, match=r"pip install 'stretto\[serve\]'"):
             async with serving():

@@ -9,6 +9,7 @@ RUN/versions/         the weights that trajectories in progress need
 RUN/policy/           the trained policy: a Hugging Face model, or a PEFT adapter
 RUN/summary.json      the totals of the run
 RUN/reward.log        what the reward function printed, if it did
+RUN/run.log           all that the run said, with the time
 RUN/trackers/         the ids of the run in its trackers, if it has any
 ```
 """
@@ -37,6 +38,7 @@ from stretto.environments.custom import close_environment, start_environment
 from stretto.environments.given import NOTHING_GIVEN, Given
 from stretto.environments.protocol import Environment
 from stretto.environments.reward_output import RewardOutput
+from stretto.environments.source_digests import source_digests
 from stretto.environments.task_options import EnvironmentOptions
 from stretto.local.backend import local_backend
 from stretto.local.components import LocalComponents
@@ -44,6 +46,7 @@ from stretto.models.loading import load_config
 from stretto.observe.listeners import Listeners
 from stretto.observe.metrics import JsonLines, Sinks, Tally
 from stretto.observe.progress import Announcer, Observer, Silent
+from stretto.observe.run_log import Logged, RunLog
 from stretto.observe.trackers.catalogue import add_trackers
 from stretto.observe.waiting import report_wait
 from stretto.recipe.schema import Recipe
@@ -73,6 +76,7 @@ from stretto.setup.micro_batch_size import with_micro_tokens
 from stretto.store.checkpoint_files import keep_newest_checkpoint
 from stretto.store.journal import Journal
 from stretto.store.lock import Lock
+from stretto.store.reader import JournalReader
 from stretto.store.schema import JOURNAL_NAME
 from stretto.store.traces import recorded_in, refuse_damaged
 from stretto.store.version_files import VersionFiles
@@ -103,7 +107,8 @@ def train(
     """
     folder, listeners = Path(folder), Listeners() if listeners is None else listeners
     handle = handle or RunHandle(folder)
-    observer = Announcer(observer or Silent(), listeners)
+    run_log = RunLog(folder)
+    observer = Announcer(Logged(observer or Silent(), run_log, recipe.training.steps), listeners)
     recipe = resolved(as_begun(recipe, folder) if resume else recipe, choose_device(recipe.runtime.device))
     if resume:
         refuse_nothing_to_resume(folder)
@@ -123,6 +128,7 @@ def train(
             refuse_damaged(folder)
         else:
             lock = stack.enter_context(claimed_folder(folder))
+        stack.enter_context(run_log.attached())
         stack.enter_context(_told_the_end(listeners, handle))
         stack.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(SWITCH_S)
@@ -373,7 +379,20 @@ async def _take_up(run: _Run) -> Resumed:
         said = ", ".join(map(str, run.changes))
         run.journal.note("recipe changed", f"from update {resumed.updates} on: {said}", at=clock.now())
         run.observer.message(f"from update {resumed.updates} on: {said}")
+    _compare_sources(run)
     return resumed
+
+
+def _compare_sources(run: _Run) -> None:
+    """Records the source files that score the task. Says which have changed since they were recorded."""
+    now = source_digests(run.recipe.task)
+    with JournalReader(run.folder) as reader:
+        before = reader.sources()
+    for name in sorted(name for name, digest in now.items() if before.get(name, digest) != digest):
+        text = f"the source of `{name}` has changed since the run used it last: rewards are those of the new code now"
+        run.journal.note("source changed", text, at=clock.now())
+        run.observer.message(text)
+    run.journal.scored_by(now)
 
 
 def _make_loop(

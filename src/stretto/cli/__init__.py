@@ -20,6 +20,8 @@ from stretto import __version__
 from stretto.cli import (
     check,
     compare,
+    completion,
+    doctor,
     export,
     pool,
     replay,
@@ -32,6 +34,7 @@ from stretto.cli import (
     verify,
     view,
 )
+from stretto.cli.arguments import add_verbosity, log_level
 from stretto.errors import StrettoError, printable
 
 EXAMPLES = """examples:
@@ -49,6 +52,8 @@ EXAMPLES = """examples:
   stretto replay runs/short
   stretto export runs/short --merge -o models/short
   stretto serve runs/short
+  stretto doctor
+  stretto completion bash
 """
 
 LOG_FORMAT = "%(levelname)s %(name)s: %(message)s"
@@ -82,6 +87,8 @@ COMMANDS: Mapping[str, Command] = {
     "pool": pool,
     "export": export,
     "serve": serve,
+    "doctor": doctor,
+    "completion": completion,
 }
 
 
@@ -100,10 +107,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     from stretto.run.interrupts import handled  # not before: `--help` answers at once
 
-    logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT, handlers=[_StandardError()])
+    level, ours = getattr(logging, log_level(options).upper()), logging.getLogger("stretto")
+    terminal, level_before = _StandardError(), ours.level
+    terminal.setLevel(level)
+    logging.basicConfig(level=max(level, logging.WARNING), format=LOG_FORMAT, handlers=[terminal])
+    ours.setLevel(min(level, logging.INFO))  # the log of a run has these, whatever the terminal shows
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own: lines would appear twice
     run: Callable[[argparse.Namespace], int] = options.run_command
     on_interrupt = signal.getsignal(signal.SIGINT)
@@ -129,6 +140,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         traceback.print_exc()
         return 2
     finally:
+        ours.setLevel(level_before)
         if arguments is not None and signal.getsignal(signal.SIGINT) is not on_interrupt:
             signal.signal(signal.SIGINT, on_interrupt)  # called by a program that continues after this
 
@@ -137,7 +149,8 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="stretto",
         description="Reinforcement learning for language models: several versions of the policy generate at once.",
@@ -149,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=command.HELP)
         command.add_arguments(subparser)
+        add_verbosity(subparser)
         subparser.set_defaults(run_command=command.run)
     return parser
 

@@ -45,13 +45,22 @@ def run(options: argparse.Namespace) -> int:
 
     folder = options.out or default_run_folder(options.recipe)
     try:
-        made = train(options.recipe, options.overrides, out=folder, resume=options.resume, give_up=options.give_up)
+        made = train(
+            options.recipe,
+            options.overrides,
+            out=folder,
+            resume=options.resume,
+            give_up=options.give_up,
+            progress=not options.quiet,
+        )
     except KeyboardInterrupt:
         if standing(folder) == "empty" or options.part_of_compare:
             raise
         _say(f"interrupted; continue with {_resume_hint(folder)}")
         return 130
     ignore_interrupts()
+    if options.quiet:
+        return 130 if made.stopped else 0
     return _close(made, part_of_compare=options.part_of_compare)
 
 

@@ -13,9 +13,9 @@ both sides keep the context of each lineage.
   with a `RewardError`, which the run counts as a failed attempt. The others begin again on another worker, and are
   handed the turns that they had. If it is not known, all of them fail. None gets a reward that its environment did not
   return.
-- *A worker that leaks*, that has played `max_episodes`, or in which an episode goes on for `hang_s` after it was
-  cancelled, gets no new episodes. It ends after its last one, and another worker takes its place at once. At twice
-  `max_bytes` it is killed.
+- *A worker that leaks*, that has played `max_episodes`, in which an episode goes on for `hang_s` after it was cancelled
+  or in which `MAX_HANGING` calls of tools hang gets no new episodes. It ends after its last one, and another worker
+  takes its place at once. At twice `max_bytes` it is killed.
 - `worker_process.py` says what a worker sees, where its output goes and how it ends.
 """
 
@@ -62,6 +62,7 @@ CHECKS = 10  # of a worker within the time in which it must show one
 MISSED = 3  # signs of life, after which an episode seems to block its worker
 RERUNS = 3  # of one episode, each because another one cost its worker
 RETRY_S = 1.0  # between attempts to start a worker
+MAX_HANGING = 32  # calls of tools in one worker: at twice as many, no tool is called there any more
 MAX_MESSAGES = 10_000  # of one episode that the pool has not handled
 
 
@@ -131,6 +132,11 @@ class _Worker:
     def memory(self) -> int:
         """Bytes of memory that it takes."""
         return int(MARK.unpack_from(self.process.marks)[2])
+
+    @property
+    def hanging_calls(self) -> int:
+        """The number of calls of tools that hang in it."""
+        return int(MARK.unpack_from(self.process.marks)[3])
 
     def send(self, message: ToWorker) -> None:
         """Sends a message, in one write with all others of this turn of the event loop. Passes on pickling errors."""
@@ -427,10 +433,16 @@ class EpisodePool:
             else:
                 session.put_nowait(_Lost(kind(f"{died}, with {len(sessions)} episodes in progress")))
 
-    def _retire(self, worker: _Worker) -> None:
-        if not worker.retiring:
-            self.retired += 1
-            worker.retire()
+    def _retire(self, worker: _Worker, why: str = "") -> None:
+        """Replaces a worker once its episodes have ended. `why` is said if somebody should know."""
+        if worker.retiring:
+            return
+        if why:
+            self._notice(
+                f"`{self._name}`: {why}; a worker is replaced after the {len(worker.sessions)} episodes it has"
+            )
+        self.retired += 1
+        worker.retire()
 
     async def _watch(self) -> None:
         """Kills workers that hang or take too much memory, and replaces those that leak."""
@@ -454,13 +466,10 @@ class EpisodePool:
                     )
                 elif limit is not None and memory > limit:
                     self._retire(worker)
-                elif any(at < late for at in worker.cancelled.values()) and not worker.retiring:
-                    # It may hold threads or connections that others need.
-                    self._notice(
-                        f"an episode of `{self._name}` goes on {self._options.hang_s:g} s after it was cancelled; its "
-                        f"worker gets no new episodes and ends after the {len(worker.sessions)} that it has"
-                    )
-                    self._retire(worker)
+                elif any(at < late for at in worker.cancelled.values()):  # it may hold what others need
+                    self._retire(worker, f"an episode goes on {self._options.hang_s:g} s after it was cancelled")
+                elif worker.hanging_calls >= MAX_HANGING:
+                    self._retire(worker, f"{worker.hanging_calls} calls of tools hang: give them a deadline")
                 if worker.died:
                     worker.process.kill()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 
 from stretto.errors import ModelError
 from stretto.models.adapter_config import AdapterConfig, read_adapter_config
-from stretto.models.lora import BASE_CHECKSUM, PREFIX, SUFFIX, WEIGHTS_FILE, LoraLinear, adapted_modules
+from stretto.models.lora import BASE_FILE, PREFIX, SUFFIX, WEIGHTS_FILE, LoraLinear, adapted_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,6 @@ def read_adapter(path: str | Path) -> Adapter:
     file = config.folder / WEIGHTS_FILE
     try:
         with safe_open(file, framework="pt") as read:
-            metadata = read.metadata() or {}
             tensors = {name: read.get_tensor(name) for name in read.keys()}  # noqa: SIM118 - no mapping
     except (OSError, SafetensorError) as error:
         raise ModelError(f"the adapter in `{config.folder}` cannot be read: {error}") from error
@@ -46,10 +46,16 @@ def read_adapter(path: str | Path) -> Adapter:
         raise ModelError(
             f"the adapter in `{config.folder}` cannot be used: `{wrong}` is no part of a plain LoRA adapter"
         )
-    checksums = {
-        name.removeprefix(BASE_CHECKSUM): value for name, value in metadata.items() if name.startswith(BASE_CHECKSUM)
-    }
-    return Adapter(config, named, checksums)
+    return Adapter(config, named, _base_checksums(config.folder))
+
+
+def _base_checksums(folder: Path) -> dict[str, str]:
+    """Returns the checksums of an adapter's base that were written beside it; none if they cannot be read."""
+    try:
+        found = json.loads((folder / BASE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
 
 
 def adapter_digest(path: str | Path) -> str:

@@ -26,7 +26,7 @@ from stretto.models.lora_options import LoraOptions
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX, SUFFIX = "base_model.model.", ".weight"  # around the names of an adapter's tensors
-BASE_CHECKSUM = "stretto_base_"  # with a type: the checksum of the base in that type, among the metadata of the file
+BASE_FILE = "base_checksums.json"  # the checksums of the base by type
 
 
 class LoraLinear(nn.Linear):
@@ -131,8 +131,9 @@ def write_adapter(
     alpha = options.effective_alpha
     folder.mkdir(parents=True, exist_ok=True)
     weights = {f"{PREFIX}{name}{SUFFIX}": tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    checksums = {f"{BASE_CHECKSUM}{name}": each for name, each in (base_checksums or {}).items()}
-    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt", **checksums})
+    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    if base_checksums:
+        (folder / BASE_FILE).write_text(json.dumps(dict(base_checksums)) + "\n")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -20,6 +20,7 @@ from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
 from stretto.core.paradigms import PARADIGMS, Paradigm
 from stretto.core.plan import Plan, resolve_plan
+from stretto.core.spreading import Spread
 from stretto.environments.task_options import TaskOptions
 from stretto.errors import RecipeError
 from stretto.models.adapter_config import lora_of_adapter
@@ -31,6 +32,7 @@ from stretto.options import Options
 from stretto.recipe.checks import ineffective_keys, refusals, replays_nothing, without_effect
 from stretto.recipe.error_messages import explain
 from stretto.recipe.overrides import Overrides, apply_overrides, described
+from stretto.recipe.shipped_recipes import found, missing
 from stretto.training.options import TrainingOptions
 
 PARADIGM_NAMES = tuple(PARADIGMS)
@@ -115,6 +117,11 @@ class RolloutSection(Options):
     group: int = Field(8, ge=1, le=65_536, description="Trajectories per prompt (G)")
     redundancy: RedundancySection | None = Field(
         None, description="Leave out to train on everything that is started (law 2)"
+    )
+    spread: Spread = Field(
+        "auto",
+        description="Instances that the members of a group start on; `auto`: as many as cost the least; `never`: one; "
+        "`always`: one each",
     )
     rows: int | None = Field(
         None, ge=1, description="Target number of running trajectories; default: B * G, or what `redundancy` starts"
@@ -315,6 +322,7 @@ class Recipe(Options):
             replay_uses=replay.uses if replay is not None and reused else 0,
             reserve_groups=0 if groups is None else groups - rollout.prompts,
             reserve_members=0 if members is None else members - rollout.group,
+            spread=rollout.spread,
         )
 
     @property
@@ -354,7 +362,7 @@ def load_recipe(
     compare_as: str | None = None,
     change_task: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
 ) -> Recipe:
-    """Reads and validates a recipe: a TOML file, its tables as nested mappings, or one that was read before.
+    """Reads and validates a recipe: a TOML file, the name of a shipped one, its tables, or one that was read.
 
     `overrides` are dotted keys with their values, None removes a key; or strings `key=value`, where `key=` removes one.
     `compare_as` changes the recipe to another paradigm, and `change_task` its table `[task]`. Raises `RecipeError`,
@@ -378,14 +386,14 @@ def _tables(recipe: str | Path | Mapping[str, Any] | Recipe) -> tuple[Mapping[st
         return tomllib.loads(recipe.source_toml()), "the recipe"
     if isinstance(recipe, Mapping):
         return recipe, "the recipe"
-    return _read_tables(Path(recipe)), str(recipe)
+    return _read_tables(found(Path(recipe))), str(recipe)
 
 
 def _read_tables(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))  # some editors write a byte-order mark
     except FileNotFoundError:
-        raise RecipeError(f"recipe `{path}` does not exist") from None
+        raise RecipeError(missing(path)) from None
     except IsADirectoryError:
         raise RecipeError(f"recipe `{path}` is a folder; name a TOML file") from None
     except OSError as error:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import math
 import os
 import shutil
@@ -42,9 +43,12 @@ from stretto.serve.programs import ProgramResult, run_program
 from stretto.serve.sessions import Policy, Session, Sessions, as_trained
 from stretto.types import Prompt
 
+log = logging.getLogger(__name__)
+
 MODEL = "policy"
 GRACE_S = 10.0  # for a program to end by itself after it has given its reward
 FORWARDED_PORT = 8_000  # of the endpoint inside of a sandbox, whose network is its own
+TRACEBACK = "Traceback (most recent call last)"  # of Python
 PROMPT_COLUMNS = ("prompt", "messages")  # of a task: for the program, not for the reward function
 
 
@@ -103,6 +107,7 @@ class AgentEnvironment:
         self._endpoint: Endpoint | None = None
         self._socket: Path | None = None  # that the endpoint listens on, for agents in a sandbox
         self._starting = asyncio.Lock()
+        self._warned = False  # that a program failed by an exception
 
     async def start(self) -> Endpoint:
         """Starts the endpoint and the processes of the reward function, if that is not done yet."""
@@ -208,6 +213,9 @@ class AgentEnvironment:
         if options.reward == "file":
             return _read_reward(folder / "reward", f"{ended}", words)
         if options.reward is None or options.reward == "exit-status":
+            if result.status != 0 and TRACEBACK in result.errors and not self._warned:
+                self._warned = True
+                log.warning("%s, which is a reward of 0 (further ones are not shown)%s", ended, words)
             return float(result.status == 0)
         if result.status != 0:
             raise RewardError(f"{ended}{words}")

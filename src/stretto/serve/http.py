@@ -130,16 +130,16 @@ class Endpoint:
         )
         _allow_connections()
         await runner.setup()
+        place, remedy = f"{self._host}:{self._port}", "name another host or port"
         try:
             site = web.TCPSite(runner, self._host, self._port, backlog=BACKLOG)
             await site.start()
+            place, remedy = f"{self._socket}", "set `TMPDIR` to a folder with a short path"
             if self._socket is not None:
                 await web.UnixSite(runner, self._socket, backlog=BACKLOG).start()
         except OSError as error:
             await runner.cleanup()
-            raise RecipeError(
-                f"the endpoint cannot listen on `{self._host}:{self._port}`: {error}; name another host or port"
-            ) from error
+            raise RecipeError(f"the endpoint cannot listen on `{place}`: {error}; {remedy}") from error
         self._runner = runner
         self._port = runner.addresses[0][1]
 

@@ -26,7 +26,7 @@ from stretto.environments.protocol import Environment
 from stretto.environments.reward_environment import named_variables
 from stretto.environments.reward_pool import RewardPool
 from stretto.environments.reward_worker import Columns
-from stretto.environments.sandbox import LEAST_PROCESSES_OF_ROOT, PARTS, missing
+from stretto.environments.sandbox import PARTS, RESERVED_NUMBERS, missing
 from stretto.environments.sandbox_processes import held_parts
 from stretto.environments.task_options import EnvironmentOptions, ProcessTaskOptions, ScoredTaskOptions
 from stretto.environments.tasks import Task, load_task
@@ -237,10 +237,11 @@ def _sandbox_notes(recipe: Recipe) -> Iterator[str]:
     for gap in missing(held):
         yield f"`task.sandbox` {where} has a gap: {gap}"
     processes = recipe.task.sandbox.processes
-    if os.getuid() == 0 and "process count" in held and processes < LEAST_PROCESSES_OF_ROOT:
+    if os.getuid() == 0 and "process count" in held:
         yield (
-            f"`task.sandbox.processes = {processes}` is {LEAST_PROCESSES_OF_ROOT} {where}, because this process is "
-            "root's: the kernel bounds its process numbers, of which it keeps the first 300; run as another user"
+            f"`task.sandbox.processes = {processes}` is up to {RESERVED_NUMBERS + processes} {where}, because this "
+            f"process is root's: the kernel bounds its process numbers, of which it gives the first {RESERVED_NUMBERS} "
+            "once; run as another user"
         )
     readable = "every file" if os.getuid() == 0 else "the files that your user can read"
     readable += " outside of the home folder" if "home" in held else ""

@@ -151,6 +151,7 @@ class Journal:
 
     # One line for each other change. Its parameters and its documentation are those of the function.
     based_on = _recorded(journal_writes.based_on)
+    scored_by = _recorded(journal_writes.scored_by)
     finished = _recorded(journal_writes.finished)
     settle = _recorded(journal_writes.settle)
 

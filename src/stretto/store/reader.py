@@ -216,6 +216,12 @@ class JournalReader:
         return json.loads(rows[0][0]) if rows else None
 
     @_decodes
+    def sources(self) -> dict[str, str]:
+        """Returns the digests of the source files that score the task; empty if none are recorded."""
+        rows = self._rows("SELECT value FROM run WHERE key = 'sources'")
+        return {name: str(value) for name, value in _mapping(rows[0][0]).items()} if rows else {}
+
+    @_decodes
     def phases(self) -> list[PhaseRecord]:
         """Returns the phases of the run, in order."""
         rows = self._rows("SELECT phase, first_update, first_group, began_at, recipe FROM phases ORDER BY phase")
@@ -256,8 +262,9 @@ class JournalReader:
             "SELECT (SELECT COUNT(*) FROM updates), COUNT(DISTINCT group_id) FROM trajectories "
             "WHERE state IN ('waiting', 'running', 'scoring', 'scored')"
         )
-        taken, outstanding = rows[0]
-        return int(taken) - (-int(outstanding) // self.facts().batch)
+        (taken, outstanding), facts = rows[0], self.facts()
+        due = max(0, int(outstanding) - facts.reserve_groups)
+        return int(taken) - (-due // facts.batch)
 
     # -- trajectories -----------------------------------------------------------------------------------------------
 

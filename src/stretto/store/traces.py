@@ -12,8 +12,8 @@ A run writes each of these files only after the journal has on disk what they fo
 | `journal.sqlite-wal`                    | a file `journal.sqlite` that is not empty           |
 
 So if the journal has less, it (or its `-wal` file) was removed, emptied or replaced by an older copy. Resuming from it
-would silently train the same data again. `config.toml`, `pool/`, `reward.log` and the lock may exist before the
-journal, so they prove nothing: a run with no other files was killed at its start, and starts again.
+would silently train the same data again. `config.toml`, `pool/`, `reward.log`, `run.log` and the lock may exist before
+the journal, so they prove nothing: a run with no other files was killed at its start, and starts again.
 
 Nothing here changes a file. Imports nothing heavy.
 """

@@ -7,13 +7,15 @@ folder, or from the caches of this machine; nothing is fetched. Without one the 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 BROKEN = "\ufffd"  # stands for bytes that are no character yet
 MOST_JOINED = 6  # tokens that one character may need
 FILE = "tokenizer.json"
+CONFIG = "config.toml"  # the recipe, in the run folder
 
 
 class Pieces:
@@ -70,6 +72,17 @@ def find_tokenizer(run_folder: Path, recipe: Mapping[str, Any]) -> Path | None:
         if (folder / FILE).is_file():
             return folder / FILE
     return None
+
+
+def decoder_of_run(run_folder: Path) -> Callable[[Sequence[int]], str] | None:
+    """Returns a function from tokens to text, special tokens included; None if no tokenizer of the run is here."""
+    try:
+        recipe = tomllib.loads((run_folder / CONFIG).read_text(encoding="utf-8"))
+        path = find_tokenizer(run_folder, recipe)
+        pieces = Pieces(path)
+    except Exception:  # of a damaged file: the text is shown as it was recorded
+        return None
+    return None if path is None else lambda tokens: "".join(pieces.of(tokens) or ())
 
 
 def _stretto_cache() -> Path:

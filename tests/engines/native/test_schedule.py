@@ -416,6 +416,23 @@ class _Event:
         return 1.0
 
 
+def test_pages_are_given_back_only_after_the_copy_to_them(how):
+    if how[1] != "cpu":
+        pytest.skip("there copies have a stream of their own")
+    engine = made(how, kv_tokens=4 * 96, rows=4)
+    host = engine._schedule.host = LateCopies(engine._cache, np.random.default_rng(0))
+    with_rates(engine, CHEAP)
+    done = drive(engine, [first(i) for i in range(4)])
+    crowd(engine)
+    (id,) = list(engine._schedule._on_host)[:1]
+    host.wait()
+    engine.add(after(first(id), done[id]))
+    engine._schedule.admit()
+    assert len(host._stream_of_copies) == 1
+    assert engine.abort([id]) == [id]
+    assert not host._stream_of_copies
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("late", [False, True], ids=["", "late"])
 def test_whatever_happens_between_turns_tokens_are_the_same_and_no_page_is_lost(how, seed, late):
