@@ -5,7 +5,8 @@ export TOKENIZERS_PARALLELISM := false
 # Packages are compiled when they are first imported, and not again by each of the hundreds of processes of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install quickstart smollm2 qwen qwen-small gsm8k test test-models test-adapters test-trackers test-wheel chaos lint types clean
+.PHONY: install quickstart smollm2 qwen qwen-small gsm8k test test-models test-adapters test-trackers test-browser test-wheel \
+	chaos lint types clean
 
 install: .venv/installed
 
@@ -44,6 +45,13 @@ test-models: install smollm2 models/qwen2.5-coder-0.5b/config.json
 
 test: install lint types
 	$(BIN)/python -m pytest -n 2
+
+# The page of `stretto view` in a real browser: needs Chromium (`CHROMIUM=path`, or `chromium` on the path). `make test`
+# skips these tests where it is missing.
+test-browser: install
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[browser]'
+	$(BIN)/python -c 'import os, shutil, sys; sys.exit(not (os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")) and "there is no Chromium: install it, or name it with CHROMIUM=path")'
+	$(BIN)/python -m pytest tests/view/test_page.py
 
 # Environments of other packages whose pins clash with ours or with each other's: each is tested in a virtual environment
 # of its own. Those without a clash are part of `make test`.

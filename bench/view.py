@@ -6,8 +6,7 @@
 Makes a journal of that size with the tables of a real one (in `--journal`, or in a temporary folder), starts the real
 server in a process of its own, and asks each question of the page twice: of a server that has read nothing yet, and
 again. The floors: the first page within one second, any view within two, but for a search of text, which reports
-progress. `--cpu RUN` instead measures the processor time of a server that a page polls while `RUN` is written, and
-prints it beside that of the run.
+progress. `--cpu RUN` instead measures the processor time of a server that a page polls while `RUN` is written.
 """
 
 from __future__ import annotations
@@ -150,10 +149,11 @@ def _write_evaluation(db: sqlite3.Connection, rng: Any, id: int, version: int) -
     db.execute("INSERT INTO evaluations VALUES (?, ?, 'during', ?, 0.5, 1000, 6.0, NULL)", (id, version, at))
     tokens, logprobs = np.arange(64, dtype="<i4").tobytes(), rng.uniform(-2, 0, 64).astype("<f4").tobytes()
     for index in range(1_000):
-        db.execute("INSERT OR IGNORE INTO held_out VALUES (?, ?, ?, '{}')", (index, f"{PROMPT}{index}?", tokens))
+        prompt = (index, index, f"{PROMPT}{index}?", tokens)
+        db.execute("INSERT OR IGNORE INTO held_out VALUES (?, ?, '', ?, ?, '{}')", prompt)
         db.execute(
-            "INSERT INTO answers VALUES (?, ?, 0, 0, 1, ?, NULL, 64, 64, 'stop', NULL, NULL, ?, NULL, NULL, ?, ?)",
-            (id, index, float(index % 2), TEXT, tokens, logprobs),
+            "INSERT INTO answers VALUES (?, ?, ?, 0, 0, 1, ?, NULL, 64, 64, 'stop', NULL, NULL, ?, NULL, NULL, ?, ?)",
+            (id, index, index, float(index % 2), TEXT, tokens, logprobs),
         )
 
 
@@ -221,7 +221,7 @@ def measure(folder: Path, updates: int, trajectories: int) -> dict[str, Any]:
     server = Server(folder)
     try:
         started = time.perf_counter()
-        for name in (*FILES, "api/runs", "api/state", "api/curves"):
+        for name in (*FILES, "api/runs", "api/poll"):
             server.ask(name)
         result["first page, all requests"] = {"cold": time.perf_counter() - started}
     finally:
@@ -250,21 +250,21 @@ def measure(folder: Path, updates: int, trajectories: int) -> dict[str, Any]:
     return result
 
 
-def measure_cpu(folder: Path, seconds: float) -> dict[str, float]:
+def measure_cpu(folder: Path, seconds: float, timeline: bool) -> dict[str, float]:
     """Polls a server as the page does while a run goes on, and returns its processor time."""
     server = Server(folder)
     try:
         after, started = -1, time.monotonic()
         server.ask("")
         while time.monotonic() - started < seconds:
-            _, state = server.ask("api/state")
-            _, curves = server.ask("api/curves", after=after)
-            after = (curves["updates"]["update"] or [after])[-1]
-            end = state["now"]
-            server.ask("api/timeline", **{"from": end - 60, "to": end, "now": end, "bins": 700})
-            if state["condition"] == "finished":
+            _, found = server.ask("api/poll", after=after)
+            after = (found["curves"]["updates"]["update"] or [after])[-1]
+            end = found["state"]["now"]
+            if timeline:
+                server.ask("api/timeline", **{"from": end - 60, "to": end, "now": end, "bins": 700})
+            if found["state"]["condition"] == "finished":
                 break
-            time.sleep(1.5)
+            time.sleep(2.0)
         return {"server_cpu_s": server.cpu_s(), "seconds": time.monotonic() - started}
     finally:
         server.close()
@@ -277,10 +277,11 @@ def main() -> int:
     parser.add_argument("--instances", type=int, default=4_096)
     parser.add_argument("--journal", type=Path)
     parser.add_argument("--cpu", type=Path, metavar="RUN")
+    parser.add_argument("--timeline", action="store_true", help="with --cpu: the page shows the timeline")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.cpu:
-        print(json.dumps(measure_cpu(options.cpu, 600.0)))
+        print(json.dumps(measure_cpu(options.cpu, 600.0, options.timeline)))
         return 0
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.journal or Path(scratch)

@@ -28,6 +28,7 @@ def test_the_notebook_trains_shows_and_verifies(tmp_path: Path, monkeypatch: pyt
     trained = output_of(notebook, "rewards = []")
     assert "`python:digits` cannot be imported by a worker process" in trained
     assert "25 of 25 updates done" in trained
+    assert "\x1b" not in trained, "no live table"
     assert ", finished)" in trained
     first, last = output_of(notebook, "run.evaluations()").splitlines()[2:]
     assert float(last.split()[2]) > float(first.split()[2]) + 0.1, "it learns"

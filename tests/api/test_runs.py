@@ -107,10 +107,10 @@ def test_runs_are_compared_by_what_differs(finished: Path, model: Path, tmp_path
     assert table["training.steps"] == [3, 1]
     assert "rollout.prompts" not in table.columns
     summary = stretto.open_run(finished).summary
-    assert table[0]["first_score"] == summary["eval_before"]
-    assert table[0]["last_score"] == summary["eval_after"]
+    assert table[0]["score_before"] == summary["eval_before"]
+    assert table[0]["score_after"] == summary["eval_after"]
     assert table[0]["age"] == pytest.approx(summary["staleness"]["mean"])
-    assert table[0]["tokens_per_second"] == pytest.approx(summary["tokens_per_second"], rel=0.2)
+    assert table[0]["tokens_per_second"] == pytest.approx(summary["tokens_per_second"])
     with pytest.raises(RunError, match="takes a list of runs"):
         stretto.compare_runs(str(finished))  # type: ignore[arg-type]
 

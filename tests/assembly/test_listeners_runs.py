@@ -110,5 +110,6 @@ def test_a_run_in_a_thread_is_interrupted_as_by_ctrl_c(model: Path, tmp_path: Pa
         train(made, folder, resume=True, handle=early)
     assert early.interrupted
     assert early.outcome == "failed"
-    assert not run(recipe(model, tmp_path, "training.steps=40"), folder, resume=True)["stopped"]
+    steps = summaries[0]["steps"] + 1
+    assert not run(recipe(model, tmp_path, f"training.steps={steps}"), folder, resume=True)["stopped"]
     assert_verifies(folder)

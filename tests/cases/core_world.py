@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from core_laws import Box, Laws
 from core_record import record
 
 from stretto.core import messages as m
 from stretto.core.controller import Controller
+from stretto.core.plan import Plan
+from stretto.core.spreading import GroupCosts
 
 
 class World(Laws):
@@ -181,7 +185,8 @@ class World(Laws):
         short_of_memory = frozenset(box for box in self.boxes if self.rng.random() < 0.1)
         for id, box in self.boxes.items():
             box.short_of_memory = id in short_of_memory
-        self.send(m.LoadSampled(tokens, short_of_memory, ending))
+        costs = self.rng.choice([None, GroupCosts(0.1, 0.0), GroupCosts(0.1, 0.01), GroupCosts(0.0, 0.01)])
+        self.send(m.LoadSampled(tokens, short_of_memory, ending, costs))
         if self.rng.random() < 0.3:
             return  # memory stays short for a while
         for box in self.boxes.values():
@@ -242,10 +247,18 @@ class World(Laws):
             self.evaluating = None
         self.send(m.Lost(box))
 
+    def change(self, plan: Plan) -> None:
+        """Gives the run another plan, as a new phase does. It holds from the next restore on."""
+        self.plan = plan
+        self.oldest = max(self.oldest, plan.staleness)
+        self.most_outstanding = max(self.most_outstanding, plan.in_flight)
+
     def restore(self) -> None:
         snapshot = record(self.controller)
         self.controller = Controller.restore(self.plan, snapshot)
-        assert record(self.controller) == snapshot
+        assert record(self.controller) == replace(snapshot, staleness=self.controller.staleness)
+        if not self.plan.auto:
+            assert self.controller.staleness == self.plan.staleness
         self.boxes.clear()
         if self.evaluating:
             self.evaluated.remove(self.evaluating[1])  # it is made again

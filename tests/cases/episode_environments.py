@@ -57,6 +57,7 @@ class Talks:
             case "wait" | "report":
                 await asyncio.sleep(3600)
             case "stubborn":
+                asyncio.get_running_loop().call_later(0.05, lambda: print("is stubborn", flush=True))
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.sleep(3600)
                 await asyncio.sleep(3600)

@@ -59,7 +59,7 @@ class Recorder:
             row_number=(3 * group + 1) % self.facts.data_rows,
             trajectories=self.ids(group),
             seeds=[trajectory_seed(self.facts.seed, id) for id in self.ids(group)],
-            instance=0,
+            instances=[0] * self.members,
             at=self.now(),
         )
 

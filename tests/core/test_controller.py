@@ -244,7 +244,7 @@ def test_a_failed_trajectory_is_retried_under_its_version_and_then_left_out_of_i
 def test_a_group_of_which_nothing_is_left_is_replaced_by_the_next_prompt():
     run = Run("synchronous", group_size=1, retries=0)
     run.send(m.Generated(0, 5))
-    assert run.send(m.ScoringFailed(0, "no number")) == [m.Fail(0, "no number"), m.Start(2, 0, 0, 0, (2,))]
+    assert run.send(m.ScoringFailed(0, "no number")) == [m.Fail(0, "no number"), m.Start(2, 0, 0, (0,), (2,))]
     assert trains(run.finish(1, 2)) == [(0, (1, 2))]
     assert (run.controller.counters.replaced_groups, run.controller.counters.admitted_groups) == (1, 3)
 
@@ -360,7 +360,7 @@ def test_reports_that_cannot_be_true_are_errors():
 def test_a_run_can_begin_at_a_later_version():
     controller = Controller(resolve_plan("synchronous", batch=1, group_size=1, updates=5, retries=2), first_version=4)
     assert controller.handle(m.Joined(0, 1)) == [m.LoadVersion(0, 4)]
-    assert controller.handle(m.Loaded(0, 4)) == [m.Start(0, 4, 4, 0, (0,))]
+    assert controller.handle(m.Loaded(0, 4)) == [m.Start(0, 4, 4, (0,), (0,))]
     controller.handle(m.Generated(0, 1))
     assert controller.handle(m.Scored(0, 1.0)) == [m.Train(4, (0,))]
     assert controller.handle(m.Updated(4))[-1] == m.Finish(stopped=False)
@@ -384,7 +384,7 @@ def test_a_group_without_signal_is_filtered_and_the_next_prompt_starts_at_the_ne
     score(run, 1, 0.0, 1.0)
     run.update()
     assert run.controller.newest == 1
-    assert score(run, 2, 1.0, 1.0) == [m.Filter(2, (4, 5)), m.Start(4, 1, 2, 0, (8, 9))]
+    assert score(run, 2, 1.0, 1.0) == [m.Filter(2, (4, 5)), m.Start(4, 1, 2, (0, 0), (8, 9))]
     assert (run.controller.counters.filtered_groups, run.controller.counters.filtered) == (1, 2)
     score(run, 3, 0.5, 0.0)
     assert trains(score(run, 4, 0.0, 0.5)) == [(1, (6, 7, 8, 9))]

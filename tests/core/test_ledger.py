@@ -8,7 +8,7 @@ from stretto.errors import TransitionError
 def admitted(version=0, deadline=1, size=2):
     ledger, instance = Ledger(), InstanceState(0, 2, resident={version})
     group = Group(0, version, deadline)
-    ledger.admit(group, range(size), instance)
+    ledger.admit(group, range(size), [instance] * size)
     return ledger, instance, group
 
 

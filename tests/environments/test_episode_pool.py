@@ -242,11 +242,12 @@ def test_a_worker_that_takes_twice_its_memory_is_killed() -> None:
 
 def test_a_worker_whose_cancelled_episode_goes_on_is_replaced_and_costs_no_other() -> None:
     async def run() -> None:
-        async with pool(hang_s=3.0) as it:
+        said: list[str] = []
+        async with pool(hang_s=3.0, said=said.append) as it:
             (first,) = it.memory
             waiting = asyncio.ensure_future(Game(0, "wait").play(it))
-            playing = asyncio.ensure_future((game := Game(1, "stubborn")).play(it))
-            while not game.turns.done:
+            playing = asyncio.ensure_future(Game(1, "stubborn").play(it))
+            while not said:
                 await asyncio.sleep(0.01)
             playing.cancel()
             await asyncio.gather(playing, return_exceptions=True)
@@ -392,10 +393,11 @@ def test_the_end_of_the_pool_ends_its_processes_and_its_episodes() -> None:
 
 def test_an_episode_that_is_cancelled_is_cancelled_in_its_worker_too() -> None:
     async def run() -> None:
-        async with pool() as it:
+        said: list[str] = []
+        async with pool(said=said.append) as it:
             for does in ("wait", "stubborn"):
                 playing = asyncio.ensure_future((game := Game(0, does)).play(it))
-                while not game.turns.done:
+                while not game.turns.done or (does == "stubborn" and not said):
                     await asyncio.sleep(0.01)
                 playing.cancel()
                 await asyncio.gather(playing, return_exceptions=True)

@@ -25,7 +25,7 @@ from stretto.run.evaluation import PRIORITY, Evaluator
 from stretto.run.first_reward import FirstReward
 from stretto.store.journal import Journal, JournalReader
 from stretto.store.schema import RunFacts, opened_readonly
-from stretto.types import Completion, EvaluationResult, HeldOutScore, Prompt, Request, Sampling
+from stretto.types import Completion, EvaluationResult, HeldOutAnswer, HeldOutScore, Prompt, Request, Sampling
 
 
 class Characters:
@@ -147,6 +147,20 @@ def test_an_answer_of_several_turns_is_kept_with_its_turns(tmp_path: Path) -> No
         ).fetchone()
     assert (num_tokens, num_sampled) == (16, 13)
     assert np.frombuffer(turns, "<i4").tolist() == [0, 10, 13, 16]
+
+
+def test_another_prompt_at_the_same_index_is_another_prompt(tmp_path: Path) -> None:
+    answers = [
+        HeldOutAnswer(0, Prompt(0, text, (1, 2, len(text)), {}), False, (), (), (), 1.0, None) for text in ("a", "bc")
+    ]
+    with Journal.open(tmp_path / "journal.sqlite") as journal:
+        journal.begin(RunFacts("synchronous", 0, False, 1, 1, 1, 0, 9, 0), at=1.0)
+        for version, answer in enumerate([answers[0], answers[1], answers[0]]):
+            journal.evaluation(version, "during", at=2.0, reward=1.0, num=1, answers=[answer])
+    with opened_readonly(tmp_path / "journal.sqlite") as db:
+        query = "SELECT evaluation, prompt_text FROM answers a JOIN held_out h ON h.id = a.prompt ORDER BY 1"
+        assert db.execute(query).fetchall() == [(1, "a"), (2, "bc"), (3, "a")]
+        assert db.execute("SELECT COUNT(*) FROM held_out").fetchone() == (2,)
 
 
 def test_where_nothing_could_be_generated_there_is_no_score(tmp_path: Path) -> None:

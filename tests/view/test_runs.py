@@ -76,6 +76,22 @@ def test_what_is_new_is_seen_and_counted(tmp_path: Path) -> None:
     recorder.journal.close()
 
 
+def test_a_poll_says_nothing_if_nothing_has_changed(tmp_path: Path) -> None:
+    recorder = record_run(tmp_path, end=None, updates=2)
+    run = RunSource(tmp_path)
+    first = run.poll(-1, "")
+    assert first["curves"]["updates"]["update"] == [0, 1]
+    assert run.poll(1, first["seen"]) == {"seen": first["seen"], "state": None, "curves": None}
+    recorder.journal.note("wait", "a while", at=recorder.now())
+    recorder.journal.flush()
+    second = run.poll(1, first["seen"])
+    assert second["curves"]["updates"]["update"] == []
+    recorder.journal.close()
+    third = run.poll(1, second["seen"])
+    assert third["state"]["condition"] == "killed", "its process is gone, which no file shows"
+    assert run.poll(1, third["seen"])["state"] is None
+
+
 def test_a_run_without_an_update_is_empty_and_no_error(tmp_path: Path) -> None:
     Journal.open(tmp_path / "journal.sqlite").close()
     run = RunSource(tmp_path)

@@ -10,6 +10,7 @@ from typing import Any
 from stretto.api.runs import Run, open_run
 from stretto.api.tables import Table
 from stretto.errors import RunError
+from stretto.store.overview import overview
 
 
 def compare_runs(runs: Iterable[str | Path | Run]) -> Table:
@@ -35,21 +36,16 @@ def compare_runs(runs: Iterable[str | Path | Run]) -> Table:
 
 
 def _measured(run: Run) -> dict[str, Any]:
-    """Returns the figures of a run, from its lines: they are there at any time."""
-    updates, evaluations = run.metrics(), run.evaluations()
-    scores = [row["score"] for row in evaluations if row["score"] is not None]
-    seconds, tokens = sum(row["cycle_seconds"] for row in updates), sum(row["tokens"] for row in updates)
-    sequences = sum(row["num_sequences"] for row in updates)
-    ages = sum(row["staleness_mean"] * row["num_sequences"] for row in updates)
+    """Returns the figures of a run, from its journal: they are there at any time."""
+    found, rewards = overview(run.folder), [line["reward_mean"] for line in run.metrics()[-1:]]
     return {
         "outcome": run.outcome,
-        "updates": len(updates),
-        "first_score": scores[0] if scores else None,
-        "last_score": scores[-1] if len(scores) > 1 else None,
-        "reward": updates[-1]["reward_mean"] if len(updates) else None,
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds if seconds else None,
-        "age": ages / sequences if sequences else None,
+        "updates": found.updates,
+        "score_before": found.score_before,
+        "score_after": found.score_after,
+        "reward": rewards[0] if rewards else None,
+        "tokens_per_second": found.tokens_per_second,
+        "age": found.age,
     }
 
 

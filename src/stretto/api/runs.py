@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from stretto.api.tables import Table
 from stretto.errors import RunError
 from stretto.observe.listeners import Outcome
-from stretto.run.folder_checks import standing
-from stretto.store.lock import is_alive
+from stretto.store.overview import State, overview
 
 if TYPE_CHECKING:
     from stretto.api.policies import TrainedPolicy
@@ -26,6 +25,14 @@ UPDATE_COLUMNS = (
     *("update_seconds", "trainer_idle_seconds", "entropy", "mismatch_kl"),
 )
 EVALUATION_COLUMNS = ("version", "moment", "score", "num_scored", "num_failed", "elapsed_s")
+OUTCOMES: Mapping[State, Outcome] = {
+    "running": "running",
+    "starting": "running",
+    "finished": "finished",
+    "stopped": "stopped",
+    "killed": "failed",
+    "damaged": "failed",
+}
 SAMPLE_COLUMNS = ("update", "group", "reward", "version", "age", "num_tokens", "prompt", "text")
 
 
@@ -91,18 +98,7 @@ class Run:
         """`running`, `finished`, `stopped`, or `failed`: it ended by an error or was killed. The last two resume."""
         if self._handle is not None:
             return self._handle.outcome
-        if standing(self._folder) == "finished":
-            return "finished"
-        if is_alive(self._folder):
-            return "running"
-        from stretto.store.reader import JournalReader
-
-        try:
-            with JournalReader(self._folder) as reader:
-                sessions = reader.sessions()
-        except RunError:  # it was killed before it had a journal
-            return "failed"
-        return "stopped" if sessions and sessions[-1].outcome == "stopped" else "failed"
+        return OUTCOMES[overview(self._folder).state]
 
     @property
     def stopped(self) -> bool:

@@ -24,6 +24,7 @@ Who waits for what, and which event ends the wait:
 | admission | the deadline invariant | the next batch; `Updated` (a newer version has a later deadline) |
 | admission | there is no instance, or none has confirmed a version | `Joined`, `Loaded` |
 | admission | all instances but those that are loading have their share of the work | `Loaded`, `Lost`, `Generated` |
+| admission | an instance that is to take members of the group is loading its version | `Loaded`, `Lost` |
 | admission | all instances hold versions that are too old to start a group | `Generated`, `Evaluated`: idle ones load |
 | admission | a version with waiting trajectories has no slot | running trajectories end and free a slot; `Joined` |
 | admission, publish | `drain` only: due trajectories must end before the publish | `Generated`, or a failure for good |
@@ -73,9 +74,12 @@ from stretto.core.instances import InstanceState, RunningEvaluation
 from stretto.core.ledger import Counters, Group, Ledger, Trajectory, TrajectoryState
 from stretto.core.plan import Plan
 from stretto.core.reuse import ReuseBuffer
+from stretto.core.spreading import GroupCosts
 from stretto.core.versions import VersionWindow
 from stretto.core.waits import Wait, explain
 from stretto.errors import TransitionError
+
+NEW_SHARE = 0.02  # the weight of the last completion in their mean length
 
 
 class Controller:
@@ -103,6 +107,8 @@ class Controller:
         self._redo_due = False  # after a restore: score and train again once an instance has joined
         self.placement_due = False  # there may be something to resume, load, release or retire
         self.rebalancing_due = False  # the instances may have to be divided again between the versions
+        self.costs: GroupCosts | None = None  # of starting a group, as measured last
+        self.length = 0.0  # the mean number of tokens of a completion, over the last few; 0 before the first
         self.min_instances: dict[int, int] = {}  # version -> instances for its KV memory; until the next publish
         self._batch_due = False  # a batch may be ready
         self.admission_open = False  # a group may be allowed to start
@@ -265,6 +271,8 @@ class Controller:
         trajectory = self._find(event.trajectory)
         if trajectory is not None:
             self.ledger.generate(trajectory)
+            share = NEW_SHARE if self.length else 1.0
+            self.length += share * (event.num_tokens - self.length)
 
     def _on_scored(self, event: m.Scored) -> None:
         trajectory = self._find(event.trajectory)
@@ -310,7 +318,12 @@ class Controller:
     def _on_measured(self, event: m.Measured) -> None:
         if not self.plan.auto:
             return
-        self.follow_staleness(admission.wanted_staleness(event.tail_s, event.update_s, self.plan.staleness))
+        wanted = admission.wanted_staleness(event.tail_s, event.update_s, self.plan.staleness)
+        if wanted < self.staleness:
+            wanted = admission.lowest_staleness(
+                self.ledger.outstanding_of, wanted, self.staleness, self.next_update, self.plan.batch
+            )
+        self.staleness = wanted
         self.admission_open = True
 
     def _on_evaluated(self, event: m.Evaluated) -> None:
@@ -378,8 +391,6 @@ class Controller:
         self.counters.replayed_groups += self.reuse.choose(update)
         self._train(update)
         self.next_update = update + 1
-        if self.staleness > self.plan.staleness:  # the run was resumed with a smaller bound
-            self.follow_staleness(self.plan.staleness)
         if plan.paradigm.at_limit == "drop":
             for group in [each for each in ledger.groups.values() if each.deadline <= update]:
                 self.commands.append(m.Drop(group.id, ledger.drop(group), "past its age limit"))
@@ -474,14 +485,6 @@ class Controller:
             return
         self.evaluating = RunningEvaluation(instance.id, version)
         self.commands.append(m.Evaluate(version, instance.id))
-
-    def follow_staleness(self, wanted: int) -> None:
-        """Sets K for the next groups to `wanted`, or as near as it may fall while older groups are outstanding."""
-        if wanted < self.staleness and self.plan.paradigm.bounded_by == "deadlines":
-            wanted = admission.lowest_staleness(
-                self.ledger.outstanding_of, wanted, self.staleness, self.next_update, self.plan.batch
-            )
-        self.staleness = wanted
 
     def forget_evaluation(self, version: int) -> None:
         """Skips the evaluation of a version that is retired, if it was due."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from enum import IntEnum
+from itertools import islice
 
 from stretto.core.instances import InstanceState
 from stretto.core.rebalancing import LEAST_GAP
@@ -182,6 +183,34 @@ class InstanceIndex(Mapping[int, InstanceState]):
     def holders(self, version: int) -> Ranking | None:
         """Returns the instances that stay and hold a version. Those short of memory are left out, unless all are."""
         return self._ranking(Kind.RESIDENT, version) or self._ranking(Kind.RESIDENT_SHORT_OF_MEMORY, version)
+
+    def admitting(self, version: int, most: int) -> list[InstanceState]:
+        """Returns the instances on which a group of a version could start, least loaded first, at most so many.
+
+        Those that are short of KV memory are left out.
+        """
+        if (ranking := self._ranking(Kind.ADMITTING, version)) is None:
+            return []
+        in_order = ranking.in_order()
+        found = list(islice(in_order, most))
+        in_order.close()
+        return found
+
+    def about_to_admit(self, version: int, most: int) -> list[InstanceState]:
+        """Returns the instances that are loading a version and could then take a group of it; at most so many.
+
+        They are among the `most` least loaded that are loading anything. Those short of KV memory are left out.
+        """
+        if (ranking := self._ranking(Kind.LOADING, 0)) is None:
+            return []
+        in_order = ranking.in_order()
+        found = [
+            each
+            for each in islice(in_order, most)
+            if version in each.loading and not each.short_of_memory and max(each.resident, default=version) <= version
+        ]
+        in_order.close()
+        return found
 
     @property
     def newest_resident(self) -> int:

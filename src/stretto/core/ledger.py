@@ -200,16 +200,17 @@ class Ledger:
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
-    def admit(self, group: Group, ids: Sequence[int], instance: InstanceState) -> None:
-        """Adds a group and starts all of its trajectories on `instance`."""
+    def admit(self, group: Group, ids: Sequence[int], instances: Sequence[InstanceState]) -> None:
+        """Adds a group and starts all of its trajectories, each on its instance."""
         version = group.version
-        for each in ids:
+        for each, instance in zip(ids, instances, strict=True):
             trajectory = Trajectory(each, group, version, TrajectoryState.RUNNING, instance)
             group.trajectories.append(trajectory)
             self.trajectories[each] = trajectory
         group.unfinished = count = len(ids)
         self._enter(group)
-        instance.start(group.trajectories, version)
+        for instance in dict.fromkeys(instances):
+            instance.start([each for each in group.trajectories if each.instance is instance], version)
         add_to(self.running, version, count)
         self.num_active += count
         self.counters.admitted_groups += 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from stretto.core.spreading import GroupCosts
+
 # -- events ------------------------------------------------------------------------------------------------------------
 
 
@@ -37,6 +39,7 @@ class LoadSampled:
     tokens: Mapping[int, int]  # trajectory -> context, prompt included; 0 for those that are not named
     short_of_memory: frozenset[int] = frozenset()  # the instances that cannot hold the KV of all that they run
     ending: frozenset[int] = frozenset()  # the trajectories that have nearly all tokens that they may have
+    costs: GroupCosts | None = None  # of starting a group, as far as they are measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +178,12 @@ class UnloadVersion:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Admit a group: start all of its trajectories under `version` on `instance`."""
+    """Admit a group: start all of its trajectories under `version`, each on its instance."""
 
     group: int
     version: int
     deadline: int  # the last update whose batch may hold it
-    instance: int
+    instances: tuple[int, ...]  # of its trajectories, in their order
     trajectories: tuple[int, ...]
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from stretto.core.paradigms import PARADIGMS, Paradigm, slots_needed
+from stretto.core.spreading import Spread
 
 RESERVES = ("reserve_groups", "reserve_members")
 
@@ -29,6 +30,7 @@ class Plan:
     replay_uses: int = 0  # the most uses of one group after its first
     reserve_groups: int = 0  # R: the most groups in reserve (`redundancy.py`)
     reserve_members: int = 0  # trajectories that a group starts with beyond `group_size`
+    spread: Spread = "auto"  # over how many instances a group starts (`spreading.py`)
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("group_size", 1), ("staleness", 0), ("rows", 1), ("updates", 1)):
@@ -116,6 +118,7 @@ def resolve_plan(
     replay_uses: int = 0,
     reserve_groups: int = 0,
     reserve_members: int = 0,
+    spread: Spread = "auto",
 ) -> Plan:
     """Returns a plan, with defaults for `rows`, `in_flight` and, if the paradigm fixes it, `staleness`."""
     row = PARADIGMS.get(paradigm)
@@ -146,6 +149,7 @@ def resolve_plan(
         replay_uses=replay_uses,
         reserve_groups=reserve_groups,
         reserve_members=reserve_members,
+        spread=spread,
     )
 
 

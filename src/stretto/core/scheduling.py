@@ -30,6 +30,7 @@ from stretto.core.messages import (
     UnloadVersion,
 )
 from stretto.core.rebalancing import InstanceView, Move, PoolView, moves_to_even_out, rebalance
+from stretto.core.spreading import division
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -97,17 +98,39 @@ def admit(controller: Controller) -> None:
         place = None
         if not controller.without_slot:
             place = best_place(controller, lambda version: allows(controller, version))
-        if place is None:
+        chosen = None if place is None else places_of(controller, *place)
+        if place is None or chosen is None:
             # The share of an instance that is loading is kept for it; as their own work ends, others may take it over.
             controller.admission_open = controller.instances.any_loads
             return
-        instance, version = place
+        version = place[1]
         group = Group(controller.next_group, version, version + controller.staleness, wanted=plan.group_size)
         group.in_reserve = not allows_due(controller, version)
         controller.next_group += 1
         ids = tuple(range(group.id * plan.members, (group.id + 1) * plan.members))
-        ledger.admit(group, ids, instance)
-        controller.commands.append(Start(group.id, version, group.deadline, instance.id, ids))
+        ledger.admit(group, ids, chosen)
+        controller.commands.append(Start(group.id, version, group.deadline, tuple(each.id for each in chosen), ids))
+
+
+def places_of(controller: Controller, best: InstanceState, version: int) -> list[InstanceState] | None:
+    """Returns the instance of each member of a new group, whose best instance is `best`.
+
+    The others are the least loaded of those on which the group could start too, under the same version. Returns None if
+    one of them is still loading the version: the group waits for it.
+    """
+    plan, index = controller.plan, controller.instances
+    whole = [best] * plan.members
+    if plan.members == 1 or plan.spread == "never" or best.short_of_memory or index.num_staying == 1:
+        return whole
+    if plan.spread == "auto" and (controller.costs is None or not controller.length):
+        return whole
+    able = [*index.admitting(version, plan.members), *index.about_to_admit(version, plan.members)]
+    able.sort(key=lambda each: (each.load, each.id))
+    counts = division([each.load for each in able], plan.members, plan.spread, controller.costs, controller.length)
+    if len(counts) == 1:
+        return whole
+    chosen = [instance for instance, count in zip(able, counts, strict=False) for _ in range(count)]
+    return chosen if all(version in each.resident for each in chosen) else None
 
 
 def has_room_for_due(controller: Controller) -> bool:
@@ -161,6 +184,7 @@ def allows_due(controller: Controller, version: int) -> bool:
 def take_load_sample(controller: Controller, event: LoadSampled) -> None:
     """Records a load sample. Moves work off instances that have much more of it than others, or too little memory."""
     controller.ledger.sample(event.tokens, event.ending)
+    controller.costs = event.costs or controller.costs
     for instance in controller.instances.values():
         instance.report_memory(instance.id in event.short_of_memory)
     if controller.plan.paradigm.pinned and controller.next_update < controller.plan.updates and not controller.stopping:

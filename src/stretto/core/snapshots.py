@@ -94,6 +94,10 @@ def restore(controller: Controller, snapshot: Snapshot) -> None:
     controller.next_update = snapshot.next_update
     controller.next_group = snapshot.next_group
     controller.window = VersionWindow(snapshot.newest, snapshot.live)
+    if plan.auto:
+        controller.staleness = min(snapshot.staleness, plan.staleness)
+    # A bound that is another than before holds for groups that are admitted from now on. The others keep their
+    # deadlines, and admission keeps the invariant with all of them.
     controller.unpublished = snapshot.unpublished
     controller.evaluations_due = set(snapshot.evaluations_due)
     ledger.counters = replace(snapshot.counters)  # counters change, snapshots do not
@@ -105,8 +109,6 @@ def restore(controller: Controller, snapshot: Snapshot) -> None:
         ledger.restore_group(group, training=True)
     for id in snapshot.finished:
         ledger.restore_finished(ledger.groups[id])
-    controller.staleness = snapshot.staleness
-    controller.follow_staleness(min(snapshot.staleness, plan.staleness) if plan.auto else plan.staleness)
     controller.filtered_in_a_row = snapshot.filtered_in_a_row
     controller.reuse.restore(snapshot.reusable, snapshot.reused)
 

@@ -132,8 +132,12 @@ def _closed(controller: Controller) -> str | None:
         return (
             f"no instance holds version {controller.newest} yet, and those with older ones run them to their end first"
         )
-    if scheduling.best_place(controller, lambda version: scheduling.allows(controller, version)) is not None:
-        return None
+    place = scheduling.best_place(controller, lambda version: scheduling.allows(controller, version))
+    if place is not None:
+        if scheduling.places_of(controller, *place) is not None:
+            return None
+        loading = ", ".join(str(each.id) for each in controller.instances.staying if place[1] in each.loading)
+        return f"the next group is spread over instances, and {loading} are loading version {place[1]}"
     newest = controller.instances.newest_resident
     return (
         f"deadlines: a group of version {newest} would be due by update {newest + controller.staleness}, and "

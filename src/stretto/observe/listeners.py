@@ -65,7 +65,8 @@ class Callback:
     """The base class of callbacks. Each method does nothing; override those that you need.
 
     An object of any other class will do too, if it has one of these methods. A callback has a thread of its own: it may
-    block, and its calls come one at a time. It gets copies of the lines, which it may keep and change.
+    block, and its calls come one at a time. It gets copies of the lines, which it may keep and change. Its `run` is the
+    `stretto.Run` that `stretto.train` returns.
     """
 
     def on_start(self, run: LiveRun) -> None:

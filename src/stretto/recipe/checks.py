@@ -38,6 +38,11 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
             f"`rollout.redundancy` has no effect under `{paradigm.name}`: no batch waits for a group there, and what "
             "is too old is dropped already; raise `rollout.in_flight` instead, or choose another `paradigm`"
         )
+    if max(rollout.group, (rollout.redundancy and rollout.redundancy.members) or 0) == 1:
+        found["rollout", "spread"] = (
+            f'`rollout.spread = "{rollout.spread}"` has no effect with `rollout.group = 1`: one trajectory runs on one '
+            "instance; leave it out"
+        )
     if rollout.staleness != "auto":
         found["rollout", "staleness_cap"] = (
             '`rollout.staleness_cap` has no effect without `staleness = "auto"`; set that, or leave the cap out'

@@ -56,6 +56,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "generation_batch_size": _BATCH,
     "gpu_memory_utilization": ("rollout.kv_tokens",),
     "group_size": ("rollout.group",),
+    "is_num_return_sequences_expand": ("rollout.spread",),
     "group_size_redundancy": ("rollout.redundancy.members",),
     "max_additional_running_prompts": ("rollout.in_flight", "rollout.redundancy.groups"),
     "max_completion_length": ("rollout.max_tokens",),

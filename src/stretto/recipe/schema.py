@@ -20,6 +20,7 @@ from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
 from stretto.core.paradigms import PARADIGMS, Paradigm
 from stretto.core.plan import Plan, resolve_plan
+from stretto.core.spreading import Spread
 from stretto.environments.task_options import TaskOptions
 from stretto.errors import RecipeError
 from stretto.models.adapter_config import lora_of_adapter
@@ -116,6 +117,11 @@ class RolloutSection(Options):
     group: int = Field(8, ge=1, le=65_536, description="Trajectories per prompt (G)")
     redundancy: RedundancySection | None = Field(
         None, description="Leave out to train on everything that is started (law 2)"
+    )
+    spread: Spread = Field(
+        "auto",
+        description="Instances that the members of a group start on; `auto`: as many as cost the least; `never`: one; "
+        "`always`: one each",
     )
     rows: int | None = Field(
         None, ge=1, description="Target number of running trajectories; default: B * G, or what `redundancy` starts"
@@ -316,6 +322,7 @@ class Recipe(Options):
             replay_uses=replay.uses if replay is not None and reused else 0,
             reserve_groups=0 if groups is None else groups - rollout.prompts,
             reserve_members=0 if members is None else members - rollout.group,
+            spread=rollout.spread,
         )
 
     @property

@@ -36,7 +36,7 @@ class Admissions:
             draw=draw.reason,
             trajectories=command.trajectories,
             seeds=seeds,
-            instance=command.instance,
+            instances=command.instances,
             at=clock.now(),
         )
         self._tail.admitted(command.group, len(command.trajectories))

@@ -10,12 +10,39 @@ from dataclasses import replace
 
 from stretto.core import messages as core
 from stretto.core.migration import MoveRates
+from stretto.core.spreading import GroupCosts
 from stretto.run.instance_membership import Instances
 from stretto.run.rollout import Placement, Rollout
 from stretto.types import EngineStats
 
 CROWDED_SHARE = 0.9  # of an instance's KV memory; above it, queued requests wait for memory
 ENDING_SHARE = 0.05  # of `max_tokens`; a rollout with no more than this left is not worth moving
+LEAST_SPREAD = 0.1  # of the mean rows of a step: rows that vary less do not tell what a row costs
+OLD_SHARE = 0.98  # the weight that steps keep with each later sample
+
+
+class StepTimes:
+    """Fits the time of a decode step to its rows, by least squares over load samples, the last ones first."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5  # of weights, rows, seconds, rows * rows, rows * seconds
+
+    def add(self, rows: float, seconds: float, steps: int) -> None:
+        """Adds steps of so many rows and seconds each, on average."""
+        new = (1.0, rows, seconds, rows * rows, rows * seconds)
+        self._sums = [OLD_SHARE * old + steps * each for old, each in zip(self._sums, new, strict=True)]
+
+    @property
+    def per_row(self) -> float | None:
+        """The seconds by which one more row lengthens a step; None while the rows hardly vary."""
+        weight, rows, seconds, squares, products = self._sums
+        if not weight:
+            return None
+        mean = rows / weight
+        variance = squares / weight - mean * mean
+        if variance <= (LEAST_SPREAD * mean) ** 2:
+            return None
+        return max(0.0, (products / weight - mean * seconds / weight) / variance)
 
 
 class LoadSampler:
@@ -28,6 +55,7 @@ class LoadSampler:
         self._max_tokens = max_tokens
         self._last: dict[int, EngineStats] = {}  # the report of each instance in the last sample
         self._prefill_rate = 0.0  # the highest so far
+        self._steps = StepTimes()
 
     def context(self, rollout: Rollout, placement: Placement, load: EngineStats) -> int:
         """Estimates the tokens of a rollout's context: while an instance generates for it, a step adds one token."""
@@ -45,13 +73,21 @@ class LoadSampler:
         for instance, load in now.items():
             if (before := self._last.get(instance)) is not None:
                 self._measure_prefill(before, load)
+                self._measure_steps(before, load)
         self._last = now
         ending = frozenset(
             id
             for id, context in tokens.items()
             if self._in_progress[id].max_context - context <= ENDING_SHARE * self._max_tokens
         )
-        return core.LoadSampled(tokens, crowded, ending)
+        return core.LoadSampled(tokens, crowded, ending, self._costs())
+
+    def _costs(self) -> GroupCosts | None:
+        """The costs of starting a group; None before they are measured."""
+        if not self._prefill_rate or (row_s := self._steps.per_row) is None or not self._in_progress:
+            return None
+        prompts = [len(rollout.prompt.tokens) for rollout in self._in_progress.values()]
+        return GroupCosts(sum(prompts) / len(prompts) / self._prefill_rate, row_s)
 
     def _is_crowded(self, instance: int, load: EngineStats) -> bool:
         """True if requests wait there for KV memory, or some were preempted for it since the last sample."""
@@ -66,3 +102,11 @@ class LoadSampler:
         if busy_s > 0 and prefilled / busy_s > self._prefill_rate:
             self._prefill_rate = prefilled / busy_s
             self.rates = replace(self.rates, prefill_tokens_per_s=self._prefill_rate)
+
+    def _measure_steps(self, before: EngineStats, load: EngineStats) -> None:
+        """Adds the decode steps since the last sample, without the time of prefilling."""
+        steps, busy_s = load.steps - before.steps, load.busy_s - before.busy_s
+        if steps <= 0 or busy_s <= 0:
+            return
+        prefill_s = (load.prefilled - before.prefilled) / self._prefill_rate if self._prefill_rate else 0.0
+        self._steps.add((load.row_s - before.row_s) / busy_s, max(0.0, busy_s - prefill_s) / steps, steps)

@@ -332,9 +332,9 @@ class Loop:
     def _start(self, command: core.Start) -> None:
         admitted = self._admissions.admit(command)
         self._open_window(clock.now())
-        for rollout in admitted:
+        for rollout, instance in zip(admitted, command.instances, strict=True):
             self.rollouts[rollout.id] = rollout
-            work = self._rollouts.launch(rollout, command.version, command.instance)
+            work = self._rollouts.launch(rollout, command.version, instance)
             self._spawn(work, f"trajectory {rollout.id}")
 
     def _open_window(self, now: float) -> None:

@@ -33,10 +33,11 @@ MAY_CHANGE: Mapping[str, str] = {
     "training.final_fraction": "the rates of later updates",
     "training.micro_tokens": "the size of micro-batches, which is recorded with each update",
     "training.mismatch_samples": "what later updates measure",
-    "rollout.staleness": "the bound of later groups; it falls once the groups in progress fit the smaller one",
+    "rollout.staleness": "the bound of groups that are admitted later; those in progress keep their deadlines",
     "rollout.staleness_cap": "as `rollout.staleness`",
     "rollout.in_flight": "how many groups are started",
     "rollout.rows": "how many trajectories run at once",
+    "rollout.spread": "where the members of later groups start",
     "rollout.kv_tokens": "the memory of the engines",
     "rollout.prefill_tokens": "the steps of the engines",
     "evaluation.every": "which later versions are evaluated",
@@ -94,6 +95,7 @@ FIXED: Mapping[str, str] = {
     "rollout.paradigm": "the laws of a run are those of one paradigm",
     "rollout.prompts": "deadlines are counted in batches of this size",
     "rollout.group": "the numbers of trajectories follow from it",
+    "rollout.redundancy": "the numbers of trajectories follow from it",
     "rollout.max_tokens": _SAMPLED,
     "rollout.temperature": _SAMPLED,
     "rollout.top_p": _SAMPLED,
@@ -116,6 +118,7 @@ FIXED: Mapping[str, str] = {
 # Keys of a machine, whose change makes no difference to what is trained: `compare` goes on with others too.
 OF_THE_MACHINE = (
     "runtime",
+    "rollout.spread",
     "task.pass_env",
     "task.workers",
     "task.worker_gib",
@@ -159,7 +162,9 @@ def accepted_changes(recipe: Recipe, folder: Path) -> list[Change]:
             )
         )
     if recorded.begun:
-        _refuse_too_few_updates(recipe, folder, recorded.finished)
+        _refuse_too_few_updates(
+            recipe, folder, recorded.finished, changed=any(c.key == "training.steps" for c in changes)
+        )
         _refuse_another_journal(recipe, folder, f"`{folder / 'config.toml'}`")
     return changes
 
@@ -279,14 +284,16 @@ def _holds_out(recipe: Recipe) -> bool:
     return getattr(recipe.task, "path", None) is None or getattr(recipe.task, "evaluation_path", None) is not None
 
 
-def _refuse_too_few_updates(recipe: Recipe, folder: Path, done: int) -> None:
-    """Raises `RunError` if a run has no update left, or has started groups for more."""
+def _refuse_too_few_updates(recipe: Recipe, folder: Path, done: int, *, changed: bool) -> None:
+    """Raises `RunError` if a run has no update left, or if their number changed and groups are started for more."""
     steps = recipe.training.steps
     if standing(folder) == "finished" and steps <= done:
         raise RunError(
             f"the run in `{folder}` is finished with {done} updates, so there is nothing to resume: to extend it, give "
             f"more, such as `--set training.steps={2 * done}`; see `{command('show', folder)}`"
         )
+    if not changed:
+        return
     from stretto.store.reader import JournalReader
 
     with JournalReader(folder) as reader:

@@ -55,7 +55,7 @@ from stretto.serve.call_errors import (
 )
 from stretto.types import Completion, FinishReason
 
-RENDERED_AT_ONCE = 1 << 15  # bytes of a request; larger ones are rendered in a thread, and hold nobody up
+RENDERED_AT_ONCE = 1 << 14  # bytes of a request; larger ones are rendered in a thread, and hold nobody up
 
 Message = Mapping[str, Any]
 Attempt = Literal["first", "retry", "unknown"]

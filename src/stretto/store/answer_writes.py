@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Sequence
+from hashlib import blake2b
 
 from stretto.store.blobs import CompletionBlobs, blob
 from stretto.types import HeldOutAnswer
@@ -18,14 +19,11 @@ def storable(text: str) -> str:
 def write_answers(db: sqlite3.Connection, evaluation: int, answers: Sequence[HeldOutAnswer]) -> None:
     """Stores what a version answered. A prompt is stored once, with the first evaluation that asks it."""
     for answer in answers:
-        prompt, tokens = answer.prompt, blob(answer.prompt.tokens, "<i4")
-        row = json.dumps(dict(prompt.row), default=str)
-        db.execute(
-            "INSERT OR IGNORE INTO held_out VALUES (?, ?, ?, ?)", (answer.index, storable(prompt.text), tokens, row)
-        )
+        tokens = blob(answer.prompt.tokens, "<i4")
+        prompt = _prompt_id(db, answer, tokens)
         error = None if answer.error is None else storable(answer.error)
-        head = (evaluation, answer.index, int(answer.greedy))
-        insert = "INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+        head = (evaluation, answer.index, prompt, int(answer.greedy))
+        insert = "INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
         if not answer.lineages:  # it failed before its first token
             nothing = (0, 0, answer.reward, error, 0, 0, None, None, None, "", None, None, b"", b"")
             db.execute(insert, (*head, *nothing))
@@ -43,3 +41,17 @@ def write_answers(db: sqlite3.Connection, evaluation: int, answers: Sequence[Hel
                     *(context if own else None, arrays.tokens, arrays.logprobs),
                 ),
             )
+
+
+def _prompt_id(db: sqlite3.Connection, answer: HeldOutAnswer, tokens: bytes) -> int:
+    """Returns the id of a prompt, which is stored if it is new."""
+    prompt, row = answer.prompt, json.dumps(dict(answer.prompt.row), default=str)
+    digest = blake2b(tokens + b"\0" + row.encode("utf-8", "replace"), digest_size=16).hexdigest()
+    db.execute(
+        "INSERT OR IGNORE INTO held_out (prompt_index, digest, prompt_text, prompt_tokens, row) VALUES (?, ?, ?, ?, ?)",
+        (answer.index, digest, storable(prompt.text), tokens, row),
+    )
+    (id,) = db.execute(
+        "SELECT id FROM held_out WHERE prompt_index = ? AND digest = ?", (answer.index, digest)
+    ).fetchone()
+    return int(id)

@@ -190,9 +190,9 @@ def group_admitted(
     seeds: Sequence[int],
     at: float,
     draw: str = "shuffled",
-    instance: int | None = None,
+    instances: Sequence[int] | None = None,
 ) -> None:
-    """Starts a group: its trajectories, in the order of members and with one seed each, are `running`.
+    """Starts a group: its trajectories, in the order of members and with one seed and instance each, are `running`.
 
     `row_number` is the row of the data set, from 0, and `draw` why it was drawn. `epoch` is None if rows are drawn by
     pass rate.
@@ -208,7 +208,7 @@ def group_admitted(
         "INSERT INTO trajectories (trajectory, group_id, member, version, seed, state, instance) "
         "VALUES (?, ?, ?, ?, ?, 'running', ?)",
         [
-            (trajectory, group, member, version, seed, instance)
+            (trajectory, group, member, version, seed, None if instances is None else instances[member])
             for member, (trajectory, seed) in enumerate(zip(trajectories, seeds, strict=True))
         ],
     )

@@ -262,8 +262,9 @@ class JournalReader:
             "SELECT (SELECT COUNT(*) FROM updates), COUNT(DISTINCT group_id) FROM trajectories "
             "WHERE state IN ('waiting', 'running', 'scoring', 'scored')"
         )
-        taken, outstanding = rows[0]
-        return int(taken) - (-int(outstanding) // self.facts().batch)
+        (taken, outstanding), facts = rows[0], self.facts()
+        due = max(0, int(outstanding) - facts.reserve_groups)
+        return int(taken) - (-due // facts.batch)
 
     # -- trajectories -----------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@
                    those of a replay buffer. (trajectory, lineage, use) is unique: the file refuses to train one twice
     evaluations    before, during, after, skipped; `reward` is the score at the evaluation's temperature; `line` is what
                    `metrics.jsonl` says of it (JSON), with the greedy score if there is one
-    held_out       the prompts of evaluations, once each
+    held_out       the prompts of evaluations, once each: a later phase may ask others, so that one index has several
     answers        what an evaluation's version answered, one row a lineage, with the columns of `completions`; `greedy`
                    is 1 at temperature 0; `reward` is NULL and `error` says why if it could not be scored
     token_values   what the trainer computed for the sampled tokens of a member of a batch, in order: its
@@ -150,12 +150,14 @@ CREATE TABLE evaluations (
     id INTEGER PRIMARY KEY, version INTEGER NOT NULL, kind TEXT NOT NULL, at REAL NOT NULL, reward REAL,
     num INTEGER NOT NULL, seconds REAL NOT NULL, line TEXT);
 CREATE TABLE held_out (
-    prompt_index INTEGER PRIMARY KEY, prompt_text TEXT NOT NULL, prompt_tokens BLOB NOT NULL, row TEXT NOT NULL);
+    id INTEGER PRIMARY KEY, prompt_index INTEGER NOT NULL, digest TEXT NOT NULL, prompt_text TEXT NOT NULL,
+    prompt_tokens BLOB NOT NULL, row TEXT NOT NULL, UNIQUE (prompt_index, digest));
 CREATE TABLE answers (
-    evaluation INTEGER NOT NULL, prompt_index INTEGER NOT NULL, greedy INTEGER NOT NULL, lineage INTEGER NOT NULL,
-    num_lineages INTEGER NOT NULL, reward REAL, error TEXT, num_tokens INTEGER NOT NULL, num_sampled INTEGER NOT NULL,
-    finish TEXT, turn_numbers BLOB, turns BLOB, text TEXT NOT NULL, context_text TEXT, context BLOB,
-    tokens BLOB NOT NULL, logprobs BLOB NOT NULL, PRIMARY KEY (evaluation, prompt_index, greedy, lineage));
+    evaluation INTEGER NOT NULL, prompt_index INTEGER NOT NULL, prompt INTEGER NOT NULL, greedy INTEGER NOT NULL,
+    lineage INTEGER NOT NULL, num_lineages INTEGER NOT NULL, reward REAL, error TEXT, num_tokens INTEGER NOT NULL,
+    num_sampled INTEGER NOT NULL, finish TEXT, turn_numbers BLOB, turns BLOB, text TEXT NOT NULL, context_text TEXT,
+    context BLOB, tokens BLOB NOT NULL, logprobs BLOB NOT NULL,
+    PRIMARY KEY (evaluation, prompt_index, greedy, lineage));
 CREATE TABLE token_values (
     update_id INTEGER NOT NULL, position INTEGER NOT NULL, logprobs BLOB NOT NULL, ratios BLOB NOT NULL,
     advantages BLOB NOT NULL, gradients BLOB NOT NULL, PRIMARY KEY (update_id, position));

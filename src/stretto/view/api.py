@@ -30,6 +30,7 @@ class Api:
         self._questions: dict[str, Callable[[Parameters], Any]] = {
             "runs": self._runs,
             "state": lambda p: self._run(p).state(),
+            "poll": lambda p: self._run(p).poll(_integer(p, "after", -1), p.get("seen", "")),
             "curves": lambda p: self._run(p).curves(_integer(p, "after", -1)),
             "notes": lambda p: self._run(p).notes(),
             "recipe": lambda p: self._run(p).recipe(),

@@ -65,7 +65,7 @@ def answer(run: RunSource, evaluation: int, index: int, greedy: bool, pieces: Pi
         rows = db.execute(
             "SELECT e.version, h.prompt_text, h.row, h.prompt_tokens, a.reward, a.error, a.lineage, 1, a.num_sampled, "
             "a.finish, NULL, NULL, a.turn_numbers, a.turns, a.text, a.context_text, a.context, a.tokens, a.logprobs, "
-            "NULL FROM answers a JOIN held_out h USING (prompt_index) JOIN evaluations e ON e.id = a.evaluation "
+            "NULL FROM answers a JOIN held_out h ON h.id = a.prompt JOIN evaluations e ON e.id = a.evaluation "
             "WHERE a.evaluation = ? AND a.prompt_index = ? AND a.greedy = ? ORDER BY a.lineage",
             (evaluation, index, int(greedy)),
         ).fetchall()

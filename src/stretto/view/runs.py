@@ -6,6 +6,7 @@ and ended trajectories are kept. `fingerprint` is the cheap check for a change.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 import threading
@@ -41,6 +42,7 @@ class RunSource:
         self.folder = self.path.resolve().parent
         self.name = name or self.folder.name
         self._lock = threading.Lock()
+        self._open = threading.local()
         self._columns = Columns()
         self._columns_at: tuple[str, float] = ("", 0.0)
         self._curves = Curves()
@@ -48,9 +50,20 @@ class RunSource:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """Opens the journal to read it. Raises `JournalError` for whatever is wrong with it."""
+        """Opens the journal to read it. Raises `JournalError` for whatever is wrong with it.
+
+        Inside of another block of the same thread it is the same connection: to open one costs more than most reads.
+        None is kept open in between, because the run that ends would then leave its `-wal` file behind.
+        """
+        if (opened := getattr(self._open, "db", None)) is not None:
+            yield opened
+            return
         with opened_readonly(self.path) as db:
-            yield db
+            self._open.db = db
+            try:
+                yield db
+            finally:
+                self._open.db = None
 
     def fingerprint(self) -> str:
         """Returns a text that changes whenever the journal does."""
@@ -101,6 +114,20 @@ class RunSource:
             "num_failures": num_failures,
             "now": time.time(),
         }
+
+    def poll(self, after: int, seen: str) -> dict[str, Any]:
+        """Returns what is new since the fingerprint `seen`: the state, and the numbers of updates behind `after`.
+
+        Both are None if nothing has changed.
+        """
+        fingerprint = self.fingerprint()
+        with contextlib.suppress(RunError):
+            if seen == f"{fingerprint}{'+' if is_alive(self.folder) else '-'}":
+                return {"seen": seen, "state": None, "curves": None}
+        with self.reading():
+            state, curves = self.state(), self.curves(after)
+        lives = state["condition"] == "running"
+        return {"seen": f"{fingerprint}{'+' if lives else '-'}", "state": state, "curves": curves}
 
     def condition(self, outcome: str | None) -> str:
         """Returns `running`, `stopped`, `killed` or `finished`; `outcome` is that of the last session."""

@@ -201,7 +201,7 @@ def answers(run: RunSource, evaluation: int, *, greedy: bool | None, text: str, 
     if text:
         where += " AND (a.text LIKE ? ESCAPE '\\' OR h.prompt_text LIKE ? ESCAPE '\\')"
         values += [f"%{_escaped(text)}%"] * 2
-    join = "FROM answers a JOIN held_out h USING (prompt_index)"
+    join = "FROM answers a JOIN held_out h ON h.id = a.prompt"
     limit = max(1, min(limit, MOST_ROWS))
     with run.reading() as db:
         (count,) = db.execute(f"SELECT COUNT(*) {join} WHERE {where}", values).fetchone()

@@ -45,6 +45,11 @@ class Window:
 
 def timeline(run: RunSource, window: Window, now: float) -> dict[str, Any]:
     """Returns the rows of versions and of instances in a window, its moves, and its trajectories if they are few."""
+    with run.reading():
+        return _timeline(run, window, now)
+
+
+def _timeline(run: RunSource, window: Window, now: float) -> dict[str, Any]:
     with run.columns(wanted=_wanted(run, window)) as (columns, progress):
         started, finished = columns["started"], columns["finished"]
         ends = np.where(np.isnan(finished), now, finished)

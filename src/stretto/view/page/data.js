@@ -26,7 +26,7 @@
     const data = S.report, run = data.runs[p.run || 0];
     switch (name) {
       case "runs": return data.runs.map((each) => ({ name: each.state.name, folder: "", condition: each.state.condition, error: null }));
-      case "state": return run.state;
+      case "poll": return { seen: "", state: run.state, curves: run.curves };
       case "curves": return run.curves;
       case "notes": return run.notes;
       case "recipe": return run.recipe;
@@ -86,22 +86,20 @@
   };
 
   // -- runs, kept up to date ------------------------------------------------------------------------------------------
-  const EVERY_MS = 1500, HIDDEN_MS = 10000, ENDED_MS = 5000;
+  const EVERY_MS = 2000, HIDDEN_MS = 10000, ENDED_MS = 5000;
   class Run {
-    constructor(place) { this.place = place; this.state = null; this.curves = null; this.error = null; this.listeners = new Set(); this.busy = null; }
+    constructor(place) { this.place = place; this.state = null; this.curves = null; this.error = null; this.seen = ""; this.listeners = new Set(); this.busy = null; }
     /** Reads what is new. Tells the listeners if anything changed. */
     refresh() { this.busy = this.busy || this.read().finally(() => { this.busy = null; }); return this.busy; }
     async read() {
       try {
-        const before = this.state, state = await S.ask("state", { run: this.place });
-        const same = before && before.fingerprint === state.fingerprint && before.condition === state.condition && !this.error;
-        this.state = state;
+        const last = this.curves && this.curves.updates.update.length ? this.curves.updates.update.at(-1) : -1;
+        const found = await S.ask("poll", { run: this.place, after: last, seen: this.error ? "" : this.seen });
+        const failed = this.error !== null;
         this.error = null;
-        if (!same || !this.curves) {
-          const last = this.curves && this.curves.updates.update.length ? this.curves.updates.update.at(-1) : -1;
-          this.merge(await S.ask("curves", { run: this.place, after: S.report ? -1 : last }));
-        }
-        if (!same) this.tell();
+        this.seen = found.seen;
+        if (found.state) { this.state = found.state; this.merge(found.curves); }
+        if (found.state || failed) this.tell();
       } catch (error) {
         const changed = this.error !== error.message;
         this.error = error.message;

@@ -129,7 +129,8 @@
         if (idle > 0 && this.x(start) - this.x(start - idle) >= 1) { this.hatch(g, this.x(start - idle), y, x0 - this.x(start - idle), TRAINER); this.areas.push({ x: this.x(start - idle), y, w: x0 - this.x(start - idle), h: TRAINER, tip: () => [["trainer idle", S.seconds(idle)], ["before update", update], [this.run.curves.waited_for[update] || "no reason was noted: it was shorter than the half second between two looks"]] }); }
         g.fillStyle = S.series(update % 2 ? 5 : 0); g.globalAlpha = update % 2 ? 0.75 : 0.95;
         g.fillRect(x0, y + 2, Math.max(0.75, x1 - x0 - 0.5), TRAINER - 4); g.globalAlpha = 1;
-        if (x1 - x0 > 64) { g.fillStyle = S.colour("on-accent"); g.fillText(`update ${update}`, (Math.max(x0, LEFT) + Math.min(x1, width - RIGHT)) / 2, y + TRAINER / 2); } else if (x1 - x0 > 24) { g.fillStyle = S.colour("on-accent"); g.fillText(update, (x0 + x1) / 2, y + TRAINER / 2); }
+        const [left, right] = [Math.max(x0, LEFT), Math.min(x1, width - RIGHT)];
+        if (right - left > 24) { g.fillStyle = S.colour("on-accent"); g.fillText(right - left > 64 ? `update ${update}` : update, (left + right) / 2, y + TRAINER / 2); }
         this.areas.push({ x: x0, y, w: Math.max(2, x1 - x0), h: TRAINER, update, tip: () => [["update", update], ["took", S.seconds(u.update_seconds[place] ?? end - start)], ["reward", S.number(u.reward_mean[place])], ["tokens", S.integer(u.tokens[place])], ["age, mean and oldest", `${S.number(u.staleness_mean[place], 2)}, ${S.number(u.staleness_max[place])}`], ["trainer idle before", S.seconds(u.trainer_idle_seconds[place])]] });
       });
       const t = this.run.curves.training;
