@@ -627,3 +627,22 @@ def clean_logging() -> Iterator[None]:
     yield
     root.handlers[:] = before
     root.setLevel(level)
+
+
+def test_a_tracker_that_hangs_keeps_neither_the_run_nor_its_process(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "hanging.py").write_text(
+        "import atexit, time\n"
+        "class Hangs:\n"
+        "    def __init__(self): atexit.register(time.sleep, 600)\n"
+        "    def on_update(self, line): time.sleep(600)\n"
+    )
+    overrides = ["training.steps=1", "rollout.prompts=2", "evaluation.prompts=0", "rollout.max_tokens=8"]
+    overrides += ['observe.sinks=["hanging:Hangs"]', "observe.flush_seconds=0.5"]
+    words = [each for override in overrides for each in ("--set", override)]
+    done = subprocess.run(
+        [sys.executable, "-m", "stretto", "train", str(recipe), *words, "--out", "run"],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "the tracker `hanging:Hangs` was not done 0.5 s after the run; it is abandoned" in done.stderr
+    assert "the trained policy is in run/policy" in done.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,16 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def records(path: Path) -> list[Any]:
-    """The records of a run file: a LevelDB log, in blocks of 32 KiB, after a head of 7 bytes."""
+    """The records of a run file, which another process writes."""
+    deadline = time.monotonic() + 30.0
+    while not any(record.HasField("exit") for record in (found := _records(path))):
+        assert time.monotonic() < deadline, "the file has no end"
+        time.sleep(0.05)
+    return found
+
+
+def _records(path: Path) -> list[Any]:
+    """The records so far: a LevelDB log, in blocks of 32 KiB, after a head of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
     data, place, parts, found = path.read_bytes(), 7, b"", []
@@ -67,6 +77,7 @@ def test_a_run_and_its_continuation_are_one_run_with_their_own_axes(
     folder = tmp_path / "my-run"
     options = begin(folder, sinks=["wandb"], samples=2, wandb=OFFLINE)
     report(folder, options, [evaluation(0), update(0), update(1)], outcome="stopped", say=said.append)
+    time.sleep(1.1)  # wandb names a session by its second
     report(folder, options, [update(2), evaluation(3)])
     first, second = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
     ids = {record.run.run_id for path in (first, second) for record in records(path) if record.HasField("run")}
@@ -85,10 +96,12 @@ def test_a_run_and_its_continuation_are_one_run_with_their_own_axes(
     assert said[0].startswith("wandb: `wandb sync ")
 
 
-def test_a_tracker_without_a_key_is_refused_before_the_run() -> None:
+def test_a_tracker_without_a_key_is_refused_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"has no key: log in with `wandb login`, set `WANDB_API_KEY`"):
         check_trackers(ObserveOptions(sinks=("wandb",)))
     assert check_trackers(ObserveOptions(sinks=("wandb",), wandb=WandbOptions(mode="offline")))
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0\n")
+    assert check_trackers(ObserveOptions(sinks=("wandb",)))
 
 
 def test_a_server_that_cannot_be_reached_ends_nothing(

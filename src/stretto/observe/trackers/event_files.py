@@ -2,7 +2,7 @@
 
 The file is a sequence of records, each an `Event` in protocol buffers with its length and two checksums
 (https://www.tensorflow.org/tutorials/load_data/tfrecord describes it). The messages are those of the package
-tensorboard. Its own writer makes an event of every number and takes 40 times the CPU time.
+tensorboard. The writer of torch makes an event of every number and takes ten times the CPU time.
 """
 
 from __future__ import annotations

@@ -43,18 +43,8 @@ class WandbTracker(Tracker):
         return (self._own.mode or os.environ.get("WANDB_MODE")) in WITHOUT_SERVER
 
     def check(self) -> None:
-        if self._is_offline:
-            return
-        import wandb
-
-        try:
-            has_key = wandb.login(prompt=False)
-        except Exception as error:
-            raise RecipeError(
-                f'`observe.sinks` names "wandb", whose key is refused: {error}; log in again with `wandb login`, or '
-                'set `observe.wandb.mode = "offline"`'
-            ) from error
-        if not has_key:
+        """Raises `RecipeError` if no key is to be found. Asks no server, which may be out of reach for now."""
+        if not self._is_offline and not _has_key():
             raise RecipeError(
                 '`observe.sinks` names "wandb", which has no key: log in with `wandb login`, set `WANDB_API_KEY`, or '
                 'set `observe.wandb.mode = "offline"`'
@@ -101,3 +91,12 @@ class WandbTracker(Tracker):
             if summary.get(name) is not None:
                 self._handle.summary[name] = summary[name]
         self._handle.finish(exit_code=1 if outcome == "failed" else 0)
+
+
+def _has_key() -> bool:
+    """Tells if there may be a key where wandb looks for one: in the environment, or in the file of `wandb login`."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    asked = os.environ.get("NETRC")
+    files = [Path(asked)] if asked else [Path.home() / ".netrc", Path.home() / "_netrc"]
+    return any(file.expanduser().is_file() for file in files)
