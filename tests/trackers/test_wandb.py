@@ -35,9 +35,11 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def records(path: Path) -> list[Any]:
     """The records of a run file, which another process writes."""
     deadline = time.monotonic() + 30.0
-    while not any(record.HasField("exit") for record in (found := _records(path))):
+    found = _records(path)
+    while not any(record.HasField("exit") for record in found):
         assert time.monotonic() < deadline, "the file has no end"
         time.sleep(0.05)
+        found = _records(path)
     return found
 
 
