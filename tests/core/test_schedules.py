@@ -112,8 +112,6 @@ def test_a_run_that_was_stopped_goes_on_with_another_bound_and_more_updates(
         return
     world.finished, world.stopping = None, False
     plan, row = world.plan, world.plan.paradigm
-    if plan.reserve_groups or plan.reserve_members:
-        return
     staleness = plan.staleness
     if row.staleness is None:
         staleness = data.draw(st.integers(1 if plan.replay_groups else 0, 8))

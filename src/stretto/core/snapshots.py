@@ -114,13 +114,11 @@ def restore(controller: Controller, snapshot: Snapshot) -> None:
 
 
 def _reserve(snapshot: Snapshot, plan: Plan) -> frozenset[int]:
-    """Returns the groups in reserve. If `in_flight` is smaller than before, more groups than it allows are due."""
+    """Returns the groups in reserve. If `in_flight` is smaller than before, more groups than it allows may be due."""
     groups = [Outstanding(each.id, each.deadline, each.is_finished) for each in snapshot.outstanding]
-    most = (plan.updates - snapshot.next_update) * plan.batch
-    reserve = reserve_after_restart(groups, snapshot.next_update, plan.batch, min(plan.in_flight, most))
-    if len(reserve) > plan.reserve_groups:
-        reserve = reserve_after_restart(groups, snapshot.next_update, plan.batch, most)
-    return reserve
+    left = (plan.updates - snapshot.next_update) * plan.batch
+    most_due = min(max(plan.in_flight, len(groups) - plan.reserve_groups), left)
+    return reserve_after_restart(groups, snapshot.next_update, plan.batch, most_due)
 
 
 def _groups(snapshots: Iterable[GroupSnapshot], plan: Plan) -> Iterable[Group]:
