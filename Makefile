@@ -5,7 +5,8 @@ export TOKENIZERS_PARALLELISM := false
 # Packages are compiled when they are first imported, and not again by each of the hundreds of processes of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install quickstart smollm2 qwen qwen-small gsm8k test test-models test-adapters chaos lint types clean
+.PHONY: install quickstart smollm2 qwen qwen-small gsm8k test test-models test-adapters test-trackers test-browser test-wheel \
+	chaos lint types clean
 
 install: .venv/installed
 
@@ -45,6 +46,13 @@ test-models: install smollm2 models/qwen2.5-coder-0.5b/config.json
 test: install lint types
 	$(BIN)/python -m pytest -n 2
 
+# The page of `stretto view` in a real browser: needs Chromium (`CHROMIUM=path`, or `chromium` on the path). `make test`
+# skips these tests where it is missing.
+test-browser: install
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[browser]'
+	$(BIN)/python -c 'import os, shutil, sys; sys.exit(not (os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")) and "there is no Chromium: install it, or name it with CHROMIUM=path")'
+	$(BIN)/python -m pytest tests/view/test_page.py
+
 # Environments of other packages whose pins clash with ours or with each other's: each is tested in a virtual environment
 # of its own. Those without a clash are part of `make test`.
 ADAPTERS := bfcl openenv verifiers
@@ -65,6 +73,22 @@ test-adapter-%: .venv-adapters/%/installed
 	touch $@
 
 .PRECIOUS: .venv-adapters/%/installed
+
+# Trackers with large packages, in their modes without a network. TensorBoard and Prometheus are part of `make test`.
+test-trackers: .venv-adapters/trackers/installed
+	.venv-adapters/trackers/bin/python -m pytest tests/trackers
+
+PACKAGES_trackers := --editable .[wandb,trackio,mlflow]
+
+# The wheel in an empty environment without extras: the quickstart, shortened, from an empty folder.
+test-wheel: export PYTHONPATH :=
+test-wheel:
+	rm -rf build && mkdir -p build/wheel/empty
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	build/wheel/venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	build/wheel/venv/bin/python -m pip install --quiet --no-compile --constraint constraints.txt build/wheel/stretto-*.whl
+	cd build/wheel/empty && PATH=../venv/bin:$$PATH sh -e ../../../tests/wheel/quickstart.sh
 
 # Fifty runs, local and on a cluster, of which driver, instances, trainer ranks or machines are killed at random moments;
 # prints how many kills of each they survived. Then a run of hundreds of updates whose instances join, leave and die.

@@ -1,6 +1,6 @@
 """The endpoint under load: the real client of OpenAI, many sessions at once, a policy that only waits.
 
-    python bench/endpoint.py [--sessions 256] [--rate 100] [--seconds 30] [--busy 0] [--opened 10000]
+    python bench/endpoint.py [--sessions 256] [--rate 100] [--seconds 30] [--busy 0] [--opened 10000] [--out FILE]
 
 Clients run in a process of their own, which needs more of a core than the server does. Each session makes one call
 after another, with a chat that grows, so that all of them together make `--rate` calls a second. `--busy` more
@@ -18,8 +18,10 @@ import gc
 import json
 import multiprocessing
 import os
+import platform
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -191,10 +193,23 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--busy", type=int, default=0, help="processes that burn a core each")
     parser.add_argument("--opened", type=int, default=10_000, help="sessions opened and closed")
+    parser.add_argument("--out", type=Path, help="file for the figures")
     options = parser.parse_args()
+    before = os.getloadavg()
     figures = asyncio.run(load(options.sessions, options.rate, options.seconds, options.busy))
     figures |= asyncio.run(open_and_close(options.opened))
-    print(json.dumps({name: round(value, 3) for name, value in figures.items()}, indent=2))
+    machine = {
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "load_before": before,
+        "load_after": os.getloadavg(),
+    }
+    rounded = {name: round(value, 3) for name, value in figures.items()}
+    text = json.dumps({"rate": options.rate, "busy": options.busy, "machine": machine, **rounded}, indent=2)
+    print(text)
+    if options.out is not None:
+        options.out.write_text(text + "\n")
     left = figures["sessions_left"] or figures["tasks_left"] or figures["objects_left"] > options.opened / 100
     sys.exit(int(bool(figures["errors"] or left or figures["server_p99_ms"] > LIMIT_MS)))
 

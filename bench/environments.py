@@ -6,7 +6,8 @@ Three measurements, over the real run loop, core and journal, with a fake engine
   truncated at 0 and scaled down by 10. The figure is trained episodes a second between two updates in the middle of the
   run. It is compared with `lock_step`, in which all episodes wait for the slowest world after each turn, and with
   `ideal`, the real core under a virtual clock, where nothing but generation and worlds takes time. `lock_step` is given
-  a row for each episode. How much the staleness bound matters is shown by the ideal under other bounds.
+  a row for each episode. How much the staleness bound matters is shown by the ideal under other bounds. The run is made
+  twice: with the worlds in the driver, and with `--workers` worker processes that play them.
 - *Overhead of a turn.* Processor time of the loop's thread for each turn of that run, and the time that a turn of one
   episode alone takes in all, with a world that answers at once and an engine that does not sleep.
 - *Idle rows.* Worlds take ten times as long as a turn is decoded, and twelve episodes for each row are in flight: the
@@ -24,6 +25,7 @@ import heapq
 import json
 import math
 import os
+import pickle
 import platform
 import random
 import statistics
@@ -41,8 +43,11 @@ from stretto.core.controller import Controller
 from stretto.core.plan import Plan, resolve_plan
 from stretto.engines.fake import FakeSteppedEngine
 from stretto.engines.threaded import Failed, ThreadedEngine
+from stretto.environments.custom import EnvironmentSpec, close_environment, start_environment
 from stretto.environments.data import PromptStream, Row
-from stretto.environments.protocol import Policy
+from stretto.environments.episode_pool import EpisodePool, EpisodePoolOptions
+from stretto.environments.protocol import Environment, Policy
+from stretto.environments.worker_process import WorkerOptions
 from stretto.local.trainer import ThreadedTrainer
 from stretto.observe.metrics import JsonLines, Tally
 from stretto.observe.progress import Silent
@@ -115,17 +120,15 @@ class PacedEngine(FakeSteppedEngine):
 
 
 class SlowWorld:
-    """An environment of several turns. After each of them its world takes some time."""
+    """An environment of several turns. After each of them its world takes some time. Made with a `Setting`."""
 
-    def __init__(self, setting: Setting) -> None:
-        self._setting = setting
-        self.num_turns = 0
+    def __init__(self, tokenizer: Any, **setting: Any) -> None:
+        self._setting = Setting(**setting)
 
     async def episode(self, prompt: Prompt, policy: Policy) -> float:
         context, turn = list(prompt.tokens), None
         for number in range(self._setting.turns):
             turn = await policy.generate(context)
-            self.num_turns += 1
             context += [*turn.tokens.tolist(), 1]
             if (seconds := self._setting.world_s(turn.id, number)) > 0:
                 await asyncio.sleep(seconds)
@@ -151,23 +154,31 @@ class Mark:
 
     at: float
     thread_s: float  # of the loop
-    turns: int
     load: EngineStats
 
 
 class Marks(Silent):
     """Notes the state of a run at the end of each update."""
 
-    def __init__(self, world: SlowWorld, engine: ThreadedEngine) -> None:
-        self._world, self._engine = world, engine
+    def __init__(self, engine: ThreadedEngine) -> None:
+        self._engine = engine
         self.marks: list[Mark] = []
 
     def updated(self, line: Mapping[str, Any]) -> None:
         at, thread_s = time.perf_counter(), time.thread_time()
-        self.marks.append(Mark(at, thread_s, self._world.num_turns, self._engine.report()))
+        self.marks.append(Mark(at, thread_s, self._engine.report()))
 
 
-async def run(setting: Setting, folder: Path) -> list[Mark]:
+def environment_of(setting: Setting, workers: int) -> Environment:
+    """Returns the worlds of a setting: in this process, or played by so many others."""
+    spec = EnvironmentSpec("environments:SlowWorld", setting.turns + 1, asdict(setting))
+    if not workers:
+        return SlowWorld(None, **spec.config)
+    options = EpisodePoolOptions(spec, pickle.dumps(None), workers=workers)
+    return EpisodePool(options, WorkerOptions(print))
+
+
+async def run(setting: Setting, folder: Path, workers: int = 0) -> list[Mark]:
     """Runs to the last update, and verifies the run."""
     plan = setting.plan
     trainer = FakeTrainer()
@@ -176,10 +187,12 @@ async def run(setting: Setting, folder: Path) -> list[Mark]:
     rows = [Row(text=f"{number}+{number}=", columns={}) for number in range(64)]
     prompts = PromptStream(rows, Characters(), seed=0, max_prompt_tokens=16)
     sampling = Sampling(max_tokens=(setting.tokens + 1) * setting.turns)
-    world, engine = SlowWorld(setting), ThreadedEngine(lambda: PacedEngine(setting, setting.rows), name="paced")
-    observer = Marks(world, engine)
+    world = environment_of(setting, workers)
+    engine = ThreadedEngine(lambda: PacedEngine(setting, setting.rows), name="paced")
+    observer = Marks(engine)
     decode = lambda tokens: " ".join(map(str, tokens))  # noqa: E731
     try:
+        await start_environment(world)
         facts = RunFacts(
             plan.paradigm.name, plan.staleness, plan.auto, plan.batch, plan.group_size, plan.updates, seed=0,
             data_rows=prompts.num_rows, retries=plan.retries, filter_limit=0, order="shuffled", replay_groups=0,
@@ -202,6 +215,7 @@ async def run(setting: Setting, folder: Path) -> list[Mark]:
         journal.finished(stopped=False, at=time.time())
         await journal.durable()
     finally:
+        await close_environment(world)
         await engine.close()
         role.close()
         journal.close()
@@ -209,17 +223,17 @@ async def run(setting: Setting, folder: Path) -> list[Mark]:
     return observer.marks
 
 
-def measure(setting: Setting) -> dict[str, float]:
+def measure(setting: Setting, workers: int = 0) -> dict[str, float]:
     """A run of a setting, between the two updates of its window."""
     with tempfile.TemporaryDirectory() as folder:
-        marks = asyncio.run(run(setting, Path(folder)))
+        marks = asyncio.run(run(setting, Path(folder), workers))
     first, last = (marks[update] for update in setting.window)
-    seconds = last.at - first.at
+    seconds, num_turns = last.at - first.at, (last.load.tokens - first.load.tokens) / setting.tokens
     num_episodes = (setting.window[1] - setting.window[0]) * setting.batch * setting.group_size
     return {
         "episodes_per_s": num_episodes / seconds,
-        "turns_per_s": (last.turns - first.turns) / seconds,
-        "thread_ms_per_turn": 1e3 * (last.thread_s - first.thread_s) / (last.turns - first.turns),
+        "turns_per_s": num_turns / seconds,
+        "thread_ms_per_turn": 1e3 * (last.thread_s - first.thread_s) / num_turns,
         "step_ms": 1e3 * seconds / (last.load.steps - first.load.steps),
         "row_idle_share": 1.0 - (last.load.row_s - first.load.row_s) / (setting.rows * seconds),
         "seconds": seconds,
@@ -368,9 +382,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, help="where the figures go as JSON, such as bench/results/environments.json"
     )
+    parser.add_argument("--workers", type=int, default=1, help="processes of the second run (default: %(default)s)")
     options = parser.parse_args(arguments)
     setting, slow, turns = settings(quick=options.quick)
-    ours = measure(setting)
+    ours, in_workers = measure(setting), measure(setting, options.workers)
     locked, ideal = asyncio.run(lock_step(setting)), VirtualRun(setting).run()
     least = -(-setting.groups // setting.batch) - 1
     bounds = {bound: VirtualRun(replace(setting, staleness=bound)).run() for bound in (least, 2 * least, 4 * least)}
@@ -380,13 +395,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "against_lock_step": (ours["episodes_per_s"] / locked, ">=", LOCK_STEP_FLOOR),
         "against_its_closed_form": (ours["episodes_per_s"] / lock_step_closed_form(setting), ">=", LOCK_STEP_FLOOR),
         "against_ideal": (ours["episodes_per_s"] / ideal, ">=", IDEAL_FLOOR),
+        "workers_against_lock_step": (in_workers["episodes_per_s"] / locked, ">=", LOCK_STEP_FLOOR),
+        "workers_against_ideal": (in_workers["episodes_per_s"] / ideal, ">=", IDEAL_FLOOR),
         "turn_alone_ms": (alone_ms, "<", TURN_FLOOR_MS),
         "thread_ms_per_turn": (ours["thread_ms_per_turn"], "<", TURN_FLOOR_MS),
+        "workers_thread_ms_per_turn": (in_workers["thread_ms_per_turn"], "<", TURN_FLOOR_MS),
         "idle_freed_to_held": (idle["ratio"], "<", IDLE_FLOOR),
     }
     met = {name: got >= floor if sign == ">=" else got < floor for name, (got, sign, floor) in floors.items()}
     for name, (got, sign, floor) in floors.items():
-        print(f"{name:>24}: {got:7.3f}   floor {sign} {floor:g}   {'met' if met[name] else 'NOT met'}")
+        print(f"{name:>26}: {got:7.3f}   floor {sign} {floor:g}   {'met' if met[name] else 'NOT met'}")
     result = {
         "command": "python bench/environments.py" + (" --quick" if options.quick else ""),
         "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -394,7 +412,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "cores": os.cpu_count(), "python": platform.python_version(), "machine": platform.machine(),
             "load": os.getloadavg(),
         },
-        "setting": asdict(setting), "ours": ours, "lock_step_episodes_per_s": locked, "ideal_episodes_per_s": ideal,
+        "setting": asdict(setting), "ours": ours, "in_workers": {"workers": options.workers, **in_workers},
+        "lock_step_episodes_per_s": locked, "ideal_episodes_per_s": ideal,
         "lock_step_closed_form_episodes_per_s": lock_step_closed_form(setting),
         "ideal_against_closed_form_by_staleness": {
             bound: rate / lock_step_closed_form(setting) for bound, rate in bounds.items()

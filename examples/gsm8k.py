@@ -4,8 +4,8 @@ r"""Prepare GSM8K, 7,473 problems of school mathematics and 1,319 held out, as f
     python examples/gsm8k.py --from FOLDER       # from the published `train.jsonl` and `test.jsonl`
 
 Writes `data/gsm8k/train.jsonl` and `data/gsm8k/test.jsonl`. Each row has `messages`, the problem with the request to
-put the answer into `\boxed{}`, and `answer`, the number alone. `examples/math_reward.py` scores completions, and
-`recipes/gsm8k.toml` trains on the rows.
+put the answer into `\boxed{}`, and `answer`, the number alone. `recipes/gsm8k.toml` trains
+on the rows, and `stretto.environments.rewards.mathematics` scores completions.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """School mathematics with a Python tool: the model may run code before it answers. For `recipes/gsm8k-python.toml`.
 
-Code runs in a sandbox (`docs/security.md`). The reward is that of `examples/math_reward.py`, for the last message.
+Code runs in a sandbox (`docs/security.md`). The last message is scored by
+`stretto.environments.rewards.mathematics`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from examples.math_reward import reward
-
 from stretto.chat.policy import ChatPolicy
 from stretto.environments.chat_environment import ChatEnvironment
+from stretto.environments.rewards.mathematics import reward
 from stretto.environments.tools.python import python_tool
 
 CALLS = 3  # of the tool; `task.turns` is one more

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ def test_importing_it_imports_nothing_heavy_and_offers_every_name() -> None:
         f"heavy = {set(HEAVY)!r} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
         "assert set(stretto.__all__) <= set(dir(stretto))\n"
-        "recipe = stretto.load_recipe\n"
+        "assert stretto.load_recipe and stretto.Callback and stretto.train and stretto.open_run\n"
         "assert 'torch' not in sys.modules\n"
         "assert all(callable(getattr(stretto, name)) for name in stretto.__all__ if name[0] != '_')\n"
     )
@@ -48,14 +49,14 @@ def test_a_recipe_is_loaded_checked_trained_and_verified(tmp_path: Path, monkeyp
     }
     path.write_text(tomli_w.dumps(values))
     recipe = stretto.load_recipe(str(path), ["training.steps=1"])
-    assert "steps = 1" in stretto.check(recipe)
-    summary = stretto.train(recipe, str(tmp_path / "run"))
-    assert summary["steps"] == 1
-    assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
-    findings: list[Finding] = stretto.verify(tmp_path / "run")
+    assert "steps = 1" in str(stretto.check(recipe))
+    run = stretto.train(recipe, out=str(tmp_path / "run"), progress=False)
+    assert run.summary["steps"] == 1
+    assert run.summary == json.loads((tmp_path / "run" / "summary.json").read_text())
+    findings: Sequence[Finding] = stretto.verify(tmp_path / "run")
     assert all(finding.holds for finding in findings)
     with pytest.raises(stretto.StrettoError, match="is finished"):
-        stretto.train(recipe, tmp_path / "run", resume=True)
+        stretto.train(recipe, out=tmp_path / "run", resume=True)
     with pytest.raises(stretto.StrettoError, match="names `sideways`"):
         stretto.compare(path, folder=tmp_path / "compared", paradigms=["sideways"])
 

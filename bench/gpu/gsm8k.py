@@ -42,7 +42,7 @@ from stretto.recipe.schema import Recipe, load_recipe
 from stretto.types import Completion, Request, Sampling, Weights
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "gsm8k.toml"
-REWARD = "examples.math_reward:reward"
+REWARD = "stretto.environments.rewards.mathematics:reward"
 TRAIN = "import sys; from stretto.cli import main; sys.exit(main(sys.argv[1:]))"
 TEST_ROWS = 1_024  # that decode at once in the whole test
 MARGIN = 32  # tokens of context beyond the longest prompt and completion

@@ -41,7 +41,7 @@ import torch
 from bench.gpu.cells import Cell, Cells, add_options, from_options, read_cells
 from bench.gpu.problems import Problem, Score, load_reward, read_problems, score, write_tiny_model, write_tiny_problems
 
-REWARD = "examples.math_reward:reward"
+REWARD = "stretto.environments.rewards.mathematics:reward"
 SWEEP = "16:off,32:off,32:on,64:on"
 SWEEP_UPDATES = 2
 MARGIN = 16  # tokens of context beyond the longest prompt and completion

@@ -4,22 +4,27 @@ The same as the command line, from Python:
 
     import stretto
 
-    recipe = stretto.load_recipe("recipes/quickstart.toml", ["training.steps=20"])
-    print(stretto.check(recipe))
-    summary = stretto.train(recipe, "runs/short")
-    assert all(finding.holds for finding in stretto.verify("runs/short"))
+    print(stretto.check("recipes/quickstart.toml", {"training.steps": 20}))
+    run = stretto.train("recipes/quickstart.toml", {"training.steps": 20}, out="runs/short")
+    print(run.metrics(), run.samples(update=-1, min_reward=0.5))
+    assert run.verify().hold
 
 | name | does |
 |---|---|
+| `train` | runs a recipe, with a reward, an environment or rows of your own, and returns its `Run` |
+| `open_run` | opens the `Run` in a folder: running, stopped, killed or finished |
+| `Run` | a run: its outcome, metrics, samples and policy |
+| `compare_runs` | returns a table of runs: recipes, scores, speed |
+| `Callback` | the base class of callbacks |
+| `check` | does everything that `train` does before it builds a model, and reports the effective values |
 | `load_recipe` | reads and validates a recipe, with overrides |
-| `check` | does everything that `train` does before it builds a model, and returns the effective values as text |
-| `train` | runs a recipe in a new run folder, or resumes one, and returns its summary |
 | `verify` | proves the three laws from the journal of a run |
 | `compare` | runs one recipe under several paradigms and returns a row for each |
+| `Table` | the type of tables: rows, columns, a view for notebooks |
 | `StrettoError` | the base class of every error that Stretto raises on purpose |
 
-Everything else is internal and may change. `import stretto` imports none of the heavy packages: each name is imported
-when it is first used.
+`docs/python.md` explains them. Everything else is internal and may change. `import stretto` imports none of the heavy
+packages: each name is imported when it is first used.
 """
 
 from typing import TYPE_CHECKING
@@ -27,18 +32,26 @@ from typing import TYPE_CHECKING
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from stretto.assembly.check import check
+    from stretto.api.checking import check
+    from stretto.api.comparison import compare_runs
+    from stretto.api.runs import Run, open_run, verify
+    from stretto.api.tables import Table
+    from stretto.api.training import train
     from stretto.assembly.compare import compare
-    from stretto.assembly.train import train
+    from stretto.observe.listeners import Callback
     from stretto.recipe.schema import load_recipe
-    from stretto.store.verify import verify
 else:
     _MODULES = {
-        "check": "stretto.assembly.check",
+        "Callback": "stretto.observe.listeners",
+        "Run": "stretto.api.runs",
+        "Table": "stretto.api.tables",
+        "check": "stretto.api.checking",
         "compare": "stretto.assembly.compare",
-        "train": "stretto.assembly.train",
+        "compare_runs": "stretto.api.comparison",
         "load_recipe": "stretto.recipe.schema",
-        "verify": "stretto.store.verify",
+        "open_run": "stretto.api.runs",
+        "train": "stretto.api.training",
+        "verify": "stretto.api.runs",
     }
 
     def __getattr__(name):
@@ -54,6 +67,19 @@ else:
         return sorted({*globals(), *_MODULES})
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
-__all__ = ["StrettoError", "__version__", "check", "compare", "load_recipe", "train", "verify"]
+__all__ = [
+    "Callback",
+    "Run",
+    "StrettoError",
+    "Table",
+    "__version__",
+    "check",
+    "compare",
+    "compare_runs",
+    "load_recipe",
+    "open_run",
+    "train",
+    "verify",
+]

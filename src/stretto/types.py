@@ -319,6 +319,7 @@ class Batch:
     versions: Mapping[int, Weights | WeightsRef] = field(default_factory=dict)
     micro_tokens: int | None = None  # most tokens of a micro-batch; None: those that the trainer was made with
     skips: bool = True  # sequences without a gradient are not computed; false for updates of runs from before that
+    reports_tokens: bool = False  # the report has what was computed for each token
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +332,18 @@ class UpdateReport:
     mismatch_tokens: int
     seconds: float
     advantages: str | None = None  # digest of the advantages; None: the trainer computes none
+    tokens: Sequence[TokenReport] = ()  # of samples that were computed, if the batch asks for them
+
+
+@dataclass(frozen=True, slots=True)
+class TokenReport:
+    """What a trainer computed for the sampled tokens of one sample, in order; for people who look at a run."""
+
+    position: int  # of the sample in the batch
+    logprobs: NDArray[np.float32]  # [n], of the policy as the update began
+    ratios: NDArray[np.float32]  # [n], of the objective: the policy in training over its anchor
+    advantages: NDArray[np.float32]  # [n]
+    gradients: NDArray[np.float32]  # [n], of the loss by the log-probability; 0: clipped or masked
 
 
 Moment = Literal["before", "during", "after"]
@@ -347,6 +360,20 @@ class HeldOutScore:
     num_scored: int
     num_failed: int
     mean_tokens: float  # of the completions that there are, scored or not
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutAnswer:
+    """One answer of an evaluation: what was generated for a held-out prompt, and its reward or why it has none."""
+
+    index: int  # of the prompt among those held out
+    prompt: Prompt
+    greedy: bool  # at temperature 0, beside an answer at the evaluation's temperature
+    lineages: tuple[Lineage, ...]  # none if it failed before its first token
+    texts: tuple[str, ...]  # one a lineage
+    contexts: tuple[str | None, ...]  # one a lineage; None: it begins with the prompt
+    reward: float | None
+    error: str | None
 
 
 @dataclass(frozen=True, slots=True)

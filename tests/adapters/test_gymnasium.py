@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_cases import assert_verifies, rows, run
-from world_cases import TOKENIZER, chat_prompt, plain_prompt, play
+from chat_cases import ScriptedPolicy
+from world_cases import TOKENIZER, chat_prompt, plain_prompt, play, trained_in_worlds
 
 from stretto.environments.adapters.gymnasium import GymnasiumEnvironment, plain
 from stretto.environments.custom import EnvironmentSpec, load_environment
 from stretto.environments.protocol import Outcome
 from stretto.errors import RecipeError, RewardError, RoomError
-from stretto.recipe.schema import load_recipe
 
 gymnasium = pytest.importorskip("gymnasium")
 
@@ -24,8 +23,11 @@ MOVES = ["left", "down", "right", "up"]
 
 MINE = '''
 import string
+import threading
 
 import gymnasium
+
+everyone = threading.Barrier(40)
 
 
 class Vowels(gymnasium.Env):
@@ -52,6 +54,11 @@ gymnasium.register("Vowels-v0", entry_point=Vowels)
 
 def observe(env, observation, info):
     return "You have {}, the dealer shows {}.".format(*observation)
+
+
+def meet(env, text):
+    everyone.wait(timeout=30)
+    return text
 
 
 def act(env, text):
@@ -113,6 +120,19 @@ def test_text_needs_no_function_and_a_prompt_of_plain_text_no_template() -> None
 
 
 @pytest.mark.usefixtures("mine")
+def test_environments_that_wait_do_so_together_whatever_the_number_of_cores() -> None:
+    made = GymnasiumEnvironment(TOKENIZER, id="my_worlds:Vowels-v0", turns=1, act="my_worlds:meet")
+
+    async def episodes() -> list[Outcome]:
+        prompts = [plain_prompt("Say vowels.", seed=seed) for seed in range(40)]
+        return await asyncio.gather(*(made.episode(each, ScriptedPolicy(TOKENIZER, "a")) for each in prompts))
+
+    assert asyncio.run(episodes()) == [Outcome((0.125,))] * 40
+    with pytest.raises(RecipeError, match=r"`task.config.threads = 0`"):
+        GymnasiumEnvironment(TOKENIZER, id="my_worlds:Vowels-v0", turns=1, threads=0)
+
+
+@pytest.mark.usefixtures("mine")
 def test_an_environment_that_raises_fails_its_episode() -> None:
     made = GymnasiumEnvironment(TOKENIZER, id="my_worlds:Vowels-v0", turns=3)
     with pytest.raises(RewardError, match="OSError: the disk is full"):
@@ -146,43 +166,9 @@ def test_highlighted_text_of_a_terminal_stands_in_brackets() -> None:
 
 @pytest.mark.usefixtures("mine")
 def test_a_run_trains_in_a_world_of_gymnasium_and_verifies(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "worlds.jsonl").write_text(
-        "\n".join(json.dumps({"prompt": "Say vowels.", "seed": seed}) for seed in range(8))
-    )
-    path = tmp_path / "vowels.toml"
-    path.write_text(
-        f"""
-        seed = 5
-        [model]
-        path = "{model}"
-        lora = {{ rank = 4 }}
-        [task]
-        type = "environment"
-        path = "worlds.jsonl"
-        environment = "stretto.environments.adapters.gymnasium:GymnasiumEnvironment"
-        turns = 3
-        config = {{ id = "my_worlds:Vowels-v0" }}
-        [rollout]
-        prompts = 2
-        group = 4
-        max_tokens = 90
-        stop = ["a", "e", "i", "o", "u", "1", "2", "3", "4"]
-        [algorithm]
-        turns = {{}}
-        [training]
-        steps = 2
-        learning_rate = 1e-3
-        [evaluation]
-        prompts = 0
-        [runtime]
-        device = "cpu"
-        engine_threads = 1
-        trainer_threads = 1
-        stall_seconds = 60.0
-        """
-    )
-    summary = run(load_recipe(path), tmp_path / "run")
-    assert summary["trained_trajectories"] == 16
-    assert_verifies(tmp_path / "run")
-    earned = list(rows(tmp_path / "run", "SELECT turn_rewards FROM trajectories"))
-    assert any(rewards is not None for (rewards,) in earned)
+    earned = trained_in_worlds(
+        tmp_path, model, [{"prompt": "Say vowels.", "seed": seed} for seed in range(8)],
+        environment="stretto.environments.adapters.gymnasium:GymnasiumEnvironment", turns=3,
+        config={"id": "my_worlds:Vowels-v0"},
+    )  # fmt: skip
+    assert any(rewards is not None for rewards in earned)

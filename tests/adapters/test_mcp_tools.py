@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_cases import ScriptedPolicy
-from world_cases import TOKENIZER, chat_prompt
+from run_cases import rows
+from transformers import AutoTokenizer
+from world_cases import TOKENIZER, chat_prompt, trained_in_worlds
 
 from stretto.environments.adapters.mcp_tools import McpEnvironment
 from stretto.errors import RecipeError, RewardError
@@ -135,3 +139,31 @@ def test_a_server_that_does_not_start_is_refused_before_the_run(
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(RecipeError, match=r"pip install 'stretto\[mcp\]'"):
         Sums(TOKENIZER, command=command)
+
+
+def test_a_run_trains_with_the_tools_of_a_server_and_verifies(
+    command: list[str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tiny model calls nothing: the environment calls a tool for it, and the model reads the result."""
+    code = """
+        from stretto.environments.adapters.mcp_tools import McpEnvironment
+
+        class Counts(McpEnvironment):
+            async def play(self, row, chat):
+                found = await self.tools[0].call({"a": 40, "b": 2})
+                answer = await chat.chat([*row["messages"], {"role": "user", "content": found}])
+                return float(len(answer.content) % 2) + (found == "42")
+    """
+    (tmp_path / "counts.py").write_text(textwrap.dedent(code))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shutil.copytree(model, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    data = [{"messages": [{"role": "user", "content": f"{number} and"}]} for number in range(8)]
+    trained_in_worlds(
+        tmp_path, tmp_path / "model", data, environment="counts:Counts", turns=2,
+        config={"command": command, "only": ["add"]},
+    )  # fmt: skip
+    rewards = [reward for (reward,) in rows(tmp_path / "run", "SELECT reward FROM trajectories")]
+    assert set(rewards) <= {1.0, 2.0}, "the tool was called in every episode"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from chat_cases import ScriptedPolicy
-from world_cases import TOKENIZER, chat_prompt, play
+from world_cases import TOKENIZER, chat_prompt, play, trained_in_worlds
 
 from stretto.environments.adapters.openenv import OpenEnvEnvironment
 from stretto.environments.protocol import Outcome
@@ -158,6 +158,15 @@ def test_what_cannot_work_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "openenv", None)
     with pytest.raises(RecipeError, match=r"pip install 'stretto\[openenv\]'"):
         made(url)
+
+
+def test_a_run_trains_on_a_server_and_verifies(url: str, model: Path, tmp_path: Path) -> None:
+    earned = trained_in_worlds(
+        tmp_path, model, [{"prompt": "A number?", "seed": seed} for seed in range(8)], workers=1,
+        environment="stretto.environments.adapters.openenv:OpenEnvEnvironment", turns=2,
+        config={"url": url, "action": "text", "observation": "hint", "sessions": 2},
+    )  # fmt: skip
+    assert any(rewards is not None for rewards in earned)
 
 
 def test_a_server_that_ends_fails_the_episode(url: str) -> None:

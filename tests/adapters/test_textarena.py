@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_cases import ScriptedPolicy
-from world_cases import TOKENIZER, chat_prompt, play
+from world_cases import TOKENIZER, chat_prompt, play, trained_in_worlds
 
 from stretto.environments.adapters.textarena import TextArenaEnvironment, random_move
 from stretto.environments.protocol import Outcome
@@ -121,3 +121,12 @@ def test_a_random_opponent_needs_a_list_of_moves() -> None:
     assert random_move("Valid moves: [a1]\nlater\nAvailable Moves: '[b2]'") == "[b2]"
     with pytest.raises(RewardError, match="does not list them"):
         random_move("Your move?")
+
+
+def test_a_run_trains_in_a_game_and_verifies(model: Path, tmp_path: Path) -> None:
+    earned = trained_in_worlds(
+        tmp_path, model, [{"prompt": "Play.", "seed": seed} for seed in range(8)], max_tokens=1_200,
+        environment="stretto.environments.adapters.textarena:TextArenaEnvironment", turns=2,
+        config={"id": "TicTacToe-v0", "opponent": "random"},
+    )  # fmt: skip
+    assert any(rewards is not None for rewards in earned)

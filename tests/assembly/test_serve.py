@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stretto.assembly.serve import PolicyFolder, ServeOptions, load
 from stretto.cli import main
-from stretto.errors import RunError
+from stretto.errors import ModelError, RunError
 from stretto.models.lora import inject_lora, lora_tensors, write_adapter
 from stretto.models.lora_options import LoraOptions
 from stretto.serve.http import Endpoint
@@ -121,7 +121,7 @@ def test_folders_without_a_policy_are_refused(tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(RunError, match="holds no policy"):
         PolicyFolder.find(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(RunError, match="no configuration of an adapter"):
+    with pytest.raises(ModelError, match="no configuration of an adapter"):
         PolicyFolder.find(tmp_path)
     (tmp_path / "key").write_text("short")
     for arguments in (["--port", "70000"], ["--rows", "0"], ["--key-file", str(tmp_path / "key")]):

@@ -154,6 +154,6 @@ def test_instances_on_a_cluster_play_the_same_episodes(model: Path, tmp_path: Pa
 
 
 def test_check_makes_the_environment_and_says_who_plays(model: Path, tmp_path: Path) -> None:
-    assert "episodes of up to 3 turns played by `our_environments:Letters`" in check(talking(model, tmp_path))
+    assert "episodes of up to 3 turns played by `our_environments:Letters`" in str(check(talking(model, tmp_path)))
     with pytest.raises(RecipeError, match=r"`task.config = \{'nothing': 1\}`"):
         check(talking(model, tmp_path, "task.config.nothing=1"))

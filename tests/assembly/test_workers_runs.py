@@ -146,6 +146,6 @@ def test_the_limits_that_episodes_reach_are_in_the_journal_and_in_the_metrics(mo
 
 
 def test_check_starts_one_worker_and_says_what_it_found(model: Path, tmp_path: Path) -> None:
-    said = check(talking(model, tmp_path, "task.workers=2"))
+    said = str(check(talking(model, tmp_path, "task.workers=2")))
     assert "played by `worker_environments:Letters` in 2 worker processes (one starts in " in said
-    assert "in the driver's process" in check(talking(model, tmp_path, "task.workers=0"))
+    assert "in the driver's process" in str(check(talking(model, tmp_path, "task.workers=0")))

@@ -25,12 +25,16 @@ def environments() -> ModuleType:
     return module
 
 
-def test_the_quick_bench_measures_everything(environments: ModuleType, tmp_path: Path) -> None:
+def test_the_quick_bench_measures_everything(
+    environments: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(PROGRAM.parent))  # its worker processes import it from there
     before = environments.rollout_runner.WORLD_S
     assert environments.main(["--quick", "--out", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     assert set(found["floors"]) == {
-        "against_lock_step", "against_its_closed_form", "against_ideal", "turn_alone_ms", "thread_ms_per_turn",
+        "against_lock_step", "against_its_closed_form", "against_ideal", "workers_against_lock_step",
+        "workers_against_ideal", "turn_alone_ms", "thread_ms_per_turn", "workers_thread_ms_per_turn",
         "idle_freed_to_held",
     }  # fmt: skip
     assert all(floor["got"] > 0 for floor in found["floors"].values())

@@ -63,6 +63,7 @@ class Laws:
 
     def __init__(self, plan: Plan, boxes: list[int], odds: Odds, seed: int) -> None:
         self.plan, self.odds, self.rng = plan, odds, random.Random(seed)
+        self.oldest, self.most_outstanding = plan.staleness, plan.in_flight  # of all plans that the run has had
         self.controller = Controller(plan)
         self.boxes: dict[int, Box] = {}
         self.layout = boxes
@@ -257,13 +258,13 @@ class Laws:
         groups = {self.pieces[each].group for each in command.trajectories}
         assert len(groups) == self.plan.batch
         assert groups <= self.outstanding
-        if self.plan.staleness == 0 and not self.plan.filter_limit:
+        if self.oldest == 0 and not self.plan.filter_limit:
             assert groups == set(list(self.finishing)[: self.plan.batch]), "the first to finish win"
         for group in groups:
             del self.finishing[group]
             version, deadline = self.groups[group]
             assert command.update <= deadline, "law 3"
-            assert command.update - version <= self.plan.staleness, "law 3"
+            assert command.update - version <= self.oldest, "law 3"
             alive = [each for each in self.members[group] if each not in self.ended]
             assert alive == [each for each in command.trajectories if self.pieces[each].group == group]
             for each in self.members[group]:
@@ -400,7 +401,7 @@ class Laws:
         if self.plan.paradigm.bounded_by == "deadlines":
             for count, deadline in enumerate(deadlines, 1):
                 assert count <= self.plan.batch * (deadline - self.next_update + 1), "the deadline invariant"
-        assert len(deadlines) <= self.plan.in_flight
+        assert len(deadlines) <= self.most_outstanding
         assert self.finishing.keys() == self.controller.ledger.finished.keys() or self.rescoring or self.stopping
         net = len(self.groups) - self.replaced_groups - self.dropped_groups - self.filtered_groups
         assert net <= self.plan.updates * self.plan.batch + self.plan.reserve_groups

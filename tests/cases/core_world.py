@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from core_laws import Box, Laws
 from core_record import record
 
 from stretto.core import messages as m
 from stretto.core.controller import Controller
+from stretto.core.plan import Plan
 from stretto.core.spreading import GroupCosts
 
 
@@ -60,6 +63,9 @@ class World(Laws):
             return
         if rng.random() < odds.load_sample:
             self.sample_load()
+            return
+        if odds.turn and rng.random() < 0.05:
+            self.report_again()
             return
         if self.plan.auto and rng.random() < 0.1:
             self.send(m.Measured(rng.uniform(0, 20), rng.uniform(0, 4)))
@@ -140,6 +146,20 @@ class World(Laws):
         trajectory = self.rng.choice(ids)
         self.pieces[trajectory].state = "running"
         self.send(m.TurnAsked(trajectory))
+
+    def report_again(self) -> None:
+        """A report of a turn that says what is known, or that comes after the end of generation, changes nothing."""
+        known = {"running": [m.TurnAsked], "between": [m.TurnEnded], "waiting": [m.TurnEnded, m.TurnAsked]}
+        known |= {state: [m.TurnEnded, m.TurnAsked] for state in ("scoring", "scored")}
+        pieces = [id for id, piece in self.pieces.items() if piece.state in known]
+        if self.plan.paradigm.at_limit == "drop":
+            pieces += [id for id, how in self.ended.items() if how == "dropped"]
+        if pieces:
+            id = self.rng.choice(pieces)
+            state = self.pieces[id].state if id in self.pieces else "scored"
+            before = record(self.controller)
+            assert self.send(self.rng.choice(known[state])(id)) == []
+            assert record(self.controller) == before
 
     def end_before(self, ids: list[int]) -> None:
         """A trajectory that waits for a place had ended, or failed, before it was suspended."""
@@ -227,10 +247,18 @@ class World(Laws):
             self.evaluating = None
         self.send(m.Lost(box))
 
+    def change(self, plan: Plan) -> None:
+        """Gives the run another plan, as a new phase does. It holds from the next restore on."""
+        self.plan = plan
+        self.oldest = max(self.oldest, plan.staleness)
+        self.most_outstanding = max(self.most_outstanding, plan.in_flight)
+
     def restore(self) -> None:
         snapshot = record(self.controller)
         self.controller = Controller.restore(self.plan, snapshot)
-        assert record(self.controller) == snapshot
+        assert record(self.controller) == replace(snapshot, staleness=self.controller.staleness)
+        if not self.plan.auto:
+            assert self.controller.staleness == self.plan.staleness
         self.boxes.clear()
         if self.evaluating:
             self.evaluated.remove(self.evaluating[1])  # it is made again

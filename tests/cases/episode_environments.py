@@ -57,6 +57,7 @@ class Talks:
             case "wait" | "report":
                 await asyncio.sleep(3600)
             case "stubborn":
+                asyncio.get_running_loop().call_later(0.05, lambda: print("is stubborn", flush=True))
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.sleep(3600)
                 await asyncio.sleep(3600)
@@ -68,7 +69,8 @@ class Talks:
                 await asyncio.sleep(0.05)
             case "hog":
                 HELD.append(bytearray(os.urandom(1) * (256 << 20)))
-                await asyncio.sleep(3600)
+                while True:  # the pool sees its memory in the middle of a step
+                    await asyncio.sleep(0)
             case "flood":
                 for line in range(20_000):
                     print(f"line {line} " + "x" * 80)
@@ -85,6 +87,17 @@ class Talks:
                 await asyncio.gather(turn, return_exceptions=True)
             case "letters":
                 await policy.generate(["a"])  # type: ignore[list-item]
+            case "huge":
+                await policy.generate(range(5_000_000))
+            case "hanging tools":
+                from stretto.chat.tools import make_tool
+
+                def sleeps() -> str:
+                    time.sleep(3600)
+                    return ""
+
+                tools = [make_tool(sleeps, seconds=0.01) for _ in range(32)]
+                await asyncio.gather(*(each.call({}) for each in tools))
             case "large token":
                 await policy.generate([1 << 40])
             case "killed":
@@ -98,6 +111,8 @@ class Talks:
                 policy.spend(2.0, "two calls")
                 with contextlib.suppress(BudgetError):
                     policy.spend(2.0, "two more")
+            case "spend meanwhile":
+                asyncio.get_running_loop().call_soon(policy.spend, 1.0, "while it waits for its turn")
             case "overspend":
                 policy.spend(10.0, "all of it")
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import stretto.assembly.compare
 from stretto.assembly import export
-from stretto.cli import COMMANDS, _StandardError, main
+from stretto.cli import COMMANDS, _StandardError, main, make_parser
+from stretto.cli.arguments import log_level, verbosity
 from stretto.errors import RunError
 from stretto.recipe.schema import load_recipe
 from stretto.store.lock import Lock
@@ -273,7 +274,7 @@ def test_the_policy_of_the_tiny_model_travels_with_its_base_and_says_how_it_was_
 
 
 def test_the_readme_of_a_policy_says_where_its_paths_are_seen_from(recipe: Path) -> None:
-    said = export._readme(Path("runs/mine/policy"), load_recipe(recipe, []), templated=False, with_base=True)
+    said = export.readme(Path("runs/mine/policy"), base="tiny", templated=False, with_base=True)
     assert f"as seen from `{Path.cwd()}`" in said
 
 
@@ -577,3 +578,71 @@ class _Records(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.seen.append(record.getMessage())
+
+
+@pytest.mark.parametrize(
+    ("words", "level"),
+    [
+        ([], "warning"),
+        (["-v"], "info"),
+        (["-vv"], "debug"),
+        (["-q"], "error"),
+        (["--log-level", "info"], "info"),
+    ],
+)
+def test_each_command_takes_how_much_it_says(words: list[str], level: str) -> None:
+    for name in COMMANDS:
+        arguments = {"list": [], "doctor": [], "completion": ["bash"], "pool": ["RUN", "--list"]}.get(name, ["X"])
+        options, _ = make_parser().parse_known_args([name, *arguments, *words])
+        assert log_level(options) == level
+        again, _ = make_parser().parse_known_args([name, *arguments, *verbosity(options)])
+        assert log_level(again) == level
+
+
+def test_quiet_and_verbose_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["list", "-q", "-v"])
+    assert "not allowed with" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("clean_logging")
+def test_a_quiet_run_prints_nothing_and_its_log_has_everything(
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--set", "training.steps=1", "--set", "rollout.prompts=2", "--set", "evaluation.prompts=2"]
+    run = tmp_path / "run"
+    assert main(["train", str(recipe), *small, "--set", "rollout.max_tokens=8", "--out", str(run), "-q"]) == 0
+    assert capfd.readouterr() == ("", "")
+    log = (run / "run.log").read_text(encoding="utf-8")
+    assert "INFO 1 of 1 updates done" in log
+    assert "INFO evaluation of version 1" in log
+
+
+@pytest.fixture
+def clean_logging() -> Iterator[None]:
+    """The logging of a process that has just begun."""
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    root.handlers[:] = []
+    yield
+    root.handlers[:] = before
+    root.setLevel(level)
+
+
+def test_a_tracker_that_hangs_keeps_neither_the_run_nor_its_process(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "hanging.py").write_text(
+        "import atexit, time\n"
+        "class Hangs:\n"
+        "    def __init__(self): atexit.register(time.sleep, 600)\n"
+        "    def on_update(self, line): time.sleep(600)\n"
+    )
+    overrides = ["training.steps=1", "rollout.prompts=2", "evaluation.prompts=0", "rollout.max_tokens=8"]
+    overrides += ['observe.sinks=["hanging:Hangs"]', "observe.flush_seconds=0.5"]
+    words = [each for override in overrides for each in ("--set", override)]
+    done = subprocess.run(
+        [sys.executable, "-m", "stretto", "train", str(recipe), *words, "--out", "run"],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "the tracker `hanging:Hangs` was not done 0.5 s after the run; it is abandoned" in done.stderr
+    assert "the trained policy is in run/policy" in done.stdout

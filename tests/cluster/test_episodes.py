@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import ray
 from episode_cases import FOLDER, Game, play_all, played_here
 from ray_cases import small_cluster
 
-from stretto.cluster.episodes import EpisodeOptions, RayEpisodes
+from stretto.cluster import actor_calls
+from stretto.cluster.actor_calls import ActorCalls, CallServer
+from stretto.cluster.episodes import EpisodeActor, EpisodeOptions, RayEpisodes
 from stretto.environments.custom import EnvironmentSpec
 from stretto.environments.episode_pool import EpisodePoolOptions
 from stretto.environments.protocol import Outcome
@@ -30,11 +33,69 @@ def _environments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FOLDER)
 
 
-def episodes(name: str = "Talks", said: list[str] | None = None, **options: Any) -> RayEpisodes:
+def options_of(name: str = "Talks") -> EpisodeOptions:
     spec = EnvironmentSpec(f"episode_environments:{name}", 4, {}, 4)
-    pool = EpisodePoolOptions(spec, pickle.dumps(None), **{"workers": 1, "hang_s": 60.0, **options})
-    heard = said if said is not None else []
-    return RayEpisodes(EpisodeOptions(pool, FOLDER), said=heard.append, instance_seconds=20.0)
+    return EpisodeOptions(EpisodePoolOptions(spec, pickle.dumps(None), workers=1, hang_s=60.0), FOLDER)
+
+
+def episodes(name: str = "Talks") -> RayEpisodes:
+    return RayEpisodes(options_of(name), said=lambda line: None, instance_seconds=20.0)
+
+
+class Here:
+    """An actor in this process: its methods as Ray has them."""
+
+    def __init__(self, server: CallServer) -> None:
+        async def deliver(messages: Any) -> None:
+            server.deliver(messages)
+
+        self.deliver = type("Method", (), {"remote": staticmethod(deliver)})
+        self.collect = type("Method", (), {"remote": staticmethod(server.collect)})
+
+
+@asynccontextmanager
+async def played_by_an_actor_here(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[RayEpisodes, CallServer]]:
+    """Episodes of an actor that runs in this process, and its side of the calls."""
+    monkeypatch.setattr(actor_calls, "kill", lambda actor: None)
+    actor = EpisodeActor(options_of(), FOLDER, 5.0)
+    pool, handlers = actor.make_pool()
+    await pool.start()
+    server = CallServer(handlers, status=lambda: None, report_s=5.0, idle_s=5.0)
+    environment = episodes()
+    remote = environment._host._remote = ActorCalls(Here(server), "the actor", deadline_s=20.0)
+    try:
+        yield environment, server
+    finally:
+        await remote.close()
+        await pool.close()
+
+
+def test_an_episode_may_spend_while_it_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with played_by_an_actor_here(monkeypatch) as (environment, _):
+            game = Game(0, "spend meanwhile", budget=3.0)
+            assert isinstance(await game.play(environment), Outcome)
+            assert game.episode.spending.spent == 1.0
+
+    asyncio.run(run())
+
+
+def test_an_episode_that_is_cancelled_leaves_no_call_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with played_by_an_actor_here(monkeypatch) as (environment, server):
+            games = [Game(number, "wait") for number in range(3)]
+            pending = asyncio.ensure_future(play_all(environment, games))
+            while any(not game.turns.done for game in games):
+                await asyncio.sleep(0.02)
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
+            remote = environment._host._remote
+            assert remote is not None
+            async with asyncio.timeout(20):
+                while server._tasks or remote._pending:
+                    await asyncio.sleep(0.02)
+
+    asyncio.run(run())
 
 
 def test_episodes_on_the_cluster_are_those_of_the_driver_and_a_lost_actor_costs_no_turn() -> None:

@@ -5,6 +5,8 @@ More schedules: `pytest tests/core --hypothesis-profile=thorough`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from core_laws import Odds
 from core_world import World
 from hypothesis import HealthCheck, given, settings
@@ -95,6 +97,35 @@ def test_a_run_that_was_stopped_goes_on_from_its_snapshot_to_the_same_end(world:
     if not world.finished:
         return
     world.finished, world.stopping = None, False
+    world.restore()
+    world.run()
+    assert world.finished is False
+
+
+@many
+@given(world=worlds(), stop_after=st.integers(1, 200), data=st.data())
+def test_a_run_that_was_stopped_goes_on_with_another_bound_and_more_updates(
+    world: World, stop_after: int, data: st.DataObject
+) -> None:
+    world.run(stop_after)
+    if not world.finished:
+        return
+    world.finished, world.stopping = None, False
+    plan, row = world.plan, world.plan.paradigm
+    if plan.reserve_groups or plan.reserve_members:
+        return
+    staleness = plan.staleness
+    if row.staleness is None:
+        staleness = data.draw(st.integers(1 if plan.replay_groups else 0, 8))
+    most = plan.batch if row.one_batch else (staleness + 1) * plan.batch
+    world.change(
+        replace(
+            plan,
+            staleness=staleness,
+            in_flight=data.draw(st.integers(plan.batch, most)),
+            updates=plan.updates + data.draw(st.integers(0, 4)),
+        )
+    )
     world.restore()
     world.run()
     assert world.finished is False

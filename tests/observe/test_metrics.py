@@ -228,7 +228,9 @@ def test_rewards_that_are_always_equal_are_told_in_every_line_once_in_a_warning_
 
     lines, table = run(2, 2, 2, 2)
     assert [len(line["warnings"]) for line in lines] == [0, 0, 1, 0]
-    assert "no reward has trained anything so far" in lines[2]["warnings"][0]
+    assert "no reward trains anything: in every group all rewards are equal" in lines[2]["warnings"][0]
+    assert [line["not_learning"] for line in lines] == [[], [], ["no-signal"], ["no-signal"]]
+    assert "not learning (no-signal)" in table
     assert all("no signal: the rewards of every group are equal" in describe_update(line, 4) for line in lines)
     assert "all of 4: the rewards trained nothing" in table
     assert "8, their rewards were equal" in table

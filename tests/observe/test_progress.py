@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -96,3 +97,11 @@ def test_what_the_trainer_waited_for_is_told_whole(make: type[Plain] | type[Term
     observer.updated({**LINE, "trainer_waited_for": f"{waited}; and 9 more"})
     observer.close()
     assert f"trainer idle 4 s: {waited}; and 9 more" in " ".join(out.getvalue().split())
+
+
+def test_the_record_of_a_status_is_json_and_does_not_grow_with_the_instances() -> None:
+    many = replace(STATUS, loads=list(STATUS.loads) * 1_000, instances=range(1_000), training=1)
+    record = json.loads(json.dumps(many.record()))
+    assert (record["running"], record["num_instances"], len(record["instances"])) == (8_000, 1_000, 64)
+    assert (record["versions"], record["training"], record["waits"]) == ({"1": 3, "2": 5}, 1, list(STATUS.waits))
+    assert len(json.dumps(record)) < 8_192

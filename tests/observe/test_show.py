@@ -194,7 +194,34 @@ def test_the_overview_counts_what_was_used_again_and_what_was_filtered(run_folde
     assert "trajectory 1: reward 1.0000, version 0, age 1, 6 tokens, stop, use 1" in render(show(run_folder, update=1))
 
 
+def test_turns_and_tools_are_told_apart_from_what_was_observed(tmp_path):
+    record_lineages(tmp_path)
+    words = ['<tool_call>{"name": "add", "arguments": {}}</tool_call><|im_end|>', "\n", "[4]", "It is 4."]
+    text = render(show(tmp_path, update=0, decode=lambda tokens: "".join(words[token] for token in tokens)))
+    lines = [line.strip() for line in text.splitlines()]
+    start = lines.index("lineage 0: 2 tokens in 2 turns, stop")
+    assert lines[start + 1 : start + 8] == [
+        *("turn 0, calls `add`:", words[0], "observed:", "[4]", "turn 3:", "It is 4."),
+        "lineage 1: 4 tokens, length, not trained",
+    ]
+    assert "turn 2, calls `add`:" in lines
+
+
 def test_lineages_are_told_apart(tmp_path):
+    record_lineages(tmp_path)
+    text = render(show(tmp_path, update=0))
+    assert "update 0: 1 of 1 samples, mean reward 1.0000" in text
+    assert "trajectory 0: reward 1.0000, version 0, age 0, 10 tokens in 4 turns, 3 lineages" in text
+    lines = [line.strip() for line in text.splitlines()]
+    start = lines.index("lineage 0: 2 tokens in 2 turns, stop")
+    assert lines[start + 1 :] == [
+        *("the answer", "lineage 1: 4 tokens, length, not trained", "context:", "name it:", "completion:", "a title"),
+        *("lineage 2: 4 tokens, stop", "context:", "you are [an agent]:", "completion:", "the agent's"),
+    ]
+
+
+def record_lineages(tmp_path):
+    """A trajectory of four turns in three lineages."""
     logprobs = np.zeros(4, np.float32)
     with Journal.open(tmp_path / JOURNAL_NAME) as journal:
         journal.begin(RunFacts("synchronous", 0, False, 1, 1, 1, 0, 9, 0), at=1.0)
@@ -220,12 +247,3 @@ def test_lineages_are_told_apart(tmp_path):
         journal.generated(0, lineages, texts, at=1.0, contexts=contexts)
         journal.scored(0, 1.0, at=1.0)
         journal.batch_taken(0, [0, 0], at=1.0, lineages=[0, 2])
-    text = render(show(tmp_path, update=0))
-    assert "update 0: 1 of 1 samples, mean reward 1.0000" in text
-    assert "trajectory 0: reward 1.0000, version 0, age 0, 10 tokens in 4 turns, 3 lineages" in text
-    lines = [line.strip() for line in text.splitlines()]
-    start = lines.index("lineage 0: 2 tokens in 2 turns, stop")
-    assert lines[start + 1 :] == [
-        *("the answer", "lineage 1: 4 tokens, length, not trained", "context:", "name it:", "completion:", "a title"),
-        *("lineage 2: 4 tokens, stop", "context:", "you are [an agent]:", "completion:", "the agent's"),
-    ]

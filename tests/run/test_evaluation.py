@@ -24,8 +24,8 @@ from stretto.errors import (
 from stretto.run.evaluation import PRIORITY, Evaluator
 from stretto.run.first_reward import FirstReward
 from stretto.store.journal import Journal, JournalReader
-from stretto.store.schema import RunFacts
-from stretto.types import Completion, EvaluationResult, HeldOutScore, Prompt, Request, Sampling
+from stretto.store.schema import RunFacts, opened_readonly
+from stretto.types import Completion, EvaluationResult, HeldOutAnswer, HeldOutScore, Prompt, Request, Sampling
 
 
 class Characters:
@@ -118,6 +118,49 @@ def test_what_failed_is_neither_in_the_score_nor_in_the_lengths(tmp_path: Path) 
     assert result.score == pytest.approx((1.0 + 0.5) / 2)
     assert result.mean_tokens == 10.0, "a request that failed is no completion of 0 tokens"
     assert recorded == [(4, "during", result.score, 2)]
+
+
+def test_the_journal_keeps_the_answers_with_their_texts_rewards_and_errors(tmp_path: Path) -> None:
+    def trouble(request: Request) -> None:
+        if request.id == -2:
+            raise RequestError("too long")
+
+    result, _, _ = evaluate(tmp_path, trouble=trouble, greedy=True, decode=lambda tokens: f"text of {len(tokens)}")
+    with opened_readonly(tmp_path / "4.sqlite") as db:
+        columns = "prompt_index, greedy, reward, error, text, num_sampled, length(tokens) / 4"
+        rows = db.execute(f"SELECT {columns} FROM answers ORDER BY 2, 1").fetchall()
+        prompts = db.execute("SELECT prompt_index, prompt_text FROM held_out ORDER BY 1").fetchall()
+    assert prompts == [(number, f"{number}+{number}=") for number in range(4)]
+    assert rows[0] == (0, 0, 1.0, None, "text of 10", 10, 10)
+    assert rows[1] == (1, 0, None, "too long", "", 0, 0), "it failed before its first token"
+    assert rows[3] == (3, 0, None, "no idea", "text of 10", 10, 10), "its reward failed, and what it said is kept"
+    assert [row[:3] for row in rows[4:]] == [(0, 1, 1.0), (1, 1, 0.75), (2, 1, 0.5), (3, 1, None)]
+    scored = [row[2] for row in rows[:4] if row[2] is not None]
+    assert sum(scored) / len(scored) == result.score
+
+
+def test_an_answer_of_several_turns_is_kept_with_its_turns(tmp_path: Path) -> None:
+    evaluate(tmp_path, environment=Talks(), max_turns=2, episode_s=0.2, decode=lambda tokens: "")
+    with opened_readonly(tmp_path / "4.sqlite") as db:
+        num_tokens, num_sampled, turns = db.execute(
+            "SELECT num_tokens, num_sampled, turns FROM answers WHERE prompt_index = 0"
+        ).fetchone()
+    assert (num_tokens, num_sampled) == (16, 13)
+    assert np.frombuffer(turns, "<i4").tolist() == [0, 10, 13, 16]
+
+
+def test_another_prompt_at_the_same_index_is_another_prompt(tmp_path: Path) -> None:
+    answers = [
+        HeldOutAnswer(0, Prompt(0, text, (1, 2, len(text)), {}), False, (), (), (), 1.0, None) for text in ("a", "bc")
+    ]
+    with Journal.open(tmp_path / "journal.sqlite") as journal:
+        journal.begin(RunFacts("synchronous", 0, False, 1, 1, 1, 0, 9, 0), at=1.0)
+        for version, answer in enumerate([answers[0], answers[1], answers[0]]):
+            journal.evaluation(version, "during", at=2.0, reward=1.0, num=1, answers=[answer])
+    with opened_readonly(tmp_path / "journal.sqlite") as db:
+        query = "SELECT evaluation, prompt_text FROM answers a JOIN held_out h ON h.id = a.prompt ORDER BY 1"
+        assert db.execute(query).fetchall() == [(1, "a"), (2, "bc"), (3, "a")]
+        assert db.execute("SELECT COUNT(*) FROM held_out").fetchone() == (2,)
 
 
 def test_where_nothing_could_be_generated_there_is_no_score(tmp_path: Path) -> None:

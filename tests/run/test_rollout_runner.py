@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from stretto.errors import (
     SuspendedError,
     TransitionError,
 )
+from stretto.run import rollout_runner
 from stretto.run.first_reward import FirstReward
 from stretto.run.instance_membership import Instances
 from stretto.run.output_checks import refuse_output
@@ -546,6 +548,59 @@ def test_an_episode_that_asks_for_less_when_it_is_run_again_fails_by_name() -> N
     assert "returned after 1 turns, and had asked for 2 the first time" in events[0].reason
 
 
+class AsksAnew(Asks):
+    """May ask for something else when it is run again, as agents may."""
+
+    deterministic = False
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_an_agent_that_asks_for_something_else_when_it_is_run_again_discards_what_followed(unfinished: bool) -> None:
+    rollout = first_turn_done(Rollout(0, 7, 1, 9, PROMPT, 0))
+    if unfinished:
+        rollout.suspended = replace(suspended(1), request=second())
+    else:
+        rollout.turns.done.append(Turn(CONTEXT, completion(1)))
+    engine = Engine(replace(completion(1), tokens=np.arange(3, dtype=np.int32), logprobs=np.zeros(3, np.float32)))
+    made, _, events = rollouts(rollout, {0: engine}, environment=AsksAnew(8), max_turns=3)
+    asyncio.run(run_episode(made, rollout, 1, 0))
+    assert not engine.resumed
+    assert [each.prompt for each in engine.generated] == [(*CONTEXT[:-1], 8)]
+    assert engine.generated[0].seed == turn_seed(9, 1)
+    assert rollout.lineages[0].completion.tokens.tolist() == [0, 1, 2, 3, 8, 0, 1, 2]
+    assert events == [core.Generated(0, 7), core.Scored(0, 0.5)]
+
+
+def test_an_agent_that_asks_for_less_when_it_is_run_again_ends_there() -> None:
+    class Once(AsksAnew):
+        async def episode(self, prompt: Prompt, policy: Policy) -> float:
+            await policy.generate(prompt.tokens)
+            return 1.0
+
+    rollout = first_turn_done(Rollout(0, 7, 1, 9, PROMPT, 0))
+    rollout.turns.done.append(Turn(CONTEXT, completion(1)))
+    made, _, events = rollouts(rollout, {0: Engine(completion(1))}, environment=Once(), max_turns=3)
+    asyncio.run(run_episode(made, rollout, 1, 0))
+    assert rollout.lineages[0].completion.tokens.tolist() == [0, 1, 2, 3]
+    assert events == [core.Generated(0, 4), core.Scored(0, 1.0)]
+
+
+def test_an_agent_that_has_its_last_token_cannot_ask_for_something_else() -> None:
+    before = first_turn_done(Rollout(0, 7, 1, 9, PROMPT, 0))
+    before.turns.add(CONTEXT, replace(completion(1), tokens=np.arange(3, dtype=np.int32), logprobs=np.zeros(3)))
+    rollout = Rollout(0, 7, 1, 9, PROMPT, 0, lineages=before.turns.lineages())
+    made, _, events = rollouts(rollout, {}, environment=AsksAnew(8), max_turns=2)
+
+    async def scored() -> None:
+        await made.score(rollout)
+
+    asyncio.run(scored())
+    (failed,) = events
+    assert isinstance(failed, core.ScoringFailed)
+    assert "asked for turn 1 with other tokens than the first time" in failed.reason
+    assert len(rollout.turns.done) == 2
+
+
 def test_one_that_is_called_back_between_two_turns_goes_on_elsewhere_and_ends_once() -> None:
     async def story() -> None:
         rollout, asks = Rollout(0, 7, 1, 9, PROMPT, 0), Asks()
@@ -665,3 +720,27 @@ def test_two_turns_at_once_are_refused() -> None:
     made, _, events = rollouts(rollout, {0: Takes(completion(1))}, environment=AtOnce(), max_turns=2)
     asyncio.run(run_episode(made, rollout, 1, 0))
     assert "before the last one was done" in events[-1].reason
+
+
+def test_a_row_is_freed_even_if_its_time_comes_while_an_earlier_turn_is_handed_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rollout_runner, "WORLD_S", 0.0)
+
+    async def world() -> None:
+        rollout = Rollout(0, 7, 1, 9, PROMPT, 0)
+        made, _, events = rollouts(rollout, {0: Engine(completion(1))}, max_turns=3)
+        rollout.place(placement := Placement(0, 1))
+        run = rollout_runner._EpisodeRun(rollout, placement)
+        run.episode = episode = SimpleNamespace(environment_works=False)  # type: ignore[assignment]
+        made._free_row(run)
+        assert events == []
+        episode.environment_works = True
+        while not events:
+            await asyncio.sleep(0)
+        assert events == [core.TurnEnded(0)]
+        rollout.interrupt()
+        made._free_row(run)
+        assert (len(events), run.row_timer) == (1, None)
+
+    asyncio.run(world())

@@ -137,8 +137,17 @@ def test_a_turn_is_handed_back_for_the_same_question_alone() -> None:
     assert again is turns.done[1].completion
     assert turns.get(1, (1, 2, 10, 11, 91)) is None
     assert turns.get(3, PROMPT) is None
-    with pytest.raises(RewardError, match="turn 1 with other tokens than the first time"):
-        turns.room(1, (1, 2, 10, 11, 91), **LIMITS)
+
+
+def test_turns_that_are_discarded_leave_the_ones_before_as_they_were() -> None:
+    turns = three()
+    turns.cut.update({0, 1})
+    assert turns.room(1, (1, 2, 10, 11, 91), **LIMITS) == 5, "as if those after it were not there"
+    turns.discard(1)
+    assert [turn.completion.tokens.tolist() for turn in turns.done] == [[10, 11]]
+    assert turns.cut == {0}, "there is no other lineage any more"
+    turns.discard(0)
+    assert (turns.num_lineages, turns.cut) == (0, set())
 
 
 # -- what was earned ---------------------------------------------------------------------------------------------------

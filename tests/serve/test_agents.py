@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
+import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -14,6 +17,7 @@ from pathlib import Path
 import pytest
 from endpoint_cases import FakeConversations, ScriptedPolicy, text_of
 
+from stretto.environments.episode_faults import in_own_task
 from stretto.environments.sandbox_processes import held_parts
 from stretto.environments.task_options import AgentOptions, SandboxOptions
 from stretto.environments.tasks import load_task
@@ -66,7 +70,7 @@ def environment(**options) -> AgentEnvironment:
 def played(agent: AgentEnvironment, policy: ScriptedPolicy | None = None, prompt: Prompt = PROMPT) -> float:
     async def run():
         try:
-            return await asyncio.wait_for(agent.episode(prompt, policy or ScriptedPolicy()), 60)
+            return await asyncio.wait_for(in_own_task(agent.episode(prompt, policy or ScriptedPolicy())), 60)
         finally:
             await agent.close()
             assert agent._sessions.num_open == 0
@@ -83,6 +87,21 @@ def test_a_program_gets_its_task_and_its_exit_status_is_the_reward():
     assert played(program(code), policy) == 1.0
     assert text_of(policy.rows[0][0]).startswith("<user>2+2?")
     assert played(program("ask('a'); sys.exit(7)")) == 0.0
+
+
+def test_a_program_that_fails_by_an_exception_has_no_reward_and_is_named_once(caplog):
+    agent = program("ask('2+2?'); task['nothing']")
+
+    async def run():
+        try:
+            return [await agent.episode(PROMPT, ScriptedPolicy()) for _ in range(2)]
+        finally:
+            await agent.close()
+
+    assert asyncio.run(run()) == [0.0, 0.0]
+    (record,) = caplog.records
+    assert "status 1, which is a reward of 0" in record.message
+    assert "KeyError: 'nothing'" in record.message
 
 
 def test_the_task_is_a_file_too_and_the_reward_may_be_one():
@@ -132,6 +151,17 @@ def test_a_program_sees_no_secret_but_those_that_are_passed(monkeypatch):
 def test_a_program_that_never_calls_the_model_is_a_failure():
     with pytest.raises(RewardError, match="status 0 and never called the model; its output ends: hello"):
         played(program("print('hello')"))
+
+
+def test_a_program_whose_calls_are_all_refused_is_a_failure_also_if_it_does_not_mind():
+    code = "\ntry:\n    ask('much')\nexcept Exception:\n    pass\n"
+    with pytest.raises(RewardError, match=r"status 0 and has no answer of the model; .*no token fits"):
+        played(program(code), ScriptedPolicy(max_context=3))
+
+
+def test_a_task_with_half_of_a_character_reaches_the_program():
+    prompt = Prompt(0, "2+2?", (1, 2, 3), {"prompt": "2+2?", "answer": "\udc80"})
+    assert played(program("ask(task['prompt']); sys.exit(task['answer'] != '?')"), prompt=prompt) == 1.0
 
 
 def test_a_program_that_fails_over_a_refused_call_says_which():
@@ -241,10 +271,26 @@ def leaves(task, access):
     sys.exit(3)
 
 
+async def leaves_async(task, access):
+    sys.exit(3)
+
+
+async def cancels(task, access):
+    asyncio.current_task().cancel()
+    await asyncio.sleep(0)
+
+
+def stops(task, access):
+    return next(iter(()))
+
+
+FUNCTIONS = (solve, solve_async, answers, fails, leaves, leaves_async, cancels, stops)
+
+
 @pytest.fixture
 def here(monkeypatch):
     module = type(sys)("agent_functions")
-    vars(module).update({each.__name__: each for each in (solve, solve_async, answers, fails, leaves)})
+    vars(module).update({each.__name__: each for each in FUNCTIONS})
     monkeypatch.setitem(sys.modules, "agent_functions", module)
 
 
@@ -263,8 +309,20 @@ def test_a_function_may_return_a_text_that_is_scored(here):
 def test_a_function_that_raises_fails_its_episode(here):
     with pytest.raises(RewardError, match=r"fails` raised `KeyError: 'no such thing' \(test_agents.py"):
         played(environment(function="agent_functions:fails"))
-    with pytest.raises(RewardError, match="SystemExit: 3"):
-        played(environment(function="agent_functions:leaves"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("leaves", "SystemExit: 3"),
+        ("leaves_async", "SystemExit: 3"),
+        ("cancels", "cancelled its own task"),
+        ("stops", "StopIteration"),
+    ],
+)
+def test_a_function_that_would_end_the_run_fails_its_episode_alone(here, name, said):
+    with pytest.raises(RewardError, match=said):
+        played(environment(function=f"agent_functions:{name}"))
 
 
 # -- the task ----------------------------------------------------------------------------------------------------------
@@ -356,6 +414,64 @@ found.append(json.load(open(os.environ["STRETTO_TASK_FILE"])) == task and os.get
 post(os.environ["STRETTO_SESSION_URL"] + "/reward", {{"reward": sum(found)}})
 """
         assert played(program(code, reward="posted", sandbox=SandboxOptions())) == 6.0
+
+
+@needs_namespaces
+def test_an_agent_in_a_sandbox_may_open_many_connections():
+    code = """
+import socket, time
+address = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")[0].split(":")
+held = []
+for _ in range(250):
+    held.append(socket.socket())
+    held[-1].settimeout(5)
+    held[-1].connect((address[0], int(address[1])))
+for each in held:
+    each.close()
+for attempt in range(100):
+    try:
+        sys.exit(ask("2+2?") == "")
+    except OSError:
+        time.sleep(0.1)
+sys.exit("no connection")
+"""
+    assert played(program(code, sandbox=SandboxOptions())) == 1.0
+
+
+@needs_namespaces
+def test_an_agent_in_a_sandbox_does_not_outlive_the_driver(tmp_path):
+    marker = f"outlives-{os.getpid()}"
+    code = f"""
+import asyncio, sys
+from stretto.environments.sandbox_processes import DEFAULT_LIMITS, sandbox_folder, sandboxed
+from stretto.serve.programs import run_program
+async def run():
+    with sandbox_folder() as own:
+        command = [*sandboxed(own, DEFAULT_LIMITS), sys.executable, "-c", "import time; time.sleep(600)", "{marker}"]
+        await run_program(command, environment={{}}, input_text="")
+asyncio.run(run())
+"""
+    driver = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        while len(found := processes_with(marker)) < 4:  # the driver names it too; then three of the sandbox
+            assert driver.poll() is None
+            time.sleep(0.05)
+    finally:
+        driver.kill()
+        driver.wait()
+    deadline = time.monotonic() + 30
+    while processes_with(marker):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+
+
+def processes_with(word: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if word.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
 
 
 @needs_namespaces

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import resource
+import socket
 import sys
+from pathlib import Path
 
 import aiohttp
 import openai
@@ -13,6 +17,7 @@ from openai import AsyncOpenAI
 
 from stretto.errors import RecipeError, SuspendedError
 from stretto.serve import http
+from stretto.serve.open_access import OpenAccess
 from stretto.serve.sessions import Limits, Sessions
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -148,7 +153,12 @@ def test_calls_that_do_not_train_say_so_in_three_ways():
             await create(model="m", messages=user("b"), extra_body={"train": False})
             await create(model="m", messages=user("c"), extra_headers={"x-stretto-train": "false"})
             await create(model="policy-untrained", messages=user("d"))
-        assert [train for _, train in policy.rows] == [True, False, False, False]
+            # Equal but for that, it is another call.
+            for said in ("yes", "no"):
+                await post(
+                    endpoint, "/v1/chat/completions", session.key, {"messages": user("b")}, **{"x-stretto-train": said}
+                )
+        assert [train for _, train in policy.rows] == [True, False, False, False, True, False]
 
     asyncio.run(run())
 
@@ -355,6 +365,64 @@ def test_a_fault_of_the_server_is_one_call_that_fails(caplog):
     assert "a call of the endpoint failed" in caplog.text
 
 
+def test_a_key_of_bytes_that_are_no_text_is_a_wrong_one():
+    async def run():
+        async def nothing(*_):
+            raise AssertionError
+
+        for calls in (Sessions(), OpenAccess(nothing, None, key="k", max_tokens=9)):
+            async with serving(calls) as endpoint:
+                reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.url.rpartition(":")[2]))
+                writer.write(b"GET /v1/models HTTP/1.1\r\nHost: a\r\nx-api-key: k\xff\r\n\r\n")
+                assert b" 401 " in await reader.readline()
+                writer.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_does_not_take_its_answer_is_disconnected(stream, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(http, "ANSWER_S", 0.1)
+
+    async def run():
+        reply = "many words " * 100_000  # more than the buffers of a Unix socket hold
+        sessions, policy = Sessions(), ScriptedPolicy(lambda number, context: reply, max_context=10_000_000)
+        session = opened(sessions, policy)
+        body = json.dumps({"messages": user("hi"), "stream": stream}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nx-api-key: {session.key}\r\n"
+        async with serving(sessions, socket=tmp_path / "endpoint") as endpoint:
+            lazy = socket.socket(socket.AF_UNIX)
+            lazy.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(lazy, str(tmp_path / "endpoint"))
+            await loop.sock_sendall(lazy, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            await policy.started.acquire()
+            while endpoint._runner.server.connections:
+                await asyncio.sleep(0.01)
+            lazy.close()
+            (pending,) = next(iter(session._by_identity.values()))
+            assert not pending.delivered
+            assert (await post(endpoint, "/v1/chat/completions", session.key, {"messages": user("b")}))[0] == 200
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
+def test_an_endpoint_may_have_as_many_connections_as_the_system_allows():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = http.OPEN_FILES if hard == resource.RLIM_INFINITY else min(http.OPEN_FILES, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, wanted), hard))
+
+    async def run():
+        async with serving():
+            return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    try:
+        assert asyncio.run(run()) == (wanted, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_closing_answers_those_who_wait_and_leaves_nothing():
     async def run():
         gate = asyncio.Event()
@@ -387,6 +455,9 @@ def test_a_port_that_is_taken_and_a_missing_package_are_named(monkeypatch):
             with pytest.raises(RecipeError, match=f"cannot listen on `127.0.0.1:{port}`"):
                 async with serving(port=port):
                     pass
+        with pytest.raises(RecipeError, match="set `TMPDIR`"):
+            async with serving(socket=Path("/tmp") / ("long" * 50)):
+                pass
         monkeypatch.setitem(sys.modules, "aiohttp", None)
         with pytest.raises(RecipeError, match=r"pip install 'stretto\[serve\]'"):
             async with serving():

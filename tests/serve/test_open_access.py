@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from endpoint_cases import FakeConversations, tokens_of
+from endpoint_cases import FakeConversations, ScriptedPolicy, text_of, tokens_of
 
 from stretto.serve.call_errors import BusyError, InvalidCallError, UnknownKeyError
 from stretto.serve.open_access import OpenAccess
-from stretto.serve.sessions import Call, Limits
+from stretto.serve.sessions import Call, RequestedSampling, as_trained
 
 MESSAGES = [{"role": "user", "content": "a"}]
 
@@ -57,8 +57,8 @@ def test_calls_are_generated_at_once_and_given_up_when_nobody_waits():
 def test_keys_limits_and_rewards():
     async def run():
         policy = Gated()
-        access = OpenAccess(policy.generate, None, key="k", max_tokens=9, limits=Limits(sessions=1))
-        for wrong in ("", "K", "kk", "schlüssel"):
+        access = OpenAccess(policy.generate, None, key="k", max_tokens=9, max_calls=1)
+        for wrong in ("", "K", "kk", "schlüssel", "k\udcff"):
             with pytest.raises(UnknownKeyError):
                 access.ask(wrong, Call(MESSAGES))
         assert access.max_tokens("k") == 9
@@ -70,5 +70,19 @@ def test_keys_limits_and_rewards():
         with pytest.raises(BusyError):
             access.ask("k", Call(tokens=tokens_of("a")))
         await access.close_all()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("stop", "content"), [((), "1, 2 and more"), (("2 ", "and"), "1, "), (("3",), "1, 2 and more")]
+)
+def test_an_answer_ends_before_its_stop_string_and_has_all_of_its_tokens(stop, content):
+    async def run():
+        policy = ScriptedPolicy(lambda number, context: "1, 2 and more")
+        access = OpenAccess(as_trained(policy), lambda _: FakeConversations(), key="k", max_tokens=99)
+        answer = await access.ask("k", Call(MESSAGES, sampling=RequestedSampling(stop=stop))).answer()
+        assert answer.message.message["content"] == content
+        assert text_of(answer.tokens) == "1, 2 and more\n"
 
     asyncio.run(run())

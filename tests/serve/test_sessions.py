@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import pickle
+import threading
 import weakref
 from dataclasses import replace
 
 import pytest
-from endpoint_cases import ScriptedPolicy, opened, text_of, tokens_of
+from endpoint_cases import FakeConversations, ScriptedPolicy, opened, text_of, tokens_of
 
 from stretto.errors import SuspendedError
 from stretto.serve import call_errors
+from stretto.serve import sessions as sessions_module
 from stretto.serve.call_errors import (
     BusyError,
     CallError,
@@ -177,10 +179,8 @@ def test_a_call_that_failed_may_be_made_again():
 def test_limits_of_calls_are_refused_as_what_they_are():
     async def run():
         policy = ScriptedPolicy(gate=asyncio.Event(), max_turns=4)
-        sessions = Sessions(Limits(sessions=1, calls=5, waiting=2, request_bytes=100, waiting_bytes=150))
+        sessions = Sessions(Limits(calls=5, waiting=2, request_bytes=100, waiting_bytes=150))
         session = opened(sessions, policy)
-        with pytest.raises(BusyError, match="1 sessions are open"):
-            opened(sessions, policy)
         with pytest.raises(RequestSizeError, match="101 bytes; 100 are the most"):
             sessions.ask(session.key, says("", num_bytes=101))
         one = sessions.ask(session.key, says("1", num_bytes=100))
@@ -218,6 +218,28 @@ def test_messages_that_the_template_refuses_are_the_clients_error():
         await sessions.close(without)
 
     asyncio.run(run())
+
+
+def test_a_large_request_is_rendered_beside_the_event_loop(monkeypatch):
+    monkeypatch.setattr(sessions_module, "RENDERED_AT_ONCE", 10)
+    threads = []
+
+    class Watched(FakeConversations):
+        def request(self, *arguments, **options):
+            threads.append(threading.current_thread() is threading.main_thread())
+            return super().request(*arguments, **options)
+
+    async def run():
+        sessions = Sessions()
+        session = sessions.open(as_trained(ScriptedPolicy()), Watched(), max_tokens=1_000)
+        await sessions.call(session.key, says("a", num_bytes=10))
+        await sessions.call(session.key, says("a", num_bytes=11))
+        with pytest.raises(InvalidCallError, match="no role 'clown'"):
+            await sessions.call(session.key, Call([{"role": "clown", "content": "a"}], num_bytes=11))
+        await sessions.close(session)
+
+    asyncio.run(run())
+    assert threads == [True, False, False]
 
 
 # -- ends --------------------------------------------------------------------------------------------------------------

@@ -4,12 +4,13 @@ import json
 
 import pytest
 
+from stretto.environments.custom import EnvironmentSpec
 from stretto.environments.data import Row
 from stretto.environments.tasks import Task
 from stretto.errors import RecipeError
 from stretto.models.tiny import tiny_tokenizer
 from stretto.recipe.schema import parse_recipe
-from stretto.setup.inputs import check_objective, load_inputs, reward_columns
+from stretto.setup.inputs import check_objective, episode_pool_options, load_inputs, reward_columns
 
 
 def inputs_of(tmp_path, records, **sections):
@@ -77,3 +78,14 @@ def test_a_column_of_a_task_comes_with_the_first_row_that_lacks_it():
     held_out = [Row(text="c", columns={"answer": 4, "source": "x"}, where="held.jsonl:1")]
     task = Task(name="rows.jsonl", train=train, evaluation=held_out, reward="rewards:one")
     assert reward_columns(task) == {"answer": None, "level": "rows.jsonl:1", "source": "rows.jsonl:1"}
+
+
+@pytest.mark.parametrize(("seconds", "hang_s"), [(None, 450.0), (60.0, 60.0), (0.5, 5.0), (3_600.0, 450.0)])
+def test_an_episode_may_block_its_worker_no_longer_than_it_may_take(seconds, hang_s):
+    task = {"type": "environment", "path": "rows.jsonl", "environment": "mine:Mine", "turns": 2}
+    limit = {} if seconds is None else {"episode_seconds": seconds}
+    recipe = parse_recipe({"model": {"path": "tiny"}, "task": {**task, **limit}, "runtime": {"stall_seconds": 900}})
+    rows = [Row(text="a", columns={})]
+    options = episode_pool_options(recipe, Task("mine", rows, rows, None, EnvironmentSpec("mine:Mine", 2)), None)
+    assert options.hang_s == hang_s
+    assert ("task.episode_seconds" in options.hang_reason) == (hang_s < 450.0)

@@ -6,28 +6,8 @@ from pydantic import ValidationError
 from torch import nn
 
 from stretto.errors import TrainerError
-from stretto.training.optimizer import Optimizer, learning_rate
+from stretto.training.optimizer import Optimizer
 from stretto.training.options import TrainingOptions
-
-
-def rates(count, /, **options):
-    made = TrainingOptions(learning_rate=1.0, **options)
-    return [round(learning_rate(step, made), 6) for step in range(count)]
-
-
-def test_the_rate_warms_up_linearly_and_then_stays():
-    assert rates(5, warmup_steps=3) == [0.25, 0.5, 0.75, 1.0, 1.0]
-
-
-def test_a_linear_schedule_falls_to_its_floor_and_stays_there():
-    assert rates(7, schedule="linear", steps=4, final_fraction=0.2) == [1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2]
-
-
-def test_a_cosine_schedule_starts_after_the_warm_up():
-    got = rates(7, schedule="cosine", warmup_steps=2, steps=6)
-    assert got[2] == 1.0
-    assert got[4] == 0.5
-    assert got[6] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import tomli_w
 
+from stretto.environments.given import NOTHING_GIVEN, Given
 from stretto.models.loading import load_config, load_tokenizer
 from stretto.models.tiny import WarmStart, tiny_config, tiny_tokenizer
+from stretto.observe.trackers.catalogue import check_trackers
 from stretto.recipe.checks import without_effect
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import choose_device, resolved
@@ -20,19 +23,35 @@ from stretto.setup.threads import thread_counts
 ALL_TARGETS = "all linear layers but the output layer"
 
 
-def check(recipe: Recipe) -> str:
-    """Returns the recipe with its effective values, notes on its data, and its memory plan, as text.
+@dataclass(frozen=True, slots=True, repr=False)
+class CheckReport:
+    """What `check` found. Printed, it is the recipe with its effective values, the notes, and the memory plan."""
+
+    recipe: Recipe  # as it would run on this machine
+    effective: str  # the recipe as TOML, with every value that it runs with
+    notes: tuple[str, ...]  # sentences on the data and the reward
+    memory: str  # the memory plan, as text
+
+    def __str__(self) -> str:
+        return self.effective + "\n" + "\n".join([*(f"# {note}" for note in self.notes), self.memory]) + "\n"
+
+    __repr__ = __str__
+
+
+def check(recipe: Recipe, given: Given = NOTHING_GIVEN) -> CheckReport:
+    """Checks a recipe and what was given with it from Python.
 
     Raises what `train` would raise before it builds a model: for the recipe, the data set, the tokenizer, the lengths
-    of the prompts, the reward function, the environment or a custom objective. Leaves no process behind, and writes
-    nothing.
+    of the prompts, the reward function, the environment, a custom objective or a tracker. Leaves no process behind, and
+    writes nothing.
     """
     recipe = resolved(recipe, choose_device(recipe.runtime.device))
     check_objective(recipe)
+    trackers = check_trackers(recipe.observe)
     tiny = recipe.model.path == "tiny"
     config = tiny_config() if tiny else load_config(recipe.model.path)
     tokenizer = tiny_tokenizer() if tiny else load_tokenizer(recipe.model.path)
-    inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=recipe.model.path)
+    inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=recipe.model.path, given=given)
     scored = check_scoring(recipe, inputs.task, tokenizer)
     asked, device = recipe, choose_device(recipe.runtime.device)
     recipe = with_micro_tokens(recipe, config, inputs.longest_prompt, device)
@@ -42,8 +61,8 @@ def check(recipe: Recipe) -> str:
         f"{0 if inputs.held_out is None else inputs.held_out.num_rows:,} held out, "
         f"{inputs.form}, {scored}"
     )
-    notes = [f"# {note}" for note in (prompts, *inputs.notes(recipe), *describe_micro_tokens(asked, recipe))]
-    return effective(recipe) + "\n" + "\n".join([*notes, memory]) + "\n"
+    notes = (prompts, *inputs.notes(recipe), *describe_micro_tokens(asked, recipe), *trackers)
+    return CheckReport(recipe, effective(recipe), notes, memory)
 
 
 def effective(recipe: Recipe) -> str:

@@ -57,11 +57,16 @@ def claimed_folder(folder: Path) -> Iterator[Lock]:
 
 
 def begin_folder(recipe: Recipe, folder: Path) -> None:
-    """Writes the recipe into a folder that this process has claimed. From then on there is a run in it."""
+    """Writes the recipe into a folder that this process has claimed. From then on there is a run in it.
+
+    If it is there already, nothing is written.
+    """
     try:
-        scratch = folder / "config.partial"
+        scratch, final = folder / "config.partial", folder / "config.toml"
+        if final.is_file() and final.read_text(encoding="utf-8") == recipe.dumps():
+            return
         scratch.write_text(recipe.dumps(), encoding="utf-8")
-        scratch.replace(folder / "config.toml")
+        scratch.replace(final)
     except OSError as error:
         raise RunError(f"run folder `{folder}` cannot be made: {error}") from error
 

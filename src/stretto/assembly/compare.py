@@ -22,8 +22,9 @@ from stretto.errors import RecipeError, RunError, StrettoError
 from stretto.observe.console import make_console
 from stretto.recipe.schema import PARADIGM_NAMES, Recipe, load_recipe
 from stretto.run.command_hint import command
-from stretto.run.folder_checks import refuse_another_recipe, refuse_lost, refuse_unwritable, standing
+from stretto.run.folder_checks import refuse_lost, refuse_unwritable, standing
 from stretto.run.interrupts import handled
+from stretto.run.recipe_changes import refuse_another_recipe
 
 TABLE_WIDTH = 185  # least, for fifteen columns
 STOPPED = 130  # exit status of a run that was stopped and can be resumed
@@ -44,8 +45,12 @@ def compare_from_command_line(
     paradigms: Sequence[str] | None,
     folder: Path | None,
     target: float | None,
+    train_options: Sequence[str] = (),
 ) -> int:
-    """Runs `compare`, prints its table after every paradigm, and writes `compare.json`. Returns the exit status."""
+    """Runs `compare`, prints its table after every paradigm, and writes `compare.json`. Returns the exit status.
+
+    `train_options` are further arguments of the command `train`.
+    """
     chosen = folder or Path("runs") / f"compare-{recipe.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     console = make_console()
     wide = make_console(max(console.width, TABLE_WIDTH))
@@ -63,6 +68,7 @@ def compare_from_command_line(
             folder=chosen,
             target=target,
             say=say,
+            train_options=train_options,
         ):
             wide.print(comparison_table(rows))
     except (ComparisonStoppedError, KeyboardInterrupt):
@@ -116,6 +122,7 @@ def comparison(
     folder: Path,
     target: float | None = None,
     say: Callable[[str], None],
+    train_options: Sequence[str] = (),
 ) -> Iterator[list[dict[str, Any]]]:
     """Trains one run for each paradigm. After each, yields a row for every run so far, with the keys of `summary.json`.
 
@@ -142,7 +149,7 @@ def comparison(
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for name, resolved in recipes.items():
-        summary = _run(resolved, folder / name, say)
+        summary = _run(resolved, folder / name, say, train_options)
         plan = resolved.plan
         rows.append(
             {
@@ -173,12 +180,12 @@ def _refuse_folder(recipe: Recipe, folder: Path) -> None:
             )
 
 
-def _run(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+def _run(recipe: Recipe, folder: Path, say: Callable[[str], None], train_options: Sequence[str] = ()) -> dict[str, Any]:
     """Uses a finished run, resumes a stopped one, or begins. Returns the summary.
 
     Each run has its own process, so that none inherits the threads, caches or memory of another.
     """
-    paradigm, options = recipe.rollout.paradigm, ["--out", str(folder), "--part-of-compare"]
+    paradigm, options = recipe.rollout.paradigm, ["--out", str(folder), "--part-of-compare", *train_options]
     match standing(folder):
         case "finished":
             say(f"{paradigm}: finished before, taken from {folder}")

@@ -13,10 +13,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from stretto.errors import RunError
+from stretto.models.adapter_config import BASE_FOLDER, CONFIG_FILE
 from stretto.recipe.schema import Recipe
 from stretto.run.protocols import TrainerBackend
-
-BASE = "base"  # folder beside an adapter of the tiny model, whose base exists nowhere else
 
 
 async def export_policy(trainer: TrainerBackend, folder: Path, recipe: Recipe, *, templated: bool) -> None:
@@ -31,44 +30,53 @@ async def export_policy(trainer: TrainerBackend, folder: Path, recipe: Recipe, *
 def _complete(folder: Path, recipe: Recipe, *, templated: bool) -> None:
     """Adds what other tools need to load the policy."""
     is_tiny = recipe.model.path == "tiny"
-    if is_tiny and recipe.model.lora is not None:
+    if (is_tiny or recipe.model.merge_adapter) and recipe.model.lora is not None:
         _copy_base(folder)
     if is_tiny and not templated:
         # The model never saw this template, so tools must not apply it.
         for path in folder.rglob("chat_template.jinja"):
             path.unlink()
-    readme = folder / "README.md"
-    readme.write_text(_readme(folder, recipe, templated=templated, with_base=(folder / BASE).is_dir()))
+    base = None if recipe.model.lora is None else recipe.model.path
+    written = folder / "README.md"
+    written.write_text(readme(folder, base=base, with_base=(folder / BASE_FOLDER).is_dir(), templated=templated))
     # Weights are written through a private temporary file; give them the permissions of the other files.
     for path in folder.rglob("*"):
         if path.is_file():
-            path.chmod(readme.stat().st_mode & 0o777)
+            path.chmod(written.stat().st_mode & 0o777)
 
 
 def _copy_base(folder: Path) -> None:
     """Copies the base of an adapter into its folder and refers to it there: the user's cache stays behind."""
-    path = folder / "adapter_config.json"
+    base = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    shutil.copytree(base, folder / BASE_FOLDER, dirs_exist_ok=True)
+    name_base(folder, str((folder / BASE_FOLDER).resolve()))
+
+
+def name_base(folder: Path, base: str) -> None:
+    """Changes the base that an adapter names."""
+    path = folder / CONFIG_FILE
     config = json.loads(path.read_text(encoding="utf-8"))
-    shutil.copytree(config["base_model_name_or_path"], folder / BASE, dirs_exist_ok=True)
-    config["base_model_name_or_path"] = str((folder / BASE).resolve())
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(config | {"base_model_name_or_path": base}, indent=2) + "\n", encoding="utf-8")
 
 
-def _readme(folder: Path, recipe: Recipe, *, templated: bool, with_base: bool) -> str:
-    """Returns the text of the README: how to load the policy, and how its prompts were made."""
+def readme(place: str | Path, *, base: str | None, with_base: bool, templated: bool) -> str:
+    """Returns the text of the README: how to load the policy at `place`, and how its prompts were made.
+
+    `base` is that of an adapter; None: the policy is a whole model. `with_base`: the base is in its folder `base`.
+    """
     lines = ["# A policy trained with Stretto", "", "```python"]
     lines += ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
-    if recipe.model.lora is None:
-        lines += ["", f'model = AutoModelForCausalLM.from_pretrained("{folder}")']
+    if base is None:
+        lines += ["", f'model = AutoModelForCausalLM.from_pretrained("{place}")']
     else:
-        base = f"{folder / BASE}" if with_base else recipe.model.path
+        loaded = f"{place}/{BASE_FOLDER}" if with_base else base
         lines += [
             "from peft import PeftModel",
             "",
-            f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{folder}")',
+            f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{loaded}"), "{place}")',
         ]
-    lines += [f'tokenizer = AutoTokenizer.from_pretrained("{folder}")', "```", ""]
-    if not folder.is_absolute():
+    lines += [f'tokenizer = AutoTokenizer.from_pretrained("{place}")', "```", ""]
+    if isinstance(place, Path) and not place.is_absolute():
         lines += [f"Paths are as seen from `{Path.cwd()}`, where it was trained.", ""]
     if templated:
         lines += [
@@ -81,7 +89,7 @@ def _readme(folder: Path, recipe: Recipe, *, templated: bool, with_base: bool) -
             "template, whether the tokenizer has one or not.",
         ]
     if with_base:
-        lines += ["", f"`{BASE}/` is the model that the adapter was trained on; the two travel together."]
-    elif recipe.model.lora is not None:
-        lines += ["", f"The adapter was trained on `{recipe.model.path}`, which is not in this folder."]
+        lines += ["", f"`{BASE_FOLDER}/` is the model that the adapter was trained on; the two travel together."]
+    elif base is not None:
+        lines += ["", f"The adapter was trained on `{base}`, which is not in this folder."]
     return "\n".join(lines) + "\n"

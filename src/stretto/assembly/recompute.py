@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from stretto.assembly.retrain import made_trainer, recorded_recipe
 from stretto.errors import RunError
 from stretto.local.trainer import ThreadedTrainer
+from stretto.run.phases import Phases
 from stretto.setup.trainer_recovery import bring_back, refuse_another_base, usable_checkpoint
 from stretto.store.reader import JournalReader
 from stretto.store.resume_point import recorded_checksums
@@ -68,10 +69,11 @@ def recompute(folder: Path, count: int, *, say: Callable[[str], None] = lambda t
     if not samples:
         raise RunError(f"the run in `{folder}` has trained on nothing, so there is nothing to score again")
     recipe = recorded_recipe(folder)
-    trainer = made_trainer(recipe, say)
+    phases = Phases.recorded(journal) or Phases.only(recipe)
+    trainer = made_trainer(recipe, say, phases.learning_rates)
     try:
         result = RecomputeResult(count, len(trained))
-        asyncio.run(_Scoring(trainer, samples, result, ages=recipe.retrained_ages).run(folder, journal, say))
+        asyncio.run(_Scoring(trainer, samples, result, ages=phases.retrained_ages).run(folder, journal, say))
         return result
     finally:
         trainer.close()

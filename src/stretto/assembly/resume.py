@@ -27,7 +27,12 @@ from stretto.run.protocols import TrainerBackend
 from stretto.run.recovery import recall_draws, snapshot, untrainable_rewards
 from stretto.run.rollout import Rollout
 from stretto.run.turns import Turns
-from stretto.setup.trainer_recovery import bring_back, refuse_another_base, usable_checkpoint
+from stretto.setup.trainer_recovery import (
+    bring_back,
+    refuse_another_adapter,
+    refuse_another_base,
+    usable_checkpoint,
+)
 from stretto.store.checkpoint_files import Checkpoint, abandon_checkpoints, complete_checkpoints
 from stretto.store.journal import Journal
 from stretto.store.numbered_names import CHECKPOINT, VERSION, foreign
@@ -50,6 +55,7 @@ class Resumed:
     rollouts: dict[int, Rollout] = field(default_factory=dict)  # in progress
     kept: dict[int, Rollout] = field(default_factory=dict)  # trained, and may be reused
     evaluated: frozenset[str] = frozenset()  # the moments, of "before" and "after", that are recorded
+    updates: int = 0  # finished
 
 
 async def begin(plan: Plan, journal: Journal, trainer: TrainerBackend, versions: VersionFiles) -> Resumed:
@@ -76,12 +82,15 @@ async def take_up(
     give_up: Sequence[int] = (),
     sampled_ages: int = 0,
     retrained_ages: int = 0,
+    recipe: str | None = None,
+    adapter: str | None = None,
 ) -> Resumed:
     """A run as it was when it was stopped or killed. `place` brings weights to where engines load them from.
 
     The journal gets a new session, unless the run is refused with an error. Trajectories to `give_up` have a reward and
     are not trained yet: they fail. An update gets the weights of versions up to `sampled_ages` older than its own, or
-    `retrained_ages` if it is trained again.
+    `retrained_ages` if it is trained again. With a `recipe` (TOML) a new phase begins.
+    `adapter` is what the policy began with, if it is not new.
     """
     journal.refuse_another_run(facts)
     abandon_checkpoints(folder / "checkpoints")
@@ -90,11 +99,13 @@ async def take_up(
     await settle(journal, plan, say, give_up)
     progress = progress_of(journal.path)
     if progress is None:
-        journal.begin(facts, at=clock.now())
+        journal.begin(facts, clock.now(), recipe)
         await journal.durable()
         (folder / "metrics.jsonl").unlink(missing_ok=True)  # an evaluation of version 0, which is made again
         return await begin(plan, journal, trainer, versions)
     await refuse_another_base(trainer, journal.path)
+    if adapter is not None:
+        await refuse_another_adapter(trainer, journal.path, adapter)
     with reading(journal.path):
         controller = Controller.restore(plan, snapshot(journal.path, plan))
         first_sampled = max(0, progress.updates - sampled_ages)
@@ -102,8 +113,9 @@ async def take_up(
         checksums = {version: progress.checksums[version] for version in needed}
         totals = Totals.from_json(progress.totals, progress.lines)
     weights = {version: versions.read(version, checksum) for version, checksum in checksums.items()}
-    # Versions that only measure are not worth training again for.
-    must_have = {*controller.needed_versions, *range(max(0, progress.updates - retrained_ages), progress.updates + 1)}
+    # Versions that only measure are not worth training again for, nor those of which no update will have tokens.
+    first_retrained = max(progress.updates - retrained_ages, min(controller.started_under, default=progress.updates))
+    must_have = {*controller.needed_versions, *range(max(0, first_retrained), progress.updates + 1)}
     oldest = min((version for version in must_have if weights[version] is None), default=progress.updates)
     checkpoint, sampled = await usable_checkpoint(
         folder, oldest, progress.updates,
@@ -130,7 +142,7 @@ async def take_up(
     rollouts = rollouts_again(prompts, journal, checkpoint)
     kept = kept_again(prompts, journal, controller.reuse)
     recall_draws(journal.path, prompts)
-    journal.begin(facts, at=clock.now())
+    journal.begin(facts, clock.now(), recipe)
     await journal.durable()
     held = set[int]()
     for each in complete_checkpoints(folder / "checkpoints"):
@@ -143,7 +155,7 @@ async def take_up(
         versions.remove(version)  # once no checkpoint holds it
     JsonLines(folder / "metrics.jsonl").rewrite(progress.lines)
     _tell(journal, rollouts, say)
-    return Resumed(controller, found, totals, rollouts, kept, progress.evaluated)
+    return Resumed(controller, found, totals, rollouts, kept, progress.evaluated, progress.updates)
 
 
 async def settle(journal: Journal, plan: Plan, say: Callable[[str], None], give_up: Sequence[int] = ()) -> None:

@@ -27,6 +27,7 @@ from stretto.models.loading import load_model
 from stretto.observe.progress import Silent
 from stretto.recipe.schema import Recipe, load_recipe
 from stretto.run.folder_checks import refuse_unwritable
+from stretto.run.phases import Phases
 from stretto.run.protocols import TrainerBackend
 from stretto.setup.device import choose_device, choose_dtype
 from stretto.setup.factories import make_trainer, model_path_of
@@ -36,6 +37,7 @@ from stretto.store.reader import JournalReader
 from stretto.store.resume_point import recorded_checksums
 from stretto.store.schema import journal_path
 from stretto.store.traces import refuse_damaged
+from stretto.training.learning_rates import LearningRates
 from stretto.types import UpdateReport
 
 
@@ -77,9 +79,10 @@ def retrain(
     last = max(checksums) if until is None else until
     if not 0 <= last <= max(checksums):
         raise RunError(f"`--until` is {last}; the run has versions 0 to {max(checksums)}")
-    trainer = made_trainer(recipe, say)
+    phases = Phases.recorded(journal) or Phases.only(recipe)
+    trainer = made_trainer(recipe, say, phases.learning_rates)
     try:
-        sampled = SampledVersions(recipe.retrained_ages)
+        sampled = SampledVersions(phases.retrained_ages)
         done = asyncio.run(_retrain(trainer, journal, last, checksums, sampled, say))
         if out is not None:
             with JournalReader(journal) as reader:
@@ -91,14 +94,14 @@ def retrain(
 
 
 def recorded_recipe(folder: Path) -> Recipe:
-    """Reads the recipe of a run, as it was resolved. Raises `RunError` if `folder` is no run folder."""
+    """Reads the recipe of a run's last phase, as it was resolved. Raises `RunError` if `folder` is no run folder."""
     if not (folder / "config.toml").is_file():
         raise RunError(f"`{folder}` is no run folder: it has no `config.toml`")
     return load_recipe(folder / "config.toml")
 
 
-def made_trainer(recipe: Recipe, say: Callable[[str], None]) -> ThreadedTrainer:
-    """Makes the trainer of a run as it was at version 0."""
+def made_trainer(recipe: Recipe, say: Callable[[str], None], rates: LearningRates | None = None) -> ThreadedTrainer:
+    """Makes the trainer of a run as it was at version 0. `rates` None: the learning rates are those of the recipe."""
     transformers_logging.disable_progress_bar()
     cluster = recipe.runtime.type == "ray"
     threads = (
@@ -113,7 +116,7 @@ def made_trainer(recipe: Recipe, say: Callable[[str], None]) -> ThreadedTrainer:
     torch.set_num_threads(threads)
     path, device = model_path_of(recipe, Silent()), choose_device(recipe.runtime.device)
     model = load_model(path, choose_dtype(recipe.model.dtype, device), device)
-    return ThreadedTrainer(make_trainer(recipe, model, path), threads, deadline_s=math.inf)
+    return ThreadedTrainer(make_trainer(recipe, model, path, rates=rates), threads, deadline_s=math.inf)
 
 
 async def _retrain(

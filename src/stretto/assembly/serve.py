@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
-from stretto.assembly.export import BASE
 from stretto.engines.native.engine import NativeEngine
 from stretto.engines.protocol import Engine
 from stretto.engines.threaded import ThreadedEngine
 from stretto.errors import RequestError, RoomError, RunError
+from stretto.models.adapter_config import CONFIG_FILE, read_adapter_config
+from stretto.models.adapters import read_adapter
 from stretto.models.checksums import checksum
 from stretto.models.loading import load_config, load_model, load_tokenizer
 from stretto.run.interrupts import stopped_by_interrupts
@@ -33,7 +31,6 @@ from stretto.setup.memory_sizes import context_length, kv_bytes_per_token
 from stretto.setup.threads import available_cores
 from stretto.types import Completion, Request, Sampling, Weights
 
-PREFIX, SUFFIX = "base_model.model.", ".weight"  # around the names of an adapter's tensors
 KV_SHARE = 0.8  # of the memory that is free on a GPU once the model is there
 KV_GIB = 2  # in host memory
 
@@ -63,20 +60,11 @@ class PolicyFolder:
     def find(cls, folder: Path) -> PolicyFolder:
         """Finds the policy in a run folder or a policy folder. Raises `RunError` if there is none."""
         path = folder / "policy" if (folder / "policy").is_dir() else folder
-        if (path / "adapter_config.json").is_file():
-            try:
-                config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
-                base, rank, alpha = (
-                    str(config["base_model_name_or_path"]),
-                    int(config["r"]),
-                    float(config["lora_alpha"]),
-                )
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise RunError(
-                    f"`{path / 'adapter_config.json'}` is no configuration of an adapter: {error}"
-                ) from error
-            beside = path / BASE  # the folder may have been moved since it was written
-            return cls(path, str(beside) if beside.is_dir() else base, rank, alpha / rank)
+        if (path / CONFIG_FILE).is_file():
+            config = read_adapter_config(path)
+            if config.base_path is None:
+                raise RunError(f"the adapter in `{path}` does not say which base it is of")
+            return cls(path, config.base_path, config.rank, config.scale)
         if (path / "config.json").is_file():
             return cls(path, str(path))
         raise RunError(
@@ -89,11 +77,7 @@ class PolicyFolder:
             tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
             return Weights(0, "full", tensors, checksum(tensors))
         dtype = next(model.parameters()).dtype
-        try:
-            read = load_file(self.path / "adapter_model.safetensors")
-        except (OSError, SafetensorError) as error:
-            raise RunError(f"the adapter in `{self.path}` cannot be read: {error}") from error
-        tensors = {name.removeprefix(PREFIX).removesuffix(SUFFIX): tensor.to(dtype) for name, tensor in read.items()}
+        tensors = {name: tensor.to(dtype) for name, tensor in read_adapter(self.path).tensors.items()}
         return Weights(0, "lora", tensors, checksum(tensors, self.scale), self.scale)
 
 

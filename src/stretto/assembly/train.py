@@ -9,6 +9,8 @@ RUN/versions/         the weights that trajectories in progress need
 RUN/policy/           the trained policy: a Hugging Face model, or a PEFT adapter
 RUN/summary.json      the totals of the run
 RUN/reward.log        what the reward function printed, if it did
+RUN/run.log           all that the run said, with the time
+RUN/trackers/         the ids of the run in its trackers, if it has any
 ```
 """
 
@@ -16,17 +18,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from stretto import clock
@@ -35,95 +35,55 @@ from stretto.assembly.export import export_policy
 from stretto.assembly.resume import Resumed, take_up, tries_to_score
 from stretto.core.controller import Controller
 from stretto.environments.custom import close_environment, start_environment
+from stretto.environments.given import NOTHING_GIVEN, Given
 from stretto.environments.protocol import Environment
 from stretto.environments.reward_output import RewardOutput
+from stretto.environments.source_digests import source_digests
 from stretto.environments.task_options import EnvironmentOptions
 from stretto.local.backend import local_backend
 from stretto.local.components import LocalComponents
 from stretto.models.loading import load_config
-from stretto.observe.console import make_console
-from stretto.observe.metrics import JsonLines, Tally
-from stretto.observe.progress import Observer, Silent, make_observer
-from stretto.observe.summary import summary_table
+from stretto.observe.listeners import Listeners
+from stretto.observe.metrics import JsonLines, Sinks, Tally
+from stretto.observe.progress import Announcer, Observer, Silent
+from stretto.observe.run_log import Logged, RunLog
+from stretto.observe.trackers.catalogue import add_trackers
 from stretto.observe.waiting import report_wait
 from stretto.recipe.schema import Recipe
-from stretto.run.command_hint import command
 from stretto.run.evaluation import Evaluator
 from stretto.run.first_reward import FirstReward
 from stretto.run.folder_checks import (
     facts_of,
-    refuse_another_recipe,
     refuse_nothing_to_resume,
     refuse_occupied,
     standing,
 )
+from stretto.run.handle import RunHandle
 from stretto.run.idle_evaluation import evaluate_alone
-from stretto.run.interrupts import ignore_interrupts, stopped_by_interrupts
+from stretto.run.interrupts import AGAIN, stopped_by_interrupts
 from stretto.run.loop import Loop, Settings
 from stretto.run.loop_watchdog import warn_when_blocked
+from stretto.run.phases import Phases
 from stretto.run.pool_requests import Control
 from stretto.run.protocols import Pool, TrainerBackend
+from stretto.run.recipe_changes import Change, accepted_changes
 from stretto.setup.backend import Backend, MakeBackend
 from stretto.setup.device import as_begun, choose_device, resolved
 from stretto.setup.factories import DriverInputs, load_driver_inputs, model_path_of
-from stretto.setup.garbage import spare_from_collection
+from stretto.setup.garbage import collect_earlier_runs, spare_from_collection
 from stretto.setup.inputs import passed_variables
 from stretto.setup.micro_batch_size import with_micro_tokens
+from stretto.store.checkpoint_files import keep_newest_checkpoint
 from stretto.store.journal import Journal
 from stretto.store.lock import Lock
+from stretto.store.reader import JournalReader
 from stretto.store.schema import JOURNAL_NAME
-from stretto.store.traces import refuse_damaged
+from stretto.store.traces import recorded_in, refuse_damaged
 from stretto.store.version_files import VersionFiles
 
 # Engine and trainer make thousands of short calls a second that release the interpreter lock and need it back at once.
 # A thread that waits for the lock gets it only after this long; with the usual 5 ms each starves the other.
 SWITCH_S = 1e-4
-
-
-def train_from_command_line(
-    recipe: Recipe, folder: Path, *, resume: bool, part_of_compare: bool = False, give_up: Sequence[int] = ()
-) -> int:
-    """Trains with progress and a closing table on the terminal. Returns the exit status: 130 if the run was stopped.
-
-    Ctrl-C after the end of the run is ignored and does not change the status. `part_of_compare` leaves out the
-    suggestions of what to type next: `compare` prints its own.
-    """
-    console = make_console()
-    observer = make_observer(console, recipe.training.steps)
-    try:
-        summary = train(recipe, folder, resume=resume, observer=observer, give_up=give_up)
-    except KeyboardInterrupt:
-        if standing(folder) != "finished":
-            if standing(folder) == "empty" or part_of_compare:
-                raise
-            _say(console, f"interrupted; continue with {_resume_hint(folder)}")
-            return 130
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    ignore_interrupts()
-    return _close(console, summary, recipe, folder, part_of_compare)
-
-
-def _close(console: Console, summary: Mapping[str, Any], recipe: Recipe, folder: Path, part_of_compare: bool) -> int:
-    """Prints the result of a run. Returns the exit status."""
-    say = partial(_say, console)
-    if summary["stopped"]:
-        hint = "" if part_of_compare else f"; continue with {_resume_hint(folder)}"
-        say(f"stopped after {summary['steps']} of {recipe.training.steps} updates{hint}")
-        return 130
-    console.print(summary_table(summary))
-    if not part_of_compare:
-        say(f"try next: {command('verify', folder)}")
-        say(f"try next: {command('show', folder, '--update', str(recipe.training.steps - 1))}")
-    say(f"the trained policy is in {folder / 'policy'}")
-    return 0
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _resume_hint(folder: Path) -> str:
-    return f"the same command and `--out {folder} --resume`"
 
 
 def train(
@@ -133,22 +93,32 @@ def train(
     resume: bool = False,
     observer: Observer | None = None,
     give_up: Sequence[int] = (),
+    given: Given = NOTHING_GIVEN,
+    listeners: Listeners | None = None,
+    handle: RunHandle | None = None,
 ) -> dict[str, Any]:
-    """Runs a recipe to its end, or until Ctrl-C stops it, and returns the contents of `summary.json`.
+    """Runs a recipe to its end, or until Ctrl-C or `handle` stops it, and returns the contents of `summary.json`.
 
-    The run folder must be new, or with `resume` hold a run of the same recipe. A resumed run fails the trajectories of
-    `give_up` instead of training on them. `observer` reports progress; by default nothing is printed.
+    The run folder must be new, or with `resume` hold a run. Another recipe than that of the run may change what
+    `run/recipe_changes.py` lists, from the next update on; more `training.steps` extend a run, also a finished one. A
+    resumed run fails the trajectories of `give_up` instead of training on them. `observer` reports progress; by default
+    nothing is printed. `given` has what the recipe names as given from Python. `listeners` are told what happens from
+    when the run folder exists.
     """
-    folder, observer = Path(folder), observer or Silent()
+    folder, listeners = Path(folder), Listeners() if listeners is None else listeners
+    handle = handle or RunHandle(folder)
+    run_log = RunLog(folder)
+    observer = Announcer(Logged(observer or Silent(), run_log, recipe.training.steps), listeners)
     recipe = resolved(as_begun(recipe, folder) if resume else recipe, choose_device(recipe.runtime.device))
     if resume:
         refuse_nothing_to_resume(folder)
-        refuse_another_recipe(recipe, folder)
+        accepted_changes(recipe, folder)  # here and below before anything is built
     else:
         refuse_occupied(folder)
     if give_up:
         tries_to_score(folder / JOURNAL_NAME, give_up)  # refuses an unfit id before anything is built
     passed_variables(recipe)  # refuses a variable that is not set, before anything is built
+    add_trackers(recipe.observe, listeners, observer.message)
     with contextlib.ExitStack() as stack:
         stack.callback(observer.close)
         if resume:  # here and below before anything is built, so that a second process is refused at once
@@ -158,8 +128,12 @@ def train(
             refuse_damaged(folder)
         else:
             lock = stack.enter_context(claimed_folder(folder))
+        stack.enter_context(run_log.attached())
+        stack.enter_context(_told_the_end(listeners, handle))
         stack.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(SWITCH_S)
+        collect_earlier_runs()
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # for the warm start, whose operations are too small to share
         transformers_logging.disable_progress_bar()
         observer.message(f"run folder: {folder}")
@@ -168,24 +142,49 @@ def train(
             from stretto.cluster.connection import connected
 
             observer.message(stack.enter_context(connected(recipe)))
-        driver, device = load_driver_inputs(recipe, model_path), choose_device(recipe.runtime.device)
+        driver, device = load_driver_inputs(recipe, model_path, given), choose_device(recipe.runtime.device)
         recipe = with_micro_tokens(recipe, load_config(model_path), driver.inputs.longest_prompt, device)
-        make = _backend_maker(recipe, model_path, driver, folder, observer)
+        changes = accepted_changes(recipe, folder) if resume else []
+        phases = _phases(recipe, folder, changes)
+        make = _backend_maker(recipe, model_path, driver, folder, observer, phases)
         for note in driver.inputs.notes(recipe):
             observer.message(note)
-        return asyncio.run(_train(recipe, folder, make, observer, lock, resume, give_up))
+        summary = asyncio.run(_train(phases, changes, handle, make, observer, listeners, lock, resume, give_up, given))
+        handle.outcome = "stopped" if summary["stopped"] else "finished"
+        return summary
+
+
+@contextlib.contextmanager
+def _told_the_end(listeners: Listeners, handle: RunHandle) -> Iterator[None]:
+    """Tells the listeners how a run ended. A run whose last evaluation was skipped is finished."""
+    try:
+        yield
+    finally:
+        if handle.outcome == "running":
+            handle.outcome = "finished" if standing(handle.folder) == "finished" else "failed"
+        listeners.close(handle.shown)
+
+
+def _phases(recipe: Recipe, folder: Path, changes: Sequence[Change]) -> Phases:
+    """Returns the phases of a run, with the one that begins now: that of a new run, or of one with changes."""
+    recorded = recorded_in(folder)
+    phases = Phases.recorded(folder) if recorded.begun else None
+    if phases is None:
+        return Phases.only(recipe)
+    return phases.followed_by(recorded.finished, recipe) if changes else phases.with_current(recipe)
 
 
 def _backend_maker(
-    recipe: Recipe, model_path: str, driver: DriverInputs, folder: Path, observer: Observer
+    recipe: Recipe, model_path: str, driver: DriverInputs, folder: Path, observer: Observer, phases: Phases
 ) -> MakeBackend:
     """Returns the function that makes the backend. Engines and trainer of one process are made here already."""
     if recipe.runtime.type == "local":
-        return partial(local_backend, recipe, LocalComponents.build(recipe, model_path, driver), observer)
+        parts = LocalComponents.build(recipe, model_path, driver, phases.learning_rates)
+        return partial(local_backend, recipe, parts, observer)
     from stretto.cluster.backend import cluster_backend
     from stretto.cluster.model_files import ModelSource
 
-    return partial(cluster_backend, recipe, driver, ModelSource.of(model_path), folder, observer)
+    return partial(cluster_backend, recipe, driver, ModelSource.of(model_path), folder, observer, phases)
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -195,7 +194,8 @@ def _backend_maker(
 class _Run:
     """All that one run has, once its backend has started."""
 
-    recipe: Recipe
+    phases: Phases
+    changes: Sequence[Change]  # that the last phase begins with
     folder: Path
     backend: Backend
     journal: Journal
@@ -203,7 +203,13 @@ class _Run:
     trainer: TrainerBackend
     control: Control
     observer: Observer
+    listeners: Listeners
+    handle: RunHandle
     give_up: Sequence[int]  # trajectories that a resumed run fails
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.phases.current
 
     @property
     def cut_s(self) -> float | None:
@@ -223,16 +229,21 @@ class _Run:
 
 
 async def _train(
-    recipe: Recipe,
-    folder: Path,
+    phases: Phases,
+    changes: Sequence[Change],
+    handle: RunHandle,
     make: MakeBackend,
     observer: Observer,
+    listeners: Listeners,
     lock: Lock,
     resume: bool,
     give_up: Sequence[int],
+    given: Given,
 ) -> dict[str, Any]:
     """Starts the backend, runs the loop, and ends everything in any case."""
+    recipe, folder = phases.current, handle.folder
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(handle.cancellable())
         said = RewardOutput(folder / "reward.log", observer.message, after=folder / "config.toml")
         stack.callback(said.close)
         versions = VersionFiles(folder / "versions", durable=recipe.runtime.durable_versions)
@@ -252,7 +263,26 @@ async def _train(
         with Journal.open(folder / JOURNAL_NAME, resume=begun, lock=lock) as journal:
             trainer = backend.make_trainer(journal)
             stack.callback(trainer.close)
-            return await _run(_Run(recipe, folder, backend, journal, versions, trainer, control, observer, give_up))
+            listeners.start(handle.shown)
+            for change in given.changes:
+                observer.message(change)
+                journal.note("changed", change, at=clock.now())
+            return await _run(
+                _Run(
+                    phases,
+                    changes,
+                    folder,
+                    backend,
+                    journal,
+                    versions,
+                    trainer,
+                    control,
+                    observer,
+                    listeners,
+                    handle,
+                    give_up,
+                )
+            )
 
 
 async def _start(backend: Backend, instances: int, say: Callable[[str], None]) -> None:
@@ -276,7 +306,9 @@ async def _run(run: _Run) -> dict[str, Any]:
     """Runs the loop to its end, with an evaluation before and after it. Returns the summary."""
     recipe, inputs, plan = run.recipe, run.backend.driver.inputs, run.recipe.plan
     resumed = await report_wait(_take_up(run), lambda: "the trainer to start, and its weights", run.observer.message)
-    tally = Tally(rows=plan.rows, sink=JsonLines(run.folder / "metrics.jsonl"), totals=resumed.totals)
+    tally = Tally(
+        rows=plan.rows, sink=Sinks(JsonLines(run.folder / "metrics.jsonl"), run.listeners), totals=resumed.totals
+    )
     environment = run.backend.environment
     scored = any(rollout.reward is not None for rollout in resumed.rollouts.values())
     first_reward = FirstReward(came=scored or tally.totals.steps > 0)
@@ -294,12 +326,16 @@ async def _run(run: _Run) -> dict[str, Any]:
             await evaluate(evaluator, resumed.weights[0], "before")
     loop = _make_loop(run, resumed, environment, evaluator, tally, first_reward)
     spare_from_collection()
-    with stopped_by_interrupts(loop.stop), warn_when_blocked(recipe.runtime.stall_seconds):
+    interrupts, stopping = stopped_by_interrupts(partial(loop.stop, AGAIN)), run.handle.stopping(loop.stop)
+    with interrupts, stopping, warn_when_blocked(recipe.runtime.stall_seconds):
         if not await loop.run():
             await loop.checkpoints.save()
             return await _conclude(run, tally, loop.controller, stopped=True)
     await export_policy(run.trainer, run.folder / "policy", recipe, templated=inputs.templated)
-    if evaluator is not None and "after" not in resumed.evaluated:
+    if recipe.runtime.final_checkpoint:
+        await loop.checkpoints.save()  # for `--resume` with more updates
+        await asyncio.to_thread(keep_newest_checkpoint, run.folder / "checkpoints")
+    if evaluator is not None and ("after" not in resumed.evaluated or resumed.updates < plan.updates):
         write_json(run.folder / "summary.json", _summary(run, tally, loop.controller, stopped=False))
         try:
             with warn_when_blocked(recipe.runtime.stall_seconds):
@@ -315,7 +351,9 @@ async def _run(run: _Run) -> dict[str, Any]:
 async def _take_up(run: _Run) -> Resumed:
     """Begins the run, or restores it from its folder."""
     inputs = run.backend.driver.inputs
-    return await take_up(
+    begun = recorded_in(run.folder).begun
+    begins = bool(run.changes) or not begun or Phases.recorded(run.folder) is None
+    resumed = await take_up(
         run.folder,
         run.recipe.plan,
         prompts=inputs.prompts,
@@ -331,9 +369,30 @@ async def _take_up(run: _Run) -> Resumed:
         place=run.backend.place,
         say=run.observer.message,
         give_up=run.give_up,
-        sampled_ages=run.recipe.sampled_ages,
-        retrained_ages=run.recipe.retrained_ages,
+        sampled_ages=run.phases.sampled_ages,
+        retrained_ages=run.phases.retrained_ages,
+        recipe=run.recipe.dumps() if begins else None,
+        adapter=run.recipe.model.continued_adapter,
     )
+    begin_folder(run.recipe, run.folder)  # after the journal, which a resumed run goes by
+    if run.changes and begun:
+        said = ", ".join(map(str, run.changes))
+        run.journal.note("recipe changed", f"from update {resumed.updates} on: {said}", at=clock.now())
+        run.observer.message(f"from update {resumed.updates} on: {said}")
+    _compare_sources(run)
+    return resumed
+
+
+def _compare_sources(run: _Run) -> None:
+    """Records the source files that score the task. Says which have changed since they were recorded."""
+    now = source_digests(run.recipe.task)
+    with JournalReader(run.folder) as reader:
+        before = reader.sources()
+    for name in sorted(name for name, digest in now.items() if before.get(name, digest) != digest):
+        text = f"the source of `{name}` has changed since the run used it last: rewards are those of the new code now"
+        run.journal.note("source changed", text, at=clock.now())
+        run.observer.message(text)
+    run.journal.scored_by(now)
 
 
 def _make_loop(
@@ -372,14 +431,15 @@ def _make_loop(
             max_turns=driver.inputs.task.max_turns,
             max_lineages=driver.inputs.task.max_lineages,
             max_context=driver.inputs.longest_prompt + driver.sampling.max_tokens,
-            sampled_ages=run.recipe.sampled_ages,
+            sampled_ages=run.phases.sampled_ages,
+            records_tokens=run.recipe.observe.tokens,
         ),
         weights=resumed.weights,
         rollouts=resumed.rollouts,
         kept=resumed.kept,
         versions=run.versions,
         checkpointing=lambda loop: take_checkpoint(
-            run.folder, loop, run.trainer, run.journal, run.versions, ages=run.recipe.retrained_ages
+            run.folder, loop, run.trainer, run.journal, run.versions, ages=run.phases.retrained_ages
         ),
         control=run.control,
         first_reward=first_reward,
@@ -437,4 +497,5 @@ def _evaluator(run: _Run, environment: Environment, first_reward: FirstReward) -
         cut_s=run.cut_s,
         budget=run.budget,
         first_reward=first_reward,
+        decode=driver.decode,
     )

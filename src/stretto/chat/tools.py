@@ -108,10 +108,9 @@ class Tool:
 
     async def _threaded(self, given: Mapping[str, Any]) -> str:
         """Calls the function in a daemon thread: one that hangs neither blocks others nor keeps the process alive."""
-        _abandoned[:] = [thread for thread in _abandoned if thread.is_alive()]
-        if len(_abandoned) >= MAX_ABANDONED:
+        if (count := num_abandoned()) >= MAX_ABANDONED:
             raise RewardError(
-                f"the tool `{self.name}` was not called: {len(_abandoned)} calls of tools have never returned; give "
+                f"the tool `{self.name}` was not called: {count} calls of tools have never returned; give "
                 "what they wait for a deadline"
             )
         loop, process = asyncio.get_running_loop(), os.getpid()
@@ -148,6 +147,12 @@ AnyTool = Tool | Callable[..., Any] | Mapping[str, Any]
 """A tool, a function, or a description in the shape of the OpenAI API: that is offered, and called by somebody else."""
 
 _abandoned: list[threading.Thread] = []
+
+
+def num_abandoned() -> int:
+    """Returns the number of calls in this process that had to return by their deadline and have not done so yet."""
+    _abandoned[:] = [thread for thread in _abandoned if thread.is_alive()]
+    return len(_abandoned)
 
 
 def tool(*, seconds: float = SECONDS, output_chars: int = OUTPUT_CHARS) -> Callable[[Callable[..., Any]], Tool]:

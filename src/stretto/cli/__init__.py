@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 import traceback
@@ -16,7 +17,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TextIO
 
 from stretto import __version__
-from stretto.cli import check, compare, pool, replay, serve, show, train, verify
+from stretto.cli import (
+    check,
+    compare,
+    completion,
+    doctor,
+    export,
+    pool,
+    replay,
+    report,
+    runs,
+    serve,
+    show,
+    trace,
+    train,
+    verify,
+    view,
+)
+from stretto.cli.arguments import add_verbosity, log_level
 from stretto.errors import StrettoError, printable
 
 EXAMPLES = """examples:
@@ -26,9 +44,16 @@ EXAMPLES = """examples:
   stretto compare recipes/quickstart.toml --paradigms synchronous,multi-version
   stretto verify runs/short
   stretto show runs/short --update 10
+  stretto list runs
+  stretto view runs/short
+  stretto report runs/short -o report.html
+  stretto trace runs/short -o trace.json
   stretto pool runs/short --add 2
   stretto replay runs/short
+  stretto export runs/short --merge -o models/short
   stretto serve runs/short
+  stretto doctor
+  stretto completion bash
 """
 
 LOG_FORMAT = "%(levelname)s %(name)s: %(message)s"
@@ -55,8 +80,15 @@ COMMANDS: Mapping[str, Command] = {
     "verify": verify,
     "replay": replay,
     "show": show,
+    "list": runs,
+    "view": view,
+    "report": report,
+    "trace": trace,
     "pool": pool,
+    "export": export,
     "serve": serve,
+    "doctor": doctor,
+    "completion": completion,
 }
 
 
@@ -67,10 +99,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     130: stopped by Ctrl-C or a signal. 141: the reader of the output is gone. A run that ended with 130, with 141 or
     was killed can be resumed.
     """
-    options = _parser().parse_args(arguments)
+    status = _main(arguments)
+    if arguments is None and (listeners := sys.modules.get("stretto.observe.listeners")) and listeners.abandoned():
+        sys.stderr.flush()
+        os._exit(status)  # a tracker that hangs may have left threads and exit handlers that hang too
+    return status
+
+
+def _main(arguments: Sequence[str] | None) -> int:
+    options = make_parser().parse_args(arguments)
     from stretto.run.interrupts import handled  # not before: `--help` answers at once
 
-    logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT, handlers=[_StandardError()])
+    level, ours = getattr(logging, log_level(options).upper()), logging.getLogger("stretto")
+    terminal, level_before = _StandardError(), ours.level
+    terminal.setLevel(level)
+    logging.basicConfig(level=max(level, logging.WARNING), format=LOG_FORMAT, handlers=[terminal])
+    ours.setLevel(min(level, logging.INFO))  # the log of a run has these, whatever the terminal shows
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own: lines would appear twice
     run: Callable[[argparse.Namespace], int] = options.run_command
     on_interrupt = signal.getsignal(signal.SIGINT)
@@ -96,6 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         return 2
     finally:
+        ours.setLevel(level_before)
         if arguments is not None and signal.getsignal(signal.SIGINT) is not on_interrupt:
             signal.signal(signal.SIGINT, on_interrupt)  # called by a program that continues after this
 
@@ -104,7 +149,8 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="stretto",
         description="Reinforcement learning for language models: several versions of the policy generate at once.",
@@ -116,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=command.HELP)
         command.add_arguments(subparser)
+        add_verbosity(subparser)
         subparser.set_defaults(run_command=command.run)
     return parser
 

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 from pathlib import Path
 
-from stretto.errors import RecipeError, shortened
+from stretto.errors import RecipeError, RunError, shortened
 
 
 def path(text: str) -> Path:
@@ -15,6 +15,15 @@ def path(text: str) -> Path:
         return Path(text).expanduser()
     except RuntimeError:  # no such user
         return Path(text)
+
+
+def recipe(text: str) -> Path:
+    """Returns the file of a recipe that was typed as a path or as the name of a shipped recipe."""
+    from stretto.recipe.shipped_recipes import found
+
+    with contextlib.suppress(OSError):  # of a folder that may not be entered, which is reported later
+        return found(path(text))
+    return path(text)
 
 
 def integer(text: str) -> int:
@@ -34,7 +43,8 @@ def integer(text: str) -> int:
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """Declares `RECIPE` and `--set KEY=VALUE`."""
-    parser.add_argument("recipe", type=path, metavar="RECIPE", help="a TOML file")
+    help = "a TOML file, or the name of a recipe that comes with the package, such as `quickstart`"
+    parser.add_argument("recipe", type=recipe, metavar="RECIPE", help=help)
     parser.add_argument(
         "--set",
         action="append",
@@ -50,8 +60,60 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=path, metavar="RUN", help="a run folder")
 
 
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """Declares one or more `RUN`."""
+    parser.add_argument("runs", type=path, nargs="+", metavar="RUN", help="a run folder")
+
+
+def add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    """Declares `--tokenizer`."""
+    parser.add_argument(
+        "--tokenizer",
+        type=path,
+        metavar="FOLDER",
+        help="folder with the `tokenizer.json` of the runs (default: that of the run's policy or model)",
+    )
+
+
+def tokenizer_file(folder: Path | None) -> Path | None:
+    """Returns the file of `--tokenizer`. Raises `RunError` if there is none."""
+    if folder is None:
+        return None
+    found = folder / "tokenizer.json" if folder.is_dir() else folder
+    if not found.is_file():
+        raise RunError(f"`--tokenizer {folder}` has no `tokenizer.json`: give the folder of a model")
+    return found
+
+
+LEVELS = ("debug", "info", "warning", "error")  # of the log, from the most lines to the fewest
+
+
+def add_verbosity(parser: argparse.ArgumentParser) -> None:
+    """Declares `-v`, `-q` and `--log-level`, which set `log_level` and `quiet`."""
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument(
+        "-v", "--verbose", action="count", default=0, help="print more of what happens; twice: everything"
+    )
+    chosen.add_argument("-q", "--quiet", action="store_true", help="print errors and results alone, no progress")
+    chosen.add_argument("--log-level", choices=LEVELS, help="least important log lines to print (default: warning)")
+
+
+def log_level(options: argparse.Namespace) -> str:
+    """Returns the level that `-v`, `-q` and `--log-level` ask for."""
+    if options.log_level is not None:
+        return str(options.log_level)
+    return "error" if options.quiet else ("warning", "info", "debug")[min(options.verbose, 2)]
+
+
+def verbosity(options: argparse.Namespace) -> list[str]:
+    """Returns the same arguments for another command."""
+    return ["--quiet"] if options.quiet else ["--log-level", log_level(options)]
+
+
 def refuse_missing_recipe(recipe: Path) -> None:
     """Raises `RecipeError` if there is no such file."""
     with contextlib.suppress(OSError):  # `load_recipe` reports a folder that may not be entered
         if not recipe.exists():
-            raise RecipeError(f"recipe `{recipe}` does not exist")
+            from stretto.recipe.shipped_recipes import missing
+
+            raise RecipeError(missing(recipe))

@@ -17,11 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     arguments.refuse_missing_recipe(options.recipe)
 
-    from stretto.recipe.schema import load_recipe
+    from stretto.api.checking import check
 
-    recipe = load_recipe(options.recipe, options.overrides)
-
-    from stretto.assembly.check import check
-
-    sys.stdout.write(check(recipe))
+    sys.stdout.write(str(check(options.recipe, options.overrides)))
     return 0

@@ -32,4 +32,5 @@ def run(options: argparse.Namespace) -> int:
         paradigms=None if options.paradigms is None else options.paradigms.split(","),
         folder=options.out,
         target=options.target,
+        train_options=arguments.verbosity(options),
     )

@@ -17,9 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from stretto.assembly.retrain import retrain
+    from stretto.api.runs import Run
 
-    result = retrain(options.run, until=options.until, out=options.out, say=_print)
+    result = Run(options.run).replay(options.until, out=options.out, say=_print)
     _print(str(result))
     return 0 if result.difference is None else 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from stretto.cli import arguments
 
@@ -18,6 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from stretto.observe.console import make_console
     from stretto.observe.show import show
+    from stretto.view.pieces import decoder_of_run
 
-    make_console().print(show(options.run, update=options.update, samples=options.samples))
+    decode = None if options.update is None else decoder_of_run(Path(options.run))
+    make_console().print(show(options.run, update=options.update, samples=options.samples, decode=decode))
     return 0

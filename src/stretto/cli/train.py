@@ -10,7 +10,7 @@ from stretto.cli import arguments
 from stretto.errors import RunError
 
 if TYPE_CHECKING:
-    from stretto.recipe.schema import Recipe
+    from stretto.api.runs import Run
 
 HELP = "train a policy by a recipe"
 
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_recipe(parser)
     parser.add_argument("--out", type=arguments.path, metavar="RUN", help="run folder (default: runs/<recipe>-<time>)")
     parser.add_argument(
-        "--resume", action="store_true", help="continue the run in --out after it was stopped or killed"
+        "--resume", action="store_true", help="continue the run in --out after it was stopped or killed, or extend it"
     )
     parser.add_argument(
         "--give-up",
@@ -37,38 +37,60 @@ def run(options: argparse.Namespace) -> int:
         raise RunError("`--resume` needs `--out RUN`: the folder of the run to continue")
     if options.give_up and not options.resume:
         raise RunError("`--give-up ID` needs `--resume`: a run that begins has no trajectory to give up")
-    recipe, folder = _recipe_and_folder(options)
-
-    from stretto.assembly.train import train_from_command_line
-
-    return train_from_command_line(
-        recipe,
-        folder,
-        resume=options.resume,
-        part_of_compare=options.part_of_compare,
-        give_up=options.give_up,
-    )
-
-
-def _recipe_and_folder(options: argparse.Namespace) -> tuple[Recipe, Path]:
-    """Checks both before torch is imported, which takes seconds."""
-    from stretto.run.folder_checks import (
-        default_run_folder,
-        refuse_another_recipe,
-        refuse_nothing_to_resume,
-        refuse_occupied,
-    )
-
     arguments.refuse_missing_recipe(options.recipe)
+
+    from stretto.api.training import train
+    from stretto.run.folder_checks import default_run_folder, standing
+    from stretto.run.interrupts import ignore_interrupts
+
     folder = options.out or default_run_folder(options.recipe)
-    if options.resume:
-        refuse_nothing_to_resume(folder)
-    else:
-        refuse_occupied(folder)
+    try:
+        made = train(
+            options.recipe,
+            options.overrides,
+            out=folder,
+            resume=options.resume,
+            give_up=options.give_up,
+            progress=not options.quiet,
+        )
+    except KeyboardInterrupt:
+        if standing(folder) == "empty" or options.part_of_compare:
+            raise
+        _say(f"interrupted; continue with {_resume_hint(folder)}")
+        return 130
+    ignore_interrupts()
+    if options.quiet:
+        return 130 if made.stopped else 0
+    return _close(made, part_of_compare=options.part_of_compare)
 
-    from stretto.recipe.schema import load_recipe
 
-    recipe = load_recipe(options.recipe, options.overrides)
-    if options.resume:
-        refuse_another_recipe(recipe, folder)
-    return recipe, folder
+def _close(run: Run, *, part_of_compare: bool) -> int:
+    """Prints the result of a run. Returns the exit status: 130 if the run was stopped.
+
+    `part_of_compare` leaves out the suggestions of what to type next: `compare` prints its own.
+    """
+    from stretto.observe.console import make_console
+    from stretto.observe.summary import summary_table
+    from stretto.run.command_hint import command
+
+    summary, steps, folder = run.summary, run.recipe.training.steps, run.folder
+    if run.stopped:
+        hint = "" if part_of_compare else f"; continue with {_resume_hint(folder)}"
+        _say(f"stopped after {summary['steps']} of {steps} updates{hint}")
+        return 130
+    make_console().print(summary_table(summary))
+    if not part_of_compare:
+        _say(f"try next: {command('verify', folder)}")
+        _say(f"try next: {command('show', folder, '--update', str(steps - 1))}")
+    _say(f"the trained policy is in {folder / 'policy'}")
+    return 0
+
+
+def _say(text: str) -> None:
+    from stretto.observe.console import make_console
+
+    make_console().print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _resume_hint(folder: Path) -> str:
+    return f"the same command and `--out {folder} --resume`"

@@ -21,12 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from stretto.store.verify import conclusion, exit_code, format_findings, verify
+    from stretto.api.runs import verify
 
     findings = verify(options.run)
-    _print(format_findings(findings))
-    _print(conclusion(findings))
-    status = exit_code(findings)
+    _print(str(findings))
+    status = 0 if findings.hold else 1
     if options.recompute is None:
         return status
     if status:

@@ -26,12 +26,14 @@ from stretto.environments.protocol import Environment
 from stretto.environments.task_options import ScoredTaskOptions
 from stretto.observe.progress import Observer
 from stretto.recipe.schema import Recipe
+from stretto.run.phases import Phases
 from stretto.run.protocols import NoRewards, Rewards, TrainerBackend
 from stretto.setup.backend import Backend
 from stretto.setup.environments import local_environment
 from stretto.setup.factories import DriverInputs
 from stretto.setup.inputs import (
     episode_pool_options,
+    make_rewards,
     passed_variables,
     plays_in_workers,
     reward_columns,
@@ -64,6 +66,7 @@ def cluster_backend(
     source: ModelSource,
     folder: Path,
     observer: Observer,
+    phases: Phases,
     said: Callable[[str], None],
     versions: VersionFiles,
 ) -> Backend:
@@ -88,7 +91,9 @@ def cluster_backend(
         instance_seconds=runtime.instance_seconds,
     )
     rewards: Rewards = NoRewards()
-    if isinstance(recipe.task, ScoredTaskOptions):
+    if driver.inputs.task.function is not None:
+        rewards = make_rewards(recipe, driver.inputs.task, said)  # it cannot leave this process
+    elif isinstance(recipe.task, ScoredTaskOptions):
         assert driver.inputs.task.reward is not None
         rewards = RayRewards(
             RewardOptions(
@@ -123,7 +128,7 @@ def cluster_backend(
     else:
         environment = local_environment(recipe, driver, rewards, said)
     trainer = RankedTrainer(
-        rank_options(recipe, source, folder),
+        rank_options(recipe, source, folder, phases.learning_rates),
         deadline_s=runtime.update_seconds,
         notice=partial(faults.note, "trainer lost"),
         store=store,
@@ -132,7 +137,7 @@ def cluster_backend(
     def make_trainer(journal: Journal) -> TrainerBackend:
         faults.journal = journal
         trainer.restore = make_restore(
-            folder, journal, versions, partial(faults.note, "trainer restored"), ages=recipe.retrained_ages
+            folder, journal, versions, partial(faults.note, "trainer restored"), ages=phases.retrained_ages
         )
         return trainer
 

@@ -141,11 +141,12 @@ class EpisodeActor(HostActor):
     async def _messages(self, number: int) -> list[Message]:
         messages = await self._policies[number].messages()
         if isinstance(messages[-1], Over):
-            del self._policies[number]
+            self._policies.pop(number, None)  # it is gone if the episode was cancelled
         return messages
 
     async def _cancel(self, number: int) -> None:
-        self._policies.pop(number, None)
+        if (policy := self._policies.pop(number, None)) is not None:
+            policy.say(Over(None, RewardError("its episode was cancelled")))  # ends the call that waits for messages
         if (task := self._tasks.get(number)) is not None:
             task.cancel()
 

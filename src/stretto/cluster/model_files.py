@@ -38,18 +38,19 @@ class ModelSource:
     fingerprint: str = ""  # of the folder's files; empty for a hub name
     revision: str = ""  # of a hub name, as the driver sees it; empty for a folder
     files: Any = None  # a reference to the folder's files, if they are small enough to be sent
+    option: str = "model.path"  # the key of the recipe that names it
 
     @classmethod
-    def of(cls, path: str) -> ModelSource:
+    def of(cls, path: str, option: str = "model.path") -> ModelSource:
         """Describes the model at `path` on the driver's machine. Blocks while it reads the files."""
         folder = Path(path)
         if not folder.is_dir():
-            return cls(path, revision=revision_of(path))
+            return cls(path, revision=revision_of(path), option=option)
         folder = folder.resolve()
         files = _files(folder)
         small = sum(file.stat().st_size for file in files.values()) <= SENT_BYTES
         sent = ray.put({name: file.read_bytes() for name, file in files.items()}) if small else None
-        return cls(str(folder), _fingerprint(files), files=sent)
+        return cls(str(folder), _fingerprint(files), files=sent, option=option)
 
     def here(self) -> str:
         """Returns what to load on this machine. Raises `ModelError` if the model is not here and was not sent."""
@@ -61,8 +62,8 @@ class ModelSource:
         if self.files is None:
             there = "has other files" if folder.is_dir() else "is not there"
             raise ModelError(
-                f"`model.path = {self.path!r}` {there} on the machine `{os.uname().nodename}`; put the same folder at "
-                "the same place on every machine of the cluster, or on a file system that they share"
+                f"`{self.option} = {self.path!r}` {there} on the machine `{os.uname().nodename}`; put the same folder "
+                "at the same place on every machine of the cluster, or on a file system that they share"
             )
         return str(self._unpack(ray.get(self.files, timeout=600)))
 

@@ -25,6 +25,7 @@ from stretto.recipe.schema import Recipe
 from stretto.setup.device import choose_device, choose_dtype, prepare_device
 from stretto.setup.factories import make_trainer
 from stretto.store.version_files import write_file
+from stretto.training.learning_rates import LearningRates
 from stretto.training.parallel import Ranks, open_rendezvous
 from stretto.training.protocol import Trainer
 from stretto.types import Batch, UpdateReport
@@ -57,13 +58,23 @@ class RankTrainerFactory:
 
     recipe: Recipe
     source: ModelSource
+    rates: LearningRates | None = None  # of all phases of the run; None: those of the recipe
+    adapter: ModelSource | None = None  # that the policy begins with
 
     def __call__(self, ranks: Ranks) -> Trainer:
         transformers_logging.disable_progress_bar()
         path, device = self.source.here(), choose_device(self.recipe.runtime.device)
         prepare_device(self.recipe, device)
         model = load_model(path, choose_dtype(self.recipe.model.dtype, device), device)
-        return make_trainer(self.recipe, model, path, base=self.source.path, ranks=ranks)
+        return make_trainer(
+            self.recipe,
+            model,
+            path,
+            base=self.source.path,
+            ranks=ranks,
+            rates=self.rates,
+            adapter=None if self.adapter is None else self.adapter.here(),
+        )
 
 
 class TrainerRank:

@@ -31,8 +31,10 @@ from stretto.cluster.model_files import ModelSource
 from stretto.cluster.rank_actor import VERSIONS, WRITING, RankTrainerFactory, TrainerRank, WeightsHeader
 from stretto.cluster.weights import RayWeightsRef, WeightsStore
 from stretto.errors import RunError, StalledError, StrettoError, TrainerError, TrainerLostError, describe
+from stretto.models.adapter_config import adapter_folder
 from stretto.recipe.schema import Recipe
 from stretto.setup.threads import rank_threads
+from stretto.training.learning_rates import LearningRates
 from stretto.training.parallel import Ranks
 from stretto.training.protocol import Trainer
 from stretto.types import Batch, UpdateReport, Weights, WeightsRef
@@ -59,11 +61,18 @@ class RankOptions:
     folder: str | None = None  # the run folder, which each rank must see
 
 
-def rank_options(recipe: Recipe, source: ModelSource, folder: Path | None = None) -> RankOptions:
-    """Returns the options for the ranks of a recipe, which load the model from `source`, of a run in `folder`."""
+def rank_options(
+    recipe: Recipe, source: ModelSource, folder: Path | None = None, rates: LearningRates | None = None
+) -> RankOptions:
+    """Returns the options for the ranks of a recipe, which load the model from `source`, of a run in `folder`.
+
+    `rates` None: the learning rates are those of the recipe.
+    """
     runtime = recipe.runtime
+    found = recipe.model.continued_adapter
+    adapter = None if found is None else ModelSource.of(str(adapter_folder(found)), "model.adapter")
     return RankOptions(
-        RankTrainerFactory(recipe, source),
+        RankTrainerFactory(recipe, source, rates, adapter),
         count=runtime.trainers,
         threads=rank_threads(recipe),
         cpus=runtime.trainer_cpus,

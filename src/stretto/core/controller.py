@@ -172,6 +172,12 @@ class Controller:
         """The versions whose weights the run needs to continue: after a restore, those to bring back."""
         return sorted(v for v in self.window.live if v == self.newest or self.needs(v))
 
+    @property
+    def started_under(self) -> set[int]:
+        """The versions of the groups that updates will be trained on, as far as they have started or are reused."""
+        started = {group.version for group in (*self.ledger.groups.values(), *self.ledger.batch)}
+        return started | {group.version for group in self.reuse.kept.values()}
+
     def is_retired(self, version: int) -> bool:
         """True if no engine needs a version any more. One that is not published yet is not retired."""
         return version < self.newest and version not in self.window.live

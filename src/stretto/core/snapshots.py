@@ -96,6 +96,8 @@ def restore(controller: Controller, snapshot: Snapshot) -> None:
     controller.window = VersionWindow(snapshot.newest, snapshot.live)
     if plan.auto:
         controller.staleness = min(snapshot.staleness, plan.staleness)
+    # A bound that is another than before holds for groups that are admitted from now on. The others keep their
+    # deadlines, and admission keeps the invariant with all of them.
     controller.unpublished = snapshot.unpublished
     controller.evaluations_due = set(snapshot.evaluations_due)
     ledger.counters = replace(snapshot.counters)  # counters change, snapshots do not

@@ -28,19 +28,15 @@ class EnvironmentSpec:
     max_turns: int  # of one episode
     config: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the class
     max_lineages: int = 1  # of one episode
+    given: Any = None  # a class or an object that was given from Python; None: it is imported by its name
 
 
 def load_environment(spec: EnvironmentSpec, tokenizer: Any) -> Environment:
     """Creates the environment. Raises `RecipeError` if that fails, or if it has no method `episode`."""
     said = f"`task.environment = {spec.name!r}`"
-    if not is_spec(spec.name):
-        raise RecipeError(f"{said} is not a class: write it as `package.module:Class`")
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())  # not removed later: the class may import from there when it is used
-    try:
-        kind = resolve(spec.name)
-    except SpecError as error:
-        raise RecipeError(f"{said}: {error}") from error
+    if hasattr(spec.given, "episode") and not isinstance(spec.given, type):
+        return _played_by_object(spec, said)
+    kind = spec.given if spec.given is not None else _imported(spec, said)
     config = dict(spec.config)
     if _takes_turns(kind):
         config.setdefault("turns", spec.max_turns)
@@ -60,6 +56,31 @@ def load_environment(spec: EnvironmentSpec, tokenizer: Any) -> Environment:
     if not inspect.iscoroutinefunction(getattr(made, "episode", None)):
         raise RecipeError(f"{said} has no episodes: define `async def episode(self, prompt, policy)`")
     environment: Environment = made
+    return environment
+
+
+def _imported(spec: EnvironmentSpec, said: str) -> Any:
+    """Imports the class that a recipe names."""
+    if not is_spec(spec.name):
+        raise RecipeError(f"{said} is not a class: write it as `package.module:Class`")
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())  # not removed later: the class may import from there when it is used
+    try:
+        return resolve(spec.name)
+    except SpecError as error:
+        raise RecipeError(f"{said}: {error}") from error
+
+
+def _played_by_object(spec: EnvironmentSpec, said: str) -> Environment:
+    """Checks an object that was given from Python, made by its owner."""
+    if not inspect.iscoroutinefunction(getattr(spec.given, "episode", None)):
+        raise RecipeError(f"{said} has no episodes: define `async def episode(self, prompt, policy)`")
+    if spec.config:
+        raise RecipeError(
+            f"`task.config = {dict(spec.config)}` has no effect on {said}, which is an object: give its class, or "
+            "leave `task.config` out"
+        )
+    environment: Environment = spec.given
     return environment
 
 

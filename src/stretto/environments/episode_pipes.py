@@ -23,7 +23,8 @@ from stretto.environments.protocol import Outcome
 from stretto.environments.reward_pipes import BrokenFrameError, as_text, framed, read_text
 from stretto.types import Completion, Prompt
 
-MAX_FRAME = 1 << 24  # bytes; a context of four million tokens
+MAX_FRAME = 1 << 24  # bytes
+MAX_TOKENS = (MAX_FRAME - 64) // 4  # of a context, beside what else is in its frame
 MAX_LINEAGE = 2**31 - 1
 
 

@@ -13,8 +13,9 @@ both sides keep the context of each lineage.
   with a `RewardError`, which the run counts as a failed attempt. The others begin again on another worker, and are
   handed the turns that they had. If it is not known, all of them fail. None gets a reward that its environment did not
   return.
-- *A worker that leaks*, or that has played `max_episodes`, gets no new episodes. It ends after its last one, and
-  another worker takes its place at once. At twice `max_bytes` it is killed.
+- *A worker that leaks*, that has played `max_episodes`, in which an episode goes on for `hang_s` after it was cancelled
+  or in which `MAX_HANGING` calls of tools hang gets no new episodes. It ends after its last one, and another worker
+  takes its place at once. At twice `max_bytes` it is killed.
 - `worker_process.py` says what a worker sees, where its output goes and how it ends.
 """
 
@@ -58,8 +59,10 @@ log = logging.getLogger(__name__)
 MODULE = "stretto.environments.episode_worker"
 BEAT_S = 1.0  # between two signs of life of a worker, at most
 CHECKS = 10  # of a worker within the time in which it must show one
+MISSED = 3  # signs of life, after which an episode seems to block its worker
 RERUNS = 3  # of one episode, each because another one cost its worker
 RETRY_S = 1.0  # between attempts to start a worker
+MAX_HANGING = 32  # calls of tools in one worker: at twice as many, no tool is called there any more
 MAX_MESSAGES = 10_000  # of one episode that the pool has not handled
 
 
@@ -71,6 +74,7 @@ class EpisodePoolOptions:
     tokenizer: bytes  # pickled
     workers: int | None = None  # processes; None: by the cores of the machine
     hang_s: float = 450.0  # without a sign of life of an event loop, until its worker is killed
+    hang_reason: str = "half of `runtime.stall_seconds`"  # says where `hang_s` comes from
     max_bytes: int | None = None  # of memory, after which a worker is replaced
     max_episodes: int | None = None  # after which a worker is replaced
 
@@ -103,15 +107,36 @@ class _Worker:
     process: WorkerProcess
     wants_close: bool
     sessions: dict[int, _Session] = field(default_factory=dict)
-    cancelled: set[int] = field(default_factory=set)  # episodes that were cancelled, and whose end it has not told
+    cancelled: dict[int, float] = field(default_factory=dict)  # when episodes were whose end it has not told
     begun: int = 0  # episodes
     retiring: bool = False  # gets no new episode
     died: str = ""  # why it was killed
     hung: bool = False  # killed because its event loop was blocked
-    gone: bool = False  # its process has ended
+    bloated: bool = False  # killed because of its memory, which no single episode can be blamed for
+    gone: bool = False  # its output has ended; its process has too, or is being killed
     closing: bool = False  # told to end
     replaced: asyncio.Event = field(default_factory=asyncio.Event)  # its slot is free
     outbox: list[bytes] = field(default_factory=list)
+
+    @property
+    def beat(self) -> float:
+        """When its event loop was last alive."""
+        return float(MARK.unpack_from(self.process.marks)[0])
+
+    @property
+    def step(self) -> int:
+        """The episode whose step its event loop runs, or ran last before it was lost; negative if it runs none."""
+        return int(MARK.unpack_from(self.process.marks)[1])
+
+    @property
+    def memory(self) -> int:
+        """Bytes of memory that it takes."""
+        return int(MARK.unpack_from(self.process.marks)[2])
+
+    @property
+    def hanging_calls(self) -> int:
+        """The number of calls of tools that hang in it."""
+        return int(MARK.unpack_from(self.process.marks)[3])
 
     def send(self, message: ToWorker) -> None:
         """Sends a message, in one write with all others of this turn of the event loop. Passes on pickling errors."""
@@ -133,7 +158,7 @@ class _Worker:
 
     def end_if_idle(self) -> None:
         """Ends it if it gets no new episode and has none left."""
-        if self.retiring and not self.sessions and not self.closing:
+        if self.retiring and not self.sessions and not self.closing and not self.gone:
             self.close()
 
     def close(self) -> None:
@@ -158,6 +183,7 @@ class EpisodePool:
         self._worker_options = worker_options
         self._notice = notice
         self._name = options.spec.name
+        self._beat_s = min(BEAT_S, options.hang_s / CHECKS)
         self._num_workers = default_workers() if options.workers is None else options.workers
         self._ids = itertools.count()
         self._workers: set[_Worker] = set()
@@ -172,7 +198,7 @@ class EpisodePool:
     @property
     def memory(self) -> dict[int, int]:
         """Bytes of memory of each process that lives, by its id."""
-        return {worker.process.pid: MARK.unpack_from(worker.process.marks)[2] for worker in self._workers}
+        return {worker.process.pid: worker.memory for worker in self._workers}
 
     async def start(self) -> None:
         """Starts the workers. Raises `RecipeError` if the environment cannot be imported or made."""
@@ -258,7 +284,7 @@ class EpisodePool:
             return await self._serve(worker, session, prompt, policy)
         finally:
             if worker.sessions.pop(id, None) is not None:  # the worker does not know yet that it is over
-                worker.cancelled.add(id)
+                worker.cancelled[id] = time.monotonic()
                 worker.send(Cancel(id))
             worker.end_if_idle()
 
@@ -280,15 +306,22 @@ class EpisodePool:
                     if (reply := await server.serve(message)) is not None:
                         worker.send(reply)
 
+    def _is_blocked(self, worker: _Worker) -> bool:
+        """Returns True if an episode seems to block the event loop of a worker."""
+        return time.monotonic() - worker.beat > MISSED * self._beat_s
+
     async def _next_worker(self) -> _Worker:
-        """Returns the worker with the fewest episodes. Waits while there is none that takes another."""
+        """Returns the worker with the fewest episodes, one that is not blocked if there is one.
+
+        Waits while there is none that takes another episode.
+        """
         while True:
             if self._failure is not None:
                 raise self._failure
             if self._closed or not self._tasks:
                 raise RewardError(f"`{self._name}` was asked to play an episode while its workers were not running")
             if free := [worker for worker in self._workers if not worker.retiring and not worker.died]:
-                return min(free, key=lambda worker: len(worker.sessions))
+                return min(free, key=lambda worker: (self._is_blocked(worker), len(worker.sessions)))
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(future)
             await future
@@ -324,8 +357,7 @@ class EpisodePool:
         said = f"`task.environment = {self._name!r}` cannot be used"
         wants_close, error = False, None
         try:
-            beat_s = min(BEAT_S, self._options.hang_s / CHECKS)
-            process.write(request_frame((self._options.spec, self._options.tokenizer, beat_s)))
+            process.write(request_frame((self._options.spec, self._options.tokenizer, self._beat_s)))
             async with asyncio.timeout(START_S):
                 error, wants_close = read_greeting(await process.read(lambda: max_frame_bytes(0)))
         except TimeoutError:
@@ -353,10 +385,10 @@ class EpisodePool:
             worker.died = f"`{self._name}` wrote something else than messages to its pipe ({error})"
         finally:
             worker.process.kill()  # its output or the pool has ended
-            code = await worker.process.ended()
-            self._workers.discard(worker)
+            self._workers.discard(worker)  # at once: an episode that began there now would fail for no fault of its own
             worker.gone = True
             worker.replaced.set()
+            code = await worker.process.ended()
         self._handle_exit(worker, code)
 
     async def _deliver(self, worker: _Worker) -> None:
@@ -369,7 +401,7 @@ class EpisodePool:
             ends = isinstance(message, Ended | Failed)
             if message.episode in worker.cancelled:
                 if ends:
-                    worker.cancelled.discard(message.episode)
+                    del worker.cancelled[message.episode]
                 continue
             session = worker.sessions.get(message.episode)
             if session is None:
@@ -387,9 +419,9 @@ class EpisodePool:
         if not worker.sessions and (worker.retiring or self._closed):
             return
         self.replaced += 1
-        marked = MARK.unpack_from(worker.process.marks)[1]
+        marked = worker.step
         died = worker.died or f"`{self._name}` {how_it_ended(code)}"
-        known = marked in worker.sessions or marked in worker.cancelled
+        known = not worker.bloated and (marked in worker.sessions or marked in worker.cancelled)
         self._notice(f"{died}; a worker with {len(worker.sessions)} episodes is replaced")
         kind = LateRewardError if worker.hung else RewardError
         sessions, worker.sessions = worker.sessions, {}
@@ -401,32 +433,43 @@ class EpisodePool:
             else:
                 session.put_nowait(_Lost(kind(f"{died}, with {len(sessions)} episodes in progress")))
 
-    def _retire(self, worker: _Worker) -> None:
-        if not worker.retiring:
-            self.retired += 1
-            worker.retire()
+    def _retire(self, worker: _Worker, why: str = "") -> None:
+        """Replaces a worker once its episodes have ended. `why` is said if somebody should know."""
+        if worker.retiring:
+            return
+        if why:
+            self._notice(
+                f"`{self._name}`: {why}; a worker is replaced after the {len(worker.sessions)} episodes it has"
+            )
+        self.retired += 1
+        worker.retire()
 
     async def _watch(self) -> None:
         """Kills workers that hang or take too much memory, and replaces those that leak."""
         limit = self._options.max_bytes
         while True:
-            await asyncio.sleep(min(BEAT_S, self._options.hang_s / CHECKS))
-            now = time.monotonic()
+            await asyncio.sleep(self._beat_s)
+            late = time.monotonic() - self._options.hang_s
             for worker in [each for each in self._workers if not each.died]:
-                beat, _, memory = MARK.unpack_from(worker.process.marks)
-                if (worker.sessions or worker.cancelled or worker.closing) and now - beat > self._options.hang_s:
+                memory = worker.memory
+                if (worker.sessions or worker.cancelled or worker.closing) and worker.beat < late:
                     worker.hung = True
                     worker.died = (
-                        f"`{self._name}` blocked the event loop of its worker for {self._options.hang_s:g} s (half of "
-                        "`runtime.stall_seconds`): await, or call what blocks in `asyncio.to_thread`"
+                        f"`{self._name}` blocked the event loop of its worker for {self._options.hang_s:g} s "
+                        f"({self._options.hang_reason}): await, or call what blocks in `asyncio.to_thread`"
                     )
                 elif limit is not None and memory > 2 * limit:
+                    worker.bloated = True
                     worker.died = (
                         f"`{self._name}` took {memory / 2**30:.1f} GiB, more than twice `task.worker_gib = "
                         f"{limit / 2**30:g}`"
                     )
                 elif limit is not None and memory > limit:
                     self._retire(worker)
+                elif any(at < late for at in worker.cancelled.values()):  # it may hold what others need
+                    self._retire(worker, f"an episode goes on {self._options.hang_s:g} s after it was cancelled")
+                elif worker.hanging_calls >= MAX_HANGING:
+                    self._retire(worker, f"{worker.hanging_calls} calls of tools hang: give them a deadline")
                 if worker.died:
                     worker.process.kill()
 

@@ -2,8 +2,8 @@
 
 - A second thread reads the messages of the pool. When the pool's process ends, for whatever reason, this one ends too.
 - The event loop writes the time into memory that it shares with the pool, and with it the memory that this process
-  takes. Before each step of an episode it writes the number of that episode. So the pool knows that the loop is
-  blocked, and by which episode; and which episode has killed the process.
+  takes and the calls of tools that hang in it. Before each step of an episode it writes the number of that episode. So
+  the pool knows that the loop is blocked, and by which episode; and which episode has killed the process.
 - An episode sees a `WorkerPolicy`, which passes on what it asks for, and holds it to the rules of `protocol.py`.
 """
 
@@ -30,6 +30,7 @@ from stretto.environments.custom import EnvironmentSpec, close_environment, load
 from stretto.environments.episode_faults import asked_after_end, asked_early, contained, given_up, in_own_task
 from stretto.environments.episode_pipes import (
     MAX_LINEAGE,
+    MAX_TOKENS,
     Answer,
     Ask,
     Cancel,
@@ -53,7 +54,8 @@ from stretto.environments.worker_child import SandboxArguments, end, end_copy, m
 from stretto.errors import RecipeError, RewardError, StrettoError
 from stretto.types import Completion, Prompt
 
-MARK = struct.Struct("<dqQ")  # when the event loop was last alive, the episode whose step it runs, bytes of memory
+# When the event loop was last alive, the episode whose step it runs, bytes of memory, calls of tools that hang.
+MARK = struct.Struct("<dqQQ")
 _STEP = struct.Struct("<q")
 NOTHING = -1
 CLOSE_S = 5.0  # for `close` of the environment
@@ -128,7 +130,12 @@ class WorkerPolicy:
 
 
 def _token_array(tokens: Sequence[int]) -> array[int]:
-    """Returns a context as numbers of four bytes. Raises `RewardError` if it is not all token ids."""
+    """Returns a context as numbers of four bytes. Raises `RewardError` if it is not all token ids, or does not fit."""
+    if len(tokens) > MAX_TOKENS:
+        raise RewardError(
+            f"the environment asked for a turn with a context of {len(tokens):,} tokens; more than {MAX_TOKENS:,} "
+            "cannot be sent"
+        )
     try:
         return array("i", list(tokens) if isinstance(tokens, bytes | bytearray) else tokens)
     except OverflowError as error:
@@ -179,8 +186,8 @@ class Worker:
             end()
 
     def beat(self, every_s: float) -> None:
-        """Writes the time and the memory of this process for the pool, now and every `every_s`."""
-        MARK.pack_into(self._marks, 0, time.monotonic(), self._step, memory_bytes())
+        """Writes the time and the state of this process for the pool, now and every `every_s`."""
+        MARK.pack_into(self._marks, 0, time.monotonic(), self._step, memory_bytes(), _num_hanging_calls())
         self._loop.call_later(every_s, self.beat, every_s)
 
     @property
@@ -269,6 +276,12 @@ def memory_bytes() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def _num_hanging_calls() -> int:
+    """Returns the number of calls of tools that hang, each in a thread of its own."""
+    tools = sys.modules.get("stretto.chat.tools")  # imported if the environment has tools
+    return 0 if tools is None else int(tools.num_abandoned())
+
+
 async def _serve(
     spec: EnvironmentSpec,
     environment: Environment,
@@ -323,4 +336,4 @@ def _unpickled(tokenizer: bytes) -> Any:
         raise RecipeError(f"the tokenizer cannot be loaded in a worker process: {last_line(error)}") from error
 
 
-FIRST_MARK = MARK.pack(math.inf, NOTHING, 0)  # infinite: it does not live yet
+FIRST_MARK = MARK.pack(math.inf, NOTHING, 0, 0)  # infinite: it does not live yet

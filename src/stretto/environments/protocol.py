@@ -22,7 +22,8 @@ Contract:
   that fails raises `RewardError`; the error is recorded with its trajectory, and the run continues.
 - An episode may run again for the same trajectory: after it moves between instances, after a failure, and when the run
   is resumed. The policy then returns, in order, the turns that it generated before, so nothing is sampled twice.
-  Therefore an episode must be deterministic in what it asks for.
+  Therefore an episode must be deterministic in what it asks for. Programs that are no environments (`serve/agents.py`)
+  need not be: from the first turn that differs on, the turns that were done are discarded (`is_deterministic`).
 - An episode may have a budget (`task.budget`). The environment calls `Policy.spend` before it spends anything; an
   amount beyond the budget raises `BudgetError`, which the episode may catch to return what was earned.
 - An episode may have a limit of seconds (`task.episode_seconds`), which counts while it waits for no token. At the
@@ -89,6 +90,11 @@ class Environment(Protocol):
     async def episode(self, prompt: Prompt, policy: Policy) -> float | Outcome:
         """Runs one episode to its end and returns its reward."""
         ...
+
+
+def is_deterministic(environment: Environment) -> bool:
+    """True if an episode that is run again must ask for the same turns."""
+    return bool(getattr(environment, "deterministic", True))
 
 
 def earned(outcome: object, num_turns: int) -> tuple[float, tuple[float, ...] | None]:

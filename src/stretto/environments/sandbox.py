@@ -23,6 +23,7 @@ Imports only the standard library: reward workers load this module.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import json
@@ -34,6 +35,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
@@ -75,7 +77,8 @@ _GET_FLAGS, _SET_FLAGS, _IS_UP = 0x8913, 0x8914, 1  # of a network interface
 _INTERNET = 2  # family of sockets
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _LAST_CAPABILITY = 63
-LEAST_PROCESSES_OF_ROOT = 301  # the kernel reserves the first 300
+ACCEPT_AGAIN_S = 0.05
+RESERVED_NUMBERS = 300  # of processes: the kernel gives each of them once, and never again
 
 # Numbers of the refused system calls on x86-64 and on arm64. A process of the sandbox gets `PermissionError`.
 _REFUSED = {
@@ -233,15 +236,31 @@ def _start_forwarder(forward: Forward) -> None:
     try:
         _drop_capabilities()
         while True:
-            inside, _ = server.accept()
-            outside = socket.socket(socket.AF_UNIX)
-            outside.connect(forward.path)
-            for source, target in ((inside, outside), (outside, inside)):
-                threading.Thread(target=_carry, args=(source, target), daemon=True).start()
+            try:
+                inside, _ = server.accept()
+            except OSError:  # too many connections at once
+                time.sleep(ACCEPT_AGAIN_S)
+                continue
+            _forward(inside, forward.path)
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(1)
+
+
+def _forward(inside: socket.socket, path: str) -> None:
+    """Carries one connection in both directions. If that cannot be done, it ends, and others are not disturbed."""
+    outside = None
+    try:
+        outside = socket.socket(socket.AF_UNIX)
+        outside.connect(path)
+        for source, target in ((inside, outside), (outside, inside)):
+            threading.Thread(target=_carry, args=(source, target), daemon=True).start()
+    except (OSError, RuntimeError):  # nobody listens, or there are too many files or threads
+        for each in filter(None, (inside, outside)):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
 
 
 def _carry(source: socket.socket, target: socket.socket) -> None:
@@ -278,7 +297,7 @@ def _own_proc(processes: int) -> bool:
         _call("mount", b"tmpfs", b"/proc", b"tmpfs", flags, b"size=0,mode=555")
         return False
     try:
-        _write("/proc/sys/kernel/pid_max", str(max(processes, LEAST_PROCESSES_OF_ROOT)))
+        _write("/proc/sys/kernel/pid_max", str(RESERVED_NUMBERS + processes))
         return True
     except OSError:  # before Linux 6.14 the number is one for the whole machine
         return False
@@ -401,6 +420,8 @@ def arguments(folder: str, limits: Limits, **options: Any) -> list[str]:
 
 def _main(options: str, *command: str) -> NoReturn:
     """Runs a command in a sandbox, or prints the parts that hold."""
+    with contextlib.suppress(OSError, AttributeError):  # on Linux alone
+        _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # not longer than the process that started it
     given = json.loads(options)
     forward = given.pop("forward", None)
     limits = Limits(*given.pop("limits"))

@@ -42,7 +42,7 @@ class SandboxOptions(Options):
 
     memory_gib: float = Field(4.0, ge=0.125, le=4_096, description="Address space of each process, in GiB")
     disk_mib: int = Field(64, ge=1, le=1 << 20, description="Files in the sandbox's folder, in MiB")
-    processes: int = Field(64, ge=4, le=32_768, description="Processes and threads at once; at least 301 for root")
+    processes: int = Field(64, ge=4, le=32_768, description="Processes and threads at once; up to 300 more for root")
     strict: bool = Field(False, description="Refuse to run on a machine where a part of the sandbox does not hold")
 
     @property

@@ -18,7 +18,16 @@ from typing import Any, overload
 
 from stretto.environments import countdown, guess, reasoning_problems
 from stretto.environments.custom import EnvironmentSpec
-from stretto.environments.data import Row, load_rows, split_held_out
+from stretto.environments.data import Row, load_rows, split_held_out, to_row
+from stretto.environments.given import (
+    ARGUMENTS,
+    NOTHING_GIVEN,
+    Given,
+    Rows,
+    is_given,
+    refuse_missing,
+    without_digest,
+)
 from stretto.environments.task_options import (
     AgentOptions,
     CountdownChainOptions,
@@ -47,6 +56,7 @@ class Task:
     evaluation: Sequence[Row]  # empty: no evaluation
     reward: str | None  # `package.module:function`, which scores the single completion of an episode
     environment: EnvironmentSpec | None = None  # plays the episodes; a task has either a reward or an environment
+    function: Callable[..., Any] | None = None  # a reward that was given from Python; None: it is imported by its name
 
     @property
     def max_turns(self) -> int:
@@ -59,20 +69,22 @@ class Task:
         return 1 if self.environment is None else self.environment.max_lineages
 
 
-def load_task(options: TaskOptions, *, seed: int = 0, num_evaluation: int = 128) -> Task:
+def load_task(options: TaskOptions, *, seed: int = 0, num_evaluation: int = 128, given: Given = NOTHING_GIVEN) -> Task:
     """Makes the task that the options describe, with up to `num_evaluation` rows to evaluate on.
 
-    `seed` draws the rows of a generated task, and those that are held out of a file.
+    `seed` draws the rows of a generated task, and those that are held out of a file. `given` has what the options name
+    as given from Python; `RunError` is raised if it lacks something.
     """
+    refuse_missing(options.model_dump(include=set(ARGUMENTS)), given.names)
     match options:
         case CountdownChainOptions():
             return _countdown_chain(options, seed, num_evaluation)
         case ReasoningGymOptions():
             return _reasoning_gym(options, seed, num_evaluation)
         case AgentOptions():
-            return _agent(options, seed, num_evaluation)
+            return _agent(options, seed, num_evaluation, given)
         case FileOptions() | EnvironmentOptions():
-            return _file(options, seed, num_evaluation)
+            return _file(options, seed, num_evaluation, given)
         case GuessOptions():
             return _guess(options, seed, num_evaluation)
 
@@ -202,12 +214,14 @@ def _reasoning_dataset(name: str, config: Mapping[str, Any], datasets: Mapping[s
 # -- file --------------------------------------------------------------------------------------------------------------
 
 
-def _file(options: FileOptions | EnvironmentOptions, seed: int, num_evaluation: int) -> Task:
-    rows, held_out = _file_rows(options, seed, num_evaluation)
-    name = f"`{options.path}`"
+def _file(options: FileOptions | EnvironmentOptions, seed: int, num_evaluation: int, given: Given) -> Task:
+    rows, held_out = _file_rows(options, seed, num_evaluation, given)
+    name = "`data`" if is_given(options.path) else f"`{options.path}`"
     if isinstance(options, FileOptions):
-        return Task(name, rows, held_out, options.reward)
-    environment = EnvironmentSpec(options.environment, options.turns, _config(options), options.max_lineages)
+        return Task(name, rows, held_out, without_digest(options.reward), function=given.reward)
+    environment = EnvironmentSpec(
+        without_digest(options.environment), options.turns, _config(options), options.max_lineages, given.environment
+    )
     return Task(name, [*map(_with_column, rows)], [*map(_with_column, held_out)], None, environment)
 
 
@@ -219,14 +233,23 @@ def _with_column(row: Row) -> Row:
 
 
 def _file_rows(
-    options: FileOptions | EnvironmentOptions | AgentOptions, seed: int, num_evaluation: int
+    options: FileOptions | EnvironmentOptions | AgentOptions, seed: int, num_evaluation: int, given: Given
 ) -> tuple[list[Row], list[Row]]:
     """Returns the rows to train on and those to evaluate on."""
-    rows = [_with_system(row, options.system) for row in load_rows(Path(options.path))]
+    all_rows = _given_rows(given.rows, "data") if is_given(options.path) else load_rows(Path(options.path))
+    rows = [_with_system(row, options.system) for row in all_rows]
     if options.evaluation_path is not None:
-        rows_there = load_rows(Path(options.evaluation_path), "task.evaluation_path")
+        if is_given(options.evaluation_path):
+            rows_there = _given_rows(given.evaluation_rows, "evaluation_data")
+        else:
+            rows_there = load_rows(Path(options.evaluation_path), "task.evaluation_path")
         return rows, [_with_system(row, options.system) for row in rows_there][:num_evaluation]
     return split_held_out(rows, min(num_evaluation, len(rows) // HELD_OUT_SHARE), seed)
+
+
+def _given_rows(records: Rows | None, argument: str) -> list[Row]:
+    assert records is not None, "refused before"
+    return [to_row(dict(record), f"row {number} of `{argument}`") for number, record in enumerate(records, start=1)]
 
 
 def _config(options: ReasoningGymOptions | EnvironmentOptions) -> dict[str, Any]:
@@ -250,7 +273,7 @@ def _with_system(row: Row, system: str | None) -> Row:
 # -- agent -------------------------------------------------------------------------------------------------------------
 
 
-def _agent(options: AgentOptions, seed: int, num_evaluation: int) -> Task:
+def _agent(options: AgentOptions, seed: int, num_evaluation: int, given: Given) -> Task:
     if (options.command is None) == (options.function is None):
         raise RecipeError(
             "an agent is a program or a function: set `task.command` or `task.function`, and not both"
@@ -269,9 +292,10 @@ def _agent(options: AgentOptions, seed: int, num_evaluation: int) -> Task:
             "`task.reward = 'file'` cannot be used with `task.sandbox`, whose files are gone with it: let the agent "
             "post its reward, `task.reward = 'posted'`"
         )
-    rows, held_out = _file_rows(options, seed, num_evaluation)
+    rows, held_out = _file_rows(options, seed, num_evaluation, given)
     spec = EnvironmentSpec(AGENTS, options.turns, {"options": options}, options.max_lineages)
-    return Task(f"`{options.path}`", [*map(_as_task, rows)], [*map(_as_task, held_out)], None, spec)
+    name = "`data`" if is_given(options.path) else f"`{options.path}`"
+    return Task(name, [*map(_as_task, rows)], [*map(_as_task, held_out)], None, spec)
 
 
 def _as_task(row: Row) -> Row:

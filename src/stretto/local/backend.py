@@ -13,7 +13,7 @@ from stretto.run.protocols import NoRewards, TrainerBackend
 from stretto.setup.backend import Backend
 from stretto.setup.device import on_device
 from stretto.setup.environments import local_environment
-from stretto.setup.inputs import reward_pool
+from stretto.setup.inputs import make_rewards
 from stretto.setup.memory_sizes import longest_trajectory
 from stretto.store.journal import Journal
 from stretto.store.version_files import VersionFiles
@@ -41,7 +41,7 @@ def local_backend(
         )
 
     task = driver.inputs.task
-    rewards = NoRewards() if task.reward is None else reward_pool(recipe, task, said)
+    rewards = NoRewards() if task.reward is None else make_rewards(recipe, task, said)
     environment = local_environment(recipe, driver, rewards, said)
     return Backend(
         driver, rewards, environment, pool, make_trainer, lambda weights: on_device(weights, parts.trainer.device)

@@ -13,6 +13,7 @@ from stretto.recipe.schema import Recipe
 from stretto.setup.device import choose_device, choose_dtype, prepare_device
 from stretto.setup.factories import DriverInputs, load_driver_inputs, make_native_engine, make_trainer
 from stretto.setup.memory import footprint, out_of_memory
+from stretto.training.learning_rates import LearningRates
 from stretto.training.trainer import LocalTrainer
 
 
@@ -33,10 +34,16 @@ class LocalComponents:
         return self.engines.pop(0) if self.engines else self.make_engine()
 
     @classmethod
-    def build(cls, recipe: Recipe, model_path: str, driver: DriverInputs | None = None) -> LocalComponents:
+    def build(
+        cls,
+        recipe: Recipe,
+        model_path: str,
+        driver: DriverInputs | None = None,
+        rates: LearningRates | None = None,
+    ) -> LocalComponents:
         """Loads the model, and makes engines and trainer. Raises `RecipeError` if they do not fit.
 
-        `driver` None: the inputs are loaded too.
+        `driver` None: the inputs are loaded too. `rates` None: the learning rates are those of the recipe.
         """
         config, device = load_config(model_path), choose_device(recipe.runtime.device)
         dtype = choose_dtype(recipe.model.dtype, device)
@@ -52,7 +59,7 @@ class LocalComponents:
                 for _ in range(recipe.runtime.instances)
             ]
             base = None if recipe.model.lora is None else second_tree(model, share=True)
-            trainer = make_trainer(recipe, model, model_path)
+            trainer = make_trainer(recipe, model, model_path, rates=rates)
         except torch.OutOfMemoryError as error:
             raise out_of_memory(recipe, need, error) from error
 

@@ -20,8 +20,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from stretto.errors import ModelError
+from stretto.models.adapter_config import CONFIG_FILE
 from stretto.models.float32_products import wide_type
 from stretto.models.lora_options import LoraOptions
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+PREFIX, SUFFIX = "base_model.model.", ".weight"  # around the names of an adapter's tensors
+BASE_FILE = "base_checksums.json"  # the checksums of the base by type
 
 
 class LoraLinear(nn.Linear):
@@ -111,13 +116,24 @@ def lora_tensors(model: nn.Module, names: Sequence[str]) -> dict[str, torch.Tens
 
 
 def write_adapter(
-    folder: Path, tensors: Mapping[str, torch.Tensor], *, options: LoraOptions, base: str, names: Sequence[str]
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    options: LoraOptions,
+    base: str,
+    names: Sequence[str],
+    base_checksums: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes a PEFT adapter folder, which PEFT, transformers and vLLM load on top of `base`."""
+    """Writes a PEFT adapter folder, which PEFT, transformers and vLLM load on top of `base`.
+
+    `base_checksums` are those of the base by type, so that the adapter is refused on another one.
+    """
     alpha = options.effective_alpha
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {f"base_model.model.{name}.weight": tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    weights = {f"{PREFIX}{name}{SUFFIX}": tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    if base_checksums:
+        (folder / BASE_FILE).write_text(json.dumps(dict(base_checksums)) + "\n")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -133,4 +149,4 @@ def write_adapter(
         # PEFT matches these as `inject_lora` does: by the end of a module's name.
         "target_modules": list(options.targets) or sorted({name.rsplit(".", 1)[-1] for name in names}),
     }
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 
@@ -12,8 +13,12 @@ BROKEN_PIPE = 141  # the exit status that shells give to a process ended by SIGP
 
 
 def make_console(width: int | None = None) -> Console:
-    """Returns a console on the standard output."""
-    return _Console(width=width, emoji=False)
+    """Returns a console on the standard output.
+
+    A notebook gets plain lines: its output calls itself a terminal, and is none.
+    """
+    terminal = None if isinstance(sys.stdout, io.TextIOWrapper) else False  # None: ask it
+    return _Console(width=width, emoji=False, force_jupyter=False, force_terminal=terminal)
 
 
 def discard_output() -> None:

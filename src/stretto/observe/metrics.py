@@ -21,6 +21,7 @@ import numpy as np
 
 from stretto.errors import RunError
 from stretto.observe.collapse import History
+from stretto.observe.symptoms import Symptoms, is_without_signal
 from stretto.types import Completion, EngineStats, EpisodeLimit, EvaluationResult, Sample, UpdateReport, by_trajectory
 
 
@@ -28,6 +29,17 @@ class Sink(Protocol):
     """A destination of metrics, one record for each update."""
 
     def write(self, record: Mapping[str, Any]) -> None: ...
+
+
+class Sinks:
+    """Several sinks as one: each gets every record, in order."""
+
+    def __init__(self, *sinks: Sink) -> None:
+        self._sinks = sinks
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        for sink in self._sinks:
+            sink.write(record)
 
 
 class JsonLines:
@@ -92,6 +104,7 @@ class Totals:
     ages: dict[int, int] = field(default_factory=dict)  # age in updates -> trajectories trained, later uses included
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     history: History = field(default_factory=History)  # detects a collapse
+    symptoms: Symptoms = field(default_factory=Symptoms)  # detects that nothing can be learnt
     moves: int = 0  # of trajectories between instances
     moved_bytes: int = 0  # of KV
     prefilled_again: int = 0  # tokens prefilled again after moves without KV
@@ -102,7 +115,9 @@ class Totals:
 
     def sums(self) -> dict[str, Any]:
         """The sums that the journal keeps: all except those that follow from its updates and evaluations."""
-        return {name: value for name, value in asdict(self).items() if name not in ("evaluations", "history")}
+        return {
+            name: value for name, value in asdict(self).items() if name not in ("evaluations", "history", "symptoms")
+        }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], lines: Iterable[Mapping[str, Any]] = ()) -> Totals:
@@ -114,10 +129,8 @@ class Totals:
         for line in lines:
             if line["kind"] == "update":
                 totals.history.add(line)
+                totals.symptoms.add(line)
         return totals
-
-
-NEVER_A_SIGNAL = 3  # updates at the start of a run, all of them without a signal, that are worth a warning
 
 
 class Tally:
@@ -133,6 +146,7 @@ class Tally:
         self._last_ended = 0.0
         self._limits_since: Counter[str] = Counter()  # since the last update
         self._spent_since = 0.0
+        self._failed_since = 0
 
     # -- the window ----------------------------------------------------------------------------------------------------
 
@@ -173,7 +187,9 @@ class Tally:
     # -- events --------------------------------------------------------------------------------------------------------
 
     def failed(self, num_tokens: int) -> None:
+        """Counts a trajectory that failed, with the tokens that it had."""
         self.totals.failed += 1
+        self._failed_since += 1
         self._sampled(num_tokens)
 
     def moved(self, num_bytes: int, prefilled: int) -> None:
@@ -278,14 +294,15 @@ class Tally:
             "replayed_sequences": len(samples) - len(fresh),
             "replayed_tokens": reused_tokens,
             **self._filtered_since(len({sample.group for sample in fresh})),
+            "failed": self._failed_since,
             **self._dropped_since(len(trained), tokens),
             "limits_reached": dict(self._limits_since),
             "spent": self._spent_since,
         }
-        self._limits_since, self._spent_since = Counter(), 0.0
-        line["collapsing"], line["warnings"] = totals.history.add(line)
-        if totals.steps == totals.updates_without_signal == NEVER_A_SIGNAL:
-            line["warnings"].append(_never_a_signal(report.update, line["reward_mean"]))
+        self._limits_since, self._spent_since, self._failed_since = Counter(), 0.0, 0
+        line["collapsing"], collapsing = totals.history.add(line)
+        line["not_learning"], not_learning = totals.symptoms.add(line)
+        line["warnings"] = [*collapsing, *not_learning]
         self._sink.write(line)
         return line
 
@@ -379,23 +396,13 @@ class Tally:
             "limits_reached": totals.limits_reached,
             "spent": totals.spent,
             "collapsing": totals.history.seen,
+            "not_learning": {
+                kind: {"since": since, "over": totals.symptoms.over.get(kind)}
+                for kind, since in totals.symptoms.since.items()
+            },
             "mismatch_kl": totals.mismatch_kl_sum / totals.mismatch_tokens if totals.mismatch_tokens else None,
             "mismatch_tokens": totals.mismatch_tokens,
         }
-
-
-def is_without_signal(metrics: Mapping[str, Any]) -> bool:
-    """True if no group of an update had two different rewards, so that nothing could be learnt from them."""
-    return bool(0 < metrics.get("groups", 0) == metrics.get("groups_without_signal", 0))
-
-
-def _never_a_signal(update: int, reward: float) -> str:
-    return (
-        f"update {update}: no reward has trained anything so far: in every group of the first {NEVER_A_SIGNAL} updates "
-        f"all rewards were equal (their mean is {reward:.3g} now); look at the samples with `stretto show RUN --update "
-        f"{update}`, and let the reward tell better completions from worse ones, or choose prompts that are neither "
-        "too easy nor too hard"
-    )
 
 
 def is_mixed(completion: Completion) -> bool:

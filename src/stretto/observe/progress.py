@@ -13,8 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.errors import printable
-from stretto.observe.metrics import is_without_signal
+from stretto.observe.listeners import Listeners
+from stretto.observe.symptoms import is_without_signal
 from stretto.types import EngineStats, EvaluationResult, HeldOutScore
+
+MOST_INSTANCES = 64  # whose load the journal keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,27 @@ class Status:
     versions: Mapping[int, int]  # live version -> unfinished trajectories
     loads: Sequence[EngineStats]  # one for each instance
     waits: Sequence[str]  # sentences: who waits for what
+    instances: Sequence[int] = ()  # ids, in the order of `loads`
+    training: int | None = None  # the update that is trained now
+
+    def record(self) -> dict[str, Any]:
+        """Returns what the journal keeps, for programs that watch the run: its size does not grow with the run."""
+        loads = [
+            {"instance": id, "running": load.running, "queued": load.queued, "kv_tokens": load.kv_tokens}
+            for id, load in zip(self.instances, self.loads, strict=False)
+        ]
+        return {
+            "update": self.update,
+            "training": self.training,
+            "newest": self.newest,
+            "staleness": self.staleness,
+            "versions": {str(version): count for version, count in sorted(self.versions.items())},
+            "running": sum(load.running for load in self.loads),
+            "queued": sum(load.queued for load in self.loads),
+            "instances": loads[:MOST_INSTANCES],
+            "num_instances": len(loads),
+            "waits": list(self.waits),
+        }
 
 
 class Observer(Protocol):
@@ -56,6 +80,22 @@ class Silent:
 
     def close(self) -> None:
         pass
+
+
+class Announcer:
+    """An observer whose messages also go to the listeners of a run. They get lines as a sink of metrics."""
+
+    def __init__(self, observer: Observer, listeners: Listeners) -> None:
+        self._observer = observer
+        self._listeners = listeners
+        self.status = observer.status
+        self.updated = observer.updated
+        self.evaluated = observer.evaluated
+        self.close = observer.close
+
+    def message(self, text: str) -> None:
+        self._observer.message(text)
+        self._listeners.message(text)
 
 
 LEGEND = (

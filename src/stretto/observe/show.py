@@ -6,7 +6,8 @@ Reads only the journal and imports no torch, so it starts fast and works while t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -16,22 +17,35 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from stretto.chat.tool_calls import parse_tool_calls
 from stretto.errors import RunError, printable
 from stretto.store.reader import EvaluationRecord, JournalReader, SampleRecord, UpdateRecord
 from stretto.store.schema import ENDS, UNDER_WAY, reading
+from stretto.types import Lineage
 
 NUM_SAMPLES = 8  # shown of an update by default
 MAX_LINES = 40  # of a prompt or a completion, so that a long sample does not push the others off the screen
 
 
-def show(run_folder: str | Path, update: int | None = None, samples: int | None = None) -> RenderableType:
-    """Returns the overview of a run, or with `update` its first `samples` samples: group by group, best first."""
+Decode = Callable[[Sequence[int]], str]
+"""Returns the text of tokens, special ones included."""
+
+END_OF_TURN = re.compile(r"\s*(<\|[^|<>]*\|>|</s>)\s*$")
+
+
+def show(
+    run_folder: str | Path, update: int | None = None, samples: int | None = None, decode: Decode | None = None
+) -> RenderableType:
+    """Returns the overview of a run, or with `update` its first `samples` samples: group by group, best first.
+
+    `decode` tells the turns of a sample and what was observed between them apart; without it they are one text.
+    """
     if samples is not None and samples < 1:
         raise RunError(f"`--samples {samples}` shows nothing: use at least 1")
     if samples is not None and update is None:
         raise RunError(f"`--samples {samples}` has no effect without `--update N`; add it to choose the update")
     with JournalReader(run_folder) as reader, reader.moment(), reading(reader.path):
-        return _overview(reader) if update is None else _update(reader, update, samples or NUM_SAMPLES)
+        return _overview(reader) if update is None else _update(reader, update, samples or NUM_SAMPLES, decode)
 
 
 # -- the overview ------------------------------------------------------------------------------------------------------
@@ -131,7 +145,7 @@ def _table(first: str, *others: str) -> Table:
 # -- the samples of one update -----------------------------------------------------------------------------------------
 
 
-def _update(reader: JournalReader, update: int, samples: int) -> RenderableType:
+def _update(reader: JournalReader, update: int, samples: int, decode: Decode | None) -> RenderableType:
     records = reader.samples(update)
     if not records:
         taken = [record.update for record in reader.updates()]
@@ -152,7 +166,14 @@ def _update(reader: JournalReader, update: int, samples: int) -> RenderableType:
         parts.append(_indented(sharing[0][0].prompt))
         for own in sharing:
             parts.append(Text(_describe(own), style="bold"))
-            parts += [part for record in own for part in _lineage(record)]
+            divided = decode is not None and any(record.turns > 1 for record in own)
+            lineages = reader.load_lineages(own[0].trajectory)[0] if divided else None
+            for record in own:
+                parts += _head(record)
+                if decode is not None and lineages is not None:
+                    parts += _turns(lineages[record.lineage], decode)
+                else:
+                    parts.append(_indented(record.text))
     return Group(*parts)
 
 
@@ -183,8 +204,8 @@ def _describe(trajectory: Sequence[SampleRecord]) -> str:
     )
 
 
-def _lineage(record: SampleRecord) -> list[RenderableType]:
-    """Returns the text of a lineage; after a line about it and its own context, if its trajectory has several."""
+def _head(record: SampleRecord) -> list[RenderableType]:
+    """Returns a line about a lineage, and its own context, if its trajectory has several."""
     parts: list[RenderableType] = []
     if record.num_lineages > 1:
         turns = f" in {record.turns} turns" if record.turns > 1 else ""
@@ -192,7 +213,23 @@ def _lineage(record: SampleRecord) -> list[RenderableType]:
         parts.append(Text(f"  lineage {record.lineage}: {record.num_tokens} tokens{turns}, {record.finish}{untrained}"))
     if record.context is not None:
         parts += [Text("  context:"), _indented(record.context), Text("  completion:")]
-    return [*parts, _indented(record.text)]
+    return parts
+
+
+def _turns(lineage: Lineage, decode: Decode) -> list[RenderableType]:
+    """Returns the turns of a lineage, with the tools that each calls, and what was observed before each."""
+    made, parts, end_before = lineage.completion, list[RenderableType](), 0
+    tokens = made.tokens.tolist()
+    spans = [[0, len(tokens)]] if made.turns is None else made.turns.tolist()
+    for number, (start, end) in zip(lineage.turn_numbers or range(len(spans)), spans, strict=True):
+        if start > end_before:
+            parts += [Text("  observed:"), _indented(decode(tokens[end_before:start]).strip("\n"))]
+        text = decode(tokens[start:end])
+        calls = parse_tool_calls(END_OF_TURN.sub("", text)).calls
+        called = ", ".join(f"`{printable(call.name)}`" if call.name else "what cannot be read" for call in calls)
+        parts += [Text(f"  turn {number}{', calls ' * bool(calls)}{called}:"), _indented(text.rstrip("\n"))]
+        end_before = end
+    return parts
 
 
 def _indented(text: str) -> Text:

@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from stretto.environments.given import is_given
 from stretto.environments.task_options import EnvironmentOptions, ProcessTaskOptions
+from stretto.observe.options import TRACKERS
 from stretto.recipe.algorithm_checks import impossible_algorithm, options_without_effect
 from stretto.recipe.error_messages import as_toml
 
@@ -49,6 +51,10 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
         found["model", "warm_start"] = (
             f'`model.warm_start` has no effect on `model.path = {recipe.model.path!r}`: only "tiny" is warm-started'
         )
+    if recipe.model.adapter is None:
+        found["model", "merge_adapter"] = (
+            "`model.merge_adapter = true` has no effect without `model.adapter`; name the adapter, or leave it out"
+        )
     if rollout.filter == "none":
         found["rollout", "filter_limit"] = (
             '`rollout.filter_limit` has no effect without `filter = "no-signal"`; set that, or leave the limit out'
@@ -63,12 +69,20 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
                 f"`task.{name}` has no effect with `task.workers = 0`, where the driver plays the episodes; leave one "
                 "of the two out"
             )
+    if is_given(getattr(recipe.task, "reward", None)) or is_given(getattr(recipe.task, "environment", None)):
+        for name in ("workers", "worker_gib", "worker_episodes", "pass_env", "sandbox"):
+            if name in type(recipe.task).model_fields:
+                found["task", name] = (
+                    f"`task.{name}` has no effect on what was given from Python, which runs in the driver's process; "
+                    "leave it out, or put the function or class into a module"
+                )
     if reason := replays_nothing(recipe):
         found["training", "replay"] = f"`training.replay` has no effect: {reason}; leave it out"
     if recipe.training.schedule == "constant":
-        found["training", "final_fraction"] = (
-            '`training.final_fraction` has no effect with `schedule = "constant"`; choose "linear" or "cosine"'
-        )
+        for name in ("schedule_start", "schedule_end", "final_fraction"):
+            found["training", name] = (
+                f'`training.{name}` has no effect with `schedule = "constant"`; choose "linear" or "cosine"'
+            )
     if recipe.evaluation.prompts == 0:
         for name in ("every", "temperature", "greedy", "max_tokens"):
             found["evaluation", name] = f"`evaluation.{name}` has no effect with `evaluation.prompts = 0`"
@@ -99,7 +113,29 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
                 f'`runtime.{name}` has no effect with `runtime.type = "local"`: it is for a cluster; '
                 'choose `type = "ray"`, or leave it out'
             )
-    return found | options_without_effect(recipe)
+    return found | _observe_without_effect(recipe) | options_without_effect(recipe)
+
+
+def _observe_without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
+    sinks = recipe.observe.sinks
+    found = {
+        ("observe", name): f"`observe.{name}` has no effect without a tracker; name one in `observe.sinks`, or leave "
+        "it out"
+        for name in ("metrics", "samples", "flush_seconds")
+        if not sinks
+    }
+    for name in TRACKERS:
+        if name not in sinks:
+            found["observe", name] = (
+                f'`observe.{name}` has no effect: `observe.sinks = {as_toml(sinks)}` does not name "{name}"; add it '
+                "there, or leave the table out"
+            )
+    if sinks and recipe.observe.samples and set(sinks) <= {"prometheus"}:
+        found["observe", "samples"] = (
+            f'`observe.samples = {recipe.observe.samples}` has no effect: "prometheus" takes numbers alone; leave it '
+            "out, or name another tracker in `observe.sinks`"
+        )
+    return found
 
 
 def _versions_at_once(recipe: Recipe) -> float:

@@ -2,8 +2,8 @@
 
 `load_recipe` reads TOML, applies `--set key=value` (`recipe/overrides.py`), validates (`recipe/checks.py`), and raises
 `RecipeError` with a line for each problem. Tables that belong to a lower package are its options: `[task]`,
-`[model.lora]`, `[algorithm]`, `[training]`. `paradigm_overrides` serves `compare`, which runs one recipe under every
-paradigm: it drops the keys that a paradigm fixes itself instead of refusing them.
+`[model.lora]`, `[algorithm]`, `[training]`, `[observe]`. `paradigm_overrides` serves `compare`, which runs one recipe
+under every paradigm: it drops the keys that a paradigm fixes itself instead of refusing them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,13 +23,16 @@ from stretto.core.plan import Plan, resolve_plan
 from stretto.core.spreading import Spread
 from stretto.environments.task_options import TaskOptions
 from stretto.errors import RecipeError
+from stretto.models.adapter_config import lora_of_adapter
 from stretto.models.lora_options import LoraOptions
 from stretto.objectives import AlgorithmOptions
 from stretto.objectives.grpo import GrpoOptions
+from stretto.observe.options import ObserveOptions
 from stretto.options import Options
 from stretto.recipe.checks import ineffective_keys, refusals, replays_nothing, without_effect
 from stretto.recipe.error_messages import explain
-from stretto.recipe.overrides import apply_override
+from stretto.recipe.overrides import Overrides, apply_overrides, described
+from stretto.recipe.shipped_recipes import found, missing
 from stretto.training.options import TrainingOptions
 
 PARADIGM_NAMES = tuple(PARADIGMS)
@@ -55,7 +58,35 @@ class ModelSection(Options):
         description='Type of the weights; "auto": bfloat16 on CUDA, float32 on the CPU; "float16" has the smallest '
         "difference between engine and trainer",
     )
+    adapter: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder of a LoRA adapter of this model to start from, such as `RUN/policy`. It is trained "
+        "further, with its own rank, alpha and targets, unless `merge_adapter`",
+    )
+    merge_adapter: bool = Field(
+        False,
+        description="Add `adapter` to the weights before the run starts; then train a new adapter (`model.lora`), or "
+        "all weights",
+    )
     warm_start: WarmStartSection | None = Field(None, description='Only for `path = "tiny"`')
+
+    @property
+    def continued_adapter(self) -> str | None:
+        """The adapter that is trained further; None: there is none, or it is merged."""
+        return None if self.merge_adapter else self.adapter
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_lora_of_adapter(cls, values: Any) -> Any:
+        """Fills in the options of the adapter that is trained further. Raises `ValueError` for others."""
+        if not isinstance(values, Mapping) or not isinstance(values.get("adapter"), str) or values.get("merge_adapter"):
+            return values
+        lora = values.get("lora") or {}
+        given = lora.model_dump(exclude_unset=True) if isinstance(lora, LoraOptions) else lora
+        if not isinstance(given, Mapping):
+            return values  # of another type, which is refused
+        return {**values, "lora": lora_of_adapter(values["adapter"], given)}
 
 
 class RedundancySection(Options):
@@ -218,6 +249,11 @@ class RuntimeSection(Options):
     checkpoint_seconds: float = Field(
         600.0, gt=0, description="Time between checkpoints, taken after an update; a stopped run always leaves one"
     )
+    final_checkpoint: bool = Field(
+        True,
+        description="Leave a checkpoint of a finished run, so that more updates can follow at once: 12 bytes for each "
+        "trained parameter. If false, a run that is extended trains again from its journal first",
+    )
     durable_versions: bool = Field(
         True,
         description="Write full weights to disk before a group starts on them. If false, a killed run trains the "
@@ -244,6 +280,7 @@ class Recipe(Options):
     training: TrainingSection = TrainingSection()
     evaluation: EvaluationSection = EvaluationSection()
     runtime: RuntimeSection = RuntimeSection()
+    observe: ObserveOptions = ObserveOptions()
 
     @model_validator(mode="after")
     def _refuse_what_cannot_work(self, info: ValidationInfo) -> Recipe:
@@ -318,17 +355,45 @@ class Recipe(Options):
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, compare_as: str | None = None) -> Recipe:
-    """Reads and validates a recipe.
+def load_recipe(
+    recipe: str | Path | Mapping[str, Any] | Recipe,
+    overrides: Overrides = (),
+    *,
+    compare_as: str | None = None,
+    change_task: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
+) -> Recipe:
+    """Reads and validates a recipe: a TOML file, the name of a shipped one, its tables, or one that was read.
 
-    `overrides` are `key=value` with dotted keys; `key=` removes a key. `compare_as` changes the recipe to another
-    paradigm. Raises `RecipeError`, which names the overrides as the cause if the file alone is valid.
+    `overrides` are dotted keys with their values, None removes a key; or strings `key=value`, where `key=` removes one.
+    `compare_as` changes the recipe to another paradigm, and `change_task` its table `[task]`. Raises `RecipeError`,
+    which names the overrides as the cause if the recipe alone is valid.
     """
-    path = Path(path)
+    raw, source = _tables(recipe)
+    if overrides:
+        written, raw = raw, _overridden(raw, overrides)
+        typed = described(overrides)
+        source = f"`{typed}` on `{source}`" if _is_recipe(written) else f"`{source}` with `{typed}`"
+    if change_task is not None:
+        raw = {**raw, "task": change_task(raw.get("task") or {})}
+    if compare_as is not None:
+        raw = paradigm_overrides(raw, compare_as)
+    return parse_recipe(raw, source=source)
+
+
+def _tables(recipe: str | Path | Mapping[str, Any] | Recipe) -> tuple[Mapping[str, Any], str]:
+    """Returns the tables of a recipe, as they were written, and its name in errors."""
+    if isinstance(recipe, Recipe):
+        return tomllib.loads(recipe.source_toml()), "the recipe"
+    if isinstance(recipe, Mapping):
+        return recipe, "the recipe"
+    return _read_tables(found(Path(recipe))), str(recipe)
+
+
+def _read_tables(path: Path) -> dict[str, Any]:
     try:
-        raw = tomllib.loads(path.read_bytes().decode("utf-8-sig"))  # some editors write a byte-order mark
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))  # some editors write a byte-order mark
     except FileNotFoundError:
-        raise RecipeError(f"recipe `{path}` does not exist") from None
+        raise RecipeError(missing(path)) from None
     except IsADirectoryError:
         raise RecipeError(f"recipe `{path}` is a folder; name a TOML file") from None
     except OSError as error:
@@ -337,14 +402,6 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, compare_as: 
         ) from error
     except ValueError as error:  # no UTF-8, no TOML, or an integer of more digits than Python converts
         raise RecipeError(f"recipe `{path}` is not valid TOML: {error}") from error
-    source = str(path)
-    if overrides:
-        written, raw = raw, _overridden(raw, overrides)
-        typed = " ".join(f"--set {override}" for override in overrides)
-        source = f"`{typed}` on `{path}`" if _is_recipe(written) else f"`{path}` with `{typed}`"
-    if compare_as is not None:
-        raw = paradigm_overrides(raw, compare_as)
-    return parse_recipe(raw, source=source)
 
 
 def _is_recipe(raw: Mapping[str, Any]) -> bool:
@@ -393,10 +450,10 @@ def paradigm_overrides(raw: Mapping[str, Any], paradigm: str) -> dict[str, Any]:
     return result
 
 
-def _overridden(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Applies `key=value` to a recipe. Removes keys that lost their effect by that, unless they were set with it."""
+def _overridden(raw: Mapping[str, Any], overrides: Overrides) -> dict[str, Any]:
+    """Applies overrides to a recipe. Removes keys that lost their effect by that, unless they were set with it."""
     result = copy.deepcopy(dict(raw))
-    asked = {tuple(apply_override(result, override)) for override in overrides}
+    asked = apply_overrides(result, overrides)
     for section, key in ineffective_in(result) - ineffective_in(raw) - asked:
         del result[section][key]
     return result

@@ -7,8 +7,8 @@ are generated together, so that they share one tail. They make one result, with 
   instance was lost, has no result. It is made again with all of its answers, or skipped.
 - *Apart.* An answer that fails is counted in its own way and changes nothing in the other. With or without the greedy
   answers, the sampled ones have the same prompts and seeds.
-- *Never trained on.* The core knows only that a version is evaluated, and the journal only the result. No answer is a
-  trajectory: the ids of requests are negative.
+- *Never trained on.* The core knows only that a version is evaluated. The journal has the result, and the answers in a
+  table of their own. No answer is a trajectory: the ids of requests are negative.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from stretto.engines.protocol import Engine
 from stretto.environments.data import PromptStream
 from stretto.environments.function_specs import last_line
 from stretto.environments.protocol import Environment, earned
+from stretto.environments.single_turn import Decode
 from stretto.errors import EngineError, RequestError, RewardError, StalledError, StrettoError, VersionNotResidentError
 from stretto.run.episodes import Episode, TakeTurn
 from stretto.run.first_reward import FirstReward
@@ -33,7 +34,17 @@ from stretto.run.output_checks import refuse_output
 from stretto.run.seeds import derived_seed, turn_seed
 from stretto.run.turns import Turns
 from stretto.store.journal import Journal
-from stretto.types import Completion, EvaluationResult, HeldOutScore, Moment, Prompt, Request, Sampling
+from stretto.types import (
+    Completion,
+    EvaluationResult,
+    HeldOutAnswer,
+    HeldOutScore,
+    Lineage,
+    Moment,
+    Prompt,
+    Request,
+    Sampling,
+)
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +59,12 @@ class _HeldOut:
     index: int
     prompt: Prompt
     sampling: Sampling
+    is_greedy: bool = False  # a second answer, beside the one at the evaluation's temperature
     turns: Turns = field(init=False)
+    # When it has ended, and if answers are kept.
+    lineages: tuple[Lineage, ...] = ()
+    texts: tuple[str, ...] = ()
+    contexts: tuple[str | None, ...] = ()
 
     def __post_init__(self) -> None:
         self.turns = Turns(self.prompt.tokens)
@@ -75,8 +91,11 @@ class Evaluator:
         cut_s: float | None = None,
         budget: float = math.inf,
         first_reward: FirstReward | None = None,
+        decode: Decode | None = None,
     ) -> None:
         """`greedy`: answers every prompt a second time, at temperature 0; `sampling` must then have another.
+
+        `decode`: turns tokens into the text that the journal keeps of each answer; None: it keeps no answers.
 
         `vocabulary`: size, an engine may answer with smaller token ids only; None: any. `max_turns`,
         `max_lineages`: of an episode. `max_context`: tokens of a lineage with a context of its own; None: any number.
@@ -99,6 +118,8 @@ class Evaluator:
         self._cut_s = cut_s
         self._budget = budget
         self._first_reward = first_reward or FirstReward()
+        self._decode = decode
+        self._answers: tuple[EvaluationResult, list[HeldOutAnswer]] | None = None  # of the last evaluation
         self.num_ended = 0  # episodes, scored or failed, of all evaluations
 
     async def evaluate(
@@ -116,14 +137,14 @@ class Evaluator:
         greedy = []
         if self._greedy:
             at_zero = replace(self._sampling, temperature=0.0)
-            greedy = [_HeldOut(each.id - self._count, each.index, each.prompt, at_zero) for each in sampled]
+            greedy = [_HeldOut(each.id - self._count, each.index, each.prompt, at_zero, True) for each in sampled]
         answers = [*sampled, *greedy]
         episodes = [self._episode(each, partial(self._turn, engine, version, checksums, each)) for each in answers]
         outcomes = await _outcomes(episodes)
         of_sampled = _score(sampled, outcomes[: self._count], f"in the evaluation of version {version}")
         of_greedy = _score(greedy, outcomes[self._count :], f"in the greedy evaluation of version {version}")
         ended = clock.now()
-        return EvaluationResult(
+        result = EvaluationResult(
             version=version,
             moment=moment,
             score=of_sampled.score,
@@ -134,6 +155,8 @@ class Evaluator:
             seconds=ended - started,
             greedy=of_greedy if self._greedy else None,
         )
+        self._answers = (result, [_answer(*each) for each in zip(answers, outcomes, strict=True)])
+        return result
 
     async def _episode(self, held_out: _HeldOut, take_turn: TakeTurn) -> float:
         max_tokens = held_out.sampling.max_tokens
@@ -157,6 +180,18 @@ class Evaluator:
             raise failure from error
         finally:
             self.num_ended += 1
+            self._keep_text(held_out)
+
+    def _keep_text(self, held_out: _HeldOut) -> None:
+        """Makes the text of an answer as it ends: all of them at once would block the loop."""
+        if self._decode is None:
+            return
+        held_out.lineages = held_out.turns.lineages() if held_out.turns.done else ()
+        prompt = tuple(held_out.prompt.tokens)
+        held_out.texts = tuple(self._decode(each.completion.tokens.tolist()) for each in held_out.lineages)
+        held_out.contexts = tuple(
+            None if each.context == prompt else self._decode(each.context) for each in held_out.lineages
+        )
 
     async def _turn(
         self,
@@ -208,7 +243,21 @@ class Evaluator:
             num=result.num_scored,
             seconds=result.seconds,
             line=line,
+            answers=self._answers_of(result),
         )
+
+    def _answers_of(self, result: EvaluationResult) -> Sequence[HeldOutAnswer]:
+        """Returns the answers of the last evaluation, if this is its result."""
+        kept, self._answers = self._answers, None
+        return kept[1] if self._decode is not None and kept is not None and kept[0] is result else ()
+
+
+def _answer(held_out: _HeldOut, outcome: float | Exception) -> HeldOutAnswer:
+    failed = isinstance(outcome, Exception)
+    return HeldOutAnswer(
+        held_out.index, held_out.prompt, held_out.is_greedy, held_out.lineages, held_out.texts, held_out.contexts,
+        reward=None if isinstance(outcome, Exception) else outcome, error=str(outcome) if failed else None,
+    )  # fmt: skip
 
 
 def _score(answers: Sequence[_HeldOut], outcomes: Sequence[float | Exception], where: str) -> HeldOutScore:

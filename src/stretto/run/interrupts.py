@@ -19,6 +19,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 
+AGAIN = "; once more ends the process at once"  # what the first Ctrl-C tells about the second
+
 
 @contextlib.contextmanager
 def stopped_by_interrupts(stop: Callable[[], None]) -> Iterator[None]:

@@ -213,6 +213,7 @@ class Loop:
             post=self.post,
             versions=self._versions,
             brings_versions=self._settings.sampled_ages > 0,
+            records_tokens=self._settings.records_tokens,
         )
 
     @property
@@ -264,8 +265,8 @@ class Loop:
                     raise self._tasks.failure
             self.instances.run_is_ending = True
             await asyncio.gather(*self._drops)
+            await self.checkpoints.written()  # the one that the run leaves comes after it
             if self._finish.stopped:
-                await self.checkpoints.written()  # the one that the stop leaves comes after it
                 await self._rollouts.suspensions.suspend_all()
             return not self._finish.stopped
         finally:
@@ -306,11 +307,11 @@ class Loop:
         known = self.controller.ledger.trajectories.get(trajectory)
         return known is not None and known.runs_on(instance)
 
-    def stop(self) -> None:
-        """Ends the run at the next update boundary. Safe to call twice."""
+    def stop(self, hint: str = "") -> None:
+        """Ends the run at the next update boundary, and says so, with a hint. Safe to call twice."""
         if not self._stop_requested:
             self._stop_requested = True
-            self._observer.message("stopping at the next update boundary; once more ends the process at once")
+            self._observer.message(f"stopping at the next update boundary{hint}")
             self.post(core.StopRequested())
 
     async def _next_event(self) -> None:
@@ -407,19 +408,24 @@ class Loop:
             self.post(self._rollouts.sample_load())
 
     async def _report_status(self) -> None:
+        recorded: Mapping[str, Any] = {}
         while True:
             waits = self.controller.waits()
             self._updates.note_wait(waits)
-            self._observer.status(
-                Status(
-                    update=self.controller.next_update,
-                    newest=self.controller.newest,
-                    staleness=self.controller.staleness,
-                    versions=self.controller.versions,
-                    loads=[engine.report() for engine in self.instances.engines.values()],
-                    waits=[f"{wait.owner}: {wait.reason}" for wait in waits],
-                )
+            status = Status(
+                update=self.controller.next_update,
+                newest=self.controller.newest,
+                staleness=self.controller.staleness,
+                versions=self.controller.versions,
+                loads=[engine.report() for engine in self.instances.engines.values()],
+                waits=[f"{wait.owner}: {wait.reason}" for wait in waits],
+                instances=list(self.instances.engines),
+                training=self.controller.training,
             )
+            self._observer.status(status)
+            if (record := status.record()) != recorded:
+                self._journal.status(record, at=clock.now())
+                recorded = record
             await asyncio.sleep(STATUS_EVERY_S)
 
 

@@ -21,6 +21,7 @@ from stretto.core.snapshots import GroupSnapshot, Snapshot, TrajectorySnapshot
 from stretto.environments.data import PromptStream
 from stretto.environments.reward_range import BEYOND, MAX_REWARD, is_trainable
 from stretto.errors import JournalError
+from stretto.run.phases import Phases
 from stretto.store.reader import JournalReader
 from stretto.store.schema import RESTORE, opened_readonly
 
@@ -40,6 +41,7 @@ def snapshot(path: Path, plan: Plan) -> Snapshot:
     """Returns the state of the core that the journal tells of, as `Controller.restore` takes it."""
     with JournalReader(path) as reader:
         facts = reader.facts()
+    phases = Phases.recorded(path)
     with opened_readonly(path) as db:
         (taken, finished), (num_groups,) = (
             db.execute("SELECT COUNT(*), COUNT(finished_at) FROM updates").fetchone(),
@@ -55,7 +57,7 @@ def snapshot(path: Path, plan: Plan) -> Snapshot:
             for each in group.trajectories
             if each.state is TrajectoryState.WAITING
         }
-        due = _evaluations_due(db, plan, newest)
+        due = _evaluations_due(db, plan, phases, newest)
         last = db.execute("SELECT staleness FROM groups ORDER BY group_id DESC LIMIT 1").fetchone()
         return Snapshot(
             paradigm=facts.paradigm,
@@ -187,12 +189,15 @@ def _filtered_since_the_last_batch(db: sqlite3.Connection) -> int:
     return int(count)
 
 
-def _evaluations_due(db: sqlite3.Connection, plan: Plan, newest: int) -> frozenset[int]:
+def _evaluations_due(db: sqlite3.Connection, plan: Plan, phases: Phases | None, newest: int) -> frozenset[int]:
+    """The versions that were due and are not evaluated. A version is due by the recipe of the update that made it."""
     if not plan.evaluate_every:
         return frozenset()
-    past = {version for (version,) in db.execute("SELECT version FROM evaluations WHERE kind IN ('during', 'skipped')")}
-    due = range(plan.evaluate_every, min(newest, plan.updates - 1) + 1, plan.evaluate_every)
-    return frozenset(version for version in due if version not in past)
+    past = {version for (version,) in db.execute("SELECT version FROM evaluations WHERE kind <> 'before'")}
+    if phases is None:
+        due = range(plan.evaluate_every, min(newest, plan.updates - 1) + 1, plan.evaluate_every)
+        return frozenset(version for version in due if version not in past)
+    return frozenset(version for version in range(1, newest + 1) if version not in past and phases.evaluates(version))
 
 
 def _reusable(db: sqlite3.Connection, plan: Plan, finished: int) -> tuple[ReusableGroup, ...]:

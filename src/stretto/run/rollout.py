@@ -174,6 +174,12 @@ class Rollout:
         if self.placement is placement:
             self._become(RolloutState.BETWEEN_TURNS)
 
+    def discard_turns(self, number: int) -> None:
+        """Forgets turn `number` and all after it, the unfinished one included: its episode took another course."""
+        assert not self.is_generated, self
+        self.turns.discard(number)
+        self.suspended = None
+
     def interrupt(self) -> None:
         """Takes its instance away: that was lost, or the attempt to generate there failed."""
         assert self.placement is not None, self

@@ -29,7 +29,7 @@ import numpy as np
 from stretto import clock
 from stretto.core import messages as core
 from stretto.environments.function_specs import last_line
-from stretto.environments.protocol import Environment, earned, other_tokens
+from stretto.environments.protocol import Environment, earned, is_deterministic, other_tokens
 from stretto.environments.single_turn import Decode, SingleTurn
 from stretto.errors import (
     AbortedError,
@@ -111,6 +111,7 @@ class Rollouts:
         self.failed_in_a_row = 0  # trajectories that failed for good since the last reward
         self._version_loader = version_loader
         self._environment = environment
+        self._may_differ = not is_deterministic(environment)
         self._decode = decode
         self._sampling = settings.sampling
         self._journal = journal
@@ -201,7 +202,7 @@ class Rollouts:
         self._world_works(run)
         try:
             outcome = await episode.play(self._environment, rollout.prompt)
-            reward, turn_rewards = self._earned(rollout, outcome, episode.num_asked)
+            reward, turn_rewards = self._earned(run, outcome, episode.num_asked)
         except (SuspendedError, AbortedError, EngineError) as error:
             self._interrupted(run, error)
             return
@@ -236,14 +237,16 @@ class Rollouts:
         if limit is not None or spent:
             self._tally.episode_limited(limit, spent)
 
-    @staticmethod
-    def _earned(rollout: Rollout, outcome: object, num_turns: int) -> tuple[float, tuple[float, ...] | None]:
+    def _earned(self, run: _EpisodeRun, outcome: object, num_turns: int) -> tuple[float, tuple[float, ...] | None]:
         """Returns the reward of an episode, and of each turn if it says so. Raises `RewardError` for anything else."""
-        if 0 < num_turns < (had := len(rollout.turns.done)):
-            raise RewardError(
-                f"the environment returned after {num_turns} turns, and had asked for {had} the first time: an "
-                "episode that is run again must ask for the same"
-            )
+        rollout = run.rollout
+        if run.counts and 0 < num_turns < (had := len(rollout.turns.done)):
+            if not self._may_differ or rollout.is_generated:
+                raise RewardError(
+                    f"the environment returned after {num_turns} turns, and had asked for {had} the first time: an "
+                    "episode that is run again must ask for the same"
+                )
+            self._take_another_course(rollout, num_turns)
         if num_turns and not any(turn.train for turn in rollout.turns.done):
             raise RewardError(
                 "the environment opened every lineage of its episode with `train=False`: leave that out for those that "
@@ -308,6 +311,8 @@ class Rollouts:
             number, tokens, lineage, train, max_turns=self._max_turns, max_tokens=self._sampling.max_tokens,
             max_lineages=self._max_lineages, max_context=self._max_context,
         )  # fmt: skip
+        if number < len(rollout.turns.done):
+            self._take_another_course(rollout, number)
         if placement is None or rollout.is_generated:
             raise RewardError(
                 f"the environment asked for turn {number}, and its episode had ended before: an episode that is run "
@@ -356,13 +361,25 @@ class Rollouts:
                 f"instance {instance}, which is older"
             )
         if rollout.suspended is not None:  # its request may be of a session with other options
-            if rollout.suspended.request.prompt != tokens:
-                raise other_tokens(number)
-            return _under(rollout.suspended, version)
+            if rollout.suspended.request.prompt == tokens:
+                return _under(rollout.suspended, version)
+            self._take_another_course(rollout, number)
         sampling = self._sampling if room == self._sampling.max_tokens else replace(self._sampling, max_tokens=room)
         seed = turn_seed(rollout.seed, number)
         keep = number + 1 < self._max_turns
         return Request(rollout.id, version, tokens, seed, sampling, group=rollout.group, keep=keep)
+
+    def _take_another_course(self, rollout: Rollout, number: int) -> None:
+        """Forgets the turns from `number` on of an episode that is run again and asks for something else there.
+
+        Raises `RewardError` if its environment is deterministic, or if it has its last token, which is recorded.
+        """
+        if not self._may_differ or rollout.is_generated:
+            raise other_tokens(number)
+        text = "trajectory %d was run again and asked for something else at turn %d: %d tokens are discarded"
+        before = rollout.num_sampled
+        rollout.discard_turns(number)
+        log.info(text, rollout.id, number, before - rollout.num_sampled)
 
     def _ask(self, rollout: Rollout, placement: Placement, work: Request | Suspended) -> PendingTurn:
         """Notes that an instance is asked for a turn, and counts the move if the rollout was on another one before."""
@@ -440,10 +457,13 @@ class Rollouts:
 
     def _free_row(self, run: _EpisodeRun) -> None:
         run.row_timer = None
-        works = run.episode is not None and run.episode.environment_works
-        if works and not run.outdated and not run.rollout.is_generated:
-            run.rollout.frees_row = True
-            self._post(core.TurnEnded(run.rollout.id))
+        if run.episode is None or run.outdated or run.rollout.is_generated:
+            return
+        if not run.episode.environment_works:  # it is just being handed a turn that was done before
+            self._world_works(run)
+            return
+        run.rollout.frees_row = True
+        self._post(core.TurnEnded(run.rollout.id))
 
     def _wants_tokens(self, run: _EpisodeRun) -> None:
         """Takes the row of a rollout again, if it was free."""

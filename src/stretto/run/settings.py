@@ -27,4 +27,5 @@ class Settings:
     max_turns: int = 1  # of one episode
     max_lineages: int = 1  # of one episode
     max_context: int | None = None  # tokens of a lineage with a context of its own; None: as many as the engine takes
+    records_tokens: bool = False  # the journal gets what the trainer computed for each token
     sampled_ages: int = 0  # an update gets the weights of versions up to so much older than its own; 0: of none

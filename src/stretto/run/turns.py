@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.environments.protocol import other_tokens
 from stretto.errors import RewardError, RoomError
 from stretto.types import Completion, FinishReason, Lineage, Supports
 
@@ -119,8 +118,8 @@ class Turns:
     ) -> int:
         """Returns how many tokens turn `number`, the next one, may sample after the context `tokens`.
 
-        Raises `RewardError` if `tokens` is not a context of that turn in its lineage, and `RoomError` if no token is
-        left.
+        Turns that are done from `number` on are left out of account. Raises `RewardError` if `tokens` is not a context
+        of that turn in its lineage, and `RoomError` if no token is left.
         """
         if number >= max_turns:
             raise RewardError(
@@ -141,8 +140,6 @@ class Turns:
                 self.cut.add(lineage)
             own_context = "" if first is self.prompt else f"the {len(first)} tokens that lineage {lineage} begins with"
             raise _no_room(number, len(first), len(before), len(context), max_tokens, limit, own_context)
-        if number < len(self.done):
-            raise other_tokens(number)
         return limit - len(context)
 
     def _refuse_to_open(self, number: int, context: tuple[int, ...], lineage: int, max_lineages: int) -> None:
@@ -180,6 +177,11 @@ class Turns:
         """Adds a turn that is done."""
         self.done.append(Turn(tuple(tokens), completion, lineage, train))
         self.cut.discard(lineage)
+
+    def discard(self, number: int) -> None:
+        """Forgets turn `number` and those after it."""
+        del self.done[number:]
+        self.cut.intersection_update(range(self.num_lineages))
 
     def lineages(self) -> tuple[Lineage, ...]:
         """Returns the lineages that the turns make."""

@@ -38,10 +38,12 @@ class Updates:
         post: Callable[[core.Event], None],
         versions: VersionStore | None = None,
         brings_versions: bool = False,
+        records_tokens: bool = False,
     ) -> None:
         """`kept` are trained rollouts that may be trained again; None: none ever is.
 
-        With `brings_versions` the trainer gets the weights of the older versions that sampled a batch.
+        With `brings_versions` the trainer gets the weights of the older versions that sampled a batch. With
+        `records_tokens` the journal gets what the trainer computed for each token.
         """
         self.idle_since = 0.0
         self._reuses = kept is not None
@@ -56,6 +58,7 @@ class Updates:
         self._post = post
         self._versions = versions
         self._brings_versions = brings_versions
+        self._records_tokens = records_tokens
         self._batch: tuple[int, ...] = ()  # the trajectories that are trained for the first time
         self._waits_for = ""  # why the next update has not begun yet
 
@@ -103,7 +106,8 @@ class Updates:
         started = clock.now()
         older = older_versions(samples, command.update) if self._brings_versions else ()
         sampled_by = {version: self._weights[version] for version in older if version in self._weights}
-        report, weights = await self._trainer.update(Batch(command.update, samples, sampled_by))
+        batch = Batch(command.update, samples, sampled_by, reports_tokens=self._records_tokens)
+        report, weights = await self._trainer.update(batch)
         ended = clock.now()
 
         self._weights[weights.version] = weights
@@ -117,6 +121,8 @@ class Updates:
             command.update, line, at=ended,
             checksum=weights.checksum, totals=totals, samples=samples, advantages=report.advantages,
         )  # fmt: skip
+        if report.tokens:
+            self._journal.token_values(command.update, report.tokens)
         self._observer.updated(line)
         self.idle_since = ended
         self._tally.mark(loads, ended)

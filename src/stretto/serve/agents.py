@@ -7,7 +7,8 @@ The program knows nothing of Stretto. It finds `OPENAI_BASE_URL` and `OPENAI_API
 
 A program that fails is a failed episode, not a reward of 0: a broken installation is no property of the policy. Only
 the exit status as the reward says otherwise. If the trajectory moves to another instance, the program is killed and run
-again there; it gets the answers that it had.
+again there. It gets the answers that it had, as long as it asks for the same. The first call that differs is a new one,
+and what was recorded from there on is discarded.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import math
 import os
 import shutil
@@ -27,6 +29,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
+from stretto.chat.rendering import encodable
 from stretto.environments.function_specs import SpecError, is_spec, last_line, resolve
 from stretto.environments.reward_environment import named_variables, worker_environment
 from stretto.environments.reward_pool import RewardPool
@@ -40,9 +43,12 @@ from stretto.serve.programs import ProgramResult, run_program
 from stretto.serve.sessions import Policy, Session, Sessions, as_trained
 from stretto.types import Prompt
 
+log = logging.getLogger(__name__)
+
 MODEL = "policy"
 GRACE_S = 10.0  # for a program to end by itself after it has given its reward
 FORWARDED_PORT = 8_000  # of the endpoint inside of a sandbox, whose network is its own
+TRACEBACK = "Traceback (most recent call last)"  # of Python
 PROMPT_COLUMNS = ("prompt", "messages")  # of a task: for the program, not for the reward function
 
 
@@ -78,6 +84,8 @@ class ModelAccess:
 class AgentEnvironment:
     """Plays episodes by running an agent. `close` ends the endpoint."""
 
+    deterministic = False  # an agent that is run again may ask for something else
+
     def __init__(
         self,
         tokenizer: Any,
@@ -99,6 +107,7 @@ class AgentEnvironment:
         self._endpoint: Endpoint | None = None
         self._socket: Path | None = None  # that the endpoint listens on, for agents in a sandbox
         self._starting = asyncio.Lock()
+        self._warned = False  # that a program failed by an exception
 
     async def start(self) -> Endpoint:
         """Starts the endpoint and the processes of the reward function, if that is not done yet."""
@@ -185,7 +194,7 @@ class AgentEnvironment:
         if session.reward is not None:
             return session.reward
         if session.ended.done() and session.ended.result() == "deadline":
-            if options.timeout_reward is not None and session.num_calls:
+            if options.timeout_reward is not None and session.num_answered:
                 return options.timeout_reward
             raise LateRewardError(f"the agent did not end within `task.seconds = {options.seconds:g}`")
         result = running.result()
@@ -194,8 +203,9 @@ class AgentEnvironment:
             ended, words = f"the agent ended with status {result.status}", result.last_words
         if session.last_refusal is not None:
             words = f"; its last call that was refused: {session.last_refusal}{words}"
-        if not session.num_calls:
-            raise RewardError(f"{ended} and never called the model{words}")
+        if not session.num_answered:
+            never = "has no answer of the model" if session.num_calls else "never called the model"
+            raise RewardError(f"{ended} and {never}{words}")
         if options.reward == "posted":
             raise RewardError(f"{ended} and has not posted its reward to `$STRETTO_SESSION_URL/reward`{words}")
         if not isinstance(result, ProgramResult):
@@ -203,6 +213,9 @@ class AgentEnvironment:
         if options.reward == "file":
             return _read_reward(folder / "reward", f"{ended}", words)
         if options.reward is None or options.reward == "exit-status":
+            if result.status != 0 and TRACEBACK in result.errors and not self._warned:
+                self._warned = True
+                log.warning("%s, which is a reward of 0 (further ones are not shown)%s", ended, words)
             return float(result.status == 0)
         if result.status != 0:
             raise RewardError(f"{ended}{words}")
@@ -215,7 +228,7 @@ class AgentEnvironment:
 
     async def _program(self, prompt: Prompt, access: ModelAccess, folder: Path) -> ProgramResult:
         assert self._command is not None
-        task = json.dumps(dict(prompt.row), ensure_ascii=False, default=str) + "\n"
+        task = encodable(json.dumps(dict(prompt.row), ensure_ascii=False, default=str)) + "\n"
         await asyncio.to_thread((folder / "task.json").write_text, task, encoding="utf-8")
         files = {"STRETTO_TASK_FILE": str(folder / "task.json"), "STRETTO_REWARD_FILE": str(folder / "reward")}
         variables = {**self._variables, **files, **access.variables}
@@ -239,7 +252,9 @@ class AgentEnvironment:
             if inspect.iscoroutinefunction(function):
                 return await function(dict(prompt.row), access)
             return await _in_thread(lambda: function(dict(prompt.row), access))
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # `sys.exit` too, which would end the run
             raise RewardError(f"`{self._options.function}` raised `{last_line(error, function)}`") from error
 
 
@@ -297,7 +312,8 @@ def _returned(value: object, scored: bool) -> float | str:
 
 def _read_reward(path: Path, ended: str, words: str) -> float:
     try:
-        text = path.read_text(encoding="utf-8", errors="replace").strip()[:100]
+        with path.open(encoding="utf-8", errors="replace") as file:
+            text = file.read(100).strip()
     except OSError as error:
         raise RewardError(f"{ended} and wrote no reward to the file `$STRETTO_REWARD_FILE`{words}") from error
     try:
@@ -320,9 +336,12 @@ async def _in_thread(work: Callable[[], object]) -> object:
                 result.set_exception(error)
 
     def run() -> None:
-        value, failed = None, None
+        value: object = None
+        failed: Exception | None = None
         try:
             value = work()
+        except StopIteration as error:  # which no future takes
+            failed = RuntimeError(last_line(error))
         except Exception as error:
             failed = error
         except BaseException as error:  # `sys.exit`, which is for the program and not for this thread

@@ -25,11 +25,13 @@ there. Until then a client that asked for a stream gets a comment now and then, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
+import resource
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -51,10 +53,13 @@ log = logging.getLogger(__name__)
 
 DIALECTS = (CHAT, RESPONSES, MESSAGES, GENERATE)
 REQUEST_S = 120.0  # for a client to send its request
+ANSWER_S = 120.0  # for a client to take its answer, once that is there
+IDLE_S = 600.0  # of a connection between two requests
 KEEP_ALIVE_S = 10.0  # between two comments of a stream that waits for its answer
 SHUTDOWN_S = 5.0  # for answers that are being written when the server closes
 TOKEN_TEXTS = 1 << 16  # kept for log-probabilities: a tokenizer takes several microseconds for each
 BACKLOG = 4_096  # connections that wait to be accepted: many agents may start at once
+OPEN_FILES = 1 << 16  # many systems allow 1,024, and an agent takes up to five: its connection and its pipes
 
 
 class Calls(Protocol):
@@ -116,18 +121,25 @@ class Endpoint:
         app.router.add_get("/v1/models/{name:.+}", self._one_model)
         app.router.add_post("/sessions/{id}/reward", self._reward)
         app.router.add_get("/health", self._health)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            keepalive_timeout=IDLE_S,
+            shutdown_timeout=SHUTDOWN_S,
+        )
+        _allow_connections()
         await runner.setup()
+        place, remedy = f"{self._host}:{self._port}", "name another host or port"
         try:
             site = web.TCPSite(runner, self._host, self._port, backlog=BACKLOG)
             await site.start()
+            place, remedy = f"{self._socket}", "set `TMPDIR` to a folder with a short path"
             if self._socket is not None:
                 await web.UnixSite(runner, self._socket, backlog=BACKLOG).start()
         except OSError as error:
             await runner.cleanup()
-            raise RecipeError(
-                f"the endpoint cannot listen on `{self._host}:{self._port}`: {error}; name another host or port"
-            ) from error
+            raise RecipeError(f"the endpoint cannot listen on `{place}`: {error}; {remedy}") from error
         self._runner = runner
         self._port = runner.addresses[0][1]
 
@@ -154,13 +166,14 @@ class Endpoint:
         raw = await _body(request)
         arrived = time.monotonic()
         asked = dialect.read(read_json(raw))
+        train = asked.train and request.headers.get("x-stretto-train", "").lower() not in ("0", "false", "no")
         call = Call(
             messages=asked.messages,
             tools=asked.tools,
             tokens=asked.tokens,
-            train=asked.train and request.headers.get("x-stretto-train", "").lower() not in ("0", "false", "no"),
+            train=train,
             sampling=asked.sampling,
-            identity=hashlib.sha256(dialect.path.encode() + raw).digest(),
+            identity=hashlib.sha256(f"{dialect.path} {train} ".encode() + raw).digest(),
             attempt=_attempt(request),
             idempotency_key=request.headers.get("idempotency-key"),
             num_bytes=len(raw),
@@ -173,8 +186,9 @@ class Endpoint:
             answer = await pending.answer()
             waited = time.monotonic() - asked_at
             response = _json(dialect.write(answer, asked, self._model.token_text))
-            await response.prepare(request)
-        await response.write_eof()
+        async with _taking(request):
+            await _begin(response, request)
+            await response.write_eof()
         if pending.future.exception() is None:
             pending.delivered = True
             if self.on_call is not None:
@@ -188,16 +202,16 @@ class Endpoint:
 
         An error that comes before the first comment has a status of its own.
         """
-        if dialect.stream is None:
-            raise InvalidCallError("`stream` is true, and this address has no streams")
+        assert dialect.stream is not None, "a dialect without streams refuses them"
         headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         response: web.StreamResponse = _web().StreamResponse(headers=headers)
         began = time.monotonic()
         waiting = asyncio.create_task(pending.answer(), name="wait for an answer to stream")
         try:
             while not (await asyncio.wait([waiting], timeout=KEEP_ALIVE_S))[0]:
-                await _begin(response, request)
-                await response.write(b": waiting for tokens\n\n")
+                async with _taking(request):
+                    await _begin(response, request)
+                    await response.write(b": waiting for tokens\n\n")
         finally:
             if not waiting.done():
                 waiting.cancel()
@@ -211,9 +225,10 @@ class Endpoint:
             if not isinstance(error, CallError):
                 log.exception("a call of the endpoint failed")
             events = [_event(("error", dialect.error(_told(error))))]
-        await _begin(response, request)
-        for event in events:
-            await response.write(event)
+        async with _taking(request):
+            await _begin(response, request)
+            for event in events:
+                await response.write(event)
         return response, waited
 
     def _key(self, request: web.Request) -> str:
@@ -272,8 +287,9 @@ async def _guard(request: web.Request, handler: Callable[[web.Request], Awaitabl
         body = openai_error(refused)
         body["error"]["code"] = "not_found" if error.status in (404, 405) else "invalid_request"
         return _json(body, error.status)
-    except ConnectionError:
-        raise  # the client is gone
+    except ConnectionError as error:
+        log.debug("a client is gone: %s", error)
+        return web.Response(status=499)  # which goes nowhere
     except Exception as error:
         log.exception("a call of the endpoint failed")
         failed = _told(error)
@@ -304,9 +320,30 @@ def _attempt(request: web.Request) -> Attempt:
     return "first" if number.strip() == "0" else "retry"
 
 
+@contextlib.asynccontextmanager
+async def _taking(request: web.Request) -> AsyncIterator[None]:
+    """Bounds the time that a client takes for its answer. One that takes longer is disconnected."""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            yield
+    except TimeoutError as error:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError(f"the client did not take its answer within {ANSWER_S:g} s") from error
+
+
 async def _begin(response: web.StreamResponse, request: web.Request) -> None:
     if not response.prepared:
         await response.prepare(request)
+
+
+def _allow_connections() -> None:
+    """Raises the number of files that this process may have open, as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _event(event: Event) -> bytes:

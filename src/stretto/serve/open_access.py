@@ -6,11 +6,29 @@ A call that no client waits for any more is given up: its tokens are of no use t
 from __future__ import annotations
 
 import hmac
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
+from typing import Any
 
 from stretto.serve.call_errors import BusyError, InvalidCallError, UnknownKeyError
 from stretto.serve.conversations import MakeConversations
-from stretto.serve.sessions import Call, Generate, Limits, Pending, Session
+from stretto.serve.sessions import Call, Conversations, Generate, Limits, Pending, Session
+from stretto.types import FinishReason
+
+
+class _WithoutStops:
+    """Conversations whose answers do not have the stop string at their end: clients do not expect it there."""
+
+    def __init__(self, conversations: Conversations, stops: Sequence[str]) -> None:
+        self.request, self.take = conversations.request, conversations.take
+        self._conversations = conversations
+        self._stops = stops
+
+    def answer(self, request: Any, sampled_tokens: Sequence[int], finish: FinishReason) -> Any:
+        answer = self._conversations.answer(request, sampled_tokens, finish)
+        found = [answer.content.find(stop) for stop in self._stops if finish == "stop" and stop in answer.content]
+        return replace(answer, content=answer.content[: min(found)]) if found else answer
 
 
 class OpenAccess:
@@ -24,10 +42,11 @@ class OpenAccess:
         key: str,
         max_tokens: int,
         vocabulary: int | None = None,
-        limits: Limits | None = None,
+        max_calls: int = 1_024,
     ) -> None:
-        """`conversations` None: the model has no chat template. `limits.sessions` bounds the calls at once."""
-        self.limits = limits or Limits(sessions=1_024)
+        """`conversations` None: the model has no chat template. `max_calls`: at once."""
+        self.limits = Limits()
+        self._max_calls = max_calls
         self._generate = generate
         self._conversations = conversations
         self.key = key
@@ -43,19 +62,20 @@ class OpenAccess:
 
     def max_tokens(self, key: str) -> int:
         """Returns the most tokens of a context. Raises `UnknownKeyError` if the key is another one."""
-        if not hmac.compare_digest(key.encode(), self.key.encode()):
+        if not hmac.compare_digest(key.encode(errors="surrogateescape"), self.key.encode()):
             raise UnknownKeyError("this is not the key of the server: `stretto serve` prints it when it starts")
         return self._max_tokens
 
     def ask(self, key: str, call: Call) -> Pending:
         """Takes a call. Raises `CallError`."""
         self.max_tokens(key)
-        if len(self._sessions) >= self.limits.sessions:
-            raise BusyError(f"{self.limits.sessions:,} calls are not answered yet, which are the most at once")
+        if len(self._sessions) >= self._max_calls:
+            raise BusyError(f"{self._max_calls:,} calls are not answered yet, which are the most at once")
+        conversations = None if self._conversations is None else self._conversations(None)
         session = Session(
             f"c{next(self._numbers)}",
             self._generate,
-            None if self._conversations is None else self._conversations(None),
+            None if conversations is None else _WithoutStops(conversations, call.sampling.stop),
             limits=self.limits,
             vocabulary=self._vocabulary,
             deadline_s=None,

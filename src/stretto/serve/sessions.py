@@ -26,13 +26,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import secrets
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, Literal, Protocol
 
@@ -55,7 +55,7 @@ from stretto.serve.call_errors import (
 )
 from stretto.types import Completion, FinishReason
 
-log = logging.getLogger(__name__)
+RENDERED_AT_ONCE = 1 << 14  # bytes of a request; larger ones are rendered in a thread, and hold nobody up
 
 Message = Mapping[str, Any]
 Attempt = Literal["first", "retry", "unknown"]
@@ -114,9 +114,8 @@ class Conversations(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The most that one client, and all of them, can hold."""
+    """The most that one client can hold."""
 
-    sessions: int = 16_384  # open at once
     calls: int = 4_096  # of a session, all together
     waiting: int = 64  # calls of a session that are not answered yet
     request_bytes: int = 32 << 20  # of one request
@@ -213,6 +212,7 @@ class Session:
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[EndedBy] = loop.create_future()
         self.num_calls = 0  # that were taken; a repeated one counts once
+        self.num_answered = 0  # of them, by the policy
         self.last_refusal: CallError | None = None  # the error of the last call that was refused
         self._generate = generate
         self._conversations = conversations
@@ -312,6 +312,7 @@ class Session:
         self._num_waiting -= 1
         self._waiting_bytes -= call.num_bytes
         if isinstance(result, Answer):
+            self.num_answered += 1
             pending.future.set_result(result)
             return
         if call.idempotency_key is not None:  # an error is not recorded: the call may be made again
@@ -324,7 +325,7 @@ class Session:
         pending.future.set_exception(result)
 
     async def _answered(self, call: Call) -> Answer:
-        request = None if call.tokens is not None else self._rendered(call)
+        request = None if call.tokens is not None else await self._rendered(call)
         if request is not None:
             tokens, lineage = tuple(request.tokens), request.lineage
         else:
@@ -361,12 +362,13 @@ class Session:
             message=message,
         )
 
-    def _rendered(self, call: Call) -> Any:
+    async def _rendered(self, call: Call) -> Any:
         """Returns the request of the conversations for the messages of a call. Raises `InvalidCallError`."""
         if self._conversations is None:
             raise InvalidCallError("the model has no chat template, so it takes no messages; send token ids")
+        render = partial(self._conversations.request, call.messages, call.tools, train=call.train)
         try:
-            return self._conversations.request(call.messages, call.tools, train=call.train)
+            return render() if call.num_bytes <= RENDERED_AT_ONCE else await asyncio.to_thread(render)
         except Exception as error:  # a template, which is part of the model, may raise anything
             raise InvalidCallError(f"the messages cannot be rendered: {describe(error)}") from error
 
@@ -471,9 +473,7 @@ class Sessions:
         max_tokens: int,
         deadline_s: float | None = None,
     ) -> Session:
-        """Opens a session whose contexts have at most `max_tokens`. Raises `BusyError` if there are too many."""
-        if len(self._by_key) >= self.limits.sessions:
-            raise BusyError(f"{self.limits.sessions:,} sessions are open, which are the most at once")
+        """Opens a session whose contexts have at most `max_tokens`. The owner bounds how many there are."""
         id = f"s{self._label}-{next(self._numbers)}"
         session = Session(
             id,

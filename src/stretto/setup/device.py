@@ -11,7 +11,7 @@ import torch
 
 from stretto.errors import RecipeError
 from stretto.recipe.schema import Recipe
-from stretto.run.folder_checks import RESOLVED_KEYS
+from stretto.run.recipe_changes import RESOLVED_KEYS
 from stretto.setup.compile_cache import keep_compiled
 from stretto.types import Weights
 

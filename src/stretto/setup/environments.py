@@ -11,7 +11,7 @@ from stretto.environments.single_turn import SingleTurn
 from stretto.recipe.schema import Recipe
 from stretto.run.protocols import Rewards
 from stretto.setup.factories import DriverInputs
-from stretto.setup.inputs import episode_pool_options, plays_in_workers, worker_options
+from stretto.setup.inputs import episode_pool_options, played_in_thread, plays_in_workers, worker_options
 
 
 def local_environment(
@@ -19,11 +19,15 @@ def local_environment(
 ) -> Environment:
     """Makes the environment of the task: worker processes, one in this process, or one turn that `rewards` scores.
 
+    One that was given from Python has a thread of this process.
+
     `said` gets every line that worker processes print.
     """
     task = driver.inputs.task
     if task.environment is None:
         return SingleTurn(rewards, driver.decode)
+    if task.environment.given is not None:
+        return played_in_thread(recipe, task.environment, driver.tokenizer)
     if plays_in_workers(recipe):
         return EpisodePool(episode_pool_options(recipe, task, driver.tokenizer), worker_options(recipe, said))
     return load_environment(task.environment, driver.tokenizer)

@@ -13,17 +13,21 @@ from torch import nn
 from transformers import GenerationConfig
 
 from stretto.engines.native.engine import NativeEngine
+from stretto.environments.given import NOTHING_GIVEN, Given
 from stretto.environments.single_turn import Decode
+from stretto.models.adapters import read_adapter, refuse_another_base
 from stretto.models.hub import hub_options
 from stretto.models.loading import load_config, load_model, load_tokenizer
 from stretto.models.tiny import WarmStart, tiny_model
-from stretto.observe.progress import Observer
+from stretto.observe.progress import Observer, Silent
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import choose_device, choose_dtype, prepare_device
 from stretto.setup.inputs import Inputs, check_objective, load_inputs
 from stretto.setup.memory import footprint, free_for_instance, out_of_memory
 from stretto.setup.memory_sizes import context_length, engine_rows
+from stretto.setup.merged_models import merged_model
 from stretto.setup.threads import ThreadCounts, thread_counts
+from stretto.training.learning_rates import LearningRates
 from stretto.training.parallel import Ranks
 from stretto.training.trainer import LocalTrainer
 from stretto.types import Sampling
@@ -41,11 +45,11 @@ class DriverInputs:
     tokenizer: Any
 
 
-def load_driver_inputs(recipe: Recipe, model_path: str) -> DriverInputs:
+def load_driver_inputs(recipe: Recipe, model_path: str, given: Given = NOTHING_GIVEN) -> DriverInputs:
     """Reads the inputs of a run and checks them against tokenizer and configuration. Does not read the weights."""
     check_objective(recipe)
     tokenizer, config = load_tokenizer(model_path), load_config(model_path)
-    inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=model_path)
+    inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=model_path, given=given)
     sampling = Sampling(
         max_tokens=recipe.rollout.max_tokens,
         temperature=recipe.rollout.temperature,
@@ -106,16 +110,29 @@ def make_instance_engine(recipe: Recipe, model_path: str, longest_prompt: int) -
 
 
 def make_trainer(
-    recipe: Recipe, model: nn.Module, model_path: str, *, base: str | None = None, ranks: Ranks | None = None
+    recipe: Recipe,
+    model: nn.Module,
+    model_path: str,
+    *,
+    base: str | None = None,
+    ranks: Ranks | None = None,
+    rates: LearningRates | None = None,
+    adapter: str | None = None,
 ) -> LocalTrainer:
     """Makes the trainer of a policy that begins as `model`, and that it changes in place. `ranks`: one of several.
 
-    `base` is the name of the base model in an exported adapter; None: `model_path`.
+    `base` is the name of the base model in an exported adapter; None: `model_path`. `rates` are the learning rates of
+    a run with several phases; None: those of the recipe. `adapter` is where the adapter of the recipe lies on this
+    machine; None: where the recipe says.
     """
-    return LocalTrainer(
+    found = recipe.model.continued_adapter
+    continued = None if found is None else read_adapter(adapter or found)
+    trainer = LocalTrainer(
         model,
         lora=recipe.model.lora,
+        adapter=continued,
         options=recipe.training,
+        rates=rates,
         algorithm=recipe.algorithm,
         reference=_reference(recipe, model_path, choose_device(recipe.runtime.device)),
         tokenizer=load_tokenizer(model_path),
@@ -125,6 +142,9 @@ def make_trainer(
         max_tokens=recipe.rollout.max_tokens,
         seed=recipe.seed,
     )
+    if continued is not None:
+        refuse_another_base(continued, recipe.model.path, trainer.base_checksum() or "", trainer.weights_dtype)
+    return trainer
 
 
 def _reference(recipe: Recipe, model_path: str, device: torch.device) -> nn.Module | None:
@@ -132,12 +152,22 @@ def _reference(recipe: Recipe, model_path: str, device: torch.device) -> nn.Modu
     kl = recipe.algorithm.kl
     if kl is None or kl.reference is None:
         return None
-    path = model_path if kl.reference == recipe.model.path else kl.reference
+    path = kl.reference
+    if path == recipe.model.path:
+        path = base_path_of(recipe, Silent()) if recipe.model.merge_adapter else model_path
     return load_model(path, choose_dtype(recipe.model.dtype, device), device, option="algorithm.kl.reference")
 
 
 def model_path_of(recipe: Recipe, observer: Observer) -> str:
-    """Returns where the model is loaded from. Makes the tiny model if the recipe names that, and shows its progress."""
+    """Returns where the model is loaded from. Makes the tiny model or a merged model if the recipe names one."""
+    base = base_path_of(recipe, observer)
+    if not recipe.model.merge_adapter or recipe.model.adapter is None:
+        return base
+    return str(merged_model(base, recipe.model.adapter, observer.message, name=recipe.model.path))
+
+
+def base_path_of(recipe: Recipe, observer: Observer) -> str:
+    """Returns where `model.path` is loaded from. Makes the tiny model, and shows its progress."""
     if recipe.model.path != "tiny":
         return recipe.model.path
     options = recipe.model.warm_start

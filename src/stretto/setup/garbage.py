@@ -13,3 +13,10 @@ def spare_from_collection() -> None:
     """Collects once, and leaves everything that there is now out of all later collections."""
     gc.collect()
     gc.freeze()
+
+
+def collect_earlier_runs() -> None:
+    """Frees what earlier runs of this process, such as a notebook's, have left out of collections."""
+    if gc.get_freeze_count():
+        gc.unfreeze()
+        gc.collect()

@@ -12,24 +12,35 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from stretto.environments.custom import close_environment, load_environment, start_environment
+from stretto.environments.custom import (
+    EnvironmentSpec,
+    close_environment,
+    load_environment,
+    start_environment,
+)
 from stretto.environments.data import PromptStream
 from stretto.environments.episode_pool import EpisodePool, EpisodePoolOptions, default_workers, pickled_tokenizer
+from stretto.environments.given import NOTHING_GIVEN, Given, is_given
 from stretto.environments.prompt_order import PassRates
+from stretto.environments.protocol import Environment
 from stretto.environments.reward_environment import named_variables
 from stretto.environments.reward_pool import RewardPool
 from stretto.environments.reward_worker import Columns
-from stretto.environments.sandbox import LEAST_PROCESSES_OF_ROOT, PARTS, missing
+from stretto.environments.sandbox import PARTS, RESERVED_NUMBERS, missing
 from stretto.environments.sandbox_processes import held_parts
 from stretto.environments.task_options import EnvironmentOptions, ProcessTaskOptions, ScoredTaskOptions
 from stretto.environments.tasks import Task, load_task
+from stretto.environments.thread_episodes import ThreadEpisodes
+from stretto.environments.thread_rewards import ThreadRewards
 from stretto.environments.worker_process import WorkerOptions
 from stretto.errors import RecipeError
 from stretto.objectives.custom import CustomOptions
 from stretto.recipe.schema import Recipe
+from stretto.run.protocols import Rewards
 
 log = logging.getLogger(__name__)
 
+LEAST_HANG_S = 5.0  # that a worker may be blocked for, however short its episodes are: machines are busy at times
 SAMPLED_ROWS = 64  # of a generated task, to compare their columns with the parameters of the reward function
 
 
@@ -62,6 +73,7 @@ class Inputs:
     def notes(self, recipe: Recipe) -> Iterator[str]:
         """Yields sentences that the user should read before the run, although nothing is wrong."""
         yield from _sandbox_notes(recipe)
+        yield from self._given_notes()
         wanted = recipe.evaluation.prompts
         if self.held_out is not None and self.held_out.num_rows < wanted:
             path = getattr(recipe.task, "evaluation_path", None)
@@ -95,11 +107,24 @@ class Inputs:
                 "a later one that is too long fails, is counted, and the next takes its place"
             )
 
+    def _given_notes(self) -> Iterator[str]:
+        """Says where a reward or an environment runs that no worker process can import."""
+        spec = self.task.environment
+        name = spec.name if spec is not None and spec.given is not None else self.task.reward
+        if self.task.function is not None or (spec is not None and spec.given is not None):
+            yield (
+                f"`{name}` cannot be imported by a worker process, so threads of this process run it: while it "
+                "computes, engine and trainer wait for the interpreter, and a call that hangs is abandoned at its "
+                "deadline but not ended; put it into a module to give it processes of its own"
+            )
 
-def load_inputs(recipe: Recipe, tokenizer: Any, *, context: int, model_path: str) -> Inputs:
+
+def load_inputs(
+    recipe: Recipe, tokenizer: Any, *, context: int, model_path: str, given: Given = NOTHING_GIVEN
+) -> Inputs:
     """Reads the data set and checks it against the tokenizer and the model's `context`. Raises `RecipeError`."""
     limits = _prompt_limits(recipe, model_path, context)
-    task = load_task(recipe.task, seed=recipe.seed, num_evaluation=recipe.evaluation.prompts)
+    task = load_task(recipe.task, seed=recipe.seed, num_evaluation=recipe.evaluation.prompts, given=given)
     rates = None
     if recipe.task.order == "pass-rate":
         rates = PassRates(len(task.train), seed=recipe.seed, pass_reward=recipe.task.pass_reward or 1.0)
@@ -133,10 +158,21 @@ def passed_variables(recipe: Recipe) -> dict[str, str]:
     return named_variables(recipe.task.pass_env) if isinstance(recipe.task, ProcessTaskOptions) else {}
 
 
-def reward_pool(recipe: Recipe, task: Task, said: Callable[[str], None] | None = None) -> RewardPool:
-    """Makes the pool that scores `task`. `said` gets every line that the reward function prints."""
+def make_rewards(recipe: Recipe, task: Task, said: Callable[[str], None] | None = None) -> Rewards:
+    """Makes what scores `task`: processes, or threads for a function that was given from Python.
+
+    `said` gets every line that the processes print.
+    """
     assert task.reward is not None
     assert isinstance(recipe.task, ScoredTaskOptions)
+    if task.function is not None:
+        return ThreadRewards(
+            task.reward,
+            task.function,
+            threads=recipe.task.reward_workers,
+            deadline_s=recipe.task.reward_seconds,
+            columns=reward_columns(task),
+        )
     return RewardPool(
         task.reward,
         workers=recipe.task.reward_workers,
@@ -151,18 +187,29 @@ def reward_pool(recipe: Recipe, task: Task, said: Callable[[str], None] | None =
 
 def plays_in_workers(recipe: Recipe) -> bool:
     """True if worker processes play the episodes of the task."""
-    return isinstance(recipe.task, EnvironmentOptions) and recipe.task.workers != 0
+    task = recipe.task
+    return isinstance(task, EnvironmentOptions) and task.workers != 0 and not is_given(task.environment)
+
+
+def played_in_thread(recipe: Recipe, spec: EnvironmentSpec, tokenizer: Any) -> ThreadEpisodes:
+    """Makes the environment that was given from Python. Raises `RecipeError` if that fails."""
+    return ThreadEpisodes(lambda: load_environment(spec, tokenizer), hang_s=recipe.runtime.stall_seconds / 2)
 
 
 def episode_pool_options(recipe: Recipe, task: Task, tokenizer: Any) -> EpisodePoolOptions:
     """The options of the pool that plays the episodes of `task`."""
     assert task.environment is not None
     assert isinstance(recipe.task, EnvironmentOptions)
+    hang_s, hang_reason = recipe.runtime.stall_seconds / 2, "half of `runtime.stall_seconds`"
+    if recipe.task.episode_seconds is not None and (own_s := max(LEAST_HANG_S, recipe.task.episode_seconds)) < hang_s:
+        # An episode that blocks its worker for longer is past its own limit, and those beside it run into theirs.
+        hang_s, hang_reason = own_s, "as long as an episode may take, `task.episode_seconds`"
     return EpisodePoolOptions(
         task.environment,
         pickled_tokenizer(tokenizer),
         workers=recipe.task.workers,
-        hang_s=recipe.runtime.stall_seconds / 2,
+        hang_s=hang_s,
+        hang_reason=hang_reason,
         max_bytes=None if recipe.task.worker_gib is None else int(recipe.task.worker_gib * (1 << 30)),
         max_episodes=recipe.task.worker_episodes,
     )
@@ -190,10 +237,11 @@ def _sandbox_notes(recipe: Recipe) -> Iterator[str]:
     for gap in missing(held):
         yield f"`task.sandbox` {where} has a gap: {gap}"
     processes = recipe.task.sandbox.processes
-    if os.getuid() == 0 and "process count" in held and processes < LEAST_PROCESSES_OF_ROOT:
+    if os.getuid() == 0 and "process count" in held:
         yield (
-            f"`task.sandbox.processes = {processes}` is {LEAST_PROCESSES_OF_ROOT} {where}, because this process is "
-            "root's: the kernel bounds its process numbers, of which it keeps the first 300; run as another user"
+            f"`task.sandbox.processes = {processes}` is up to {RESERVED_NUMBERS + processes} {where}, because this "
+            f"process is root's: the kernel bounds its process numbers, of which it gives the first {RESERVED_NUMBERS} "
+            "once; run as another user"
         )
     readable = "every file" if os.getuid() == 0 else "the files that your user can read"
     readable += " outside of the home folder" if "home" in held else ""
@@ -216,7 +264,11 @@ def check_scoring(recipe: Recipe, task: Task, tokenizer: Any) -> str:
         played = f"episodes of up to {task.max_turns} turns played by `{task.environment.name}`"
         if plays_in_workers(recipe):
             return f"{played} {asyncio.run(_try_worker(recipe, task, tokenizer))}"
-        environment = load_environment(task.environment, tokenizer)
+        environment: Environment
+        if task.environment.given is not None:
+            environment = played_in_thread(recipe, task.environment, tokenizer)
+        else:
+            environment = load_environment(task.environment, tokenizer)
 
         async def try_environment() -> None:
             try:
@@ -228,14 +280,14 @@ def check_scoring(recipe: Recipe, task: Task, tokenizer: Any) -> str:
         return f"{played} in the driver's process"
 
     async def start_and_close() -> None:
-        pool = reward_pool(recipe, task)
+        pool = make_rewards(recipe, task)
         try:
             await pool.start()
         finally:
             await pool.close()
 
     asyncio.run(start_and_close())
-    return f"scored by `{task.reward}`"
+    return f"scored by `{task.reward}`" + (" in the driver's process" if task.function is not None else "")
 
 
 async def _try_worker(recipe: Recipe, task: Task, tokenizer: Any) -> str:

@@ -40,6 +40,21 @@ async def refuse_another_base(trainer: TrainerBackend, journal: Path) -> None:
         )
 
 
+async def refuse_another_adapter(trainer: TrainerBackend, journal: Path, adapter: str) -> None:
+    """Raises `RunError` if the adapter that a run was started from has changed. The trainer is at version 0.
+
+    Without a checkpoint version 0 is compared anyhow. With one, only the reference of a divergence would differ.
+    """
+    with JournalReader(journal) as reader:
+        recorded = reader.versions().get(0)
+    first = await trainer.weights(0)
+    if recorded is not None and first.checksum != recorded:
+        raise RunError(
+            f"`model.adapter = {adapter!r}` is not the adapter that the run began with: version 0 was recorded as "
+            f"{recorded}, and is {first.checksum}; give it as it was, or start a new run"
+        )
+
+
 class SampledVersions:
     """The weights of the last versions, for an objective that scores tokens under the version that sampled them.
 

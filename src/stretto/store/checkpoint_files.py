@@ -105,6 +105,12 @@ def complete_checkpoint(
     return final
 
 
+def keep_newest_checkpoint(root: Path) -> None:
+    """Removes all checkpoints but the newest. Nothing trains again from the others once a run is finished."""
+    for older in complete_checkpoints(root)[1:]:
+        shutil.rmtree(older, ignore_errors=True)
+
+
 def abandon_checkpoint(scratch: Path) -> None:
     """Removes the folder of a checkpoint that could not be completed."""
     shutil.rmtree(scratch, ignore_errors=True)

@@ -3,18 +3,16 @@
 - The digests of each update are those of its rows (`digests.py`).
 - The metrics and sums of each update that follow from its samples are computed again.
 - Rewards, prompts and seeds are such as a run can have; `verify.py` checks the tokens.
-- `config.toml`, the journal and the other files of the run folder agree.
+- The recipes of the phases, `config.toml` and the other files of the run folder agree (`phase_checks.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import sqlite3
-import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -25,10 +23,9 @@ from numpy.typing import NDArray
 
 from stretto.store.blobs import CompletionBlobs, sampled_values
 from stretto.store.digests import SIZE, row_digest, untrained_digest, update_digest
-from stretto.store.schema import FAILURES_OF_MEMBERS, JOURNAL_NAME, UNTRAINED_OF_MEMBERS
-from stretto.store.traces import recorded_in
+from stretto.store.phase_checks import CONFIG_NAME, phase_breaks, read_phases, rest_of_folder
+from stretto.store.schema import FAILURES_OF_MEMBERS, PHASES, UNTRAINED_OF_MEMBERS
 
-CONFIG_NAME = "config.toml"  # in the run folder
 MAX_REWARD = 1e9  # the largest reward that can be trained on, written down apart from `environments/reward_range.py`
 ROUNDING = 1e-9  # of a metric, relative to the largest number that it is made of
 LARGEST_ID = (1 << 63) - 1
@@ -77,21 +74,28 @@ class DataResult:
     has_config: bool = False  # `config.toml` was there to be compared
 
 
-def check_data(db: sqlite3.Connection, folder: Path, facts: Mapping[str, Any]) -> DataResult:
-    """Checks the rows of a run in `folder`. `facts` are those of its journal."""
+def check_data(
+    db: sqlite3.Connection,
+    folder: Path,
+    facts: Mapping[str, Any],
+    done: Callable[[int], None] = lambda num_updates: None,
+) -> DataResult:
+    """Checks the rows of a run in `folder`. `facts` are those of its journal. `done` gets the updates so far."""
     result = DataResult(has_config=(folder / CONFIG_NAME).exists())
-    _check_updates(db, result)
+    _check_updates(db, result, done)
     result.breaks += _sessions(db)
     result.breaks += _prompts(db, facts.get("vocabulary", 0))
     result.breaks += _seeds(db, facts.get("seed"))
-    result.breaks += _rest_of_folder(folder, facts)
+    phases = read_phases(db)
+    result.breaks += phase_breaks(phases, facts)
+    result.breaks += rest_of_folder(folder, facts, phases, result.num_updates)
     return result
 
 
 # -- updates -----------------------------------------------------------------------------------------------------------
 
 
-def _check_updates(db: sqlite3.Connection, result: DataResult) -> None:
+def _check_updates(db: sqlite3.Connection, result: DataResult, done: Callable[[int], None]) -> None:
     """Checks the digests, the metrics and the sums of every update."""
     made: dict[int, str] = {}  # the weights of a version when its update ended, if they were made again later
     for version, checksum in db.execute("SELECT version, checksum FROM remade ORDER BY rowid"):
@@ -102,12 +106,16 @@ def _check_updates(db: sqlite3.Connection, result: DataResult) -> None:
     untrained: dict[int, list[tuple[int, int, str]]] = {}
     for row in db.execute(UNTRAINED_OF_MEMBERS, (0, LARGEST_ID)):
         untrained.setdefault(row[0], []).append(untrained_digest(row))
+    phases: dict[int, list[Sequence[object]]] = {}
+    for row in db.execute(PHASES, (0, LARGEST_ID)):
+        phases.setdefault(row[1], []).append(row)
     sums: Counter[str] = Counter()
     previous: object = None
     for update, finished_at, checksum, metrics, totals, digests, digest, advantages in db.execute(
         "SELECT update_id, finished_at, checksum, metrics, totals, samples, digest, advantages FROM updates "
         "ORDER BY update_id"
     ):
+        done(result.num_updates)
         samples = []
         for row in db.execute(MEMBERS, (update,)):
             try:
@@ -125,13 +133,14 @@ def _check_updates(db: sqlite3.Connection, result: DataResult) -> None:
             expected = update_digest(
                 previous, update, members, digests,
                 failures=failures.get(update, ()), row=(made.get(update + 1, checksum), advantages, metrics, totals),
-                untrained=untrained.get(update, ()),
+                untrained=untrained.get(update, ()), phases=phases.get(update, ()),
             )  # fmt: skip
             if expected != digest:
+                also = ", the recipe of a phase" if update in phases else ""
                 result.breaks.append(
                     f"the digest of update {update} does not follow from the update before it and its own records: "
-                    "its members, their failed attempts, lineages that are not trained, its metrics, its sums or a "
-                    "digest were changed"
+                    f"its members, their failed attempts, lineages that are not trained, its metrics, its sums{also} "
+                    "or a digest were changed"
                 )
         result.ages.update(update - sample.oldest for sample in samples)
         result.num_updates += 1
@@ -310,61 +319,3 @@ def trajectory_seed(seed: object, trajectory: int) -> int:
     """The seed of a trajectory, written down apart from `run/seeds.py`."""
     digest = blake2b(f"{seed}/trajectory/{trajectory}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-# -- the other files of the run ----------------------------------------------------------------------------------------
-
-# The key of `config.toml` that each fact follows from. Keys without effect are left out of the file.
-_KEYS = {
-    "seed": ("seed",),
-    "paradigm": ("rollout", "paradigm"),
-    "batch": ("rollout", "prompts"),
-    "group": ("rollout", "group"),
-    "retries": ("rollout", "retries"),
-    "updates": ("training", "steps"),
-    "order": ("task", "order"),
-}
-
-
-def _rest_of_folder(folder: Path, facts: Mapping[str, Any]) -> Iterator[str]:
-    """Compares the journal with the other files of the run folder, if it lies in one."""
-    if not (folder / JOURNAL_NAME).is_file():
-        return
-    if (lost := recorded_in(folder).lost) is not None:
-        yield lost
-    config: Any = {}
-    with contextlib.suppress(FileNotFoundError):
-        try:
-            config = tomllib.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            yield f"`{folder / CONFIG_NAME}` is not valid TOML: {error}"
-    for fact, recorded, key, value in _configured(config, facts):
-        if recorded != value:
-            yield f"`{key} = {value!r}` in `{CONFIG_NAME}`, and the journal has `{fact}` as {recorded!r}"
-
-
-def _configured(config: Any, facts: Mapping[str, Any]) -> Iterator[tuple[str, object, str, object]]:
-    """Returns each fact with its value in the journal, its key in `config.toml` and the value there."""
-
-    def read(*path: str) -> Any:
-        found = config
-        for name in path:
-            found = found.get(name) if isinstance(found, dict) else None
-        return found
-
-    for fact, path in _KEYS.items():
-        if (value := read(*path)) is not None:
-            yield fact, facts.get(fact), ".".join(path), value
-    staleness, cap = read("rollout", "staleness"), read("rollout", "staleness_cap")
-    if staleness is not None:
-        yield "auto", facts.get("auto"), "rollout.staleness", staleness == "auto"
-    if (bound := cap if staleness == "auto" else staleness) is not None:
-        key = "rollout.staleness_cap" if staleness == "auto" else "rollout.staleness"
-        yield "staleness", facts.get("staleness"), key, bound
-    for name, wanted, fact in (("groups", "prompts", "reserve_groups"), ("members", "group", "reserve_members")):
-        least, most = read("rollout", wanted), read("rollout", "redundancy", name)
-        if isinstance(least, int) and isinstance(most, int | None):
-            key = f"rollout.redundancy.{name}"
-            yield fact, least + facts.get(fact, 0), key, least if most is None else most
-    if (kind := read("rollout", "filter")) is not None:
-        yield "filter_limit", bool(facts.get("filter_limit")), "rollout.filter", kind != "none"

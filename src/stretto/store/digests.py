@@ -3,7 +3,8 @@
 A *sample's digest* covers everything of one lineage that is handed to the trainer and recorded: its ids, versions,
 context, tokens, log-probabilities, supports, turns, finish, weights and rewards. The *digest of an update* covers the
 digests of its samples in their order, with the use of each, its row of `updates`, the failed attempts of its samples,
-the lineages of its trajectories that are not trained, and the digest of the update before. So the digests form a chain:
+the lineages of its trajectories that are not trained, the phases of the run that begin with it (their recipes too), and
+the digest of the update before. So the digests form a chain:
 a row that is changed later contradicts the digest of its update, and a digest that is changed contradicts the next one.
 
 The journal computes the digests from the samples in memory when an update ends. `verify` computes them from the rows.
@@ -99,6 +100,7 @@ def update_digest(
     failures: Sequence[tuple[int, str, int]],
     row: Sequence[object],
     untrained: Sequence[tuple[int, int, str]] = (),
+    phases: Sequence[Sequence[object]] = (),
 ) -> str:
     """Returns the digest of an update.
 
@@ -106,7 +108,9 @@ def update_digest(
     each sample, `samples` their digests one after the other. `failures` are trajectory, kind and number of the failed
     attempts of the samples, in order. `row` has the checksum of the weights, the digest of the advantages, the metrics
     and the sums of the run, as text or None. `untrained` has each lineage that is not trained (`untrained_digest`).
+    `phases` are the rows of `schema.PHASES` that begin with this update.
     """
     named = [(trajectory, use, lineage) if lineage else (trajectory, use) for trajectory, use, lineage in members]
     facts = (previous, update, named, list(failures), *row, *([list(untrained)] if untrained else []))
+    facts = (*facts, *(("phase", *row) for row in phases))
     return blake2b(repr(facts).encode() + samples, digest_size=SIZE).hexdigest()

@@ -126,10 +126,13 @@ class Journal:
         finally:
             self._lock.close()
 
-    def begin(self, facts: RunFacts, at: float) -> None:
-        """Starts a session. A resumed run calls it only when nothing can refuse it any more."""
+    def begin(self, facts: RunFacts, at: float, recipe: str | None = None) -> None:
+        """Starts a session. A resumed run calls it only when nothing can refuse it any more.
+
+        With a `recipe` (TOML), a new phase of the run begins with the next update.
+        """
         self.refuse_another_run(facts)
-        self._writer.record(journal_writes.begin, facts, at)
+        self._writer.record(journal_writes.begin, facts, at, recipe)
 
     def refuse_another_run(self, facts: RunFacts) -> None:
         """Raises `RunError` if a resumed run has another paradigm, batch, group, redundancy, seed or data."""
@@ -148,6 +151,7 @@ class Journal:
 
     # One line for each other change. Its parameters and its documentation are those of the function.
     based_on = _recorded(journal_writes.based_on)
+    scored_by = _recorded(journal_writes.scored_by)
     finished = _recorded(journal_writes.finished)
     settle = _recorded(journal_writes.settle)
 
@@ -170,12 +174,14 @@ class Journal:
 
     batch_taken = _recorded(journal_writes.batch_taken)
     update_done = _recorded(journal_writes.update_done)
+    token_values = _recorded(journal_writes.token_values)
     evaluation = _recorded(journal_writes.evaluation)
 
     instance_joined = _recorded(journal_writes.instance_joined)
     instance_left = _recorded(journal_writes.instance_left)
 
     note = _recorded(journal_writes.note)
+    status = _recorded(journal_writes.status)
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------

@@ -16,11 +16,13 @@ from typing import Any
 
 from stretto import __version__
 from stretto.errors import JournalError
+from stretto.store.answer_writes import storable, write_answers
 from stretto.store.blobs import CompletionBlobs, blob
 from stretto.store.digests import sample_digest, untrained_digest, update_digest
 from stretto.store.schema import (
     ENDS,
     FAILURES_OF_MEMBERS,
+    PHASES,
     UNTRAINED_OF_MEMBERS,
     Attempt,
     Departure,
@@ -28,16 +30,11 @@ from stretto.store.schema import (
     RunFacts,
     State,
 )
-from stretto.types import EpisodeLimit, Lineage, Prompt, Sample
+from stretto.types import EpisodeLimit, HeldOutAnswer, Lineage, Prompt, Sample, TokenReport
 
 _NOT_ENDED = f"state NOT IN {ENDS!r}"
 _LAST = "COALESCE((SELECT MAX(seq) FROM transitions), 0)"
 _SESSION = "(SELECT MAX(session) FROM sessions)"
-
-
-def storable(text: str) -> str:
-    """Returns `text` with lone surrogates replaced, which SQLite cannot store as UTF-8."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def json_or_null(values: Mapping[str, Any] | None) -> str | None:
@@ -48,16 +45,27 @@ def json_or_null(values: Mapping[str, Any] | None) -> str | None:
 # -- the run and its versions ------------------------------------------------------------------------------------------
 
 
-def begin(db: sqlite3.Connection, facts: RunFacts, at: float) -> None:
-    """Starts a session with the facts of the run."""
+def begin(db: sqlite3.Connection, facts: RunFacts, at: float, recipe: str | None = None) -> None:
+    """Starts a session with the facts of the run. With a `recipe`, a phase begins with the next update."""
     values = {**dataclasses.asdict(facts), "stretto_version": __version__}
     db.executemany("INSERT OR REPLACE INTO run VALUES (?, ?)", [(k, json.dumps(v)) for k, v in values.items()])
     db.execute("INSERT INTO sessions (started_at) VALUES (?)", (at,))
+    if recipe is not None:
+        db.execute(
+            "INSERT INTO phases SELECT (SELECT COUNT(*) FROM phases), (SELECT COUNT(finished_at) FROM updates), "
+            "(SELECT COUNT(*) FROM groups), ?, ?, ?",
+            (at, json.dumps(dataclasses.asdict(facts)), storable(recipe)),
+        )
 
 
 def based_on(db: sqlite3.Connection, checksum: str) -> None:
     """Records the checksum of the base model that the adapters of a LoRA run belong to."""
     db.execute("INSERT OR REPLACE INTO run VALUES ('base', ?)", (json.dumps(checksum),))
+
+
+def scored_by(db: sqlite3.Connection, sources: Mapping[str, str]) -> None:
+    """Records the digests of the source files that score the task from now on."""
+    db.execute("INSERT OR REPLACE INTO run VALUES ('sources', ?)", (json_or_null(sources),))
 
 
 def finished(db: sqlite3.Connection, stopped: bool, at: float, totals: Mapping[str, Any] | None = None) -> None:
@@ -507,6 +515,7 @@ def _seal(db: sqlite3.Connection, update: int, samples: Sequence[Sample], row: S
     digest = update_digest(
         before[0] if before else None, update, members, digests,
         failures=[each[1:] for each in failures], row=row, untrained=untrained,
+        phases=db.execute(PHASES, (update, update)).fetchall(),
     )  # fmt: skip
     db.execute("UPDATE updates SET samples = ?, digest = ? WHERE update_id = ?", (digests, digest, update))
 
@@ -520,14 +529,31 @@ def evaluation(
     num: int = 0,
     seconds: float = 0.0,
     line: Mapping[str, Any] | None = None,
+    answers: Sequence[HeldOutAnswer] = (),
 ) -> None:
     """Records an evaluation of `version` over `num` prompts with its mean reward, or that it was skipped.
 
     `line` is its line of `metrics.jsonl`.
     """
-    db.execute(
+    added = db.execute(
         "INSERT INTO evaluations (version, kind, at, reward, num, seconds, line) VALUES (?, ?, ?, ?, ?, ?, ?)",
         (version, kind, at, reward, num, seconds, json_or_null(line)),
+    )
+    write_answers(db, added.lastrowid or 0, answers)
+
+
+def token_values(db: sqlite3.Connection, update: int, values: Sequence[TokenReport]) -> None:
+    """Records what the trainer computed for the tokens of an update, by the position of their sample in the batch."""
+    db.executemany(
+        "INSERT OR REPLACE INTO token_values VALUES (?, ?, ?, ?, ?, ?)",
+        [
+            (
+                update,
+                each.position,
+                *(blob(part, "<f4") for part in (each.logprobs, each.ratios, each.advantages, each.gradients)),
+            )
+            for each in values
+        ],
     )
 
 
@@ -553,3 +579,8 @@ def instance_left(db: sqlite3.Connection, instance: int, outcome: Departure, rea
 def note(db: sqlite3.Connection, kind: str, text: str, at: float) -> None:
     """Records something for a person to read: a wait, a failed attempt to write a checkpoint."""
     db.execute("INSERT INTO notes (at, kind, text) VALUES (?, ?, ?)", (at, kind, storable(text)))
+
+
+def status(db: sqlite3.Connection, state: Mapping[str, Any], at: float) -> None:
+    """Replaces the record of what the run does now, and who waits for what."""
+    db.execute("INSERT OR REPLACE INTO status VALUES (0, ?, ?)", (at, storable(json.dumps(dict(state)))))

@@ -6,6 +6,8 @@ with redundancy gives up law 2 too, for what is not needed alone. Then `:members
 what it needs, and `:drains` says that a version is published only when nothing runs that the batches need.
 """
 
+from stretto.store.schema import STALENESS_OF_PHASE
+
 # The state changes that a journal may have; none leaves an end. `NULL` is before the admission. This table is written
 # down apart from that of the core, and a test compares the two.
 LEGAL_MOVES = """(VALUES
@@ -429,6 +431,19 @@ CHECKS: tuple[tuple[str, str], ...] = (
     ),
     (
         "3",
+        """SELECT 'group ' || group_id || ' of version ' || version || ' was admitted before phase ' || phase ||
+            ', which begins with update ' || first_update
+        FROM phases JOIN groups ON group_id < first_group WHERE version > first_update""",
+    ),
+    (
+        "3",
+        """SELECT DISTINCT 'update ' || update_id || ' trained on group ' || group_id || ', which was admitted in ' ||
+            'phase ' || phase || ', and that begins with update ' || first_update
+        FROM members JOIN trajectories USING (trajectory) JOIN phases ON group_id >= first_group
+        WHERE update_id < first_update""",
+    ),
+    (
+        "3",
         f"""WITH {TAKINGS}
         SELECT 'the batch of update ' || update_id || ' was taken before version ' || version ||
             ', which it trains, was published'
@@ -443,9 +458,9 @@ CHECKS: tuple[tuple[str, str], ...] = (
     ),
     (
         "3",
-        """SELECT 'group ' || group_id || ' was admitted under staleness ' || staleness || ', the run allows ' ||
-            :staleness
-        FROM groups WHERE staleness NOT BETWEEN 0 AND :staleness""",
+        f"""SELECT 'group ' || group_id || ' was admitted under staleness ' || staleness || ', the run allows ' ||
+            {STALENESS_OF_PHASE}
+        FROM groups WHERE staleness NOT BETWEEN 0 AND {STALENESS_OF_PHASE}""",
     ),
     (
         "3",

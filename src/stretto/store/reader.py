@@ -130,6 +130,17 @@ class EvaluationRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class PhaseRecord:
+    """A part of a run with one recipe."""
+
+    phase: int
+    first_update: int  # that is trained under it
+    first_group: int  # that is admitted under it
+    began_at: float
+    recipe: str  # TOML
+
+
+@dataclass(frozen=True, slots=True)
 class SessionRecord:
     """One session (one process's life of the run); `outcome` is None while it runs and if it was killed."""
 
@@ -205,6 +216,18 @@ class JournalReader:
         return json.loads(rows[0][0]) if rows else None
 
     @_decodes
+    def sources(self) -> dict[str, str]:
+        """Returns the digests of the source files that score the task; empty if none are recorded."""
+        rows = self._rows("SELECT value FROM run WHERE key = 'sources'")
+        return {name: str(value) for name, value in _mapping(rows[0][0]).items()} if rows else {}
+
+    @_decodes
+    def phases(self) -> list[PhaseRecord]:
+        """Returns the phases of the run, in order."""
+        rows = self._rows("SELECT phase, first_update, first_group, began_at, recipe FROM phases ORDER BY phase")
+        return [_typed(PhaseRecord(*row)) for row in rows]
+
+    @_decodes
     def sessions(self) -> list[SessionRecord]:
         """Returns the sessions of the run, in order."""
         rows = self._rows("SELECT started_at, ended_at, outcome FROM sessions ORDER BY session")
@@ -231,6 +254,17 @@ class JournalReader:
         """Returns the number of finished updates."""
         count: int = self._rows("SELECT COUNT(*) FROM updates WHERE finished_at IS NOT NULL")[0][0]
         return count
+
+    @_decodes
+    def least_updates(self) -> int:
+        """Returns the updates that the run has to make for the groups that it has started, those made included."""
+        rows = self._rows(
+            "SELECT (SELECT COUNT(*) FROM updates), COUNT(DISTINCT group_id) FROM trajectories "
+            "WHERE state IN ('waiting', 'running', 'scoring', 'scored')"
+        )
+        (taken, outstanding), facts = rows[0], self.facts()
+        due = max(0, int(outstanding) - facts.reserve_groups)
+        return int(taken) - (-due // facts.batch)
 
     # -- trajectories -----------------------------------------------------------------------------------------------
 
@@ -365,23 +399,31 @@ class JournalReader:
         ]
 
     @_decodes
-    def samples(self, update: int) -> list[SampleRecord]:
+    def samples(self, update: int, most: int | None = None) -> list[SampleRecord]:
         """Returns the samples of an update as text, in the order of its batch.
 
-        The lineages of its trajectories that are not trained are among them.
+        The lineages of its trajectories that are not trained are among them. With `most`, only so many trajectories are
+        read, spread evenly over the batch.
         """
+        chosen = "" if most is None else f"AND trajectory IN ({', '.join(map(str, self._spread(update, most)))})"
         rows = self._rows(
             f"SELECT m.trajectory, t.group_id, t.member, t.version, {_AGE}, m.use, g.prompt_text, "
             "COALESCE(c.text, ''), t.reward, COALESCE(c.num_sampled, 0), COALESCE(c.finish, ''), "
             "COALESCE(LENGTH(c.turns) / 8, 1), COALESCE(c.lineage, 0), COALESCE(t.num_lineages, 1), "
             "COALESCE(c.train, 1), iif(c.context IS NULL, NULL, COALESCE(c.context_text, '')), t.turn_rewards, "
             "t.limit_reached, t.spent FROM "
-            "(SELECT update_id, trajectory, use, MIN(position) AS position FROM members WHERE update_id = ? "
+            f"(SELECT update_id, trajectory, use, MIN(position) AS position FROM members WHERE update_id = ? {chosen} "
             "GROUP BY trajectory, use) m JOIN trajectories t USING (trajectory) JOIN groups g USING (group_id) "
             "LEFT JOIN completions c USING (trajectory) ORDER BY m.position, c.lineage",
             update,
         )
         return [_typed(SampleRecord(*(*row[:14], row[14] == 1, row[15], _rewards(row[16]), *row[17:]))) for row in rows]
+
+    def _spread(self, update: int, most: int) -> list[int]:
+        """Returns up to `most` trajectories of an update, spread evenly over its batch."""
+        sql = "SELECT trajectory FROM members WHERE update_id = ? GROUP BY trajectory ORDER BY MIN(position)"
+        ids = [int(row[0]) for row in self._rows(sql, update)]
+        return [ids[number * len(ids) // most] for number in range(most)] if len(ids) > most else ids
 
     @_decodes
     def evaluations(self) -> list[EvaluationRecord]:

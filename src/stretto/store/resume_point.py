@@ -43,7 +43,7 @@ class Progress:
     checksums: dict[int, str]  # of every version that was made
     lines: list[dict[str, Any]]  # of `metrics.jsonl`; updates and evaluations each in order, whatever the clocks said
     totals: dict[str, Any]  # the sums of the run; those that the journal does not count are of the last update or stop
-    evaluated: frozenset[str]  # the moments, of "before" and "after", that were evaluated
+    evaluated: frozenset[str]  # the moments, of "before" and "after" what the run has done, that were evaluated
 
 
 def recorded_checksums(path: Path) -> dict[int, str]:
@@ -66,7 +66,13 @@ def progress_of(path: Path) -> Progress | None:
             json.loads(line)
             for (line,) in db.execute("SELECT line FROM evaluations WHERE line IS NOT NULL ORDER BY id")
         ]
-        moments = frozenset(kind for (kind,) in db.execute("SELECT DISTINCT kind FROM evaluations"))
+        # A run that was given more updates is evaluated after these, too.
+        moments = frozenset(
+            kind
+            for (kind,) in db.execute(
+                "SELECT DISTINCT kind FROM evaluations WHERE kind <> 'after' OR version = ?", (updates,)
+            )
+        )
         totals = _totals(db) | {"evaluations": [_without_kind(each) for each in evaluations]}
         lines = list(merge(lines, evaluations, key=lambda line: line["at"]))
         return Progress(updates, checksums, lines, totals, moments)

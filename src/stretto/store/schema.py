@@ -1,6 +1,9 @@
 """The tables of `RUN/journal.sqlite`, and how the file is opened.
 
     run            one row a fact of the run: paradigm, staleness, batch, group, updates, seed ... (value is JSON)
+    phases         one row each time that the recipe changed, the first of them as the run began: `first_update` is the
+                   first update that is trained under it, `first_group` the first group that is admitted under it;
+                   `facts` are those of `run` then (JSON), and `recipe` is the resolved recipe (TOML)
     sessions       one row each time a process took the run up; `outcome` is NULL while it runs, and if it was killed;
                    `totals` are the sums of the run when it was stopped (JSON)
     versions       every version of the policy with the checksum of its weights; `published_after` and `loaded_after`
@@ -33,6 +36,13 @@
                    those of a replay buffer. (trajectory, lineage, use) is unique: the file refuses to train one twice
     evaluations    before, during, after, skipped; `reward` is the score at the evaluation's temperature; `line` is what
                    `metrics.jsonl` says of it (JSON), with the greedy score if there is one
+    held_out       the prompts of evaluations, once each: a later phase may ask others, so that one index has several
+    answers        what an evaluation's version answered, one row a lineage, with the columns of `completions`; `greedy`
+                   is 1 at temperature 0; `reward` is NULL and `error` says why if it could not be scored
+    token_values   what the trainer computed for the sampled tokens of a member of a batch, in order: its
+                   log-probability as the update began, the ratio of the objective, the advantage, and the derivative of
+                   the loss by the log-probability; only with `observe.tokens`, and not for samples that are skipped
+    status         one row: what the run does now, and who waits for what (JSON); changed about once a second
     instances      one row an instance that joined a session: its slots, when it came and left, and as what (`removed`,
                    `lost`; NULL while it is there, and where the session ended first)
     moves          every time that a trajectory changed its instance: its context then, the bytes of KV that it took
@@ -46,9 +56,9 @@ run takes it back: `scored` becomes `scoring`. A batch that holds it and was not
 `training` becomes `scored`.
 
 Times are seconds since 1970 (`clock.py`). Blobs are little-endian. Tokens and versions are int32, log-probabilities
-float32, rewards of turns float64. Supports are int32: how many tokens each token was drawn from, and then those tokens;
-NULL if all were drawn from the whole vocabulary. Turns are int32: the beginning and end of each; NULL if there is one
-turn, which is all of it. Numbers of turns are int32.
+and values of tokens float32, rewards of turns float64. Supports are int32: how many tokens each token was drawn from,
+and then those tokens; NULL if all were drawn from the whole vocabulary. Turns are int32: the beginning and end of each;
+NULL if there is one turn, which is all of it. Numbers of turns are int32.
 """
 
 from __future__ import annotations
@@ -68,7 +78,7 @@ JOURNAL_NAME = "journal.sqlite"
 RESTORE = "put the journal back from a copy, with its `-wal` file if it had one"
 RESTORE_OR_BEGIN = f"{RESTORE}; if its run was killed as it began, `--resume` begins it"
 NUM_NAMED = 5  # runs of a folder that is none itself
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 
 State = Literal["waiting", "running", "scoring", "scored", "training", "trained", "failed", "filtered", "dropped"]
 ENDS: tuple[State, ...] = ("trained", "failed", "filtered", "dropped")
@@ -95,6 +105,9 @@ EvaluationKind = Literal["before", "during", "after", "skipped"]
 
 SCHEMA = """
 CREATE TABLE run (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE phases (
+    phase INTEGER PRIMARY KEY, first_update INTEGER NOT NULL, first_group INTEGER NOT NULL, began_at REAL NOT NULL,
+    facts TEXT NOT NULL, recipe TEXT NOT NULL);
 CREATE TABLE sessions (session INTEGER PRIMARY KEY, started_at REAL NOT NULL, ended_at REAL, outcome TEXT, totals TEXT);
 CREATE TABLE versions (
     version INTEGER PRIMARY KEY, checksum TEXT NOT NULL, published_at REAL NOT NULL,
@@ -117,6 +130,8 @@ CREATE TABLE completions (
     started_at REAL NOT NULL, finished_at REAL NOT NULL, prefilled INTEGER NOT NULL, turn_numbers BLOB, turns BLOB,
     text TEXT NOT NULL, context_text TEXT, context BLOB, tokens BLOB NOT NULL, logprobs BLOB NOT NULL,
     token_versions BLOB, supports BLOB, PRIMARY KEY (trajectory, lineage));
+CREATE INDEX completions_in_short ON completions (
+    trajectory, lineage, version, num_sampled, finish, started_at, finished_at);
 CREATE TABLE transitions (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, trajectory INTEGER NOT NULL, from_state TEXT, to_state TEXT NOT NULL,
     at REAL NOT NULL, reason TEXT NOT NULL);
@@ -134,6 +149,19 @@ CREATE UNIQUE INDEX members_train_once ON members (trajectory, lineage, use);
 CREATE TABLE evaluations (
     id INTEGER PRIMARY KEY, version INTEGER NOT NULL, kind TEXT NOT NULL, at REAL NOT NULL, reward REAL,
     num INTEGER NOT NULL, seconds REAL NOT NULL, line TEXT);
+CREATE TABLE held_out (
+    id INTEGER PRIMARY KEY, prompt_index INTEGER NOT NULL, digest TEXT NOT NULL, prompt_text TEXT NOT NULL,
+    prompt_tokens BLOB NOT NULL, row TEXT NOT NULL, UNIQUE (prompt_index, digest));
+CREATE TABLE answers (
+    evaluation INTEGER NOT NULL, prompt_index INTEGER NOT NULL, prompt INTEGER NOT NULL, greedy INTEGER NOT NULL,
+    lineage INTEGER NOT NULL, num_lineages INTEGER NOT NULL, reward REAL, error TEXT, num_tokens INTEGER NOT NULL,
+    num_sampled INTEGER NOT NULL, finish TEXT, turn_numbers BLOB, turns BLOB, text TEXT NOT NULL, context_text TEXT,
+    context BLOB, tokens BLOB NOT NULL, logprobs BLOB NOT NULL,
+    PRIMARY KEY (evaluation, prompt_index, greedy, lineage));
+CREATE TABLE token_values (
+    update_id INTEGER NOT NULL, position INTEGER NOT NULL, logprobs BLOB NOT NULL, ratios BLOB NOT NULL,
+    advantages BLOB NOT NULL, gradients BLOB NOT NULL, PRIMARY KEY (update_id, position));
+CREATE TABLE status (id INTEGER PRIMARY KEY CHECK (id = 0), at REAL NOT NULL, state TEXT NOT NULL);
 CREATE TABLE instances (
     session INTEGER NOT NULL, instance INTEGER NOT NULL, slots INTEGER NOT NULL, joined_at REAL NOT NULL, left_at REAL,
     outcome TEXT, reason TEXT, PRIMARY KEY (session, instance)) WITHOUT ROWID;
@@ -158,6 +186,15 @@ UNTRAINED_OF_MEMBERS = """SELECT m.update_id, c.trajectory, c.lineage, t.group_i
     FROM (SELECT DISTINCT update_id, trajectory FROM members WHERE use = 0 AND update_id BETWEEN ? AND ?) m
     JOIN completions c ON c.trajectory = m.trajectory JOIN trajectories t ON t.trajectory = m.trajectory
     LEFT JOIN groups g ON g.group_id = t.group_id WHERE c.train = 0 ORDER BY m.update_id, c.trajectory, c.lineage"""
+
+
+# Number, first update, first group, facts and recipe of the phases that begin with some updates, for the digests.
+PHASES = """SELECT phase, first_update, first_group, facts, recipe FROM phases WHERE first_update BETWEEN ? AND ?
+    ORDER BY phase"""
+
+# The staleness that the phase of a group allows: a scalar expression over `group_id`.
+STALENESS_OF_PHASE = """COALESCE((SELECT json_extract(facts, '$.staleness') FROM phases p
+    WHERE p.first_group <= group_id ORDER BY phase DESC LIMIT 1), :staleness)"""
 
 
 @dataclass(frozen=True, slots=True)

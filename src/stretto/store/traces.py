@@ -12,8 +12,8 @@ A run writes each of these files only after the journal has on disk what they fo
 | `journal.sqlite-wal`                    | a file `journal.sqlite` that is not empty           |
 
 So if the journal has less, it (or its `-wal` file) was removed, emptied or replaced by an older copy. Resuming from it
-would silently train the same data again. `config.toml`, `pool/`, `reward.log` and the lock may exist before the
-journal, so they prove nothing: a run with no other files was killed at its start, and starts again.
+would silently train the same data again. `config.toml`, `pool/`, `reward.log`, `run.log` and the lock may exist before
+the journal, so they prove nothing: a run with no other files was killed at its start, and starts again.
 
 Nothing here changes a file. Imports nothing heavy.
 """
@@ -97,7 +97,9 @@ def _read(path: Path) -> Recorded:
         finished = db.execute(
             "SELECT update_id + 1 FROM updates WHERE finished_at IS NOT NULL ORDER BY update_id DESC LIMIT 1"
         ).fetchone()
-        complete = db.execute("SELECT 1 FROM sessions WHERE outcome = 'finished'").fetchone() is not None
+        # A finished run that goes on has a later session.
+        last = db.execute("SELECT outcome FROM sessions ORDER BY session DESC LIMIT 1").fetchone()
+        complete = last is not None and last[0] == "finished"
     done = 0 if finished is None else int(finished[0])
     words = f"has {done} finished {'update' if done == 1 else 'updates'}"
     return Recorded(words, 0 if taken is None else int(taken[0]), done, complete)

@@ -14,7 +14,7 @@ import json
 import math
 import reprlib
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -26,8 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import JournalError
-from stretto.store.data_checks import CONFIG_NAME, MAX_REWARD, DataResult, check_data, token_range
+from stretto.store.data_checks import MAX_REWARD, DataResult, check_data, token_range
 from stretto.store.law_checks import CHECKS
+from stretto.store.phase_checks import CONFIG_NAME
 from stretto.store.schema import (
     LAWS_GIVEN_UP,
     RESERVES,
@@ -41,6 +42,7 @@ from stretto.store.schema import (
 from stretto.types import FinishReason
 
 NUM_DETAILS = 5  # offenders named for each law
+SAY_EVERY = 2_048  # completions between two reports of progress
 LOGPROB_SLACK = 1e-3  # a log-probability computed in low precision may be this much above 0
 LOWEST_LOGPROB = -1_000.0  # no draw ever has a smaller one
 
@@ -81,23 +83,40 @@ class _Run:
     num_tokens: int = 0
 
 
-def verify(run_folder: str | Path) -> list[Finding]:
+Say = Callable[[str, float], None]
+"""Gets what `verify` does now, in words, and the share of its work that is done, from 0 to 1."""
+
+SHARES = {"file": 0.1, "laws": 0.3, "tokens": 0.7}  # of the work, when that part is done; about
+
+
+def verify(run_folder: str | Path, say: Say = lambda words, share: None) -> list[Finding]:
     """Checks the journal of a run. Returns one finding for each law, one for exactly-once and one for recorded data.
 
-    Raises `RunError` if there is no journal, and `JournalError` if it cannot be read.
+    Raises `RunError` if there is no journal, and `JournalError` if it cannot be read. `say` is told the progress.
     """
     path = journal_path(run_folder)
     db = connect_readonly(path)
     try:
         with reading(path):
             db.execute("BEGIN")  # one snapshot of a run that may be active
+            say("reading the file", 0.0)
             check_whole(db, path)
             run = _read_run(db, path)
-            for law, query in CHECKS:
+            for place, (law, query) in enumerate(CHECKS):
+                say(
+                    f"checking laws, {place} of {len(CHECKS)} checks done",
+                    SHARES["file"] + (SHARES["laws"] - SHARES["file"]) * place / len(CHECKS),
+                )
                 run.breaks[law] += [str(sentence) for (sentence,) in db.execute(query, run.params)]
-            _check_tokens(db, run)
+            _check_tokens(db, run, say)
             _check_lineages(db, run)
-            data = check_data(db, path.parent, run.facts)
+            (updates,) = db.execute("SELECT COUNT(*) FROM updates").fetchone()
+
+            def done(num_updates: int) -> None:
+                share = SHARES["tokens"] + (1 - SHARES["tokens"]) * num_updates / max(1, updates)
+                say(f"comparing digests of what was trained on, {num_updates:,} of {updates:,} updates", share)
+
+            data = check_data(db, path.parent, run.facts, done)
             run.breaks["data"] += data.breaks
             return _findings(db, run, data)
     finally:
@@ -159,7 +178,7 @@ def _read_run(db: sqlite3.Connection, path: Path) -> _Run:
     return _Run(how, facts, params)
 
 
-def _check_tokens(db: sqlite3.Connection, run: _Run) -> None:
+def _check_tokens(db: sqlite3.Connection, run: _Run, say: Say) -> None:
     """Checks the arrays of tokens: law 1, the log-probabilities (law 2) and the age of single tokens (law 3)."""
     published: dict[int, set[str]] = {}  # one checksum each, except for versions that were lost and made again
     both = "SELECT version, checksum FROM versions UNION SELECT version, checksum FROM remade"
@@ -173,7 +192,11 @@ def _check_tokens(db: sqlite3.Connection, run: _Run) -> None:
         "LEFT JOIN members m ON m.trajectory = c.trajectory AND m.lineage = c.lineage AND m.use = 0",
         run.params,
     )
-    for row in rows:
+    (count,) = db.execute("SELECT COUNT(*) FROM completions").fetchone()
+    for place, row in enumerate(rows):
+        if place % SAY_EVERY == 0:
+            share = SHARES["laws"] + (SHARES["tokens"] - SHARES["laws"]) * place / max(1, count)
+            say(f"checking tokens, {place:,} of {count:,} completions", share)
         if others := [f"trajectory {row[0]} {sentence}" for sentence in _other_types(row)]:
             run.breaks["data"] += others
             continue
@@ -389,6 +412,9 @@ def _findings(db: sqlite3.Connection, run: _Run, data: DataResult) -> list[Findi
         counts["data"] += f"; not the configuration: there is no `{CONFIG_NAME}`"
     if taken := uses - once - again:
         counts["once"] += f", {taken:,} in the batch of an unfinished update"
+    (phases,) = one("SELECT COUNT(*) FROM phases")
+    if phases > 1:
+        counts["data"] += f", recipes of {phases:,} phases"
     if sessions > 1:
         counts["2"] += f"; resumed {sessions - 1:,} times"
     if anew:

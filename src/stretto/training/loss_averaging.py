@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.objectives.base import Average
+from stretto.errors import RecipeError
+from stretto.objectives.base import Average, ObjectiveOptions
 from stretto.training.trajectories import Trajectories
 
 
@@ -36,3 +37,15 @@ def token_weights(
     if average_tokens is None:
         raise ValueError('`average = "constant"` needs `average_tokens`')
     return np.full(len(lengths), 1.0 / (average_tokens * count))
+
+
+def with_divisor(algorithm: ObjectiveOptions, max_tokens: int) -> ObjectiveOptions:
+    """Returns the objective with the divisor of `average = "constant"` filled in."""
+    if algorithm.average != "constant" or algorithm.average_tokens is not None:
+        return algorithm
+    if max_tokens < 1:
+        raise RecipeError(
+            '`algorithm.average_tokens` is missing: `algorithm.average = "constant"` divides by it, and there is no '
+            "`max_tokens` to take instead"
+        )
+    return algorithm.model_copy(update={"average_tokens": max_tokens})

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from stretto.errors import TrainerError
+from stretto.training.learning_rates import LearningRates
 from stretto.training.loss_scaling import divide_gradients
 from stretto.training.options import TrainingOptions
 from stretto.training.parallel import Ranks, local
@@ -18,27 +19,22 @@ from stretto.training.parallel import Ranks, local
 SMALL_EPSILON = 1e-20  # below it, AdamW may divide by almost nothing in float32
 
 
-def learning_rate(step: int, options: TrainingOptions) -> float:
-    """The learning rate of update `step`, from 0. Above 0 during warm-up; constant after the last update."""
-    if step < options.warmup_steps:
-        return options.learning_rate * (step + 1) / (options.warmup_steps + 1)
-    if options.schedule == "constant":
-        return options.learning_rate
-    done = min(1.0, (step - options.warmup_steps) / (options.steps - options.warmup_steps))
-    shape = 1.0 - done if options.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return options.learning_rate * (options.final_fraction + (1.0 - options.final_fraction) * shape)
-
-
 class Optimizer:
     """Steps named parameters. A half-precision parameter has a float32 master, which is stepped and saved instead.
 
     Of a sharded parameter, this rank's shard is stepped and saved; `ranks` compute the norm of the whole gradient.
+    `rates` are the learning rates of a run with several phases; None: those of `options`.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], options: TrainingOptions, ranks: Ranks | None = None
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        options: TrainingOptions,
+        ranks: Ranks | None = None,
+        rates: LearningRates | None = None,
     ) -> None:
         self.options = options
+        self.rates = rates or LearningRates(((0, options),))
         self.step_count = 0
         self._parameters = dict(parameters)
         self._ranks = ranks or Ranks()
@@ -118,7 +114,7 @@ class Optimizer:
         # AdamW allocates moments group by group: running out of memory at the second would leave the first stepped.
         stepped = [p for p in self._stepped.values() if p.grad is not None]
         self._adam.state.update({p: _empty_moments(p) for p in stepped if not self._adam.state.get(p)})
-        rate = learning_rate(update, self.options)
+        rate = self.rates.at(update)
         for group in self._adam.param_groups:
             group["lr"] = rate
         self._adam.step()
@@ -149,7 +145,7 @@ class Optimizer:
         With usual options a step changes a weight by little more than the learning rate.
         """
         options = self.options
-        return options.learning_rate * max(1.0, options.weight_decay) > 1.0 or options.epsilon < SMALL_EPSILON
+        return self.rates.largest * max(1.0, options.weight_decay) > 1.0 or options.epsilon < SMALL_EPSILON
 
     def discard(self) -> None:
         """Discards the gradients summed so far."""

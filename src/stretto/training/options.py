@@ -23,6 +23,15 @@ class TrainingOptions(Options):
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="Learning-rate schedule after the warm-up"
     )
+    schedule_start: int | None = Field(
+        None, ge=0, description="Update at which the schedule leaves the peak; default: `warmup_steps`"
+    )
+    schedule_end: int | None = Field(
+        None,
+        ge=1,
+        description="Update from which on the learning rate is the final one; a run of more `steps` needs it stated at "
+        "`--resume`; default: `steps`",
+    )
     final_fraction: float = Field(
         0.0, ge=0, le=1, description="Learning rate at the end of the schedule, as a fraction of the peak"
     )
@@ -64,6 +73,28 @@ class TrainingOptions(Options):
                 f"{self.steps}`; use fewer"
             )
         return self
+
+    @model_validator(mode="after")
+    def _schedule_falls(self) -> TrainingOptions:
+        start, end = self.schedule_bounds
+        if start < self.warmup_steps:
+            raise ValueError(
+                f"`training.schedule_start = {start}` lies in the warm-up of `training.warmup_steps = "
+                f"{self.warmup_steps}`; start later, or leave it out"
+            )
+        if start >= end:
+            named = "" if self.schedule_end is not None else ", which is `training.steps`"
+            raise ValueError(
+                f"`training.schedule_start = {start}` is not before `training.schedule_end = {end}`{named}; start "
+                "earlier, or end later"
+            )
+        return self
+
+    @property
+    def schedule_bounds(self) -> tuple[int, int]:
+        """The updates at which the schedule leaves the peak, and at which it has reached its end."""
+        start = self.warmup_steps if self.schedule_start is None else self.schedule_start
+        return start, self.steps if self.schedule_end is None else self.schedule_end
 
     @property
     def micro_batch_tokens(self) -> int:

@@ -115,7 +115,11 @@ class PolicyWeights:
                 return
             if self.lora is not None:
                 tensors = lora_tensors(self.model, self.adapted)
-                write_adapter(folder, tensors, options=self.lora, base=self.base, names=self.adapted)
+                dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+                write_adapter(
+                    folder, tensors, options=self.lora, base=self.base, names=self.adapted,
+                    base_checksums={dtype: self.base_checksum() or ""},
+                )  # fmt: skip
             else:
                 self.model.save_pretrained(folder, state_dict=whole)
             for write in writers:

@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from stretto.errors import ModelError, RecipeError, TrainerError
+from stretto.models.adapters import Adapter, install_adapter
 from stretto.models.float16_range import range_hint
 from stretto.models.lora import inject_lora
 from stretto.models.lora_options import LoraOptions
@@ -46,6 +47,8 @@ from stretto.training.critic import make_critic
 from stretto.training.failure_reasons import refuse_diverged, why_not_finite
 from stretto.training.flops import Costs, peak_flops, update_flops, utilization
 from stretto.training.forward import PackedModel
+from stretto.training.learning_rates import LearningRates
+from stretto.training.loss_averaging import with_divisor
 from stretto.training.loss_scaling import LossScale, initial_loss_scale
 from stretto.training.micro_batch_loss import masked, micro_batch_loss, objective_tokens
 from stretto.training.mini_batches import (
@@ -55,16 +58,17 @@ from stretto.training.mini_batches import (
     micro_batch_plans,
     split_batch,
 )
-from stretto.training.optimizer import Optimizer, learning_rate
+from stretto.training.optimizer import Optimizer
 from stretto.training.options import TrainingOptions
 from stretto.training.packing import MicroBatch, input_lengths, micro_batch
 from stretto.training.parallel import Ranks
 from stretto.training.policy_weights import PolicyWeights
 from stretto.training.protocol import Trainer
-from stretto.training.reference_policy import Reference
+from stretto.training.reference_policy import Reference, make_reference
 from stretto.training.regularizers import sampled_divergences
 from stretto.training.reward_shaping import ShapedRewards
 from stretto.training.sharding import Sharding, wants_sharding
+from stretto.training.token_reports import token_reports
 from stretto.training.trajectories import Trajectories
 from stretto.training.update_metrics import (
     TokenCollector,
@@ -77,7 +81,7 @@ from stretto.training.update_metrics import (
     token_metrics,
 )
 from stretto.training.version_scoring import VersionScorer
-from stretto.types import Batch, UpdateReport, Weights
+from stretto.types import Batch, TokenReport, UpdateReport, Weights
 
 __all__ = ["GrpoOptions", "LocalTrainer", "LoraOptions", "Trainer", "TrainingOptions"]
 
@@ -103,6 +107,7 @@ class _Measurements:
     mismatch_tokens: int
     flops: float
     advantages: str  # their digest
+    tokens: Sequence[TokenReport] = ()
 
 
 class LocalTrainer:
@@ -119,11 +124,13 @@ class LocalTrainer:
         model: nn.Module,
         *,
         lora: LoraOptions | None = None,
+        adapter: Adapter | None = None,  # that the policy begins with; None: a new one
         options: TrainingOptions | None = None,
+        rates: LearningRates | None = None,  # of all phases of the run; None: those of `options`
         algorithm: ObjectiveOptions | None = None,
         tokenizer: Any = None,  # exported with the model
         base: str | None = None,  # the base model that an exported adapter names; None: the model's `name_or_path`
-        reference: nn.Module | None = None,  # of the divergence; None: the policy without its adapters
+        reference: nn.Module | None = None,  # of the divergence; None: the policy that training begins with
         ranks: Ranks | None = None,  # that train this policy together; None: this process alone
         sharded: bool | None = None,  # full weights over the ranks; None: if they are many
         temperature: float = 1.0,  # that the engine samples with
@@ -140,7 +147,7 @@ class LocalTrainer:
         self.model: Any = model
         self.options = options or TrainingOptions()
         self.temperature, self.max_tokens = temperature, max_tokens
-        self.algorithm = _with_divisor(algorithm or GrpoOptions(), max_tokens)
+        self.algorithm = with_divisor(algorithm or GrpoOptions(), max_tokens)
         if isinstance(self.algorithm.length, OverlongOptions) and (
             reason := overlong_refusal(self.algorithm.length, max_tokens=max_tokens)
         ):
@@ -152,19 +159,23 @@ class LocalTrainer:
         adapted: tuple[str, ...] = ()
         if lora is not None:
             adapted = inject_lora(model, lora.rank, lora.effective_alpha, lora.targets, seed)
+            if adapter is not None:
+                install_adapter(model, adapted, adapter)
         else:
             model.requires_grad_(True)
         self.device = self.packed.head.weight.device
         self.ranks.check_same(dict(model.named_parameters()))
         self.sharding = self._prepare(sharded=wants_sharding(model, self.ranks, sharded, lora=lora is not None))
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.optimizer = Optimizer(trainable, self.options, self.ranks)
+        self.optimizer = Optimizer(trainable, self.options, self.ranks, rates)
         base = base if base is not None else str(getattr(model, "name_or_path", ""))
         self.policy = PolicyWeights(model, lora, adapted, base, self.ranks, self.sharding)
         self.costs = Costs(model, trains_weights=lora is None)
         peak = peak_flops(self.device, self.packed.head.weight.dtype)
         self.peak = None if peak is None else peak * self.ranks.count
-        self.reference = self._make_reference(reference)
+        self.reference: Reference | None = None
+        if self.algorithm.kl is not None:
+            self.reference = make_reference(self.packed, reference, self.ranks, starts_from_adapter=adapter is not None)
         self.critic = make_critic(
             self.algorithm,
             self.packed.head.in_features,
@@ -201,17 +212,15 @@ class LocalTrainer:
         self.packed.prepare(compiled=False, checkpointing=self.options.checkpointing, plain=False)
         return Sharding(self.packed, self.ranks)
 
-    def _make_reference(self, model: nn.Module | None) -> Reference | None:
-        if self.algorithm.kl is None:
-            return None
-        if model is None:
-            return Reference.without_adapters(self.packed)
-        self.ranks.check_same(dict(model.named_parameters()), "algorithm.kl.reference")
-        return Reference.of_model(model, self.packed)
-
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        """The type of the weights that are trained, or that adapters are trained over."""
+        dtype: torch.dtype = self.packed.head.weight.dtype
+        return dtype
 
     @property
     def micro_tokens(self) -> int:
@@ -252,8 +261,9 @@ class LocalTrainer:
         seconds = time.perf_counter() - started
         metrics = {**measured.metrics, "seconds": seconds, **utilization(measured.flops, seconds, self.peak)}
         return UpdateReport(
-            batch.update, metrics, measured.mismatch_kl_sum, measured.mismatch_tokens, seconds, measured.advantages
-        )
+            batch.update, metrics, measured.mismatch_kl_sum, measured.mismatch_tokens, seconds, measured.advantages,
+            tokens=measured.tokens,
+        )  # fmt: skip
 
     def _split(self, batch: Batch, advantages: Advantages | None) -> list[MiniBatch]:
         """Splits the batch into mini-batches, without the samples that cannot change the policy.
@@ -308,7 +318,7 @@ class LocalTrainer:
         metrics = {
             "loss": sum(each.loss for each in gradients) / len(gradients),
             "grad_norm": sum(each.norm_value for each in gradients) / len(gradients),
-            "learning_rate": learning_rate(batch.update, self.optimizer.options),
+            "learning_rate": self.optimizer.rates.at(batch.update),
             **batch_metrics(batch, advantages),
             **metrics,
             **staleness_metrics(batch, tokens),
@@ -325,7 +335,9 @@ class LocalTrainer:
             self.costs, batch, computed, num_steps=len(mini_batches), critic=self.critic is not None,
             reference=reference, scored=self._scored,
         )  # fmt: skip
-        return _Measurements(metrics, engine.kl_sum, engine.tokens, flops, advantages.digest())
+        scale = None if self.scale is None else self.scale.value
+        reports = token_reports(batch, tokens, advantages, scale) if batch.reports_tokens else ()
+        return _Measurements(metrics, engine.kl_sum, engine.tokens, flops, advantages.digest(), reports)
 
     # -- before the first step -----------------------------------------------------------------------------------------
 
@@ -585,15 +597,3 @@ class LocalTrainer:
     def export(self, folder: Path) -> None:
         writers = [] if self.critic is None else [self.critic.export]
         self.policy.export(folder, *writers, *([] if self.tokenizer is None else [self.tokenizer.save_pretrained]))
-
-
-def _with_divisor(algorithm: ObjectiveOptions, max_tokens: int) -> ObjectiveOptions:
-    """Returns the objective with the divisor of `average = "constant"` filled in."""
-    if algorithm.average != "constant" or algorithm.average_tokens is not None:
-        return algorithm
-    if max_tokens < 1:
-        raise RecipeError(
-            '`algorithm.average_tokens` is missing: `algorithm.average = "constant"` divides by it, and there is no '
-            "`max_tokens` to take instead"
-        )
-    return algorithm.model_copy(update={"average_tokens": max_tokens})

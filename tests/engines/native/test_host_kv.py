@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from stretto.engines.native import host_kv
 from stretto.engines.native.cache import PAGE, KVCache
 from stretto.engines.native.host_kv import COPY_S, LEAST_PREFILLED, WINDOW_S, HostKV, Rates
 
@@ -52,3 +53,22 @@ def test_pages_come_back_as_they_went(device):
     host.release(copy)
     assert host.num_tokens == host.num_bytes == 0
     assert host.rates.bytes_per_s != Rates().bytes_per_s
+
+
+def test_nothing_goes_to_the_host_on_a_gpu_until_that_is_switched_on(monkeypatch):
+    host = HostKV(KVCache(3, 2, 4, 20, torch.float32, torch.device("cpu")))
+    host.rates = Rates(bytes_per_s=1e18, prefill_tokens_per_s=1.0)
+    assert host.pays(1, at_once=False)
+    host.overlaps = True
+    assert not host.pays(1, at_once=False)
+    monkeypatch.setattr(host_kv, "USED_ON_GPUS", True)
+    assert host.pays(1, at_once=False)
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("max\n", 1 << 40), (f"{1 << 30}\n", 1 << 30), (None, 1 << 40)])
+def test_memory_is_that_of_the_container_if_it_has_a_limit(limit, expected, tmp_path, monkeypatch):
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(limit)
+    monkeypatch.setattr(host_kv, "LIMIT_FILES", (str(tmp_path / "memory.max"),))
+    monkeypatch.setattr(host_kv.os, "sysconf", lambda name: 4096 if name == "SC_PAGE_SIZE" else (1 << 40) // 4096)
+    assert host_kv.usable_memory() == expected

@@ -27,6 +27,7 @@ import asyncio
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ from stretto.environments.adapters.text_worlds import Observation, TextWorld, Wo
 from stretto.errors import RecipeError, RewardError, describe
 
 INSTALL = "pip install 'stretto[gymnasium]'"
+THREADS = 64  # asyncio's own are a few for each core, and steps that wait for a network hold theirs
 
 _HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]*4[0-7]m(.*?)\x1b\[0m", re.DOTALL)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -57,13 +59,18 @@ class GymnasiumEnvironment(WorldEnvironment):
         observe: str | None = None,
         act: str | None = None,
         actions: Sequence[str] = (),
+        threads: int = THREADS,
         template_options: Mapping[str, Any] | None = None,
     ) -> None:
         """`id` and `options` go to `gymnasium.make`; `module:Name-v0` imports the module first.
 
-        Raises `RecipeError` if observations or actions cannot be text.
+        `threads` is the most calls of environments at once. Raises `RecipeError` if observations or actions cannot be
+        text.
         """
         super().__init__(tokenizer, turns=turns, template_options=template_options)
+        if threads < 1:
+            raise RecipeError(f"`task.config.threads = {threads}`: environments need at least one thread")
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="gymnasium")
         gymnasium = optional_module("gymnasium", package="gymnasium", install=INSTALL)
         self._make = partial(gymnasium.make, id, disable_env_checker=True, **dict(options or {}))
         try:
@@ -77,14 +84,22 @@ class GymnasiumEnvironment(WorldEnvironment):
             env.close()
 
     def world(self, row: Mapping[str, Any]) -> TextWorld:
-        return _GymnasiumWorld(self._make, self._observe, self._act, row)
+        return _GymnasiumWorld(self._make, self._observe, self._act, row, self._threads)
 
 
 class _GymnasiumWorld:
     """One environment. Its calls may block, so they run in threads, one after the other."""
 
-    def __init__(self, make: Callable[[], Any], observe: Observe, act: Act, row: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        observe: Observe,
+        act: Act,
+        row: Mapping[str, Any],
+        threads: ThreadPoolExecutor,
+    ) -> None:
         self._make, self._observe, self._act = make, observe, act
+        self._threads = threads
         self._seed, self._options = row.get("seed"), row.get("options")
         self._env: Any = None
         self._closed = False
@@ -105,7 +120,7 @@ class _GymnasiumWorld:
                 return work()
 
         try:
-            return await asyncio.to_thread(locked)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, locked)
         except RewardError:
             raise
         except Exception as error:

@@ -6,8 +6,8 @@
             return float(row["answer"] in answer.content)
 
 The server is a program that speaks MCP over its standard input and output. It is started when the environment is
-created, so a command that does not work is an error before the run. All episodes share it. If its tools change
-something that later calls see, use `per_episode = true`: each episode then has a server of its own.
+created, so a command that does not work is an error before the run. All episodes of a process share it. If its tools
+change something that later calls see, use `per_episode = true`: each episode then has a server of its own.
 
 An error of a tool is text for the model. A server that ends fails the episodes that call it, and is started again.
 """

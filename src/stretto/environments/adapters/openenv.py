@@ -48,7 +48,8 @@ class OpenEnvEnvironment(WorldEnvironment):
     ) -> None:
         """`url` is that of a server that runs. `seconds` is the deadline of each answer.
 
-        `sessions` is the most episodes at once; others wait. The server must allow as many (`max_concurrent_envs`).
+        `sessions` is the most episodes at once in this process; others wait. The server must allow those of all worker
+        processes together (`max_concurrent_envs`).
         Raises `RecipeError` if nobody listens.
         """
         super().__init__(tokenizer, turns=turns, template_options=template_options)

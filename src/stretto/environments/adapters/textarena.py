@@ -114,7 +114,8 @@ class _Game:
         return await self._in_thread(partial(self._step, action))
 
     async def close(self) -> None:
-        """Does nothing: a game holds nothing but memory."""
+        """Waits for a move in progress. While a game hangs, no episode ends, so its worker process is replaced."""
+        await asyncio.get_running_loop().run_in_executor(_one_thread, lambda: None)
 
     async def _in_thread(self, work: Callable[[], Observation]) -> Observation:
         def drawn() -> Observation:

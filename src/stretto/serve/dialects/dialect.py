@@ -127,6 +127,21 @@ def refuse(body: Body, key: str, why: str, *allowed: Any) -> None:
         raise InvalidCallError(f"`{key}` is {value!r:.80}: {why}")
 
 
+def plain_text(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
+    """Returns the text of a content that is a string, or a list of parts of these `kinds`.
+
+    Raises `InvalidCallError` for anything else, such as an image; `where` names the content.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidCallError(f"`{where}` is {content!r:.80}: send a string or a list of parts")
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
+            raise InvalidCallError(f"`{where}` has {part!r:.80}: only text can be rendered")
+    return "".join(part["text"] for part in content)
+
+
 def _typed(body: Body, key: str, default: _T, kind: type[_T], said: str) -> _T:
     value = body.get(key)
     if value is None:

@@ -15,7 +15,7 @@ from stretto.serve.dialects.dialect import Asked, Body, Dialect, Event
 from stretto.serve.sessions import Answer
 
 INVALID = "invalid_json"
-ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+ERRORS = {401: "authentication_error", 403: "permission_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
 def read(body: Body) -> Asked:
@@ -30,7 +30,7 @@ def read(body: Body) -> Asked:
     model = dialect.text(body, "model", "")
     messages: list[dict[str, Any]] = []
     if body.get("system"):
-        messages.append({"role": "system", "content": _text(body["system"], "system")})
+        messages.append({"role": "system", "content": dialect.plain_text(body["system"], "system")})
     for number, message in enumerate(given):
         messages += _messages(message, f"messages[{number}]")
     return Asked(
@@ -66,12 +66,12 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     for number, block in enumerate(blocks):
         place = f"{where}.content[{number}]"
         if block.get("type") == "tool_result":
-            said = _text(block.get("content") or "", place)
+            said = dialect.plain_text(block.get("content") or "", place)
             made.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": said})
         elif made and made[-1]["role"] == role:
-            made[-1]["content"] += _text([block], place)
+            made[-1]["content"] += dialect.plain_text([block], place)
         else:
-            made.append({"role": role, "content": _text([block], place)})
+            made.append({"role": role, "content": dialect.plain_text([block], place)})
     return made
 
 
@@ -88,7 +88,7 @@ def _assistant(blocks: list[Mapping[str, Any]], where: str) -> dict[str, Any]:
                 function = {"name": str(block.get("name")), "arguments": _arguments(block.get("input"))}
                 calls.append({"id": str(block.get("id")), "type": "function", "function": function})
             case _:
-                message["content"] += _text([block], f"{where}.content[{number}]")
+                message["content"] += dialect.plain_text([block], f"{where}.content[{number}]")
     return message | ({"tool_calls": calls} if calls else {})
 
 
@@ -104,17 +104,6 @@ def _input(arguments: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         decoded = None
     return decoded if isinstance(decoded, dict) else {INVALID: arguments}
-
-
-def _text(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidCallError(f"`{where}` is {content!r:.80}: send a string or a list of blocks")
-    for block in content:
-        if not isinstance(block, Mapping) or block.get("type") != "text" or not isinstance(block.get("text"), str):
-            raise InvalidCallError(f"`{where}` has {block!r:.80}: only text can be rendered")
-    return "".join(block["text"] for block in content)
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------
@@ -178,7 +167,7 @@ def _named(name: str, **data: Any) -> Event:
 
 def error(error: CallError) -> dict[str, Any]:
     """Returns an error as Anthropic writes it."""
-    kind = ERRORS.get(error.status, "rate_limit_error" if error.status == 429 else "invalid_request_error")
+    kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     # Programs look for these words to compact their context.
     said = f"prompt is too long: {error}" if isinstance(error, ContextLengthError) else str(error)
     return {"type": "error", "error": {"type": kind, "message": said}}

@@ -65,13 +65,13 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) ->
             role = item.get("role")
             if role not in ("user", "assistant", "system", "developer"):
                 raise InvalidCallError(f"`{where}.role` is {role!r:.80}: send `user`, `assistant` or `system`")
-            said = _text(item.get("content"), where)
+            said = dialect.plain_text(item.get("content"), where, TEXTS)
             if role == "assistant":
                 _answer(messages)["content"] += said
             else:
                 messages.append({"role": "system" if role == "developer" else role, "content": said})
         case "reasoning":
-            said = _text(item.get("content") or item.get("summary") or "", where)
+            said = dialect.plain_text(item.get("content") or item.get("summary") or "", where, TEXTS)
             if said:
                 message = _answer(messages)
                 message["reasoning_content"] = message.get("reasoning_content", "") + said
@@ -80,7 +80,7 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) ->
             call = {"id": str(item.get("call_id")), "type": "function", "function": function}
             _answer(messages).setdefault("tool_calls", []).append(call)
         case "function_call_output":
-            said = _text(item.get("output"), where)
+            said = dialect.plain_text(item.get("output"), where, TEXTS)
             messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": said})
         case kind:
             raise InvalidCallError(f"`{where}.type` is {kind!r:.80}: only messages and functions can be rendered")
@@ -90,17 +90,6 @@ def _answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
-
-
-def _text(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidCallError(f"`{where}` has {content!r:.80}: send a string or a list of parts")
-    for part in content:
-        if not isinstance(part, Mapping) or part.get("type") not in TEXTS or not isinstance(part.get("text"), str):
-            raise InvalidCallError(f"`{where}` has {part!r:.80}: only text can be rendered")
-    return "".join(part["text"] for part in content)
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
-r"""A reward for mathematics: 1 if the answer is right, otherwise 0. Run from the repository's root:
+r"""A reward for mathematics: 1 if the answer is right, otherwise 0.
 
     [task]
     type = "file"
-    path = "data/gsm8k/train.jsonl"             # `python examples/gsm8k.py` makes it
-    reward = "examples.math_reward:reward"      # or `:boxed`, for which only a box counts
+    path = "data/gsm8k/train.jsonl"                                 # `python examples/gsm8k.py` makes it
+    reward = "stretto.environments.rewards.mathematics:reward"      # or `:boxed`, for which only a box counts
 
 The answer of a completion is its last complete `\boxed{...}`, else the last number in its text. It is right if it is
 the same number as the column `answer`, however each of them is written:
@@ -19,20 +19,30 @@ the same number as the column `answer`, however each of them is written:
 | `25\text{ cm}^2`, `90^\circ`       | 25, 90: a unit is not compared                            |
 | `3 \times 10^4`, `3e4`             | 30000                                                     |
 
-Numbers are compared exactly, as fractions. If a side is no single number (`2x + 1`, `\sqrt{5}`, `(1, 2)`), both are
-compared as text, without spaces and LaTeX that only changes how it looks. Commas separate thousands, points decimals.
+Numbers are compared exactly, as fractions. Commas separate thousands, points decimals. If a side is no single number
+(`2x + 1`, `\sqrt{5}`, `(1, 2)`), both are compared as text, without spaces and LaTeX that only changes how it looks. If
+the texts differ and `answer` is no number, the package math-verify decides whether they are the same expression, if it
+is installed (`pip install 'stretto[math-verify]'`): `\frac{\sqrt{12}}{2}` is `\sqrt{3}`. An expression for a number is
+not the number: `\boxed{6 * 200}` leaves the work to the reader.
 
-Every expression here takes time linear in the text, and no text makes it raise.
+Every expression here takes time linear in the text, and no text makes it raise. math-verify has `SYMBOLIC_S` seconds
+for each of its three steps, by an alarm signal. Signals need the main thread, which rewards have in their processes;
+elsewhere math-verify is not asked.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import re
+import threading
 from fractions import Fraction
 from typing import NamedTuple
 
 MAX_DIGITS = 60  # a longer number is no answer, and would only cost time
 MAX_EXPONENT = 99
+MAX_SYMBOLIC = 500  # characters of an expression that math-verify compares
+SYMBOLIC_S = 2
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _STYLED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|mbox|boxed|fbox)\s*\{([^{}]*)\}")
@@ -118,11 +128,28 @@ def matches(found: str | None, answer: str) -> bool:
         return False
     ours, theirs = parse_number(found), parse_number(answer)
     if ours is None or theirs is None:
-        return _as_text(found) == _as_text(answer)
+        return _as_text(found) == _as_text(answer) or (theirs is None and _same_expression(found, answer))
     if ours.is_percent == theirs.is_percent:
         return ours.value == theirs.value
     percentage, other = (ours, theirs) if ours.is_percent else (theirs, ours)
     return other.value in (percentage.value, percentage.value / 100)
+
+
+def _same_expression(found: str, answer: str) -> bool:
+    """Returns whether math-verify can show that two expressions are equal; False without it."""
+    if max(len(found), len(answer)) > MAX_SYMBOLIC or threading.current_thread() is not threading.main_thread():
+        return False
+    if not _has_math_verify():
+        return False
+    from math_verify import parse, verify  # not before: it imports sympy, which takes a second
+
+    ours, theirs = (parse(f"\\boxed{{{text}}}", parsing_timeout=SYMBOLIC_S) for text in (found, answer))
+    return bool(ours and theirs and verify(theirs, ours, timeout_seconds=SYMBOLIC_S))
+
+
+@functools.cache
+def _has_math_verify() -> bool:
+    return importlib.util.find_spec("math_verify") is not None
 
 
 def parse_number(text: str) -> Number | None:

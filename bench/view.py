@@ -1,0 +1,321 @@
+"""How long `stretto view` takes to answer, on a run of a thousand updates and a million trajectories.
+
+    python bench/view.py [--updates 1000] [--trajectories 1000000] [--instances 4096] [--journal FOLDER]
+        [--out bench/results/view.json]
+
+Makes a journal of that size with the tables of a real one (in `--journal`, or in a temporary folder), starts the real
+server in a process of its own, and asks each question of the page twice: of a server that has read nothing yet
+(`cold`, by the clock; `cold_cpu`, its processor time), and again (`warm`). The floors: the first page within one
+second, any view within two, but for a search of text, which reports progress. `--cpu RUN` instead measures the
+processor time of a server that a page polls while `RUN` is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stretto.store.journal import JOURNAL_NAME
+from stretto.store.schema import LAWS_GIVEN_UP, SCHEMA, SCHEMA_VERSION
+
+GROUP = 8
+STALENESS = 2
+UPDATE_S = 4.0
+BEGAN = 1_700_000_000.0
+PROMPT = "What is the sum of all numbers from one to a hundred, and how do you know it? " * 2
+TEXT = "First we pair the numbers, then we multiply the sum of each pair by the number of pairs. "
+FIRST_S, VIEW_S = 1.0, 2.0  # floors
+
+
+def make_journal(path: Path, updates: int, trajectories: int, instances: int, seed: int = 0) -> None:
+    """Writes a journal of a finished run. Its digests are not real, so `verify` would refuse it."""
+    rng = np.random.default_rng(seed)
+    groups = trajectories // GROUP
+    batch = groups // updates
+    db = sqlite3.connect(path, isolation_level=None)
+    db.executescript(f"PRAGMA journal_mode = WAL; PRAGMA synchronous = OFF; BEGIN; {SCHEMA} "
+                     f"PRAGMA user_version = {SCHEMA_VERSION}; COMMIT; BEGIN")  # fmt: skip
+    facts = {
+        "paradigm": "multi-version", "staleness": STALENESS, "auto": False, "batch": batch, "group": GROUP,
+        "updates": updates, "seed": seed, "data_rows": groups, "retries": 2, "filter_limit": 0, "order": "shuffled",
+        "replay_groups": 0, "replay_uses": 0, "templated": False, "vocabulary": 151_936,
+        "laws_broken": list(LAWS_GIVEN_UP["multi-version"]),
+    }  # fmt: skip
+    db.executemany("INSERT INTO run VALUES (?, ?)", [(key, json.dumps(value)) for key, value in facts.items()])
+    db.execute("INSERT INTO sessions VALUES (1, ?, ?, 'finished', NULL)", (BEGAN, BEGAN + updates * UPDATE_S + 9))
+    db.executemany(
+        "INSERT INTO instances VALUES (1, ?, 4, ?, NULL, NULL, NULL)", [(each, BEGAN) for each in range(instances)]
+    )
+    db.executemany(
+        "INSERT INTO versions VALUES (?, ?, ?, 0, ?, 0)",
+        [(v, f"{v:032x}", BEGAN + v * UPDATE_S, BEGAN + v * UPDATE_S + 0.1) for v in range(updates + 1)],
+    )
+    for update in range(updates):
+        _write_update(db, rng, update, batch, instances)
+        if update % 20 == 19:
+            db.execute("COMMIT")
+            db.execute("BEGIN")
+    db.executemany(
+        "INSERT INTO moves (at, trajectory, version, source, target, context, num_bytes, prefilled, reason) "
+        "VALUES (?, ?, ?, ?, ?, 900, 1000000, 0, 'instance 3 has less to do')",
+        [
+            (BEGAN + float(at), int(rng.integers(trajectories)), 0, int(rng.integers(instances)), 0)
+            for at in np.sort(rng.uniform(0, updates * UPDATE_S, 20 * updates))
+        ],
+    )
+    for evaluation in range(1, 6):
+        _write_evaluation(db, rng, evaluation, evaluation * updates // 5)
+    db.execute("COMMIT")
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    db.close()
+
+
+def _write_update(db: sqlite3.Connection, rng: Any, update: int, batch: int, instances: int) -> None:
+    start = BEGAN + update * UPDATE_S
+    ids = [update * batch + each for each in range(batch)]
+    prompt = np.arange(48, dtype="<i4").tobytes()
+    version = max(0, update - 1)
+    db.executemany(
+        "INSERT INTO groups VALUES (?, 0, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'shuffled', NULL)",
+        [
+            (g, g, g, version, version + STALENESS, STALENESS, f"{PROMPT}{g}?", prompt, '{"answer": "5050"}', start)
+            for g in ids
+        ],
+    )
+    members = [(group * GROUP + member, group, member) for group in ids for member in range(GROUP)]
+    rewards = (rng.random(len(members)) < 0.3 + 0.5 * min(1.0, update / 500)).astype(float)
+    lengths = np.clip(rng.lognormal(3.2, 0.6, len(members)), 4, 256).astype(int)
+    begins = start + rng.uniform(0, 0.5, len(members))
+    ends = begins + lengths * 0.03
+    places = rng.integers(instances, size=len(members))
+    db.executemany(
+        "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, 'trained', ?, ?, ?, ?, NULL, NULL, NULL, 1, NULL, NULL)",
+        [
+            (id, group, member, version, id, int(places[k]), float(rewards[k]), float(ends[k]), start + 8)
+            for k, (id, group, member) in enumerate(members)
+        ],
+    )
+    tokens = np.arange(256, dtype="<i4").tobytes()
+    logprobs = rng.uniform(-2, 0, 256).astype("<f4").tobytes()
+    db.executemany(
+        "INSERT INTO completions VALUES (?, 0, 1, ?, ?, ?, ?, ?, ?, ?, 0, NULL, NULL, ?, NULL, NULL, ?, ?, NULL, NULL)",
+        [
+            (
+                id, version, f"{version:032x}", int(n := lengths[k]), int(n), "length" if n == 256 else "stop",
+                float(begins[k]), float(ends[k]), (TEXT * 3)[: 3 * int(n)] + str(id), tokens[: 4 * int(n)],
+                logprobs[: 4 * int(n)],
+            )
+            for k, (id, _, _) in enumerate(members)
+        ],
+    )  # fmt: skip
+    steps = ((None, "running", 0.0), ("running", "scoring", 3.0), ("scoring", "scored", 3.1),
+             ("scored", "training", 4.0), ("training", "trained", 8.0))  # fmt: skip
+    db.executemany(
+        "INSERT INTO transitions (trajectory, from_state, to_state, at, reason) VALUES (?, ?, ?, ?, '')",
+        [(id, a, b, start + at) for a, b, at in steps for id, _, _ in members],
+    )
+    db.executemany(
+        "INSERT INTO members VALUES (?, ?, ?, 0, 0)", [(update, place, id) for place, (id, _, _) in enumerate(members)]
+    )
+    line = {"kind": "update", "update": update, "trainer_waited_for": f"update {update}: 3 of {batch} groups"}
+    line |= {f"metric_{each}": float(rng.random()) for each in range(60)}
+    line |= {
+        "reward_mean": float(rewards.mean()), "tokens": int(lengths.sum()), "tokens_per_second": int(lengths.sum()) / 4,
+        "staleness_mean": 1.0, "staleness_max": 2, "entropy": 1 / (1 + update / 100), "grad_norm": float(rng.random()),
+        "mismatch_kl": 1e-4, "mismatch_tokens": 10, "staleness_kl": 1e-3, "length_mean": float(lengths.mean()),
+        "length_max": int(lengths.max()), "update_seconds": 3.2, "cycle_seconds": UPDATE_S, "trainer_idle_seconds": 0.7,
+    }  # fmt: skip
+    db.execute(
+        "INSERT INTO updates VALUES (?, ?, ?, ?, ?, '{}', ?, ?, NULL)",
+        (update, start + 4.7, start + 7.9, f"{update + 1:032x}", json.dumps(line), bytes(16 * len(members)), "0" * 32),
+    )
+
+
+def _write_evaluation(db: sqlite3.Connection, rng: Any, id: int, version: int) -> None:
+    at = BEGAN + version * UPDATE_S
+    db.execute("INSERT INTO evaluations VALUES (?, ?, 'during', ?, 0.5, 1000, 6.0, NULL)", (id, version, at))
+    tokens, logprobs = np.arange(64, dtype="<i4").tobytes(), rng.uniform(-2, 0, 64).astype("<f4").tobytes()
+    for index in range(1_000):
+        prompt = (index, index, f"{PROMPT}{index}?", tokens)
+        db.execute("INSERT OR IGNORE INTO held_out VALUES (?, ?, '', ?, ?, '{}')", prompt)
+        db.execute(
+            "INSERT INTO answers VALUES (?, ?, ?, 0, 0, 1, ?, NULL, 64, 64, 'stop', NULL, NULL, ?, NULL, NULL, ?, ?)",
+            (id, index, index, float(index % 2), TEXT, tokens, logprobs),
+        )
+
+
+# -- the server --------------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """`stretto view` in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        command = [sys.executable, "-m", "stretto", "view", str(folder), "--port", "0"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().split()[0]
+
+    def ask(self, path: str, **parameters: Any) -> tuple[float, Any]:
+        """Asks one question; returns the seconds that it took, and the answer."""
+        url = f"{self.url}{path}?{urllib.parse.urlencode(parameters)}"
+        started = time.perf_counter()
+        with urllib.request.urlopen(url, timeout=600) as response:
+            content = response.read()
+        seconds = time.perf_counter() - started
+        return seconds, json.loads(content) if path.startswith("api/") else content
+
+    def cpu_s(self) -> float:
+        """Returns the processor time of the server so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def memory(self) -> float:
+        """Returns its memory in MB."""
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(text.partition("VmRSS:")[2].split()[0]) / 1024
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+
+FILES = ("", *(f"page/{name}" for name in ("style.css", "elements.js", "data.js", "charts.js", "overview.js",
+         "timeline.js", "tokens.js", "trajectories.js", "compare.js", "app.js")))  # fmt: skip
+
+
+def measure(folder: Path, updates: int, trajectories: int) -> dict[str, Any]:
+    """Asks everything twice. A cold question of trajectories is asked until all of them are read."""
+    began, end = BEGAN, BEGAN + (updates + 3) * UPDATE_S
+    whole = {"from": began, "to": end, "now": end, "bins": 900, "version_rows": 44, "instance_rows": 24}
+    middle = began + updates * UPDATE_S / 2
+    questions: dict[str, tuple[str, dict[str, Any]]] = {
+        "state": ("api/state", {}),
+        "curves": ("api/curves", {}),
+        "timeline, whole run": ("api/timeline", whole),
+        "timeline, one update": ("api/timeline", {**whole, "from": middle, "to": middle + 6}),
+        "timeline, 64 instances": ("api/timeline", {**whole, "instances": "0..63"}),
+        "trajectories, newest": ("api/trajectories", {}),
+        "trajectories of an update": ("api/trajectories", {"update": updates // 2}),
+        "trajectories by reward and length": ("api/trajectories", {"reward": "1", "length": "99..", "sort": "-length"}),
+        "one trajectory": ("api/trajectory", {"id": trajectories // 2}),
+        "one group": ("api/group", {"id": trajectories // 2 // GROUP}),
+        "answers of an evaluation": ("api/answers", {"evaluation": 3}),
+        "text search, first page": ("api/trajectories", {"text": "pair the numbers"}),
+        "text search, first answer of a rare text": ("api/trajectories", {"text": "no such text"}),
+    }  # fmt: skip
+    result: dict[str, Any] = {}
+    server = Server(folder)
+    try:
+        started, before = time.perf_counter(), server.cpu_s()
+        for name in (*FILES, "api/runs", "api/poll"):
+            server.ask(name)
+        seconds = time.perf_counter() - started
+        result["first page, all requests"] = {"cold": seconds, "cold_cpu": server.cpu_s() - before}
+    finally:
+        server.close()
+    for name, (path, parameters) in questions.items():
+        server = Server(folder)
+        try:
+            before = server.cpu_s()
+            cold, _ = server.ask(path, **parameters)
+            result[name] = {"cold": cold, "cold_cpu": server.cpu_s() - before}
+        finally:
+            server.close()
+    server = Server(folder)
+    try:
+        started, answers = time.perf_counter(), 0
+        while True:
+            _, found = server.ask("api/timeline", **whole)
+            answers += 1
+            if found["read"] >= found["all"]:
+                break
+        result["reading all trajectories"] = {"seconds": time.perf_counter() - started, "answers": answers}
+        for name, (path, parameters) in questions.items():
+            result[name]["warm"] = min(server.ask(path, **parameters)[0] for _ in range(3))
+        result["memory_mb"] = server.memory()
+    finally:
+        server.close()
+    return result
+
+
+def measure_cpu(folder: Path, seconds: float, timeline: bool) -> dict[str, float]:
+    """Polls a server as the page does while a run goes on, and returns its processor time."""
+    server = Server(folder)
+    try:
+        after, started = -1, time.monotonic()
+        server.ask("")
+        while time.monotonic() - started < seconds:
+            spent, found = server.ask("api/poll", after=after)
+            after = (found["curves"]["updates"]["update"] or [after])[-1]
+            end = found["state"]["now"]
+            if timeline:
+                spent += server.ask("api/timeline", **{"from": end - 60, "to": end, "now": end, "bins": 700})[0]
+            if found["state"]["condition"] == "finished":
+                break
+            time.sleep(min(15.0, max(2.0, spent / 0.01)))  # as the page does
+        return {"server_cpu_s": server.cpu_s(), "seconds": time.monotonic() - started}
+    finally:
+        server.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--updates", type=int, default=1_000)
+    parser.add_argument("--trajectories", type=int, default=1_000_000)
+    parser.add_argument("--instances", type=int, default=4_096)
+    parser.add_argument("--journal", type=Path)
+    parser.add_argument("--cpu", type=Path, metavar="RUN")
+    parser.add_argument("--timeline", action="store_true", help="with --cpu: the page shows the timeline")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.cpu:
+        print(json.dumps(measure_cpu(options.cpu, 600.0, options.timeline)))
+        return 0
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.journal or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / JOURNAL_NAME).exists():
+            started = time.perf_counter()
+            make_journal(folder / JOURNAL_NAME, options.updates, options.trajectories, options.instances)
+            print(f"made the journal in {time.perf_counter() - started:.0f} s")
+        size = (folder / JOURNAL_NAME).stat().st_size
+        found = measure(folder, options.updates, options.trajectories)
+    report = {
+        "command": "python bench/view.py",
+        "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "sqlite": sqlite3.sqlite_version,
+                    "numpy": np.__version__, "machine": platform.machine(), "load": os.getloadavg()},
+        "setting": {"updates": options.updates, "trajectories": options.trajectories, "instances": options.instances,
+                    "journal_bytes": size},
+        "seconds": found,
+    }  # fmt: skip
+    for name, value in found.items():
+        print(f"  {name:<44} {json.dumps(value) if not isinstance(value, float) else f'{value:.0f}'}")
+    late = [
+        name
+        for name, value in found.items()
+        if isinstance(value, dict) and value.get("cold", 0.0) > (FIRST_S if name.startswith("first page") else VIEW_S)
+    ]
+    print(f"floors missed: {', '.join(late) or 'none'}")
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 1 if late else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

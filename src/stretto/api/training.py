@@ -1,0 +1,121 @@
+"""`train` of the Python interface: a recipe, and what a notebook or a script has at hand, become a run."""
+
+from __future__ import annotations
+
+import asyncio
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stretto.api.event_loops import call_apart
+from stretto.api.runs import Run
+from stretto.environments.given import Given
+from stretto.errors import RunError
+from stretto.observe.listeners import Listeners
+from stretto.recipe.overrides import Overrides
+from stretto.run.folder_checks import default_run_folder, refuse_nothing_to_resume, refuse_occupied, standing
+from stretto.run.handle import RunHandle
+
+if TYPE_CHECKING:
+    from stretto.observe.progress import Observer
+    from stretto.recipe.schema import Recipe
+
+
+def train(
+    recipe: str | Path | Mapping[str, Any] | Recipe,
+    overrides: Overrides | None = None,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    reward: Callable[..., Any] | None = None,
+    data: Iterable[Mapping[str, Any]] | None = None,
+    evaluation_data: Iterable[Mapping[str, Any]] | None = None,
+    environment: Any = None,
+    callbacks: Iterable[object] = (),
+    progress: bool | Observer = True,
+    give_up: Sequence[int] = (),
+) -> Run:
+    """Trains a policy and returns its run, when that is finished or was stopped.
+
+    - `recipe`: a TOML file, its tables as nested mappings, or a `Recipe`.
+    - `overrides`: dotted keys with their values (None removes a key), or strings as after `--set`.
+    - `out`: the run folder; by default a new one in `runs/`. With `resume`, the run in it is continued.
+    - `reward`: a function `reward(prompt, completion, **row)`, plain or `async`, for a task of rows.
+    - `data`: the rows, each a mapping with `prompt` or `messages`; `evaluation_data`: rows to evaluate on, by default
+      split from `data`. With `data` and `reward` the recipe needs no `[task]`.
+    - `environment`: a class or an object that plays episodes, instead of `reward`.
+    - `callbacks`: functions that get each update's line, or objects with methods of `Callback`.
+    - `progress`: False prints nothing.
+    - `give_up`: trajectories that a resumed run fails instead of training on them.
+
+    Ctrl-C, or the interrupt of a notebook's cell, stops the run at the next update boundary; it returns with
+    `run.stopped`, and `resume=True` continues it. Raises `RecipeError` and `RunError` before anything is built if
+    something is wrong, and `KeyboardInterrupt` if the run is interrupted while it starts.
+    """
+    given = Given.of(reward=reward, environment=environment, data=data, evaluation_data=evaluation_data)
+    if resume and out is None:
+        raise RunError("`resume` needs `out`: the folder of the run to continue")
+    folder = default_run_folder(_named(recipe)) if out is None else Path(out).expanduser()
+    if resume:
+        refuse_nothing_to_resume(folder)
+    else:
+        refuse_occupied(folder)
+
+    from stretto.recipe.schema import load_recipe
+
+    if resume:
+        given = given.as_recorded(recorded_task(folder))
+    made = load_recipe(recipe, overrides or (), change_task=given.in_task if given.names else None)
+    if resume:
+        from stretto.run.recipe_changes import accepted_changes
+
+        accepted_changes(made, folder)
+    handle = RunHandle(folder)
+    run = handle.shown = Run(folder, handle)
+    listeners = Listeners(callbacks)
+    observer = _observer(progress, made)
+
+    from stretto.assembly.train import train as trained
+
+    try:
+        call_apart(
+            lambda: trained(
+                made,
+                folder,
+                resume=resume,
+                observer=observer,
+                give_up=give_up,
+                given=given,
+                listeners=listeners,
+                handle=handle,
+            ),
+            handle.interrupt,
+        )
+    except (asyncio.CancelledError, KeyboardInterrupt) as error:
+        if standing(folder) != "finished":  # else the last evaluation was skipped
+            raise KeyboardInterrupt from error
+    return run
+
+
+def recorded_task(folder: Path) -> Mapping[str, Any]:
+    """Returns the table `[task]` that a run was started with; empty if it cannot be read, which is refused later."""
+    try:
+        task: Mapping[str, Any] = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")).get("task", {})
+    except (OSError, ValueError):
+        return {}
+    return task
+
+
+def _named(recipe: str | Path | Mapping[str, Any] | Recipe) -> Path:
+    """Returns the path that the default folder is named after."""
+    return Path(recipe) if isinstance(recipe, str | Path) else Path("run.toml")
+
+
+def _observer(progress: bool | Observer, recipe: Recipe) -> Observer:
+    from stretto.observe.console import make_console
+    from stretto.observe.progress import Silent, make_observer
+
+    if not isinstance(progress, bool):
+        return progress
+    return make_observer(make_console(), recipe.training.steps) if progress else Silent()

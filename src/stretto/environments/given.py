@@ -1,0 +1,250 @@
+"""Rewards, environments and rows that were given from Python, instead of by a name or a path in the recipe.
+
+A function or class that a worker process can import is written into the recipe by its name, and runs as any other. All
+else stays in this process and is recorded as `python:NAME@DIGEST`:
+
+| given                             | recorded in `config.toml`               | digest of        |
+|-----------------------------------|-----------------------------------------|------------------|
+| a reward of a notebook or script  | `task.reward = "python:exact@3fd0..."`  | its source       |
+| an environment, class or object   | `task.environment = "python:Game@..."`  | its class's code |
+| rows                              | `task.path = "python:data@..."`         | all rows         |
+
+A digest is left out where there is no source. A run that is resumed must be given the same: rows by their digest,
+functions by their name. A function whose source has changed is accepted and reported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import inspect
+import json
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from stretto.environments.function_specs import is_spec
+from stretto.errors import RecipeError, RunError
+
+PREFIX = "python:"
+DIGITS = 12  # of a digest
+
+ARGUMENTS = {"reward": "reward", "environment": "environment", "path": "data", "evaluation_path": "evaluation_data"}
+"""Key of `[task]` -> the argument of `stretto.train` that gives it."""
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def is_given(value: object) -> bool:
+    """Tells if a value of a recipe stands for something that was given from Python."""
+    return isinstance(value, str) and value.startswith(PREFIX)
+
+
+def without_digest(value: str) -> str:
+    """Returns `python:NAME` without the digest."""
+    return value.partition("@")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """All that a caller has given for the task of a run. `names` has the values for the keys of `[task]`."""
+
+    reward: Callable[..., Any] | None = None  # None: not given, or imported by its name
+    environment: Any = None  # a class, or an object that plays episodes; None: as above
+    rows: Rows | None = None
+    evaluation_rows: Rows | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    changes: tuple[str, ...] = ()  # a sentence for each function whose source has changed since the run began
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        reward: Callable[..., Any] | None = None,
+        environment: Any = None,
+        data: Iterable[Mapping[str, Any]] | None = None,
+        evaluation_data: Iterable[Mapping[str, Any]] | None = None,
+    ) -> Given:
+        """Takes the arguments of a caller. Raises `RecipeError` for one that cannot be used."""
+        if reward is not None and environment is not None:
+            raise RecipeError("`reward` and `environment` are both given: an environment rewards its episodes itself")
+        if reward is not None and not callable(reward):
+            raise RecipeError(f"`reward` is {reward!r:.80}, which cannot be called: give a function")
+        names: dict[str, str] = {}
+        for key, thing in (("reward", reward), ("environment", environment)):
+            if thing is not None:
+                names[key] = importable_name(thing) or given_name(thing)
+        rows = None if data is None else collected(data, "data")
+        held_out = None if evaluation_data is None else collected(evaluation_data, "evaluation_data")
+        for key, some in (("path", rows), ("evaluation_path", held_out)):
+            if some is not None:
+                names[key] = f"{PREFIX}{ARGUMENTS[key]}@{rows_digest(some)}"
+        return cls(
+            reward if is_given(names.get("reward")) else None,
+            environment if is_given(names.get("environment")) else None,
+            rows,
+            held_out,
+            names,
+        )
+
+    def in_task(self, table: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the table `[task]` of a recipe with what was given. Raises `RecipeError` if they do not fit.
+
+        A task that makes its own rows becomes a task of rows, without the keys that such a task does not have.
+        """
+        if not self.names:
+            return dict(table)
+        asked, kind = [ARGUMENTS[key] for key in self.names], table.get("type")
+        wanted = self._type(kind, asked)
+        result = dict(table)
+        if wanted != kind:
+            from stretto.environments.task_options import EnvironmentOptions, FileOptions
+
+            options = EnvironmentOptions if wanted == "environment" else FileOptions
+            result = {key: value for key, value in table.items() if key in options.model_fields}
+            result["type"] = wanted
+        return result | dict(self.names)
+
+    def _type(self, kind: object, asked: Sequence[str]) -> object:
+        """Returns the type of the task that the arguments make of a recipe's task."""
+        said = " and ".join(f"`{name}`" for name in asked)
+        if "environment" in asked:
+            if "data" in asked or kind in ("file", "environment"):
+                return "environment"
+            raise RecipeError(f"{said} needs rows: give `data` too, or a recipe whose task has a `path`")
+        if "reward" in asked and kind in ("environment", "agent"):
+            raise RecipeError(
+                f"`reward` scores a task of one turn, and `task.type = {kind!r}` is none; leave it out, or use "
+                "a recipe with another task"
+            )
+        if "reward" in asked and "data" in asked:
+            return "file"
+        if kind in ("file", "environment", "agent") and (kind == "file" or "reward" not in asked):
+            return kind
+        lacking = "`data`" if "reward" in asked else "`reward` or `environment`"
+        raise RecipeError(
+            f"{said} alone does not make a task of `task.type = {kind!r}`, which has rows and a reward of its own: "
+            f'give {lacking} too, or a recipe with `task.type = "file"`'
+        )
+
+    def as_recorded(self, recorded: Mapping[str, Any]) -> Given:
+        """Compares what is given with the table `[task]` that a run was started with.
+
+        Returns what is given under the names of then, with the changes since. Raises `RunError` if something is
+        missing, or the rows are others.
+        """
+        refuse_missing(recorded, self.names)
+        names, changes = dict(self.names), list[str]()
+        for key, name in self.names.items():
+            before = recorded.get(key)
+            if not is_given(name) or not is_given(before) or before == name:
+                continue
+            if without_digest(str(before)) != without_digest(name):
+                continue  # `refuse_another_recipe` names both
+            if key in ("path", "evaluation_path"):
+                raise RunError(
+                    f"`{ARGUMENTS[key]}` is not what the run began with: its rows, or their order, have changed "
+                    f"(digest {name.partition('@')[2]}, at its start {str(before).partition('@')[2]}); give the same "
+                    "rows, or start a new run"
+                )
+            names[key] = str(before)
+            changes.append(
+                f"`{without_digest(name)}` has changed since the run began; the run goes on with it as it is"
+            )
+        return replace(self, names=names, changes=tuple(changes))
+
+
+NOTHING_GIVEN = Given()
+
+
+def refuse_missing(task: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Raises `RunError` if a table `[task]` needs something that was given from Python and is not given now."""
+    missing = [key for key in ARGUMENTS if is_given(task.get(key)) and key not in names]
+    if missing:
+        needs = ", ".join(f"`task.{key} = {task[key]!r}`" for key in missing)
+        call = ", ".join(f"{ARGUMENTS[key]}=..." for key in missing)
+        raise RunError(
+            f"{needs}: this was given from Python and cannot be found by its name; use "
+            f"`stretto.train(..., {call})` with the same again"
+        )
+
+
+def importable_name(thing: Any) -> str | None:
+    """Returns `package.module:name` of a function or class that a worker process can import; None: it cannot."""
+    module, path = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    if module in (None, "__main__") or path is None or not is_spec(f"{module}:{path}"):
+        return None
+    found: Any = sys.modules.get(module)
+    file = getattr(found, "__file__", None)
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return f"{module}:{path}" if found is thing and file is not None and _found_at(module) == file else None
+
+
+def _found_at(module: str) -> str | None:
+    """Returns the file that a new process with the same `sys.path` would import a module from."""
+    where: Sequence[str] | None = None
+    spec: importlib.machinery.ModuleSpec | None = None
+    parts = module.split(".")
+    for end in range(1, len(parts) + 1):
+        name = ".".join(parts[:end])
+        specs = (finder.find_spec(name, where, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        spec = next((each for each in specs if each is not None), None)
+        if spec is None:
+            return None
+        where = spec.submodule_search_locations
+    return None if spec is None else spec.origin
+
+
+def given_name(thing: Any) -> str:
+    """Returns `python:NAME@DIGEST` of a function, a class or an object; without a digest if it has no source."""
+    name = getattr(thing, "__name__", None) or type(thing).__name__
+    digest = source_digest(thing)
+    return f"{PREFIX}{name}" + ("" if digest is None else f"@{digest}")
+
+
+def source_digest(thing: Any) -> str | None:
+    """Returns a digest of the source of a function or class, or of the class of an object; None if there is none."""
+    inner = inspect.unwrap(getattr(thing, "func", thing))
+    if not inspect.isroutine(inner) and not inspect.isclass(inner):
+        inner = type(inner)
+    try:
+        source = textwrap.dedent(inspect.getsource(inner))
+    except (OSError, TypeError):
+        return None
+    return _short(hashlib.sha256(source.encode()))
+
+
+def rows_digest(rows: Rows) -> str:
+    """Returns a digest of rows in their order. A value that JSON does not have counts by its `repr`."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
+    return _short(digest)
+
+
+def _short(digest: Any) -> str:
+    return str(digest.hexdigest())[:DIGITS]
+
+
+def collected(data: Any, argument: str) -> list[dict[str, Any]]:
+    """Returns rows as a list, from any iterable of mappings or a data frame. Raises `RecipeError` for all else."""
+    if isinstance(data, str) or hasattr(data, "__fspath__"):
+        raise RecipeError(f"`{argument} = {str(data)!r}` is a path: name a file in the recipe, as `task.path`")
+    if hasattr(data, "to_dict") and hasattr(data, "columns"):  # a data frame, whose iteration gives its columns
+        data = data.to_dict("records")
+    if isinstance(data, Mapping) or not isinstance(data, Iterable):
+        raise RecipeError(f"`{argument}` is a {type(data).__name__}; give rows, as a list of mappings")
+    rows = []
+    for number, row in enumerate(data, start=1):
+        if not isinstance(row, Mapping) or not all(isinstance(key, str) for key in row):
+            raise RecipeError(
+                f"row {number} of `{argument}` is {row!r:.80}; a row is a mapping, such as "
+                '`{"prompt": "2+2=", "answer": "4"}`'
+            )
+        rows.append(dict(row))
+    if not rows:
+        raise RecipeError(f"`{argument}` has no rows; there is nothing to ask the model")
+    return rows

@@ -1,0 +1,52 @@
+"""Digests of the source files that score a task: its reward function, environment, agent or program.
+
+A resumed run compares them with those that it recorded, to say that rewards are now computed by other code. Files are
+found without importing anything: the code of a task runs in processes of its own. What these files import is not
+looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from stretto.environments.task_options import TaskOptions
+
+SPECS = ("reward", "environment", "function")  # keys of a task that may name `package.module:function`
+
+
+def source_digests(task: TaskOptions) -> dict[str, str]:
+    """Returns the digest of each source file of a task by the name that the recipe gives it.
+
+    A file that cannot be found or read is left out.
+    """
+    found = {}
+    for name, path in _sources(task):
+        try:
+            with path.open("rb") as file:
+                found[name] = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        except OSError:
+            continue
+    return found
+
+
+def _sources(task: TaskOptions) -> Iterator[tuple[str, Path]]:
+    for key in SPECS:
+        spec = getattr(task, key, None)
+        if isinstance(spec, str) and ":" in spec and (path := _module_file(spec.partition(":")[0])) is not None:
+            yield spec, path
+    for word in getattr(task, "command", None) or ():
+        if Path(word).is_file():
+            yield word, Path(word)
+
+
+def _module_file(name: str) -> Path | None:
+    """Returns the file of a module, as the working directory and `sys.path` have it."""
+    place = Path(*name.split("."))
+    for folder in (Path.cwd(), *map(Path, sys.path)):
+        for path in (folder / place.with_suffix(".py"), folder / place / "__init__.py"):
+            if path.is_file():
+                return path
+    return None

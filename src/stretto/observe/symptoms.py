@@ -1,0 +1,170 @@
+"""Warns when a run cannot learn, with what to try. Pure: metrics of updates in, sentences out.
+
+| kind                  | holds if, in `HOLDS` updates in a row                                                     |
+|-----------------------|-------------------------------------------------------------------------------------------|
+| `reward-constant`     | every completion of the batch has the same reward                                         |
+| `no-signal`           | the rewards of every group are equal, though they differ between groups                   |
+| `little-signal`       | at least `LITTLE` of the groups have equal rewards, trained and filtered ones together    |
+| `truncated`           | at least `TRUNCATED` of the completions are cut off by `rollout.max_tokens`               |
+| `entropy-gone`        | the entropy is below `ENTROPY_GONE`                                                       |
+| `gradient-zero`       | the gradient is 0 although the rewards have a signal                                      |
+| `gradient-not-finite` | the gradient is not finite; only with float16, otherwise the run ends with an error       |
+| `mismatch-large`      | engine and trainer diverge by at least `MISMATCH_LARGE` a token under the same version    |
+| `failing`             | at least `FAILING` of the trajectories failed                                             |
+
+Each kind is reported once when it begins, and once when it is over: after `HOLDS` updates in a row without it. It is
+not reported again in the same run. `collapse.py` compares a run with its own past; the bounds here are absolute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+HOLDS = 3  # updates in a row: one bad batch is no symptom
+LITTLE = 0.9  # share of groups
+FEWEST_GROUPS = 8  # of an update, for a share of groups to mean anything
+TRUNCATED = 0.95  # share of completions
+ENTROPY_GONE = 1e-3  # nats a token; a policy that has learnt a small task well still has 20 times as much
+MISMATCH_LARGE = 0.05  # a token; ratios are then off by about 30 %, beyond the usual clip of 20 %
+FAILING = 0.5  # share of trajectories
+
+# A kind that says more than another: while it holds, the other is not reported.
+IMPLIES = {"reward-constant": ("no-signal", "little-signal", "gradient-zero"), "no-signal": ("little-signal",)}
+
+OVER = {
+    "reward-constant": "rewards differ again",
+    "no-signal": "some groups have different rewards again",
+    "little-signal": "more groups have different rewards again",
+    "truncated": "completions end by themselves again",
+    "entropy-gone": "the policy explores again",
+    "gradient-zero": "the gradient is not 0 any more",
+    "gradient-not-finite": "the gradient is finite again",
+    "mismatch-large": "engine and trainer agree again",
+    "failing": "most trajectories succeed again",
+}
+
+Line = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Symptoms:
+    """The symptoms of a run so far, of bounded size."""
+
+    since: dict[str, int] = field(default_factory=dict)  # kind -> the update at which it was reported
+    over: dict[str, int] = field(default_factory=dict)  # kind -> the update at which its end was reported
+    _held: dict[str, int] = field(default_factory=dict)  # kind -> updates in a row
+    _absent: dict[str, int] = field(default_factory=dict)  # kind -> updates in a row without it
+
+    def add(self, line: Line) -> tuple[list[str], list[str]]:
+        """Adds the line of an update. Returns the kinds that hold now, and sentences for those that began or ended."""
+        update = int(line["update"])
+        found = dict(_found(line))
+        for kind in OVER:
+            self._held[kind] = self._held.get(kind, 0) + 1 if kind in found else 0
+            self._absent[kind] = 0 if kind in found else self._absent.get(kind, 0) + 1
+        holding = [kind for kind in found if self._held[kind] >= HOLDS]
+        implied = {other for kind in holding for other in IMPLIES.get(kind, ())}
+        sentences = []
+        for kind in holding:
+            if kind not in self.since and kind not in implied:
+                self.since[kind] = update
+                sentences.append(f"update {update}: the run may not be learning: {found[kind]}")
+        for kind in self.since:
+            if kind not in self.over and self._absent[kind] >= HOLDS:
+                self.over[kind] = update
+                sentences.append(f"update {update}: {OVER[kind]} (the warning of update {self.since[kind]} is over)")
+        return [kind for kind in holding if kind not in implied], sentences
+
+    @classmethod
+    def of(cls, lines: Iterable[Line]) -> Symptoms:
+        """Returns the symptoms of a run that goes on, from its lines of updates."""
+        symptoms = cls()
+        for line in lines:
+            symptoms.add(line)
+        return symptoms
+
+
+def is_without_signal(metrics: Line) -> bool:
+    """True if no group of an update had two different rewards, so that nothing could be learnt from them."""
+    return bool(0 < metrics.get("groups", 0) == metrics.get("groups_without_signal", 0))
+
+
+def _found(line: Line) -> Iterator[tuple[str, str]]:
+    """Returns the symptoms of one update, each with words for it. A number that was not measured is no symptom."""
+    yield from _signal(line)
+    if line.get("truncated", 0.0) >= TRUNCATED:
+        yield (
+            "truncated",
+            f"`rollout.max_tokens` cut off {line['truncated']:.0%} of the completions (mean length "
+            f"{line.get('length_mean', 0):.0f}), which are rewarded before they have answered; raise it, ask for "
+            "shorter answers, or see if the model ever ends one (`rollout.stop`, its chat template)",
+        )
+    if line.get("entropy", math.inf) < ENTROPY_GONE:
+        yield (
+            "entropy-gone",
+            f"entropy is {line['entropy']:.1e}: the policy gives the same completion to a prompt again and again, and "
+            "tries nothing new; start again with a lower `training.learning_rate`, or with `[algorithm.entropy]`, or "
+            "raise `rollout.temperature`",
+        )
+    norm = line.get("grad_norm")
+    if norm is not None and not math.isfinite(norm):
+        yield (
+            "gradient-not-finite",
+            "the gradient does not fit into float16, so updates change nothing; set "
+            '`model.dtype = "bfloat16"` or "float32"',
+        )
+    elif norm == 0 and not is_without_signal(line):
+        yield (
+            "gradient-zero",
+            f"the gradient is 0 though rewards differ: {line.get('share_without_gradient', 1.0):.0%} of the tokens are "
+            "clipped, masked or left out; widen `algorithm.clip_low` and `clip_high`, lower `rollout.staleness`, or "
+            "look at what masks them (`mask_truncated`, `[algorithm.correction]`)",
+        )
+    if line.get("mismatch_kl", 0.0) >= MISMATCH_LARGE and line.get("mismatch_tokens", 1):
+        yield (
+            "mismatch-large",
+            f"engine and trainer diverge by {line['mismatch_kl']:.2g} a token under the same version, so that every "
+            'ratio is wrong; set `model.dtype = "float32"`, or bound the weights with `[algorithm.correction]`',
+        )
+    failed, trained = line.get("failed", 0), line.get("num_sequences", 0) - line.get("replayed_sequences", 0)
+    if failed and failed >= FAILING * (failed + trained):
+        yield (
+            "failing",
+            f"{failed:.0f} trajectories failed for {trained:.0f} that were trained; `stretto show RUN` has the reasons",
+        )
+
+
+def _signal(line: Line) -> Iterator[tuple[str, str]]:
+    reward, update = line.get("reward_mean", math.nan), line["update"]
+    look = f"look at samples with `stretto show RUN --update {update}`"
+    if line.get("reward_std") == 0 and line.get("num_sequences", 0) > 1 and is_without_signal(line):
+        yield (
+            "reward-constant",
+            f"every completion gets the reward {reward:.3g}; {look}: if they are right, the task is solved; otherwise "
+            "the reward does not see the answer, or no completion is ever right: start with easier prompts, or give "
+            "credit for a part",
+        )
+    if is_without_signal(line):
+        yield (
+            "no-signal",
+            f"no reward trains anything: in every group all rewards are equal (mean {reward:.3g}), so that each prompt "
+            f"is too easy or too hard; {look}, choose other prompts, raise `rollout.group` or `rollout.temperature`, "
+            "or let the reward tell better completions from worse ones",
+        )
+    groups, filtered = line.get("groups", 0), line.get("filtered_groups", 0)
+    without = line.get("groups_without_signal", 0) + filtered
+    if groups + filtered >= FEWEST_GROUPS and without >= LITTLE * (groups + filtered):
+        yield (
+            "little-signal",
+            f"{without:.0f} of {groups + filtered:.0f} groups have equal rewards and train nothing (mean reward "
+            f"{_reward_without(line):.3g}): most prompts are too easy, or too hard; choose others, or draw those in "
+            'between more often with `task.order = "pass-rate"`',
+        )
+
+
+def _reward_without(line: Line) -> float:
+    """The mean reward of the filtered groups, else of the batch."""
+    return float(line.get("filtered_reward", line.get("reward_mean", math.nan)))

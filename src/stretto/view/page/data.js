@@ -1,0 +1,151 @@
+// Where the page's data comes from: the server, or what a report has embedded. Runs are polled while they go on.
+"use strict";
+(function (S) {
+  const embedded = document.getElementById("embedded");
+  S.report = embedded ? JSON.parse(embedded.textContent) : null;
+
+  let spentMs = 0; // by answers that come again and again, since the last poll
+  class AskError extends Error {}
+  /** Answers a question of the page. Rejects with an error whose message is for people. */
+  S.ask = async function (name, parameters = {}, options = {}) {
+    if (S.report) return fromReport(name, parameters);
+    const query = new URLSearchParams(Object.entries(parameters).filter(([, value]) => value !== null && value !== undefined && value !== ""));
+    let response;
+    const began = performance.now();
+    try {
+      response = await fetch(`/api/${name}?${query}`, { cache: "no-store", signal: options.signal, method: options.method || "GET", headers: options.method ? { "X-Stretto": "1" } : {} });
+    } catch (error) {
+      if (error.name === "AbortError") throw error;
+      throw new AskError("The server does not answer: it was stopped. Start it again with `stretto view`.");
+    }
+    if (name === "poll" || name === "timeline") spentMs += performance.now() - began;
+    const value = await response.json().catch(() => ({ error: `the server answered with status ${response.status}` }));
+    if (!response.ok) throw new AskError(value.error || `status ${response.status}`);
+    return value;
+  };
+
+  // -- a report: everything was asked ahead of time -------------------------------------------------------------------
+  function fromReport(name, p) {
+    const data = S.report, run = data.runs[p.run || 0];
+    switch (name) {
+      case "runs": return data.runs.map((each) => ({ name: each.state.name, folder: "", condition: each.state.condition, error: null }));
+      case "poll": return { seen: "", state: run.state, curves: run.curves };
+      case "curves": return run.curves;
+      case "notes": return run.notes;
+      case "recipe": return run.recipe;
+      case "verify": return run.verify;
+      case "compare": return data.comparison;
+      case "timeline": return S.reportTimeline(run, p);
+      case "trajectories": return S.reportSearch(run, p);
+      case "trajectory": return found(run.trajectories.find((each) => each.trajectory === Number(p.id)), `trajectory ${p.id}`);
+      case "group": return found(run.groups[p.id], `group ${p.id}`);
+      case "answers": return S.reportAnswers(run, p);
+      case "answer": return found(run.answers.find((each) => each.evaluation === Number(p.evaluation) && each.index === Number(p.index) && each.greedy === (p.greedy === "1")), `prompt ${p.index}`);
+      default: throw new AskError(`a report has no ${name}`);
+    }
+  }
+  function found(value, what) { if (!value) throw new AskError(`This report has a sample of the run, and ${what} is not in it.`); return value; }
+  function between(value, text) {
+    if (!text) return true;
+    if (value === null || value === undefined) return false;
+    const [low, high] = text.includes("..") ? text.split("..") : [text, text];
+    return (low.trim() === "" || value >= Number(low)) && (high.trim() === "" || value <= Number(high));
+  }
+  S.reportSearch = function (run, p) {
+    const wanted = (p.text || "").toLowerCase();
+    const rows = run.rows.filter((row) =>
+      ["update", "version", "group", "reward", "length", "age"].every((name) => between(row[name], p[name])) &&
+      (!p.finish || row.finish === p.finish) && (!p.state || row.state === p.state) && (p.failed !== "1" || row.failures > 0 || row.error) &&
+      (!wanted || `${row.prompt}\n${row.text || ""}`.toLowerCase().includes(wanted)));
+    const sort = p.sort || "newest", key = sort.replace("-", ""), sign = sort.startsWith("-") ? -1 : 1;
+    rows.sort(sort === "newest" ? (a, b) => b.trajectory - a.trajectory : sort === "oldest" ? (a, b) => a.trajectory - b.trajectory : (a, b) => sign * ((a[key] ?? Infinity) - (b[key] ?? Infinity)));
+    return { rows, cursor: null, matching: rows.length, looked_at: rows.length, page_is_full: false, read: rows.length, all: rows.length };
+  };
+  S.reportAnswers = function (run, p) {
+    const wanted = (p.text || "").toLowerCase();
+    const rows = run.answers.filter((each) => each.evaluation === Number(p.evaluation) && between(each.reward, p.reward) &&
+      (!wanted || `${each.prompt}\n${each.lineages[0] ? each.lineages[0].text : ""}`.toLowerCase().includes(wanted)))
+      .map((each) => ({ ...each, greedy: each.greedy ? 1 : 0, length: each.lineages.reduce((sum, one) => sum + one.num_sampled, 0), finish: each.lineages[0] ? each.lineages[0].finish : null, text: each.lineages[0] ? each.lineages[0].text.slice(0, 160) : "", prompt: each.prompt.slice(-160), lineages: each.lineages.length }));
+    return { rows, matching: rows.length, cursor: null };
+  };
+  /** Cuts the embedded timeline, which has one resolution, to a window. */
+  S.reportTimeline = function (run, p) {
+    const whole = run.timeline, from = Number(p.from), to = Number(p.to), bins = Number(p.bins);
+    const width = (whole.to - whole.from) / whole.bins, step = (to - from) / bins;
+    const cut = (lanes) => {
+      const rows = [];
+      for (const row of lanes.rows) {
+        const values = [];
+        for (let bin = 0; bin < bins; bin += 1) {
+          const place = Math.floor((from + (bin + 0.5) * step - whole.from) / width) - row.first;
+          values.push(place >= 0 && place < row.values.length ? row.values[place] : 0);
+        }
+        if (values.some((value) => value > 0)) rows.push({ ...row, first: 0, values });
+      }
+      return { rows, lanes: rows.length, peak: Math.max(0, ...rows.map((row) => Math.max(...row.values))) };
+    };
+    const moves = whole.moves.moves ? { ...whole.moves, moves: whole.moves.moves.filter((move) => move[0] >= from && move[0] <= to) } : { count: 0, bins: null, moves: [] };
+    return { ...whole, from, to, bins, versions: cut(whole.versions), instances: cut(whole.instances), bars: null, moves };
+  };
+
+  // -- runs, kept up to date ------------------------------------------------------------------------------------------
+  // A busy machine answers slowly; the page then asks less often, so that the server takes about a hundredth of its time.
+  const EVERY_MS = 2000, HIDDEN_MS = 10000, ENDED_MS = 5000, MOST_MS = 15000, SHARE = 0.01;
+  class Run {
+    constructor(place) { this.place = place; this.state = null; this.curves = null; this.error = null; this.seen = ""; this.listeners = new Set(); this.busy = null; }
+    /** Reads what is new. Tells the listeners if anything changed. */
+    refresh() { this.busy = this.busy || this.read().finally(() => { this.busy = null; }); return this.busy; }
+    async read() {
+      try {
+        const last = this.curves && this.curves.updates.update.length ? this.curves.updates.update.at(-1) : -1;
+        const found = await S.ask("poll", { run: this.place, after: last, seen: this.error ? "" : this.seen });
+        const failed = this.error !== null;
+        this.error = null;
+        this.seen = found.seen;
+        if (found.state) { this.state = found.state; this.merge(found.curves); }
+        if (found.state || failed) this.tell();
+      } catch (error) {
+        const changed = this.error !== error.message;
+        this.error = error.message;
+        if (changed) this.tell();
+      }
+    }
+    merge(found) {
+      if (!this.curves || S.report) { this.curves = found; return; }
+      for (const [name, values] of Object.entries(found.updates)) this.curves.updates[name].push(...values);
+      this.curves = { ...found, updates: this.curves.updates, waited_for: { ...this.curves.waited_for, ...found.waited_for }, warnings: { ...this.curves.warnings, ...found.warnings } };
+    }
+    tell() { for (const listener of this.listeners) listener(this); }
+    /** Where the run begins and ends, in seconds since 1970. */
+    span() {
+      const { state, curves } = this;
+      const times = [];
+      for (const session of state.sessions) times.push(session.started_at, session.ended_at);
+      if (curves) { times.push(...curves.evaluations.map((each) => each.at), ...curves.evaluations.map((each) => each.at - each.seconds), curves.updates.taken_at[0], curves.updates.finished_at.at(-1)); for (const each of curves.versions) times.push(each[1]); }
+      if (state.status) times.push(state.status.at);
+      const known = times.filter((at) => at !== null && at !== undefined);
+      if (!known.length) return [0, 1];
+      const end = state.condition === "running" ? state.now : Math.max(...known);
+      return [Math.min(...known), Math.max(end, Math.min(...known) + 1)];
+    }
+  }
+  S.runs = [];
+  S.openRuns = async function () {
+    S.listed = await S.ask("runs");
+    S.runs = S.listed.map((_, place) => new Run(place));
+  };
+  /** The runs whose data a view needs; the others are not polled. */
+  S.watched = new Set([0]);
+  S.poll = function () {
+    if (S.report) return;
+    const again = async () => {
+      const places = [...S.watched].filter((place) => S.runs[place]);
+      await Promise.all(places.map((place) => S.runs[place].refresh()));
+      const going = places.some((place) => S.runs[place].error || !S.runs[place].state || S.runs[place].state.condition === "running");
+      const wait = Math.min(MOST_MS, Math.max(EVERY_MS, spentMs / SHARE));
+      spentMs = 0;
+      setTimeout(again, document.hidden ? HIDDEN_MS : going ? wait : ENDED_MS);
+    };
+    setTimeout(again, EVERY_MS);
+  };
+})(window.stretto);

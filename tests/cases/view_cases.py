@@ -1,0 +1,102 @@
+"""Run folders for the tests of `stretto view`, recorded through the journal's own methods."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from journal_cases import FACTS, Recorder
+
+from stretto.types import Completion, HeldOutAnswer, Lineage, Prompt, TokenReport
+
+HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
+
+CONFIG = """seed = 7
+[model]
+path = "somewhere/model"
+[task]
+type = "countdown-chain"
+[rollout]
+prompts = 2
+group = 3
+[training]
+steps = 4
+learning_rate = 0.001
+"""
+
+
+class ViewRecorder(Recorder):
+    """A run with metrics, turns, answers of an evaluation, values of tokens, and text that tries to be markup."""
+
+    def generate(self, id: int, token_versions: list[int] | None = None) -> None:
+        if id != 4:
+            super().generate(id, token_versions)
+            return
+        made = Completion(
+            id=id,
+            version=self.version_of(id // self.facts.group),
+            tokens=np.arange(6, dtype=np.int32),
+            logprobs=np.array([-0.5, -1.0, 0.0, 0.0, -2.0, -0.25], dtype=np.float32),
+            finish="length",
+            checksum="sum0",
+            started_at=self.now(),
+            finished_at=self.now(),
+            turns=np.array([[0, 2], [4, 6]], dtype=np.int32),
+        )
+        prompt = (1, 2, id // self.facts.group)
+        self.journal.generated(id, [Lineage(prompt, made)], [HOSTILE], at=self.now())
+
+    def done(self, update: int) -> None:
+        self.journal.flush()
+        from stretto.store.reader import JournalReader
+
+        with JournalReader(self.folder) as reader:
+            samples = reader.batch(update)
+        metrics = {
+            "kind": "update", "update": update, "reward_mean": 0.25 * update, "tokens": 30, "tokens_per_second": 60.0,
+            "staleness_mean": 1.0, "staleness_max": 2, "cycle_seconds": 2.0, "trainer_idle_seconds": 0.75,
+            "trainer_waited_for": f"group {update}", "warnings": [HOSTILE] if update == 1 else [],
+        }  # fmt: skip
+        self.journal.update_done(update, metrics, at=self.now(), checksum=f"sum{update + 1}", samples=samples,
+                                 advantages="none")  # fmt: skip
+        place = next((place for place, sample in enumerate(samples) if sample.trajectory == 4), None)
+        if place is not None:
+            values = np.array([1.0, 2.0, 3.0, 4.0], dtype=np.float32)
+            self.journal.token_values(update, [TokenReport(place, -values, values, 0.5 * values, 0.0 * values)])
+        self.publish(update + 1)
+
+    def evaluate(self, version: int, score: float) -> None:
+        prompt = Prompt(0, f"what is {HOSTILE}?", (5, 6), {"answer": 1})
+        made = Completion(-1, version, np.arange(3, dtype=np.int32), np.zeros(3, np.float32), "stop", f"sum{version}")
+        answers = [
+            HeldOutAnswer(0, prompt, False, (Lineage((5, 6), made),), (HOSTILE,), (None,), score, None),
+            HeldOutAnswer(0, prompt, True, (Lineage((5, 6), made),), ("greedy words",), (None,), 1.0, None),
+            HeldOutAnswer(1, Prompt(1, "other", (7,), {}), False, (), (), (), None, "the reward raised"),
+        ]
+        kind = "before" if version == 0 else "after"
+        self.journal.evaluation(version, kind, self.now(), reward=score, num=1, seconds=0.2, answers=answers)
+
+
+def record_run(folder: Path, *, end: str | None = "finished", updates: int = 4, config: str = CONFIG) -> ViewRecorder:
+    """Records a run of so many updates. `end`: `finished`, `stopped`, or None for one that goes on or was killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(config)
+    run = ViewRecorder(folder, FACTS)
+    run.publish(0)
+    run.evaluate(0, 0.25)
+    for update in range(updates):
+        run.update(update)
+    if end == "finished":
+        run.evaluate(updates, 0.75)
+    run.journal.status(
+        {"update": updates, "training": None, "newest": updates, "staleness": 2, "versions": {"0": 1}, "running": 1,
+         "queued": 0, "instances": [], "num_instances": 1, "waits": ["trainer: update 4: group 9"]},
+        at=run.now(),
+    )  # fmt: skip
+    if end is None:
+        run.admit(FACTS.batch * updates)
+        run.journal.flush()
+        return run
+    run.journal.finished(stopped=end == "stopped", at=run.now())
+    run.journal.close()
+    return run

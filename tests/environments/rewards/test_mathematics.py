@@ -1,0 +1,252 @@
+"""The reward for mathematics."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.environments.rewards import mathematics
+from stretto.environments.rewards.mathematics import boxed, last_boxed, last_number, matches, parse_number, reward
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+SAME = [
+    ("18", "18"),
+    ("18.00", "18"),
+    ("18.", "18"),
+    ("+18", "18"),
+    ("-7", "-7"),
+    ("- 7", "-7"),
+    ("\u22127", "-7"),
+    ("x = - 7", "-7"),
+    (".5", "0.5"),
+    ("1,234", "1234"),
+    ("1,234,567.50", "1234567.5"),
+    (r"1{,}234", "1234"),
+    (r"1\,234", "1234"),
+    (r"\frac{3}{4}", "0.75"),
+    (r"\dfrac{3}{4}", "3/4"),
+    (r"\frac34", "3/4"),
+    (r"-\frac{3}{4}", "-0.75"),
+    (r"\frac{-3}{4}", "-0.75"),
+    (r"\frac{1.5}{2}", "0.75"),
+    ("3 / 4", "0.75"),
+    ("6/8", "3/4"),
+    (r"2\frac{1}{2}", "2.5"),
+    ("2 1/2", "2.5"),
+    (r"-2\frac{1}{2}", "-2.5"),
+    (r"50\%", "50"),
+    ("50%", "0.5"),
+    ("50 percent", "50%"),
+    ("0.5", "50%"),
+    (r"\$18", "18"),
+    ("$18.00", "18"),
+    ("-$18", "-18"),
+    ("€1,000", "1000"),
+    ("18 dollars", "18"),
+    (r"18\text{ dollars}", "18"),
+    (r"\text{18 dollars}", "18"),
+    (r"\textbf{18}", "18"),
+    (r"18~\text{m/s}^{2}", "18"),
+    (r"25\text{ cm}^2", "25"),
+    ("25 cm^2", "25"),
+    ("5kg", "5"),
+    ("60 km/h", "60"),
+    (r"90^\circ", "90"),
+    ("90°", "90"),
+    (r"3 \times 10^4", "30000"),
+    (r"3 \cdot 10^{-2}", "0.03"),
+    ("3 \u00d7 10^4", "30000"),
+    ("3e4", "30000"),
+    ("(18)", "18"),
+    (r"\left(18\right)", "18"),
+    (r"\(18\)", "18"),
+    ("x = 18", "18"),
+    (r"\frac{10}{2} = 5", "5"),
+    (r"\approx 3.14", "3.14"),
+    ("18 apples.", "18"),
+    ("100000000000000000001", "100000000000000000001"),
+]
+DIFFERENT = [
+    ("18", "19"),
+    ("18", "-18"),
+    ("20-18", "18"),
+    ("12 and 18", "18"),
+    (r"\sqrt{18}", "18"),
+    (r"18\pi", "18"),
+    ("18x", "18"),
+    ("2^5", "2"),
+    ("2^5", "5"),
+    (r"\frac{a}{18}", "18"),
+    (r"\frac{18}{0}", "0"),
+    ("18/0", "18"),
+    ("0.5%", "50%"),
+    ("0.005", "50%"),
+    ("1.8", "18"),
+    ("1.2.3", "1.2"),
+    ("1,23", "123"),
+    ("1e999", "1"),
+    ("100000000000000000001", "100000000000000000000"),
+    ("", "18"),
+    ("   ", "18"),
+    ("eighteen", "18"),
+]
+
+
+@pytest.mark.parametrize(("found", "answer"), SAME)
+def test_a_number_is_the_same_however_it_is_written(found: str, answer: str) -> None:
+    assert matches(found, answer)
+    assert reward("", f"So it is \\boxed{{{found}}}.", answer=answer) == 1.0
+
+
+@pytest.mark.parametrize(("found", "answer"), DIFFERENT)
+def test_another_number_or_an_expression_is_wrong(found: str, answer: str) -> None:
+    assert not matches(found, answer)
+    assert reward("", f"So it is \\boxed{{{found}}}.", answer=answer) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("found", "answer", "same"),
+    [
+        (r"\frac{\sqrt{3}}{2}", r"\dfrac{\sqrt{3}}{2}", True),
+        ("(1, 2)", "(1,2)", True),
+        ("2x + 1", "2x+1", True),
+        (r"\text{Tuesday}", "tuesday", True),
+        ("2x + 1", "2x + 2", False),
+        ("(1, 2)", "(1, 3)", False),
+    ],
+)
+def test_what_is_no_number_is_compared_as_text(found: str, answer: str, same: bool) -> None:
+    assert matches(found, answer) is same
+
+
+def test_an_answer_may_be_a_number_in_the_file() -> None:
+    assert reward("", r"\boxed{18}", answer=18) == 1.0
+    assert reward("", r"\boxed{1/2}", answer=0.5) == 1.0
+
+
+@given(st.integers(-(10**12), 10**12))
+def test_every_integer_is_itself_with_separators_and_decimals(number: int) -> None:
+    assert matches(f"{number:,}", str(number))
+    assert matches(f"{number:,}.00", str(number))
+    assert not matches(f"{number:,}", str(number + 1))
+
+
+# -- where the answer is -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"first \boxed{1}, then \boxed{2}.", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{1} and \boxed{2", "1"),
+        (r"\boxed{\boxed{5}}", r"\boxed{5}"),
+        (r"} \boxed {5} {", "5"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\fbox{5}", "5"),
+        (r"\boxed{}", ""),
+        (r"\boxed{5", None),
+        (r"\\boxed5", None),
+        ("no box", None),
+    ],
+)
+def test_the_last_complete_box_is_taken(text: str, content: str | None) -> None:
+    assert last_boxed(text) == content
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("She has 20 - 5 = 15 eggs.", "15"),
+        ("That is 10 - 15 apples", "15"),
+        ("It fell by -15 degrees", "-15"),
+        ("The answer is $1,000.", "1,000."),
+        ("that makes 3/4 of it", "3/4"),
+        (r"it is \frac{3}{4} of it", r"\frac{3}{4}"),
+        ("so ... 15!", "15"),
+        ("so...15", "15"),
+        ("an area of 25 cm^2", "25"),
+        ("75% of H2O", "75%"),
+        ("none at all", None),
+    ],
+)
+def test_the_last_number_of_a_text_is_found(text: str, number: str | None) -> None:
+    assert last_number(text) == number
+
+
+def test_without_a_box_the_last_number_counts_and_boxed_wants_one() -> None:
+    text = "First 3, then 4. The answer is 18."
+    assert reward("", text, answer="18") == 1.0
+    assert boxed("", text, answer="18") == 0.0
+    assert reward("", text + r" \boxed{17}", answer="18") == 0.0
+    assert boxed("", text + r" \boxed{18}", answer="18") == 1.0
+    assert reward("", text + r" \boxed{}", answer="18") == 0.0
+    assert reward("", r"\boxed{\boxed{18}}", answer="18") == 1.0
+
+
+# -- odd text ----------------------------------------------------------------------------------------------------------
+
+PIECES = [
+    "1", "1 ", "1,", "1,234", "1/", "1e", "- ", "-1", ".", "{", "}", "\\", "\\boxed{", "\\boxed ", "\\text{",
+    "\\frac{1}", "\\frac ", "1 \\times ", "a ^", "^{", "x ", "=", "%", "$", "\\,", "{,}", "10^", "\u0663",
+    "\u00b2", "\x00", "é",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_a_long_odd_text_is_scored_in_no_time(piece: str) -> None:
+    text = piece * (100_000 // len(piece))
+    began = time.perf_counter()
+    for completion in (text, f"\\boxed{{{text}}}", f"{text} 18", f"18 {text}"):
+        assert reward("", completion, answer="19") == 0.0
+    assert time.perf_counter() - began < 5.0  # 0.5 s here; a quadratic expression takes minutes
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=30).map("".join), st.sampled_from(["18", r"\frac{1}{2}", "50%", "x"]))
+def test_no_text_makes_it_raise(text: str, answer: str) -> None:
+    assert reward("", text, answer=answer) in (0.0, 1.0)
+    assert boxed("", f"\\boxed{{{text}}}", answer=answer) in (0.0, 1.0)
+    parse_number(text)
+
+
+@given(st.text(max_size=60))
+def test_every_text_is_its_own_answer(text: str) -> None:
+    assert matches(text, text) or not text.strip()
+
+
+# -- math-verify -------------------------------------------------------------------------------------------------------
+
+EQUAL = [(r"\frac{\sqrt{12}}{2}", r"\sqrt{3}"), ("1 + 2x", "2x + 1"), (r"\pi \cdot 2", r"2\pi")]
+
+
+@pytest.mark.parametrize(("found", "answer"), EQUAL)
+def test_equal_expressions_are_right_if_math_verify_is_there(
+    found: str, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert matches(found, answer)
+    monkeypatch.setattr(mathematics, "_has_math_verify", lambda: False)
+    assert not matches(found, answer)
+
+
+def test_an_expression_for_a_number_is_not_the_number() -> None:
+    assert not matches("6 * 200", "1200")
+    assert not matches(r"\sqrt{16}", "4")
+
+
+def test_math_verify_is_not_asked_where_it_has_no_deadline() -> None:
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(matches(*EQUAL[0])))
+    thread.start()
+    thread.join()
+    assert found == [False]
+
+
+def test_an_expression_that_takes_for_ever_is_given_up() -> None:
+    began = time.perf_counter()
+    assert not matches(r"9^{9^{9^{9^{9}}}} + x", r"9^{9^{9^{9}}} + x")
+    assert time.perf_counter() - began < 30.0  # three steps of two seconds each

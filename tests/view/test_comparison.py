@@ -1,0 +1,30 @@
+"""Runs are compared by the keys of their recipes; those that differ by the seed alone are one experiment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from view_cases import CONFIG, record_run
+
+from stretto.view.comparison import comparison
+from stretto.view.runs import open_runs
+
+
+def test_keys_that_differ_are_listed_and_seeds_belong_together(tmp_path: Path) -> None:
+    configs = (CONFIG, CONFIG.replace("seed = 7", "seed = 8"), CONFIG.replace("0.001", "0.002"))
+    for name, config in zip("abc", configs, strict=True):
+        record_run(tmp_path / name, updates=1, config=config)
+    found = comparison(open_runs([tmp_path / name for name in "abc"]))
+    assert found["seeds"] == [[0, 1], [2]]
+    assert {each["key"]: each["values"] for each in found["differences"]} == {
+        "seed": [7, 8, 7],
+        "training.learning_rate": [0.001, 0.001, 0.002],
+    }
+
+
+def test_a_run_without_a_recipe_is_named(tmp_path: Path) -> None:
+    for name in "ab":
+        record_run(tmp_path / name, updates=1)
+    (tmp_path / "b" / "config.toml").write_text("not [toml")
+    found = comparison(open_runs([tmp_path / name for name in "ab"]))
+    assert found["without_recipe"] == ["b"]

@@ -1,0 +1,239 @@
+"""The page in a real browser. Skipped without Chromium and the package `playwright`; `make test-browser` needs both."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from view_cases import CONFIG, record_run
+
+from stretto.store.journal import Journal
+from stretto.view.api import Api
+from stretto.view.report import write_report
+from stretto.view.runs import open_runs
+from stretto.view.server import ViewServer
+
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+WAIT_MS = 20_000
+
+playwright = pytest.importorskip("playwright.sync_api")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        made = started.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page that fails the test if a script raises, or the policy of the server is violated."""
+    context = browser.new_context(viewport={"width": 1300, "height": 850}, color_scheme="light")
+    made = context.new_page()
+    made.set_default_timeout(WAIT_MS)
+    problems: list[str] = []
+    made.on("pageerror", lambda error: problems.append(str(error)))
+    made.on("console", lambda line: problems.append(line.text) if "Content Security Policy" in line.text else None)
+    yield made
+    assert problems == []
+    assert made.evaluate("window.hacked") is None, "text of a model ran as a script"
+    context.close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., ViewServer]]:
+    servers: list[ViewServer] = []
+
+    def start(*folders: Path) -> ViewServer:
+        server = ViewServer(Api(open_runs(list(folders))), "127.0.0.1", 0)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return server
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def visit(page: Any, server: ViewServer, view: str) -> None:
+    page.goto(f"{server.url}#/{view}")
+    page.wait_for_selector("html[data-ready]")
+
+
+def test_the_overview_shows_state_curves_and_laws(page: Any, serve: Callable[..., ViewServer], tmp_path: Path) -> None:
+    record_run(tmp_path)
+    visit(page, serve(tmp_path), "overview")
+    assert page.locator(".pill").inner_text() == "finished"
+    assert page.locator(".charts .card").count() == 8
+    assert "4 of 4 updates" in page.inner_text("main")
+    page.click("text=Verify")
+    page.wait_for_selector("text=Verified")
+    assert page.locator(".verdict.good").count() == 4
+    assert page.locator("span.verdict.bad").inner_text() == "BROKEN 11", "its metrics are invented"
+    assert page.locator(".notice").first.inner_text().startswith("<script>"), "a warning with markup stays text"
+
+
+def test_the_timeline_zooms_by_key_wheel_and_click(page: Any, serve: Callable[..., ViewServer], tmp_path: Path) -> None:
+    record_run(tmp_path)
+    visit(page, serve(tmp_path), "timeline")
+    words = page.locator("[role=status]")
+    playwright.expect(words).to_contain_text("24 trajectories, 4 versions")
+    page.focus("canvas")
+    page.keyboard.press("n")
+    playwright.expect(page).to_have_url(re.compile("from="))
+    playwright.expect(words).not_to_contain_text("24 trajectories")
+    page.keyboard.press("0")
+    playwright.expect(words).to_contain_text("24 trajectories")
+    box = page.locator("canvas").bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 100)
+    page.mouse.wheel(0, -400)
+    playwright.expect(page).to_have_url(re.compile("from="))
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] - 30)
+    page.wait_for_selector("#tip:not([hidden])")
+
+
+def test_trajectories_are_searched_and_read_by_keyboard(
+    page: Any, serve: Callable[..., ViewServer], tmp_path: Path
+) -> None:
+    record_run(tmp_path)
+    visit(page, serve(tmp_path), "trajectories")
+    page.wait_for_selector(".list tbody tr")
+    assert page.locator(".list tbody tr").count() == 24
+    page.fill("[name=update]", "0")
+    page.press("[name=update]", "Enter")
+    playwright.expect(page.locator(".list tbody tr")).to_have_count(6)
+    page.locator(".list tbody tr").first.focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=Trajectory 4")
+    assert page.locator(".tokens span.observed").count() == 2
+    assert page.locator(".turn-mark").all_inner_texts() == ["turn 0", "environment", "turn 1"]
+    page.click("text=ratio")
+    page.hover(".tokens span >> nth=1")
+    tip = page.locator("#tip").inner_text()
+    assert "ratio" in tip
+    assert "clipped or masked" in tip
+    page.click("text=Group 1 side by side")
+    page.wait_for_selector(".members article")
+    assert "<script>" in page.locator(".members").inner_text()
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".members", state="detached")
+    page.keyboard.press("/")
+    page.keyboard.type("<img")
+    page.keyboard.press("Enter")
+    playwright.expect(page.locator(".list tbody tr")).to_have_count(1)
+
+
+def test_answers_of_evaluations_are_read_too(page: Any, serve: Callable[..., ViewServer], tmp_path: Path) -> None:
+    record_run(tmp_path)
+    visit(page, serve(tmp_path), "trajectories?evaluation=2")
+    page.wait_for_selector(".list tbody tr")
+    assert page.locator(".list tbody tr").count() == 3
+    page.click(".list tbody tr >> nth=0")
+    page.wait_for_selector("text=Answer to held-out prompt 0")
+    assert "<script>" in page.locator(".details").inner_text()
+
+
+def test_runs_are_compared(page: Any, serve: Callable[..., ViewServer], tmp_path: Path) -> None:
+    record_run(tmp_path / "a")
+    record_run(tmp_path / "b", config=CONFIG.replace("0.001", "0.002"))
+    record_run(tmp_path / "c", config=CONFIG.replace("seed = 7", "seed = 8"))
+    visit(page, serve(tmp_path / "a", tmp_path / "b", tmp_path / "c"), "compare")
+    page.wait_for_selector("text=training.learning_rate")
+    assert page.locator("text=seeds of one recipe as a band").count() == 1
+    page.click("text=by token")
+    page.keyboard.press("1")
+    page.wait_for_selector("text=Laws")
+
+
+def test_a_run_that_goes_on_is_followed(page: Any, serve: Callable[..., ViewServer], tmp_path: Path) -> None:
+    recorder = record_run(tmp_path, end=None, updates=1)
+    visit(page, serve(tmp_path), "overview")
+    assert page.locator(".pill").inner_text() == "running"
+    assert "waits: update 4: group 9" in page.inner_text("main")
+    recorder.admit(3)
+    for group in (2, 3):
+        recorder.finish(group)
+    recorder.take(1)
+    recorder.done(1)
+    recorder.journal.flush()
+    page.wait_for_selector("text=2 / 4")
+    recorder.journal.finished(stopped=True, at=recorder.now())
+    recorder.journal.close()
+    page.wait_for_selector(".pill.stopped")
+
+
+def test_the_page_is_never_blank(page: Any, serve: Callable[..., ViewServer], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    Journal.open(tmp_path / "empty" / "journal.sqlite").close()
+    record_run(tmp_path / "bad")
+    server = serve(tmp_path / "empty", tmp_path / "bad")
+    for view, words in (
+        ("overview", "0 of 0 updates"),
+        ("timeline", "has done nothing yet"),
+        ("trajectories", "No trajectory has started yet"),
+    ):
+        visit(page, server, view)
+        page.wait_for_selector(f"text={words}")
+    (tmp_path / "bad" / "journal.sqlite").write_bytes(b"x" * 4096)
+    visit(page, server, "overview?run=1")
+    page.wait_for_selector(".notice.bad")
+    assert "journal.sqlite" in page.locator(".notice.bad").inner_text()
+
+
+def test_a_server_that_is_gone_is_named(page: Any, serve: Callable[..., ViewServer], tmp_path: Path) -> None:
+    recorder = record_run(tmp_path, end=None)
+    server = serve(tmp_path)
+    visit(page, server, "overview")
+    page.context.set_offline(True)
+    page.wait_for_selector("text=The server does not answer")
+    assert page.locator(".charts .card").count() == 8, "what was read stays"
+    recorder.journal.close()
+
+
+def test_the_theme_is_a_choice_that_is_kept(page: Any, serve: Callable[..., ViewServer], tmp_path: Path) -> None:
+    record_run(tmp_path)
+    server = serve(tmp_path)
+    visit(page, server, "overview")
+    page.keyboard.press("t")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    page.reload()
+    page.wait_for_selector("html[data-ready]")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    page.keyboard.press("?")
+    page.wait_for_selector("dialog[open]")
+
+
+def test_a_report_is_the_page_in_one_file(page: Any, tmp_path: Path) -> None:
+    for name in "ab":
+        record_run(tmp_path / name)
+    out = tmp_path / "report.html"
+    write_report(open_runs([tmp_path / "a", tmp_path / "b"]), out, verified=False, tokenizer=None, say=print)
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto(f"{out.as_uri()}#/overview")
+    page.wait_for_selector("html[data-ready]")
+    assert "4 of 4 updates" in page.inner_text("main")
+    page.keyboard.press("2")
+    playwright.expect(page.locator("[role=status]")).to_contain_text("24 trajectories")
+    page.keyboard.press("3")
+    page.wait_for_selector(".list tbody tr")
+    page.click("tr[data-id='4']")
+    page.wait_for_selector(".tokens span.observed")
+    page.keyboard.press("4")
+    page.wait_for_selector("text=Recipes")
+    assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
