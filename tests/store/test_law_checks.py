@@ -184,3 +184,38 @@ def test_of_more_rewards_than_a_group_needs_the_first_are_kept(redundant: Redund
     with JournalReader(tmp_path) as reader:
         assert [reader.trajectory(id).state for id in first] == ["scored", "dropped", "scored"]
         assert [reader.trajectory(id).state for id in slow] == ["scored", "running", "running"]
+
+
+def test_groups_that_the_end_of_a_phase_left_over_were_not_needed_if_the_run_goes_on_after_it(tmp_path: Path) -> None:
+    late = replace(REDUNDANT, paradigm="multi-version", staleness=2, reserve_members=0, updates=1)
+    longer = replace(late, updates=2)
+    run = Redundant(tmp_path, late)
+    run.publish(0)
+    for update, facts in enumerate((late, longer)):
+        run.journal.begin(facts, at=run.now(), recipe=f"[training]\nsteps = {facts.updates}\n")
+        first, slow, last = run.start(update)
+        for id in (*first, *last):
+            run.score(id)
+        run.journal.batch_taken(update, [*first, *last], at=run.now())
+        run.drop(*slow)  # before its deadline, but no later update was planned
+        run.done(update)
+        run.journal.finished(stopped=False, at=run.now())
+    findings = run.end()
+    assert exit_code(findings) == 0, format_findings(findings)
+
+
+def test_a_group_that_is_dropped_before_the_last_update_of_its_phase_is_an_error(tmp_path: Path) -> None:
+    late = replace(REDUNDANT, paradigm="multi-version", staleness=2, reserve_members=0, updates=1)
+    run = Redundant(tmp_path, late)
+    run.publish(0)
+    run.journal.begin(late, at=run.now(), recipe="seed = 7")
+    first, slow, last = run.start(0)
+    for id in (*first, *last):
+        run.score(id)
+    run.journal.begin(replace(late, updates=2), at=run.now(), recipe="seed = 7")
+    run.admit(3, version=0)
+    run.journal.batch_taken(0, [*first, *last], at=run.now())
+    run.drop(*run.ids(3))
+    run.done(0)
+    sentence = "trajectory {} was dropped before the batch of update 1 was taken"
+    assert broken(run.end(stopped=True)) == [sentence.format(id) for id in run.ids(3)]

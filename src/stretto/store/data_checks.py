@@ -24,11 +24,10 @@ from numpy.typing import NDArray
 from stretto.store.blobs import CompletionBlobs, sampled_values
 from stretto.store.digests import SIZE, row_digest, untrained_digest, update_digest
 from stretto.store.phase_checks import CONFIG_NAME, phase_breaks, read_phases, rest_of_folder
-from stretto.store.schema import FAILURES_OF_MEMBERS, PHASES, UNTRAINED_OF_MEMBERS
+from stretto.store.schema import FAILURES_OF_MEMBERS, LARGEST_ID, PHASES, UNTRAINED_OF_MEMBERS
 
 MAX_REWARD = 1e9  # the largest reward that can be trained on, written down apart from `environments/reward_range.py`
 ROUNDING = 1e-9  # of a metric, relative to the largest number that it is made of
-LARGEST_ID = (1 << 63) - 1
 
 MEMBERS = """SELECT m.trajectory, m.use, m.lineage, t.group_id, t.version, t.reward, t.turn_rewards,
     COALESCE(c.context, g.prompt_tokens), c.turn_numbers, c.version, c.checksum, c.finish, c.tokens, c.logprobs,

@@ -6,7 +6,7 @@ with redundancy gives up law 2 too, for what is not needed alone. Then `:members
 what it needs, and `:drains` says that a version is published only when nothing runs that the batches need.
 """
 
-from stretto.store.schema import STALENESS_OF_PHASE
+from stretto.store.schema import LARGEST_ID, STALENESS_OF_PHASE
 
 # The state changes that a journal may have; none leaves an end. `NULL` is before the admission. This table is written
 # down apart from that of the core, and a test compares the two.
@@ -31,6 +31,18 @@ TAKINGS = """
         AS taken FROM transitions t WHERE from_state = 'training' AND to_state = 'scored' GROUP BY at),
     batches AS (SELECT update_id, taken FROM kept
         UNION ALL SELECT (SELECT COUNT(*) FROM done WHERE done.seq < taken), taken FROM given_back)"""
+
+# Each dropped trajectory, when it was dropped, and the last update whose batch had been taken by then (-1: none).
+DROPS = """
+    ended AS (SELECT trajectory, group_id, MIN(seq) AS seq FROM transitions JOIN trajectories USING (trajectory)
+        WHERE to_state = 'dropped' GROUP BY trajectory),
+    drops AS (SELECT trajectory, group_id, seq,
+        COALESCE((SELECT MAX(update_id) FROM batches WHERE taken < seq), -1) AS last_taken FROM ended)"""
+
+# The last update of each phase as it was planned, and the first group of the phase after it.
+LAST_UPDATES = f"""(SELECT json_extract(facts, '$.updates') - 1 AS last_update,
+        LEAD(first_group, 1, {LARGEST_ID}) OVER (ORDER BY phase) AS next_group FROM phases
+    UNION ALL SELECT :updates - 1, {LARGEST_ID})"""
 
 CHECKS: tuple[tuple[str, str], ...] = (
     (
@@ -387,32 +399,35 @@ CHECKS: tuple[tuple[str, str], ...] = (
     # With redundancy, a dropped trajectory is one too many in its group, or in a group that came too late for a batch.
     (
         "2",
-        f"""WITH {TAKINGS},
-            ends AS (SELECT trajectory, group_id, MIN(seq) AS seq FROM transitions JOIN trajectories USING (trajectory)
-                WHERE to_state = 'dropped' GROUP BY trajectory),
+        f"""WITH {TAKINGS}, {DROPS},
             others AS (SELECT group_id, SUM(state NOT IN ('dropped', 'failed')) AS num FROM trajectories
                 GROUP BY group_id)
         SELECT 'trajectory ' || trajectory || ' was dropped before ' ||
             iif(num, :group || ' others of its group ' || group_id || ' had rewards',
                 'the batch of update ' || MIN(deadline, :updates - 1) || ' was taken')
-        FROM ends JOIN groups g USING (group_id) JOIN others USING (group_id)
+        FROM drops JOIN groups g USING (group_id) JOIN others USING (group_id)
         WHERE (:reserve_groups OR :reserve_members)
             AND NOT (:reserve_members AND :group <= (SELECT COUNT(DISTINCT s.trajectory) FROM transitions s
-                JOIN trajectories o ON o.trajectory = s.trajectory WHERE o.group_id = ends.group_id
-                AND s.trajectory <> ends.trajectory AND s.to_state = 'scored' AND s.seq < ends.seq))
+                JOIN trajectories o ON o.trajectory = s.trajectory WHERE o.group_id = drops.group_id
+                AND s.trajectory <> drops.trajectory AND s.to_state = 'scored' AND s.seq < drops.seq))
             AND NOT (:reserve_groups AND NOT num AND (
-                EXISTS (SELECT 1 FROM batches WHERE update_id >= MIN(deadline, :updates - 1) AND taken < ends.seq)
+                last_taken >= deadline
+                OR last_taken IN (SELECT last_update FROM {LAST_UPDATES} WHERE g.group_id < next_group)
                 OR (:drains AND EXISTS (SELECT 1 FROM versions v WHERE v.version > g.version
-                    AND v.published_after < ends.seq))))""",
+                    AND v.published_after < drops.seq))))""",
     ),
+    # All groups that one batch leaves behind were in reserve at once. A publish that drains leaves as many.
     (
         "2",
-        """SELECT num || ' groups were dropped with the batch of update ' || due || ', the recipe has ' ||
+        f"""WITH {TAKINGS}, {DROPS}
+        SELECT num || ' groups were dropped with the batch of update ' || due || ', the recipe has ' ||
             :reserve_groups || ' in reserve'
-        FROM (SELECT due, COUNT(*) AS num FROM (SELECT MIN(deadline, :updates - 1) AS due
-                FROM groups JOIN trajectories USING (group_id) GROUP BY group_id
-                HAVING SUM(state = 'dropped') AND NOT SUM(state NOT IN ('dropped', 'failed'))) GROUP BY due)
-        WHERE (:reserve_groups OR :reserve_members) AND num > :reserve_groups""",
+        FROM (SELECT due, COUNT(*) AS num FROM (
+                SELECT iif(:drains, deadline, MIN(deadline, MAX(last_taken))) AS due
+                FROM drops JOIN groups USING (group_id) WHERE group_id NOT IN (
+                    SELECT group_id FROM trajectories WHERE state NOT IN ('dropped', 'failed'))
+                GROUP BY group_id) GROUP BY due)
+        WHERE (:reserve_groups OR :reserve_members) AND num > :reserve_groups * (1 + :drains)""",
     ),
     (
         "2",

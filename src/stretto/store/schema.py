@@ -192,6 +192,8 @@ UNTRAINED_OF_MEMBERS = """SELECT m.update_id, c.trajectory, c.lineage, t.group_i
 PHASES = """SELECT phase, first_update, first_group, facts, recipe FROM phases WHERE first_update BETWEEN ? AND ?
     ORDER BY phase"""
 
+LARGEST_ID = (1 << 63) - 1  # of a row
+
 # The staleness that the phase of a group allows: a scalar expression over `group_id`.
 STALENESS_OF_PHASE = """COALESCE((SELECT json_extract(facts, '$.staleness') FROM phases p
     WHERE p.first_group <= group_id ORDER BY phase DESC LIMIT 1), :staleness)"""
