@@ -209,7 +209,7 @@ def test_a_group_that_is_dropped_before_the_last_update_of_its_phase_is_an_error
     run = Redundant(tmp_path, late)
     run.publish(0)
     run.journal.begin(late, at=run.now(), recipe="seed = 7")
-    first, slow, last = run.start(0)
+    first, _, last = run.start(0)
     for id in (*first, *last):
         run.score(id)
     run.journal.begin(replace(late, updates=2), at=run.now(), recipe="seed = 7")
