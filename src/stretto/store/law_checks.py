@@ -394,14 +394,16 @@ CHECKS: tuple[tuple[str, str], ...] = (
                 GROUP BY group_id)
         SELECT 'trajectory ' || trajectory || ' was dropped before ' ||
             iif(num, :group || ' others of its group ' || group_id || ' had rewards',
-                'the batch of update ' || MIN(deadline, :updates - 1) || ' was taken')
+                'the batch of update ' || deadline || ', or the last one, was taken')
         FROM ends JOIN groups g USING (group_id) JOIN others USING (group_id)
         WHERE (:reserve_groups OR :reserve_members)
             AND NOT (:reserve_members AND :group <= (SELECT COUNT(DISTINCT s.trajectory) FROM transitions s
                 JOIN trajectories o ON o.trajectory = s.trajectory WHERE o.group_id = ends.group_id
                 AND s.trajectory <> ends.trajectory AND s.to_state = 'scored' AND s.seq < ends.seq))
             AND NOT (:reserve_groups AND NOT num AND (
-                EXISTS (SELECT 1 FROM batches WHERE update_id >= MIN(deadline, :updates - 1) AND taken < ends.seq)
+                EXISTS (SELECT 1 FROM batches b WHERE taken < ends.seq AND (b.update_id >= deadline
+                    OR b.update_id = :updates - 1 OR EXISTS (SELECT 1 FROM phases p WHERE p.first_update <= b.update_id
+                        AND json_extract(p.facts, '$.updates') = b.update_id + 1)))
                 OR (:drains AND EXISTS (SELECT 1 FROM versions v WHERE v.version > g.version
                     AND v.published_after < ends.seq))))""",
     ),
@@ -412,7 +414,8 @@ CHECKS: tuple[tuple[str, str], ...] = (
         FROM (SELECT due, COUNT(*) AS num FROM (SELECT MIN(deadline, :updates - 1) AS due
                 FROM groups JOIN trajectories USING (group_id) GROUP BY group_id
                 HAVING SUM(state = 'dropped') AND NOT SUM(state NOT IN ('dropped', 'failed'))) GROUP BY due)
-        WHERE (:reserve_groups OR :reserve_members) AND num > :reserve_groups""",
+        WHERE (:reserve_groups OR :reserve_members)
+            AND num > :reserve_groups * MAX(1, (SELECT COUNT(*) FROM phases))""",
     ),
     (
         "2",
