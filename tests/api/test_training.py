@@ -134,10 +134,43 @@ def test_a_stopped_run_is_resumed_with_the_same_functions_and_rows_and_by_nothin
         recipe, reward=other_letters(), data=ROWS, out=folder, resume=True, callbacks=[stops], progress=False
     )
     assert again.summary["steps"] > run.summary["steps"] or again.stopped
-    changed = "`python:exact` has changed since the run began; the run goes on with it as it is"
-    assert changed in stops.messages
-    assert (("changed", changed),) == tuple(rows(folder, "SELECT kind, text FROM notes WHERE kind = 'changed'"))
+    changed = (
+        "the source of `python:exact` has changed since the run used it last: rewards are those of the new code now"
+    )
+    assert stops.messages.count(changed) == 1
+    noted = "SELECT kind, text FROM notes WHERE kind LIKE '%changed'"
+    assert rows(folder, noted) == [("source changed", changed)]
     assert_verifies(folder)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_finished_run_whose_extension_ends_as_it_starts_is_not_called_finished(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    options = {"training.steps": 1, "evaluation.prompts": 0}
+    run = stretto.train(tables(model), options, reward=letters, data=ROWS, out=tmp_path / "run", progress=False)
+    outcomes, seen = list[str](), threading.Event()
+
+    class Ends(Callback):
+        def on_start(self, run: LiveRun) -> None:
+            outcomes.append(stretto.open_run(run.folder).outcome)
+            seen.set()
+
+        def on_end(self, run: LiveRun) -> None:
+            outcomes.append(run.outcome)
+
+    async def ended(*_: Any, **__: Any) -> None:
+        await asyncio.to_thread(seen.wait, 60.0)
+        raise error
+
+    monkeypatch.setattr("stretto.assembly.train._take_up", ended)
+    with pytest.raises(error):
+        stretto.train(
+            tables(model), options | {"training.steps": 2}, reward=letters, data=ROWS, out=run.folder, resume=True,
+            callbacks=[Ends()], progress=False,
+        )  # fmt: skip
+    assert outcomes == ["running", "failed"]
+    assert stretto.open_run(run.folder).outcome == "finished"  # with the updates that it had
 
 
 def test_a_function_of_a_module_gets_processes_of_its_own(model: Path, tmp_path: Path) -> None:

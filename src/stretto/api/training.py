@@ -14,7 +14,7 @@ from stretto.environments.given import Given
 from stretto.errors import RunError
 from stretto.observe.listeners import Listeners
 from stretto.recipe.overrides import Overrides
-from stretto.run.folder_checks import default_run_folder, refuse_nothing_to_resume, refuse_occupied, standing
+from stretto.run.folder_checks import default_run_folder, refuse_nothing_to_resume, refuse_occupied
 from stretto.run.handle import RunHandle
 from stretto.setup.garbage import collect_earlier_runs
 
@@ -96,7 +96,7 @@ def train(
             handle.interrupt,
         )
     except (asyncio.CancelledError, KeyboardInterrupt) as error:
-        if standing(folder) != "finished":  # else the last evaluation was skipped
+        if handle.outcome != "finished":  # else the last evaluation was skipped
             raise KeyboardInterrupt from error
     return run
 

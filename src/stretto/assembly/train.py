@@ -56,7 +56,6 @@ from stretto.run.folder_checks import (
     facts_of,
     refuse_nothing_to_resume,
     refuse_occupied,
-    standing,
 )
 from stretto.run.handle import RunHandle
 from stretto.run.idle_evaluation import evaluate_alone
@@ -155,12 +154,12 @@ def train(
 
 @contextlib.contextmanager
 def _told_the_end(listeners: Listeners, handle: RunHandle) -> Iterator[None]:
-    """Tells the listeners how a run ended. A run whose last evaluation was skipped is finished."""
+    """Tells the listeners how a run ended."""
     try:
         yield
     finally:
         if handle.outcome == "running":
-            handle.outcome = "finished" if standing(handle.folder) == "finished" else "failed"
+            handle.outcome = "failed"
         listeners.close(handle.shown)
 
 
@@ -205,6 +204,7 @@ class _Run:
     listeners: Listeners
     handle: RunHandle
     give_up: Sequence[int]  # trajectories that a resumed run fails
+    given: Given
 
     @property
     def recipe(self) -> Recipe:
@@ -263,9 +263,6 @@ async def _train(
             trainer = backend.make_trainer(journal)
             stack.callback(trainer.close)
             listeners.start(handle.shown)
-            for change in given.changes:
-                observer.message(change)
-                journal.note("changed", change, at=clock.now())
             return await _run(
                 _Run(
                     phases,
@@ -280,6 +277,7 @@ async def _train(
                     listeners,
                     handle,
                     give_up,
+                    given,
                 )
             )
 
@@ -341,6 +339,7 @@ async def _run(run: _Run) -> dict[str, Any]:
                 await evaluate(evaluator, loop.weights[plan.updates], "after")
         except (asyncio.CancelledError, KeyboardInterrupt):  # the user does without the score
             await _conclude(run, tally, loop.controller, stopped=False)
+            run.handle.outcome = "finished"
             raise
     summary = await _conclude(run, tally, loop.controller, stopped=False)
     run.versions.prune(lambda version: False)  # `policy/` has the last version, and nothing needs the others
@@ -383,8 +382,8 @@ async def _take_up(run: _Run) -> Resumed:
 
 
 def _compare_sources(run: _Run) -> None:
-    """Records the source files that score the task. Says which have changed since they were recorded."""
-    now = source_digests(run.recipe.task)
+    """Records the sources that score the task. Says which have changed since they were recorded."""
+    now = {**source_digests(run.recipe.task), **run.given.digests}
     with JournalReader(run.folder) as reader:
         before = reader.sources()
     for name in sorted(name for name, digest in now.items() if before.get(name, digest) != digest):

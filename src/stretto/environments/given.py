@@ -9,8 +9,9 @@ else stays in this process and is recorded as `python:NAME@DIGEST`:
 | an environment, class or object   | `task.environment = "python:Game@..."`  | its class's code |
 | rows                              | `task.path = "python:data@..."`         | all rows         |
 
-A digest is left out where there is no source. A run that is resumed must be given the same: rows by their digest,
-functions by their name. A function whose source has changed is accepted and reported.
+A digest is left out where there is no source. A run that is resumed must be given the same: rows to train on by their
+digest, functions by their name. A function whose source has changed is accepted, and the run says so, as it does for a
+source file (`source_digests.py`).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Given:
     rows: Rows | None = None
     evaluation_rows: Rows | None = None
     names: Mapping[str, str] = field(default_factory=dict)
-    changes: tuple[str, ...] = ()  # a sentence for each function whose source has changed since the run began
+    digests: Mapping[str, str] = field(default_factory=dict)  # `python:NAME` -> digest of its source now, if it has one
 
     @classmethod
     def of(
@@ -87,6 +88,11 @@ class Given:
             rows,
             held_out,
             names,
+            {
+                without_digest(name): digest
+                for name in (names.get("reward", ""), names.get("environment", ""))
+                if is_given(name) and (digest := name.partition("@")[2])
+            },
         )
 
     def in_task(self, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,28 +138,27 @@ class Given:
     def as_recorded(self, recorded: Mapping[str, Any]) -> Given:
         """Compares what is given with the table `[task]` that a run was started with.
 
-        Returns what is given under the names of then, with the changes since. Raises `RunError` if something is
-        missing, or the rows are others.
+        Returns what is given under the names of then. Raises `RunError` if something is missing, or if the rows to
+        train on are others.
         """
         refuse_missing(recorded, self.names)
-        names, changes = dict(self.names), list[str]()
+        names = dict(self.names)
         for key, name in self.names.items():
             before = recorded.get(key)
             if not is_given(name) or not is_given(before) or before == name:
                 continue
             if without_digest(str(before)) != without_digest(name):
                 continue  # `refuse_another_recipe` names both
-            if key in ("path", "evaluation_path"):
+            if key == "evaluation_path":
+                continue  # later evaluations may have other rows
+            if key == "path":
                 raise RunError(
-                    f"`{ARGUMENTS[key]}` is not what the run began with: its rows, or their order, have changed "
+                    "`data` is not what the run began with: its rows, or their order, have changed "
                     f"(digest {name.partition('@')[2]}, at its start {str(before).partition('@')[2]}); give the same "
                     "rows, or start a new run"
                 )
             names[key] = str(before)
-            changes.append(
-                f"`{without_digest(name)}` has changed since the run began; the run goes on with it as it is"
-            )
-        return replace(self, names=names, changes=tuple(changes))
+        return replace(self, names=names)
 
 
 NOTHING_GIVEN = Given()

@@ -2,7 +2,7 @@
 
 A resumed run compares them with those that it recorded, to say that rewards are now computed by other code. Files are
 found without importing anything: the code of a task runs in processes of its own. What these files import is not
-looked at.
+looked at. What was given from Python has its digest from there (`given.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from stretto.environments.function_specs import is_spec
+from stretto.environments.given import is_given
 from stretto.environments.task_options import TaskOptions
 
 SPECS = ("reward", "environment", "function")  # keys of a task that may name `package.module:function`
@@ -35,7 +37,9 @@ def source_digests(task: TaskOptions) -> dict[str, str]:
 def _sources(task: TaskOptions) -> Iterator[tuple[str, Path]]:
     for key in SPECS:
         spec = getattr(task, key, None)
-        if isinstance(spec, str) and ":" in spec and (path := _module_file(spec.partition(":")[0])) is not None:
+        if not isinstance(spec, str) or is_given(spec) or not is_spec(spec):
+            continue
+        if (path := _module_file(spec.partition(":")[0])) is not None:
             yield spec, path
     for word in getattr(task, "command", None) or ():
         if Path(word).is_file():

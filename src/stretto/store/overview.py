@@ -83,7 +83,7 @@ def _read(folder: Path, db: sqlite3.Connection, alive: bool, num_bytes: int) -> 
     uses = sum(ages.values())
     return Overview(
         folder,
-        state=_state(alive, outcome, bool(sessions)),
+        state="starting" if alive and not sessions else run_state(alive, outcome),
         paradigm=str(facts["paradigm"]) if "paradigm" in facts else None,
         updates=int(done) + 1,
         planned=int(facts["updates"]) if "updates" in facts else None,
@@ -97,12 +97,14 @@ def _read(folder: Path, db: sqlite3.Connection, alive: bool, num_bytes: int) -> 
     )
 
 
-def _state(alive: bool, outcome: str | None, begun: bool) -> State:
-    if outcome == "finished":
-        return "finished"  # its process may still be alive, for its last words
+def run_state(alive: bool, outcome: str | None) -> State:
+    """Returns the state of a run whose last session has this outcome.
+
+    One that a process holds is running, whatever its last session was: a finished run may be about to go on.
+    """
     if alive:
-        return "running" if begun else "starting"
-    return "stopped" if outcome == "stopped" else "killed"
+        return "running"
+    return "finished" if outcome == "finished" else "stopped" if outcome == "stopped" else "killed"
 
 
 def _size(folder: Path) -> int:

@@ -21,6 +21,7 @@ import numpy as np
 
 from stretto.errors import JournalError, RunError, StrettoError
 from stretto.store.lock import is_alive
+from stretto.store.overview import State, run_state
 from stretto.store.schema import journal_path, opened_readonly, wal_path
 from stretto.view.columns import STATES, Columns, Progress
 from stretto.view.curves import Curves
@@ -129,17 +130,12 @@ class RunSource:
         lives = state["condition"] == "running"
         return {"seen": f"{fingerprint}{'+' if lives else '-'}", "state": state, "curves": curves}
 
-    def condition(self, outcome: str | None) -> str:
+    def condition(self, outcome: str | None) -> State:
         """Returns `running`, `stopped`, `killed` or `finished`; `outcome` is that of the last session."""
-        if outcome in ("finished", "stopped") and not self._lives():
-            return outcome
-        return "running" if self._lives() else "killed"
-
-    def _lives(self) -> bool:
-        try:
-            return is_alive(self.folder)
-        except RunError:
-            return False
+        alive = False
+        with contextlib.suppress(RunError):  # the lock cannot be read
+            alive = is_alive(self.folder)
+        return run_state(alive, outcome)
 
     def _count(self, db: sqlite3.Connection, fingerprint: str) -> dict[str, int]:
         """Returns the number of trajectories in each state: from the arrays if they are whole, else by the index."""
