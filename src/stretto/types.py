@@ -337,7 +337,7 @@ class UpdateReport:
 
 @dataclass(frozen=True, slots=True)
 class TokenReport:
-    """What a trainer computed for the sampled tokens of one sample, in order; for people who look at a run."""
+    """The numbers of an update for the sampled tokens of one sample, in order; for people who look at a run."""
 
     position: int  # of the sample in the batch
     logprobs: NDArray[np.float32]  # [n], of the policy as the update began

@@ -144,7 +144,7 @@ def test_a_stopped_run_is_resumed_with_the_same_functions_and_rows_and_by_nothin
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_finished_run_whose_extension_ends_as_it_starts_is_not_called_finished(
+def test_a_finished_run_whose_extension_ends_early_is_not_called_finished(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     options = {"training.steps": 1, "evaluation.prompts": 0}
@@ -163,14 +163,14 @@ def test_a_finished_run_whose_extension_ends_as_it_starts_is_not_called_finished
         await asyncio.to_thread(seen.wait, 60.0)
         raise error
 
-    monkeypatch.setattr("stretto.assembly.train._take_up", ended)
+    monkeypatch.setattr("stretto.run.loop.Loop.run", ended)
     with pytest.raises(error):
         stretto.train(
             tables(model), options | {"training.steps": 2}, reward=letters, data=ROWS, out=run.folder, resume=True,
             callbacks=[Ends()], progress=False,
         )  # fmt: skip
     assert outcomes == ["running", "failed"]
-    assert stretto.open_run(run.folder).outcome == "finished"  # with the updates that it had
+    assert stretto.open_run(run.folder).outcome == "failed"
 
 
 def test_a_function_of_a_module_gets_processes_of_its_own(model: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,23 @@ def test_a_run_that_is_stopped_and_resumed_is_one_curve_with_its_samples(model: 
     assert (listed.score_before, listed.score_after) == (summary["eval_before"], summary["eval_after"])
     assert listed.tokens_per_second == pytest.approx(summary["tokens_per_second"])
     assert listed.age == pytest.approx(summary["staleness"]["mean"])
+
+
+@pytest.mark.usefixtures("task")
+def test_a_tracker_and_a_callback_are_told_the_recipe_of_the_phase_that_begins(model: Path, tmp_path: Path) -> None:
+    folder, steps = tmp_path / "run", list[int]()
+
+    class Reads(Callback):
+        def on_start(self, run: LiveRun) -> None:
+            steps.append(tomllib.loads((run.folder / "config.toml").read_text())["training"]["steps"])
+
+    for number in (1, 2):
+        options = f"training.steps={number}", 'observe.sinks=["tensorboard"]', "evaluation.prompts=0"
+        train(recipe(model, tmp_path, *options), folder, resume=number > 1, listeners=Listeners([Reads()]))
+    assert steps == [1, 2]
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    recipes = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("recipe/text_summary")]
+    assert ["training.steps = 1\n" in recipes[0], "training.steps = 2\n" in recipes[-1]] == [True, True]
 
 
 @pytest.mark.usefixtures("task")

@@ -103,3 +103,22 @@ def test_the_rows_of_a_task_are_those_that_were_given() -> None:
     bad = Given.of(reward=lambda prompt, completion: 1.0, data=[{"text": "2"}])
     with pytest.raises(RecipeError, match="row 1 of `data`: a row has a column `prompt` or a column `messages`"):
         load_task(FileOptions.model_validate(bad.in_task({})), given=bad)
+
+
+def test_a_resumed_run_may_be_given_other_rows_to_evaluate_on_and_another_source_under_the_names_of_then() -> None:
+    def exact(prompt: str, completion: str) -> float:
+        return 1.0
+
+    before = Given.of(reward=exact, data=ROWS, evaluation_data=ROWS[:1])
+
+    def exact(prompt: str, completion: str) -> float:  # type: ignore[no-redef]
+        return 0.5
+
+    now = Given.of(reward=exact, data=ROWS, evaluation_data=ROWS[1:])
+    assert now.digests.keys() == before.digests.keys() == {"python:exact"}
+    assert now.digests != before.digests
+    same = now.as_recorded(before.names)
+    assert same.digests == now.digests
+    assert same.names == before.names | {"evaluation_path": now.names["evaluation_path"]} != before.names
+    with pytest.raises(RunError, match="`data` is not what the run began with"):
+        Given.of(reward=exact, data=ROWS[::-1], evaluation_data=ROWS[:1]).as_recorded(before.names)

@@ -117,14 +117,14 @@ class Run:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe as it was resolved when the run began (`config.toml`)."""
+        """The recipe as the run resolved it (`config.toml`); that of the last phase, if a resumed run changed it."""
         from stretto.recipe.schema import load_recipe
 
         return load_recipe(self._folder / "config.toml")
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The contents of `summary.json`; empty until the run has ended or stopped."""
+        """The contents of `summary.json`: the totals when the run last ended or stopped; empty before."""
         try:
             summary: dict[str, Any] = json.loads((self._folder / "summary.json").read_text(encoding="utf-8"))
         except FileNotFoundError:

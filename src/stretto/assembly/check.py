@@ -25,7 +25,7 @@ ALL_TARGETS = "all linear layers but the output layer"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CheckReport:
-    """What `check` found. Printed, it is the recipe with its effective values, the notes, and the memory plan."""
+    """The result of `check`. Printed, it is the recipe with its effective values, the notes, and the memory plan."""
 
     recipe: Recipe  # as it would run on this machine
     effective: str  # the recipe as TOML, with every value that it runs with

@@ -262,7 +262,6 @@ async def _train(
         with Journal.open(folder / JOURNAL_NAME, resume=begun, lock=lock) as journal:
             trainer = backend.make_trainer(journal)
             stack.callback(trainer.close)
-            listeners.start(handle.shown)
             return await _run(
                 _Run(
                     phases,
@@ -303,6 +302,7 @@ async def _run(run: _Run) -> dict[str, Any]:
     """Runs the loop to its end, with an evaluation before and after it. Returns the summary."""
     recipe, inputs, plan = run.recipe, run.backend.driver.inputs, run.recipe.plan
     resumed = await report_wait(_take_up(run), lambda: "the trainer to start, and its weights", run.observer.message)
+    run.listeners.start(run.handle.shown)  # now the folder has the recipe of this phase
     tally = Tally(
         rows=plan.rows, sink=Sinks(JsonLines(run.folder / "metrics.jsonl"), run.listeners), totals=resumed.totals
     )

@@ -1,4 +1,4 @@
-"""What can be completed: the commands with their options and arguments, from the parser, and the keys of a recipe."""
+"""The words to complete: the commands with their options and arguments, from the parser, and the keys of a recipe."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 Kind = Literal["nothing", "words", "key", "recipe", "run", "folder", "file"]
-"""What a value is. `key`: `key=value` of a recipe; `run`: a run folder; `nothing`: a number, or free text."""
+"""The kind of a value. `key`: `key=value` of a recipe; `run`: a run folder; `nothing`: a number, or free text."""
 
 KINDS: Mapping[str, Kind] = {  # by the name of the value in the help
     "KEY=VALUE": "key",

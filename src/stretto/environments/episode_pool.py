@@ -120,7 +120,7 @@ class _Worker:
 
     @property
     def beat(self) -> float:
-        """When its event loop was last alive."""
+        """The time at which its event loop was last alive."""
         return float(MARK.unpack_from(self.process.marks)[0])
 
     @property

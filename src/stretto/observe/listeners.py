@@ -70,7 +70,7 @@ class Callback:
     """
 
     def on_start(self, run: LiveRun) -> None:
-        """Called once before anything else, when the run folder exists. A resumed run calls it again."""
+        """Called once before anything else, when the run folder has the recipe. A resumed run calls it again."""
 
     def on_update(self, line: dict[str, Any]) -> None:
         """Called after each update with its line of `metrics.jsonl`."""

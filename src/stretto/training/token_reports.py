@@ -1,4 +1,4 @@
-"""What an update computed for each token, sample by sample, for people who look at a run (`observe.tokens`)."""
+"""The numbers of an update for each token, sample by sample, for people who look at a run (`observe.tokens`)."""
 
 from __future__ import annotations
 

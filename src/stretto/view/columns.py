@@ -57,7 +57,7 @@ EMPTY = {"reward": np.nan, "started": np.nan, "finished": np.nan, "update": NONE
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How much of a journal is read."""
+    """The share of a journal that is read."""
 
     num_read: int
     num_all: int
@@ -86,7 +86,7 @@ class Columns:
 
     @property
     def progress(self) -> Progress:
-        """How much is read so far."""
+        """The share that is read so far."""
         parts = int(self._is_read.sum())
         short = len(self._is_read) * CHUNK - self.num_all if len(self._is_read) and self._is_read[-1] else 0
         return Progress(parts * CHUNK - short, self.num_all)

@@ -24,7 +24,7 @@ MOST_BINS, MOST_ROWS = 4_000, 400
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What the page asks for. Times are in seconds since 1970."""
+    """The part of the timeline that the page asks for. Times are in seconds since 1970."""
 
     start: float
     end: float

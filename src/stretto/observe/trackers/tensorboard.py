@@ -49,8 +49,7 @@ class TensorboardTracker(Tracker):
     def resume_at(self, step: int) -> None:
         assert self._folder is not None
         self._file = EventFile(self._folder, purge_step=step or None)
-        if not step:
-            self._file.text("recipe/text_summary", self._recipe, 0)
+        self._file.text("recipe/text_summary", self._recipe, step)  # a resumed run may have another
 
     def log(self, kind: str, step: int, numbers: Mapping[str, float]) -> None:
         assert self._file is not None

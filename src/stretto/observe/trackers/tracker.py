@@ -33,7 +33,7 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """What a tracker is told of a run when it starts."""
+    """The facts of a run that a tracker is told when it starts."""
 
     folder: Path
     name: str  # of the run folder
@@ -65,7 +65,7 @@ class Tracker(Callback, ABC):
     @property
     @abstractmethod
     def destination(self) -> str:
-        """Where the numbers go, in words."""
+        """The place where the numbers go, in words."""
 
     def check(self) -> None:
         """Raises `RecipeError` for what can be known before a run, such as a missing key. Sends nothing."""

@@ -62,6 +62,7 @@ class WandbTracker(Tracker):
             tags=list(own.tags) or None,
             dir=str(run.folder.absolute()),
             config=dict(run.recipe),
+            allow_val_change=True,  # a resumed run may have another recipe
             mode=own.mode,
             id=run.ids.get("id"),
             resume="allow",
