@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from run_cases import assert_verifies, recipe, rows, run
 
 from stretto.assembly.retrain import retrain
 from stretto.cli import main
+from stretto.recipe.schema import Recipe
 from stretto.store.overview import overview
 from stretto.view.api import Api
 from stretto.view.runs import open_runs
@@ -44,3 +46,26 @@ def test_a_run_with_redundancy_ends_and_goes_on_with_more_updates_and_another_bo
     for row in found["rows"][:5]:
         assert page.answer("trajectory", {"id": str(row["trajectory"])})["state"] == "dropped"
         assert len(page.answer("group", {"id": str(row["group"])})["members"]) == 6
+
+
+def redundant(model: Path, folder: Path, steps: int) -> Recipe:
+    return recipe(
+        model, folder, f"training.steps={steps}", "rollout.redundancy={groups=5,members=6}", "rollout.staleness=2",
+        "rollout.max_tokens=40", "rollout.spread=always", "runtime.instances=2", "evaluation.prompts=0",
+    )  # fmt: skip
+
+
+def test_a_run_with_redundancy_over_two_instances_goes_on_with_more_updates(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(redundant(model, tmp_path, 2), folder)
+    assert "broken by recipe: " in assert_verifies(folder)
+    summary = run(redundant(model, tmp_path, 4), folder, resume=True)
+    assert "broken by recipe: " in assert_verifies(folder)
+    assert summary["trained_trajectories"] == 4 * 3 * 4
+    assert summary["dropped_trajectories"] >= 4 * 3 * 2, "two members of every trained group, and groups"
+    assert summary["dropped_complete_trajectories"] <= summary["dropped_trajectories"]
+    again = retrain(folder)
+    assert (again.difference, again.updates) == (None, 4)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert sum(line["dropped"] for line in lines) <= summary["dropped_trajectories"]
+    assert all(line["length_ratio"] > 0 for line in lines)

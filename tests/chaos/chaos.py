@@ -90,7 +90,7 @@ MIXES: tuple[tuple[str, ...], ...] = (
     ('rollout.paradigm="partial"', "rollout.in_flight=6"),
     ('rollout.paradigm="multi-version"', "rollout.staleness=2", "model.lora=", "runtime.durable_versions=false"),
     ('rollout.paradigm="drop"', "rollout.staleness=1", "rollout.in_flight=9", "rollout.rows=36"),
-    ('rollout.paradigm="multi-version"', "rollout.redundancy={groups=5,members=6}", "task.order=pass-rate"),
+    ("rollout.redundancy={groups=5,members=6}", "rollout.spread=always", "runtime.instances=2", "task.order=pass-rate"),
     ('rollout.paradigm="one-step-off"', "rollout.redundancy={groups=4,members=5}", "rollout.filter=no-signal"),
 )
 

@@ -16,6 +16,7 @@ from stretto.observe.listeners import Listeners
 from stretto.recipe.overrides import Overrides
 from stretto.run.folder_checks import default_run_folder, refuse_nothing_to_resume, refuse_occupied
 from stretto.run.handle import RunHandle
+from stretto.setup.garbage import collect_earlier_runs
 
 if TYPE_CHECKING:
     from stretto.observe.progress import Observer
@@ -77,6 +78,8 @@ def train(
     observer = _observer(progress, made)
 
     from stretto.assembly.train import train as trained
+
+    collect_earlier_runs()
 
     try:
         call_apart(

@@ -69,7 +69,7 @@ from stretto.run.recipe_changes import Change, accepted_changes
 from stretto.setup.backend import Backend, MakeBackend
 from stretto.setup.device import as_begun, choose_device, resolved
 from stretto.setup.factories import DriverInputs, load_driver_inputs, model_path_of
-from stretto.setup.garbage import collect_earlier_runs, spare_from_collection
+from stretto.setup.garbage import spare_from_collection
 from stretto.setup.inputs import passed_variables
 from stretto.setup.micro_batch_size import with_micro_tokens
 from stretto.store.checkpoint_files import keep_newest_checkpoint
@@ -131,7 +131,6 @@ def train(
         stack.enter_context(_told_the_end(listeners, handle))
         stack.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(SWITCH_S)
-        collect_earlier_runs()
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # for the warm start, whose operations are too small to share
         transformers_logging.disable_progress_bar()

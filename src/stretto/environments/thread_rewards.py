@@ -239,8 +239,8 @@ class ThreadRewards:
             for thread in list(self._threads):
                 self._check(thread)
             while len(self._threads) < (1 if is_async(self._reward) else self._num_threads):
-                if self.num_abandoned >= self._most_abandoned:
-                    break
+                if self.num_abandoned + len(self._threads) >= self._most_abandoned:
+                    break  # those that work may hang too
                 self._threads.append(self._new_thread())
             if not self._threads:
                 self._fail(self._pending, RewardError(f"{self._late}, and {self.num_abandoned} such calls hang"))
