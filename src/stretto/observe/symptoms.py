@@ -180,8 +180,9 @@ def _solved(line: Line) -> str:
     without = line.get("groups_without_signal", 0) + line.get("filtered_groups", 0)
     return (
         f"{without:.0f} of {groups:.0f} groups have equal rewards (mean {_reward_without(line):.3g}), and the reward "
-        f"is near the highest of the run; look at samples with `stretto show RUN --update {line['update']}`: if they are "
-        "right, the task is solved: stop here, or choose harder prompts; otherwise the reward sees no difference any more"
+        f"is near the highest of the run; look at samples with `stretto show RUN --update {line['update']}`: if they "
+        "are right, the task is solved: stop here, or choose harder prompts; otherwise the reward sees no difference "
+        "any more"
     )
 
 
