@@ -27,6 +27,21 @@ def test_a_table_is_a_sequence_of_rows_with_columns() -> None:
         table.select("reward")
 
 
+def test_an_unknown_column_of_a_wide_table_gets_the_nearest_names_and_never_all() -> None:
+    names = ["reward_mean", "reward_std", "tokens_per_second", *(f"filler_{number}" for number in range(80))]
+    table = Table([dict.fromkeys(names, 1.0)])
+    for asked, answer in [
+        ("reward_meen", "did you mean `reward_mean`"),
+        ("reward", "did you mean `reward_std` or `reward_mean`?"),
+        ("tps_second", "`tokens_per_second`"),
+        ("zzz", "`.columns` lists all 83"),
+    ]:
+        with pytest.raises(KeyError) as caught:
+            table[asked]
+        assert answer in str(caught.value)
+        assert "filler" not in str(caught.value)
+
+
 def test_a_view_has_the_chosen_columns_and_the_first_and_last_rows() -> None:
     table = Table(({"update": n, "reward": n / 7, "rest": None} for n in range(100)), shown=("update", "reward", "no"))
     lines = repr(table).splitlines()

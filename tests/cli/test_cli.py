@@ -611,11 +611,46 @@ def test_a_quiet_run_prints_nothing_and_its_log_has_everything(
 ) -> None:
     small = ["--set", "training.steps=1", "--set", "rollout.prompts=2", "--set", "evaluation.prompts=2"]
     run = tmp_path / "run"
+    logging.getLogger().handlers[:] = []  # pytest adds some for the call
     assert main(["train", str(recipe), *small, "--set", "rollout.max_tokens=8", "--out", str(run), "-q"]) == 0
     assert capfd.readouterr() == ("", "")
     log = (run / "run.log").read_text(encoding="utf-8")
     assert "INFO 1 of 1 updates done" in log
     assert "INFO evaluation of version 1" in log
+    assert "INFO stretto.assembly.train: start: data and prompts: " in log
+    assert "DEBUG" not in log
+
+
+@pytest.mark.usefixtures("clean_logging")
+def test_each_v_prints_more_of_a_run_on_the_terminal_and_into_its_log(
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    logging.getLogger().handlers[:] = []  # pytest adds some for the call
+    small = ["rollout.prompts=2", "evaluation.prompts=0", "rollout.max_tokens=8"]
+    shared = ["train", str(recipe), "--out", str(run), *(word for key in small for word in ("--set", key))]
+    assert main([*shared, "--set", "training.steps=2", "-vv"]) == 0
+    told, log = capfd.readouterr().err, (run / "run.log").read_text(encoding="utf-8")
+    for line in (
+        "INFO stretto.assembly.train: start: files of the model: ",
+        "INFO stretto.assembly.train: start: data and prompts: ",
+        "INFO stretto.local.components: start: model, on cpu in float32: ",
+        "INFO stretto.local.components: start: engines (1, with KV for ",
+        "INFO stretto.local.components: start: trainer: ",
+        "INFO stretto.run.loop: version 2 is published",
+        "INFO stretto.assembly.checkpoint_writer: checkpoint of version 2: written in ",
+        "DEBUG stretto.run.updates: update 1 takes 2 groups, ",
+        "DEBUG stretto.run.group_start: ",
+        "DEBUG stretto.run.version_loader: instance 0: load of version 0 took ",
+        "DEBUG stretto.run.version_retention: version 0 is retired",
+    ):
+        assert line in told, line
+        assert line in log, line
+    logging.getLogger().handlers[:] = []
+    assert main([*shared, "--set", "training.steps=3", "--resume", "-v"]) == 0
+    told = capfd.readouterr().err
+    assert "INFO stretto.assembly.resume: resumed after 2 updates: " in told
+    assert "DEBUG" not in told
 
 
 @pytest.fixture

@@ -37,6 +37,18 @@ def text(folder: Path) -> str:
     return STAMP.sub("", (folder / "run.log").read_text(encoding="utf-8"))
 
 
+def test_debug_lines_of_this_package_alone_are_in_the_log_if_they_are_on(folder: Path) -> None:
+    another = logging.getLogger("another")
+    logging.getLogger("stretto").setLevel(logging.DEBUG)
+    another.setLevel(logging.DEBUG)
+    with RunLog(folder).attached():
+        logging.getLogger("stretto.run.loop").debug("a batch")
+        another.debug("noise")
+        another.info("news")
+    another.setLevel(logging.NOTSET)
+    assert text(folder).splitlines() == ["DEBUG stretto.run.loop: a batch", "INFO another: news"]
+
+
 def test_everything_that_a_run_says_is_in_the_log_with_the_time(folder: Path) -> None:
     made = RunLog(folder)
     with made.attached():

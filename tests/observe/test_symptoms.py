@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from stretto.observe import symptoms
-from stretto.observe.symptoms import OVER, Symptoms
+from stretto.observe.metrics import Totals
+from stretto.observe.symptoms import KINDS, OVER, Symptoms
 
 HEALTHY: dict[str, Any] = {
     "reward_mean": 0.5,
@@ -49,7 +50,7 @@ def said(*kinds: str) -> list[tuple[list[str], list[str]]]:
 def test_every_kind_is_covered_here_and_in_the_documentation() -> None:
     assert ILL.keys() == OVER.keys()
     text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert [kind for kind in OVER if f"| `{kind}` |" not in text or f"| `{kind}`" not in str(symptoms.__doc__)] == []
+    assert [kind for kind in KINDS if f"| `{kind}` |" not in text or f"| `{kind}`" not in str(symptoms.__doc__)] == []
 
 
 @pytest.mark.parametrize("kind", ILL)
@@ -71,11 +72,14 @@ def test_two_bad_updates_are_no_symptom(kind: str) -> None:
 
 
 def test_a_run_that_is_resumed_warns_as_if_it_had_never_stopped() -> None:
-    kinds = ["truncated"] * 4 + ["ok"] * 3
+    kinds = ["truncated"] * 9 + ["ok"] * 3
     lines = [{"update": number, **HEALTHY, **ILL.get(kind, {})} for number, kind in enumerate(kinds)]
+    straight = Totals()
+    judged = [straight.judge(line) for line in lines]
+    assert sum(len(each["warnings"]) for each in judged) == 2, "it begins, and it is over"
     for stop in range(len(lines)):
-        resumed = Symptoms.of(lines[:stop])
-        assert [resumed.add(line) for line in lines[stop:]] == said(*kinds)[stop:]
+        resumed = Totals.from_json({}, [{"kind": "update", **line} for line in lines[:stop]])
+        assert [resumed.judge(line) for line in lines[stop:]] == judged[stop:]
 
 
 def test_filtered_groups_count_as_groups_without_signal() -> None:

@@ -38,6 +38,17 @@ def test_a_report_has_every_update_and_the_findings(tmp_path: Path) -> None:
     assert run["state"]["folder"] == ""
 
 
+@pytest.mark.parametrize(("words", "progress"), [([], True), (["-q"], False)])
+def test_a_quiet_report_prints_its_result_alone(
+    words: list[str], progress: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record_run(tmp_path / "run")
+    assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "report.html"), *words]) == 0
+    told = capsys.readouterr().out
+    assert ("reading its trajectories" in told, "verifying" in told) == (progress, progress)
+    assert "report.html has " in told
+
+
 def test_text_of_models_is_no_markup_in_a_report_and_nothing_is_loaded(tmp_path: Path) -> None:
     record_run(tmp_path / "run")
     write_report(open_runs([tmp_path / "run"]), tmp_path / "report.html", verified=False, tokenizer=None, say=print)

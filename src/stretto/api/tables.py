@@ -16,6 +16,8 @@ Row = dict[str, Any]
 
 WIDEST = 40  # characters of a value that are shown
 FIRST, LAST = 10, 5  # rows that are shown of a long table
+NEAREST, CLOSE = 3, 0.6  # names that an error proposes for an unknown column, and how alike they are
+FEW = 10  # columns that an error lists
 
 
 class Table(Sequence[Row]):
@@ -72,9 +74,21 @@ class Table(Sequence[Row]):
 
     def _refuse_unknown(self, name: str) -> None:
         if name not in self._columns:
-            near = difflib.get_close_matches(name, self._columns, n=1)
-            hint = f"; did you mean `{near[0]}`?" if near else f"; there are {', '.join(self._columns) or 'none'}"
-            raise KeyError(f"there is no column `{name}`{hint}")
+            near, columns = self._nearest(name), self._columns
+            if near:
+                hint = f"did you mean {' or '.join(f'`{each}`' for each in near)}?"
+            elif len(columns) > FEW:
+                hint = f"`.columns` lists all {len(columns)}"
+            else:
+                hint = f"there are {', '.join(columns) or 'none'}"
+            raise KeyError(f"there is no column `{name}`; {hint}")
+
+    def _nearest(self, name: str) -> list[str]:
+        """Returns the names that are most like one, nearest first, at most `NEAREST`."""
+        close = difflib.get_close_matches(name, self._columns, n=NEAREST, cutoff=CLOSE)
+        words = [word for word in name.lower().split("_") if len(word) > 2]
+        sharing = [each for each in self._columns if any(word in each for word in words)]
+        return list(dict.fromkeys([*close, *sharing]))[:NEAREST]
 
     # -- views ---------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from stretto import clock
 from stretto.errors import RunError, StalledError
 from stretto.recipe.schema import Recipe
 from stretto.run.folder_checks import refuse_occupied, standing
@@ -27,6 +29,8 @@ from stretto.store.journal import Journal
 from stretto.store.lock import Lock
 from stretto.store.schema import JOURNAL_NAME
 from stretto.store.version_files import VersionFiles
+
+log = logging.getLogger(__name__)
 
 COMPLETE_S = 300.0  # for the last files of a checkpoint, and its renaming
 _WRITER = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # one, so that checkpoints are completed in order
@@ -102,7 +106,7 @@ def take_checkpoint(
             versions.keep_holds({int(each.name) for each in complete_checkpoints(root)})
 
     async def write() -> None:
-        scratch = begin_checkpoint(root, updates)
+        began, scratch = clock.now(), begin_checkpoint(root, updates)
         try:
             await trainer.save(scratch / "trainer")
             for weights in needed:
@@ -120,6 +124,10 @@ def take_checkpoint(
             await asyncio.wait_for(asyncio.shield(completing), COMPLETE_S)
         except TimeoutError:
             raise RunError(f"checkpoint `{scratch}` is not complete after {COMPLETE_S:g} s: the disk hangs") from None
+        log.info(
+            "checkpoint of version %d: written in %.2f s, with %d versions and the tokens of %d trajectories",
+            updates, clock.now() - began, len(needed), len(suspended),
+        )  # fmt: skip
 
     return save()
 

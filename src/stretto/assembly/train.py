@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,7 @@ from stretto.observe.listeners import Listeners
 from stretto.observe.metrics import JsonLines, Sinks, Tally
 from stretto.observe.progress import Announcer, Observer, Silent
 from stretto.observe.run_log import Logged, RunLog
+from stretto.observe.start_phases import start_phase
 from stretto.observe.trackers.catalogue import add_trackers
 from stretto.observe.waiting import report_wait
 from stretto.recipe.schema import Recipe
@@ -79,6 +81,8 @@ from stretto.store.reader import JournalReader
 from stretto.store.schema import JOURNAL_NAME
 from stretto.store.traces import recorded_in, refuse_damaged
 from stretto.store.version_files import VersionFiles
+
+log = logging.getLogger(__name__)
 
 # Engine and trainer make thousands of short calls a second that release the interpreter lock and need it back at once.
 # A thread that waits for the lock gets it only after this long; with the usual 5 ms each starves the other.
@@ -135,12 +139,14 @@ def train(
         torch.set_num_threads(1)  # for the warm start, whose operations are too small to share
         transformers_logging.disable_progress_bar()
         observer.message(f"run folder: {folder}")
-        model_path = model_path_of(recipe, observer)
+        with start_phase(log, "files of the model"):
+            model_path = model_path_of(recipe, observer)
         if recipe.runtime.type == "ray":
             from stretto.cluster.connection import connected
 
             observer.message(stack.enter_context(connected(recipe)))
-        driver, device = load_driver_inputs(recipe, model_path, given), choose_device(recipe.runtime.device)
+        with start_phase(log, "data and prompts"):
+            driver, device = load_driver_inputs(recipe, model_path, given), choose_device(recipe.runtime.device)
         recipe = with_micro_tokens(recipe, load_config(model_path), driver.inputs.longest_prompt, device)
         changes = accepted_changes(recipe, folder) if resume else []
         phases = _phases(recipe, folder, changes)
@@ -252,7 +258,8 @@ async def _train(
         stack.push_async_callback(backend.pool.close)
         stack.callback(versions.close)
         stack.callback(backend.release)
-        await _start(backend, recipe.runtime.instances, observer.message)
+        with start_phase(log, f"rewards and instances ({recipe.runtime.instances})"):
+            await _start(backend, recipe.runtime.instances, observer.message)
         control = Control(folder)
         if not resume:
             begin_folder(recipe, folder)
@@ -301,7 +308,9 @@ async def _fill(pool: Pool, count: int) -> None:
 async def _run(run: _Run) -> dict[str, Any]:
     """Runs the loop to its end, with an evaluation before and after it. Returns the summary."""
     recipe, inputs, plan = run.recipe, run.backend.driver.inputs, run.recipe.plan
-    resumed = await report_wait(_take_up(run), lambda: "the trainer to start, and its weights", run.observer.message)
+    with start_phase(log, "weights, and what is in progress"):
+        waiting = "the trainer to start, and its weights"
+        resumed = await report_wait(_take_up(run), lambda: waiting, run.observer.message)
     run.listeners.start(run.handle.shown)  # now the folder has the recipe of this phase
     tally = Tally(
         rows=plan.rows, sink=Sinks(JsonLines(run.folder / "metrics.jsonl"), run.listeners), totals=resumed.totals

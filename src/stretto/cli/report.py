@@ -26,7 +26,8 @@ def run(options: argparse.Namespace) -> int:
     from stretto.view.runs import open_runs
 
     runs = open_runs(options.runs)
-    size = write_report(runs, options.out, verified=not options.no_verify, tokenizer=tokenizer, say=_print)
+    say = _unsaid if options.quiet else _print
+    size = write_report(runs, options.out, verified=not options.no_verify, tokenizer=tokenizer, say=say)
     _print(f"{options.out} has {size / 1e6:.1f} MB")
     return 0
 
@@ -34,3 +35,7 @@ def run(options: argparse.Namespace) -> int:
 def _print(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+def _unsaid(text: str) -> None:
+    """Prints nothing: progress under `--quiet`."""

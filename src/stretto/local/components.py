@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,12 +10,15 @@ import torch
 
 from stretto.engines.native.engine import NativeEngine
 from stretto.models.loading import load_config, load_model, second_tree
+from stretto.observe.start_phases import start_phase
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import choose_device, choose_dtype, prepare_device
 from stretto.setup.factories import DriverInputs, load_driver_inputs, make_native_engine, make_trainer
 from stretto.setup.memory import footprint, out_of_memory
 from stretto.training.learning_rates import LearningRates
 from stretto.training.trainer import LocalTrainer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -51,15 +55,18 @@ class LocalComponents:
         driver = load_driver_inputs(recipe, model_path) if driver is None else driver
         need = footprint(recipe, config, driver.inputs.longest_prompt, device)
         try:
-            model = load_model(model_path, dtype, device)
+            with start_phase(log, f"model, on {device} in {str(dtype).removeprefix('torch.')}"):
+                model = load_model(model_path, dtype, device)
             torch.set_num_threads(driver.threads.engine)  # a new engine measures how this number of threads rounds
             # The engines' module trees first: the trainer replaces linear layers in the tree that was loaded.
-            engines = [
-                make_native_engine(recipe, model, need.kv_tokens, driver.decode)
-                for _ in range(recipe.runtime.instances)
-            ]
+            with start_phase(log, f"engines ({recipe.runtime.instances}, with KV for {need.kv_tokens:,} tokens each)"):
+                engines = [
+                    make_native_engine(recipe, model, need.kv_tokens, driver.decode)
+                    for _ in range(recipe.runtime.instances)
+                ]
             base = None if recipe.model.lora is None else second_tree(model, share=True)
-            trainer = make_trainer(recipe, model, model_path, rates=rates)
+            with start_phase(log, "trainer"):
+                trainer = make_trainer(recipe, model, model_path, rates=rates)
         except torch.OutOfMemoryError as error:
             raise out_of_memory(recipe, need, error) from error
 

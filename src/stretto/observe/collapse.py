@@ -3,7 +3,8 @@
 An update is compared with the past of the same run, never with absolute limits: the medians of the last `RECENT`
 updates against those of up to `PAST` updates before them. The mismatch between engine and trainer changes slowly and
 only grows, so it is compared with the start of the run. Each kind of sign is reported once in a run, and listed with
-every update while it holds.
+every update while it holds. While the reward clearly rises or the task is learnt (`reward_trend.py`), the run does not
+collapse, whatever its weights and its entropy do; a mismatch is a sign even then.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from stretto.observe.reward_trend import Outlook
 
 RECENT = 3  # updates whose median stands for the present, so that one bad batch is no sign
 PAST = 20  # updates before them that they are compared with
@@ -47,13 +50,14 @@ class History:
     last: list[dict[str, float]] = field(default_factory=list)
     seen: dict[str, int] = field(default_factory=dict)  # kind -> the update at which it was first seen
 
-    def add(self, line: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    def add(self, line: Mapping[str, Any], outlook: Outlook = "flat") -> tuple[list[str], list[str]]:
         """Adds the line of an update. Returns the kinds of signs that hold now, and sentences for the new ones."""
         row = _row(line)
         self.last = [*self.last, row][-(RECENT + PAST) :]
         if "mismatch_kl" in row and len(self.first) < PAST:
             self.first = [*self.first, row]
-        found = signs(self.first, self.last)
+        learns = outlook in ("rising", "learnt")
+        found = [sign for sign in signs(self.first, self.last) if not learns or sign.kind == "mismatch"]
         new = [sign for sign in found if sign.kind not in self.seen]
         update = int(line["update"])
         self.seen.update({sign.kind: update for sign in new})

@@ -21,6 +21,7 @@ import numpy as np
 
 from stretto.errors import RunError
 from stretto.observe.collapse import History
+from stretto.observe.reward_trend import RewardTrend
 from stretto.observe.symptoms import Symptoms, is_without_signal
 from stretto.types import Completion, EngineStats, EpisodeLimit, EvaluationResult, Sample, UpdateReport, by_trajectory
 
@@ -105,6 +106,7 @@ class Totals:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     history: History = field(default_factory=History)  # detects a collapse
     symptoms: Symptoms = field(default_factory=Symptoms)  # detects that nothing can be learnt
+    trend: RewardTrend = field(default_factory=RewardTrend)  # keeps both from warning of a run that learns
     moves: int = 0  # of trajectories between instances
     moved_bytes: int = 0  # of KV
     prefilled_again: int = 0  # tokens prefilled again after moves without KV
@@ -116,8 +118,17 @@ class Totals:
     def sums(self) -> dict[str, Any]:
         """The sums that the journal keeps: all except those that follow from its updates and evaluations."""
         return {
-            name: value for name, value in asdict(self).items() if name not in ("evaluations", "history", "symptoms")
+            name: value
+            for name, value in asdict(self).items()
+            if name not in ("evaluations", "history", "symptoms", "trend")
         }
+
+    def judge(self, line: Mapping[str, Any]) -> dict[str, list[str]]:
+        """Adds the line of an update to what warns of the run. Returns the kinds that hold, and new warnings."""
+        outlook = self.trend.add(line)
+        collapsing, of_collapse = self.history.add(line, outlook)
+        not_learning, of_symptoms = self.symptoms.add(line, outlook)
+        return {"collapsing": collapsing, "not_learning": not_learning, "warnings": [*of_collapse, *of_symptoms]}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], lines: Iterable[Mapping[str, Any]] = ()) -> Totals:
@@ -128,8 +139,7 @@ class Totals:
         totals = cls(**{**values, **read})
         for line in lines:
             if line["kind"] == "update":
-                totals.history.add(line)
-                totals.symptoms.add(line)
+                totals.judge(line)
         return totals
 
 
@@ -300,9 +310,7 @@ class Tally:
             "spent": self._spent_since,
         }
         self._limits_since, self._spent_since, self._failed_since = Counter(), 0.0, 0
-        line["collapsing"], collapsing = totals.history.add(line)
-        line["not_learning"], not_learning = totals.symptoms.add(line)
-        line["warnings"] = [*collapsing, *not_learning]
+        line |= totals.judge(line)
         self._sink.write(line)
         return line
 

@@ -1,5 +1,7 @@
 """`RUN/run.log`: everything that a run says, with the time: messages, updates, evaluations, warnings, its error.
 
+It has the log lines of this package from INFO on under `stretto train`, and from DEBUG on with `-vv`.
+
 The file has at most `MOST_BYTES`; older lines are in `run.log.1`. A resumed run appends. Control characters are
 escaped, as on the terminal. A log that cannot be written never ends a run: it is left out, with one warning.
 """
@@ -31,7 +33,7 @@ class RunLog(logging.Handler):
 
     def __init__(self, folder: Path, *, most_bytes: int = MOST_BYTES) -> None:
         """Writes nothing before the folder has its `config.toml`: until then it may be that of no run."""
-        super().__init__(logging.INFO)
+        super().__init__(logging.DEBUG)
         self.setFormatter(logging.Formatter(FORMAT))
         self._path = folder / NAME
         self._after = folder / "config.toml"
@@ -68,7 +70,8 @@ class RunLog(logging.Handler):
             self._write(f"{level} {text}")
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._write(self.format(record))
+        if record.levelno >= logging.INFO or record.name.partition(".")[0] == OURS:
+            self._write(self.format(record))
 
     def _write(self, text: str) -> None:
         """Writes lines, or keeps them until the folder is that of a run. The lock is held."""

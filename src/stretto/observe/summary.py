@@ -60,7 +60,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         table.add_row(f"collapsing ({kind})", f"since update {update}")
     for kind, when in summary["not_learning"].items():
         over = "" if when["over"] is None else f", over at update {when['over']}"
-        table.add_row(f"not learning ({kind})", f"since update {when['since']}{over}")
+        what = "prompts too easy" if kind == "solved" else f"not learning ({kind})"
+        table.add_row(what, f"since update {when['since']}{over}")
     mismatch = summary["mismatch_kl"]
     table.add_row("engine against trainer (KL)", "not measured" if mismatch is None else f"{mismatch:.1e}")
     return table

@@ -11,6 +11,11 @@
 | `gradient-not-finite` | the gradient is not finite; only with float16, otherwise the run ends with an error       |
 | `mismatch-large`      | engine and trainer diverge by at least `MISMATCH_LARGE` a token under the same version    |
 | `failing`             | at least `FAILING` of the trajectories failed                                             |
+| `solved`              | one of the first three, while the reward is learnt                                        |
+
+`reward_trend.py` says if the reward rises or is learnt. While it does, the kinds of `EXCUSED` are no symptoms: a run
+that learns may cut off every completion. Those of `PATIENT` also wait until the trend is known. Signal that is missing
+because the task is learnt is `solved`, which is said once, and whose end is not.
 
 Each kind is reported once when it begins, and once when it is over: after `HOLDS` updates in a row without it. It is
 not reported again in the same run. `collapse.py` compares a run with its own past; the bounds here are absolute.
@@ -19,9 +24,11 @@ not reported again in the same run. `collapse.py` compares a run with its own pa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from stretto.observe.reward_trend import Outlook
 
 HOLDS = 3  # updates in a row: one bad batch is no symptom
 LITTLE = 0.9  # share of groups
@@ -34,6 +41,11 @@ FAILING = 0.5  # share of trajectories
 # A kind that says more than another: while it holds, the other is not reported.
 IMPLIES = {"reward-constant": ("no-signal", "little-signal", "gradient-zero"), "no-signal": ("little-signal",)}
 
+# Kinds that are no symptom while the reward rises or is learnt, and those that wait until its trend is known.
+EXCUSED = ("reward-constant", "no-signal", "little-signal", "truncated", "entropy-gone")
+PATIENT = ("little-signal", "truncated", "entropy-gone")
+
+# Each kind that may end, with what is said then.
 OVER = {
     "reward-constant": "rewards differ again",
     "no-signal": "some groups have different rewards again",
@@ -45,6 +57,8 @@ OVER = {
     "mismatch-large": "engine and trainer agree again",
     "failing": "most trajectories succeed again",
 }
+
+KINDS = (*OVER, "solved")
 
 Line = Mapping[str, Any]
 
@@ -58,12 +72,15 @@ class Symptoms:
     _held: dict[str, int] = field(default_factory=dict)  # kind -> updates in a row
     _absent: dict[str, int] = field(default_factory=dict)  # kind -> updates in a row without it
 
-    def add(self, line: Line) -> tuple[list[str], list[str]]:
+    def add(self, line: Line, outlook: Outlook = "flat") -> tuple[list[str], list[str]]:
         """Adds the line of an update. Returns the kinds that hold now, and sentences for those that began or ended."""
         update = int(line["update"])
         found = dict(_found(line))
-        for kind in OVER:
-            self._held[kind] = self._held.get(kind, 0) + 1 if kind in found else 0
+        if outlook == "learnt" and ("no-signal" in found or "little-signal" in found):
+            found["solved"] = _solved(line)
+        excused = EXCUSED if outlook in ("rising", "learnt") else PATIENT if outlook == "unknown" else ()
+        for kind in KINDS:
+            self._held[kind] = self._held.get(kind, 0) + 1 if kind in found and kind not in excused else 0
             self._absent[kind] = 0 if kind in found else self._absent.get(kind, 0) + 1
         holding = [kind for kind in found if self._held[kind] >= HOLDS]
         implied = {other for kind in holding for other in IMPLIES.get(kind, ())}
@@ -71,20 +88,13 @@ class Symptoms:
         for kind in holding:
             if kind not in self.since and kind not in implied:
                 self.since[kind] = update
-                sentences.append(f"update {update}: the run may not be learning: {found[kind]}")
+                what = "the prompts may be too easy" if kind == "solved" else "the run may not be learning"
+                sentences.append(f"update {update}: {what}: {found[kind]}")
         for kind in self.since:
-            if kind not in self.over and self._absent[kind] >= HOLDS:
+            if kind in OVER and kind not in self.over and self._absent[kind] >= HOLDS:
                 self.over[kind] = update
                 sentences.append(f"update {update}: {OVER[kind]} (the warning of update {self.since[kind]} is over)")
         return [kind for kind in holding if kind not in implied], sentences
-
-    @classmethod
-    def of(cls, lines: Iterable[Line]) -> Symptoms:
-        """Returns the symptoms of a run that goes on, from its lines of updates."""
-        symptoms = cls()
-        for line in lines:
-            symptoms.add(line)
-        return symptoms
 
 
 def is_without_signal(metrics: Line) -> bool:
@@ -163,6 +173,17 @@ def _signal(line: Line) -> Iterator[tuple[str, str]]:
             f"{_reward_without(line):.3g}): most prompts are too easy, or too hard; choose others, or draw those in "
             'between more often with `task.order = "pass-rate"`',
         )
+
+
+def _solved(line: Line) -> str:
+    groups = line.get("groups", 0) + line.get("filtered_groups", 0)
+    without = line.get("groups_without_signal", 0) + line.get("filtered_groups", 0)
+    return (
+        f"{without:.0f} of {groups:.0f} groups have equal rewards (mean {_reward_without(line):.3g}), and the reward "
+        f"is near the highest of the run; look at samples with `stretto show RUN --update {line['update']}`: if they "
+        "are right, the task is solved: stop here, or choose harder prompts; otherwise the reward sees no difference "
+        "any more"
+    )
 
 
 def _reward_without(line: Line) -> float:

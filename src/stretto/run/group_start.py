@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
+
 from stretto import clock
 from stretto.core import messages as core
 from stretto.environments.data import PromptStream
@@ -9,6 +12,8 @@ from stretto.observe.tail_latency import Tail
 from stretto.run.rollout import Rollout
 from stretto.run.seeds import trajectory_seed
 from stretto.store.journal import Journal
+
+log = logging.getLogger(__name__)
 
 
 class Admissions:
@@ -19,6 +24,7 @@ class Admissions:
         self._seed = seed
         self._journal = journal
         self._tail = tail
+        self._admitted: Counter[int] = Counter()  # version -> groups since `log_admitted`
 
     def admit(self, command: core.Start) -> list[Rollout]:
         """Draws a prompt for a group, records the group, and returns its rollouts."""
@@ -39,8 +45,16 @@ class Admissions:
             instances=command.instances,
             at=clock.now(),
         )
+        self._admitted[command.version] += 1
         self._tail.admitted(command.group, len(command.trajectories))
         return [
             Rollout(id, command.group, command.version, seed, prompt, draw.row_number)
             for id, seed in zip(command.trajectories, seeds, strict=True)
         ]
+
+    def log_admitted(self) -> None:
+        """Logs the groups that were admitted since the last call, by version."""
+        if log.isEnabledFor(logging.DEBUG):
+            versions = ", ".join(f"{count} of version {version}" for version, count in sorted(self._admitted.items()))
+            log.debug("%d groups admitted since the last batch: %s", self._admitted.total(), versions or "none")
+        self._admitted.clear()

@@ -367,6 +367,7 @@ class Loop:
     def _train(self, command: core.Train) -> None:
         self._open_window(clock.now())  # a resumed run may begin with an update
         self.prompts.settle(command.update)
+        self._admissions.log_admitted()
         self._spawn(self._updates.begin(command), f"update {command.update}")
 
     # The weights are looked up when the command comes: the version may be retired before the journal is on disk.
@@ -386,6 +387,7 @@ class Loop:
     def _publish(self, command: core.Publish) -> None:
         weights = self.weights[command.version]
         self._journal.version_published(command.version, weights.checksum, at=clock.now())
+        log.info("version %d is published", command.version)
         self._retention.release(command.version)
         if self.checkpoints.is_due() and not (self.controller.finished or self.controller.stopping):
             self.checkpoints.write(self._spawn, command.version)

@@ -5,6 +5,8 @@ Nothing is decided here: the core says which trajectories are the batch, and get
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +21,8 @@ from stretto.run.rollout import Rollout
 from stretto.run.rollout_runner import Rollouts
 from stretto.store.journal import Journal
 from stretto.types import Batch, Sample, Weights, WeightsRef, older_versions
+
+log = logging.getLogger(__name__)
 
 
 class Updates:
@@ -78,6 +82,8 @@ class Updates:
             uses=[sample.use for sample in samples],
             lineages=[sample.lineage for sample in samples],
         )
+        if log.isEnabledFor(logging.DEBUG):
+            _log_batch(command, samples, clock.now() - self.idle_since, waited_for)
         return self._update(command, waited_for)
 
     def _samples(self, command: core.Train) -> list[Sample]:
@@ -129,6 +135,20 @@ class Updates:
         self._post(core.Updated(command.update))
         if (measured := self._tail.measure()) is not None:
             self._post(core.Measured(*measured))
+
+
+def _log_batch(command: core.Train, samples: Sequence[Sample], idle_s: float, waited_for: str) -> None:
+    ages = Counter(command.update - sample.oldest_version for sample in samples)
+    log.debug(
+        "update %d takes %d groups, %d trajectories and %d again, of ages %s; the trainer was idle for %.2f s%s",
+        command.update,
+        len({sample.group for sample in samples}),
+        len(command.trajectories),
+        len(command.again),
+        ", ".join(f"{age} ({count})" for age, count in sorted(ages.items())),
+        idle_s,
+        f", it waited: {waited_for}" if waited_for else "",
+    )
 
 
 def samples_of(rollout: Rollout, use: int) -> list[Sample]:

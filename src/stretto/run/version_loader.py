@@ -108,6 +108,7 @@ class VersionLoader:
 
         async def unload() -> None:
             await self._instances.call_in_order(instance, "unload", lambda engine: engine.unload(version))
+            log.debug("instance %d: version %d unloaded", instance, version)
 
         await self._instances.lose_on_error(instance, unload())
 
@@ -129,8 +130,10 @@ class VersionLoader:
             self._journal.note(kind, f"instance {instance}: {text}", at=clock.now())
 
         async def transfer() -> None:
+            began = clock.now()
             await send(weights, lambda: self._instances.call_in_order(instance, what, work), note)
             self.newest[instance] = weights.version
+            log.debug("instance %d: %s of version %d took %.3f s", instance, what, weights.version, clock.now() - began)
             self._journal.version_loaded(weights.version, weights.checksum, at=clock.now())
             self._post(core.Loaded(instance, weights.version))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Coroutine, Iterable, MutableMapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from stretto.errors import RunError, StalledError
 from stretto.run.protocols import VersionStore
 from stretto.store.journal import Journal
 from stretto.types import Weights, WeightsRef
+
+log = logging.getLogger(__name__)
 
 
 class VersionRetention:
@@ -46,6 +49,7 @@ class VersionRetention:
 
     def retire(self, version: int, newest: int) -> None:
         """Notes that no engine needs a version any more. `newest` is the version that the next update trains."""
+        log.debug("version %d is retired: no trajectory needs it any more", version)
         self._retired.add(version)
         self.release(newest)
         if version in self._retired:
