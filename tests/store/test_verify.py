@@ -690,7 +690,7 @@ def test_a_run_that_was_killed_and_taken_up_keeps_every_law_and_says_so(recorder
     run.journal.close()
     findings = verify(tmp_path)
     assert broken(findings) == set(), format_findings(findings)
-    assert "resumed 1 times" in format_findings(findings)
+    assert "resumed once" in format_findings(findings)
 
 
 def test_a_trajectory_moves_under_its_own_version_to_an_instance_that_is_there(finished_run):
