@@ -146,15 +146,15 @@
   /** The values of the chosen axis at each update of a run. */
   S.axisOf = function (run, axis = S.axis) {
     const u = run.curves.updates;
-    if (axis === "seconds") { const [start] = u.taken_at.length ? [u.taken_at[0]] : [0]; return u.finished_at.map((at) => run.active(start, at)); }
+    if (axis === "seconds") return u.elapsed_seconds;
     if (axis === "tokens") { let sum = 0; return u.tokens.map((count) => (sum += count || 0)); }
     return u.update;
   };
   /** The value of the chosen axis when version `version` was evaluated. */
-  S.axisAtVersion = function (run, version, at, axis = S.axis) {
+  S.axisAtVersion = function (run, version, axis = S.axis) {
     if (axis === "update") return version;
     const u = run.curves.updates;
-    if (axis === "seconds") return u.taken_at.length ? Math.max(0, run.active(u.taken_at[0], at)) : 0;
+    if (axis === "seconds") return u.elapsed_seconds[u.update.findLastIndex((update) => update < version)] ?? 0;
     let sum = 0;
     for (let place = 0; place < u.update.length && u.update[place] < version; place += 1) sum += u.tokens[place] || 0;
     return sum;
@@ -174,7 +174,7 @@
   ];
   function heldOut(run, name) {
     const made = run.curves.evaluations.filter((each) => each[name] !== null && each[name] !== undefined);
-    return { x: made.map((each) => S.axisAtVersion(run, each.version, each.at)), y: made.map((each) => each[name]), points: true };
+    return { x: made.map((each) => S.axisAtVersion(run, each.version)), y: made.map((each) => each[name]), points: true };
   }
   S.axisControls = function (change) {
     return S.h("div", { class: "row" }, S.choice("Horizontal axis", [["update", "by update"], ["seconds", "by second"], ["tokens", "by token"]], S.axis, (axis) => { S.axis = axis; change(); }),

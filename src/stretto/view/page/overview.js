@@ -22,7 +22,7 @@
   function facts(pairs) { return S.h("dl", { class: "facts" }, pairs.filter(Boolean).map(([name, value]) => [S.h("dt", {}, name), S.h("dd", {}, value)])); }
 
   function about(card, run) {
-    const { state, curves } = run, f = state.facts, totals = run.totals();
+    const { state, curves } = run, f = state.facts, totals = run.totals(), stopped = state.pauses.reduce((sum, [start, end]) => sum + end - start, 0);
     const counts = state.counts, started = Object.values(counts).reduce((a, b) => a + b, 0);
     const under = ["waiting", "running", "scoring", "scored", "training"].reduce((sum, name) => sum + (counts[name] || 0), 0);
     const u = curves.updates;
@@ -39,13 +39,11 @@
         totals ? ["speed, whole run", `${S.integer(Math.round(totals.tokens_per_second))} tokens/s`] : null,
         ["trajectories", `${S.integer(started)} started`],
         ["", ["trained", "failed", "filtered", "dropped"].filter((name) => counts[name] || name === "trained").map((name) => `${S.integer(counts[name] || 0)} ${name}`).join(", ") + (under ? `, ${S.integer(under)} under way` : "")],
-        state.sessions.length > 1 ? ["resumed", `${state.sessions.length === 2 ? "once" : S.plural(state.sessions.length - 1, "time")}${paused(state)}`] : null,
-        ...state.recipe_changes.map((each) => [`from update ${S.integer(each.update)}`, changed(each.keys)]),
+        state.sessions.length > 1 ? ["resumed", `${state.sessions.length === 2 ? "once" : S.plural(state.sessions.length - 1, "time")}`] : null,
+        stopped >= 1 ? ["stopped in between", S.seconds(stopped)] : null,
         ["seed", f.seed],
       ]));
   }
-  function paused(state) { const rest = state.pauses.reduce((sum, [start, end]) => sum + end - start, 0); return rest >= 1 ? `, after ${S.seconds(rest)} in which it was stopped` : ""; }
-  function changed(keys) { const most = 6, lines = keys.slice(0, most).map(([key, before, after]) => S.h("div", {}, `${key}: ${before} → ${after}`)); return S.h("div", { class: "small" }, lines, keys.length > most ? S.h("div", { class: "muted" }, `and ${S.plural(keys.length - most, "key")} more`) : null); }
   function median(values) { const sorted = values.filter((v) => v !== null).sort((a, b) => a - b); return sorted.length ? sorted[sorted.length >> 1] : 0; }
 
   function now(card, run) {
@@ -67,8 +65,11 @@
       if (state.condition === "killed" && state.status) { lines.push(["last sign", S.date(state.status.at)]); for (const wait of state.status.waits) { const [owner, ...rest] = wait.split(": "); lines.push([owner, `waited: ${rest.join(": ")}`]); } }
     }
     const totals = run.totals();
-    if (totals) lines.push(["idle so far", `trainer ${S.percent(totals.trainer_idle_share)} of the wall time${longest(run)}`]);
-    S.fill(card, S.h("h2", {}, going ? "Now" : "At the end"), S.h("ul", { class: "waits" }, lines.map(([owner, words]) => S.h("li", {}, S.h("b", {}, owner), S.h("span", { class: going ? "" : "muted" }, words)))));
+    if (totals) lines.push([going ? "idle so far" : "idle", `trainer ${S.percent(totals.trainer_idle_share)} of the wall time${longest(run)}`]);
+    const changes = run.state.recipe_changes, most = 6;
+    const phases = changes.slice(-most).map((each) => S.h("li", {}, S.h("b", {}, `from update ${S.integer(each.update)} on`), S.h("span", {}, each.keys.slice(0, most).map(([key, before, after]) => S.h("div", {}, `${key}: ${before} → ${after}`)), each.keys.length > most ? S.h("div", { class: "muted" }, `and ${S.plural(each.keys.length - most, "key")} more`) : null)));
+    S.fill(card, S.h("h2", {}, going ? "Now" : "At the end"), S.h("ul", { class: "waits" }, lines.map(([owner, words]) => S.h("li", {}, S.h("b", {}, owner), S.h("span", { class: going ? "" : "muted" }, words)))),
+      phases.length ? [S.h("h3", {}, changes.length > most ? `Recipe, the last ${most} of ${changes.length} changes` : "Recipe"), S.h("ul", { class: "waits" }, phases)] : null);
   }
   function longest(run) {
     const u = run.curves.updates;

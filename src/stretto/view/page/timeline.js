@@ -249,6 +249,7 @@
     /** What the run did at a moment, as the reason why an instance had nothing to do. */
     during(at) {
       const u = this.run.curves.updates, evaluation = this.run.curves.evaluations.find((each) => each.seconds && at >= each.at - each.seconds && at <= each.at);
+      if (this.run.state.pauses.some(([start, end]) => at > start && at < end)) return "the run was stopped";
       if (evaluation) return `version ${evaluation.version} was evaluated`;
       const place = u.taken_at.findIndex((start, index) => at >= start && at <= u.finished_at[index]);
       if (place >= 0) return `update ${u.update[place]} was training, and no group could start`;
