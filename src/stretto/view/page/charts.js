@@ -100,7 +100,7 @@
         g.fillText(log ? (10 ** value).toExponential(0).replace("e+", "e") : S.compact(value), LEFT - 7, y);
       }
       g.textBaseline = "alphabetic"; g.textAlign = "center";
-      const columns = only !== null ? [only] : S.ticks(x0, x1, Math.max(2, Math.floor((width - LEFT) / 85)));
+      const columns = only !== null ? [only] : S.ticks(x0, x1, Math.max(3, Math.floor((width - LEFT) / 85)));
       for (const value of columns) {
         const label = this.axisLabel(value), half = g.measureText(label).width / 2;
         g.fillText(label, Math.min(Math.max(px(value), LEFT + half - 10), width - half - 2), height - 5);

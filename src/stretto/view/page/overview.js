@@ -67,9 +67,9 @@
     const totals = run.totals();
     if (totals) lines.push([going ? "idle so far" : "idle", `trainer ${S.percent(totals.trainer_idle_share)} of the wall time${longest(run)}`]);
     const changes = run.state.recipe_changes, most = 6;
-    const phases = changes.slice(-most).map((each) => S.h("li", {}, S.h("b", {}, `from update ${S.integer(each.update)} on`), S.h("span", {}, each.keys.slice(0, most).map(([key, before, after]) => S.h("div", {}, `${key}: ${before} → ${after}`)), each.keys.length > most ? S.h("div", { class: "muted" }, `and ${S.plural(each.keys.length - most, "key")} more`) : null)));
+    const phases = changes.slice(-most).map((each) => S.h("li", {}, S.h("b", {}, `update ${S.integer(each.update)}`), S.h("span", {}, each.keys.slice(0, most).map(([key, before, after]) => S.h("div", {}, `${key}: ${before} → ${after}`)), each.keys.length > most ? S.h("div", { class: "muted" }, `and ${S.plural(each.keys.length - most, "key")} more`) : null)));
     S.fill(card, S.h("h2", {}, going ? "Now" : "At the end"), S.h("ul", { class: "waits" }, lines.map(([owner, words]) => S.h("li", {}, S.h("b", {}, owner), S.h("span", { class: going ? "" : "muted" }, words)))),
-      phases.length ? [S.h("h3", {}, changes.length > most ? `Recipe, the last ${most} of ${changes.length} changes` : "Recipe"), S.h("ul", { class: "waits" }, phases)] : null);
+      phases.length ? [S.h("h2", { style: { marginTop: "1.2rem" } }, changes.length > most ? `Recipe, the last ${most} of ${changes.length} changes` : "Changes of the recipe"), S.h("ul", { class: "waits" }, phases)] : null);
   }
   function longest(run) {
     const u = run.curves.updates;
