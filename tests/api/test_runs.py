@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from run_cases import recipe, run, write_task
+from view_cases import CONFIG, record_extended_run, record_run
 
 import stretto
 from stretto.errors import RunError
@@ -113,6 +114,17 @@ def test_runs_are_compared_by_what_differs(finished: Path, model: Path, tmp_path
     assert table[0]["tokens_per_second"] == pytest.approx(summary["tokens_per_second"])
     with pytest.raises(RunError, match="takes a list of runs"):
         stretto.compare_runs(str(finished))  # type: ignore[arg-type]
+
+
+def test_a_recipe_that_changed_is_compared_with_all_of_its_values(tmp_path: Path) -> None:
+    record_extended_run(tmp_path / "a")
+    record_run(tmp_path / "b", config=CONFIG.replace("0.001", "0.0005"))
+    for name in "ab":
+        (tmp_path / name / "metrics.jsonl").touch()
+    table = stretto.compare_runs([tmp_path / "a", tmp_path / "b"])
+    assert table["training.learning_rate"] == ["0.001, from update 2: 0.0005", 0.0005]
+    assert table["training.steps"] == ["2, from update 2: 4", 4]
+    assert "seed" not in table.columns
 
 
 def test_a_killed_run_is_read_up_to_where_it_came(finished: Path, tmp_path: Path) -> None:

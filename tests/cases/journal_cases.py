@@ -19,13 +19,15 @@ FACTS = RunFacts(
 class Recorder:
     """Records a run update by update; group `g` trains at update `g // B`, `g % (K + 1)` versions old at most."""
 
-    def __init__(self, folder: Path, facts: RunFacts, *, resume: bool = False) -> None:
+    def __init__(
+        self, folder: Path, facts: RunFacts, *, resume: bool = False, at: float = 1.0, recipe: str | None = None
+    ) -> None:
         self.folder = folder
         self.facts = facts
         self.journal = Journal.open(folder / JOURNAL_NAME, resume=resume, interval_s=0.01)
-        self.journal.begin(facts, at=1.0)
-        self.journal.instance_joined(0, 4, at=1.0)
-        self.at = 1.0
+        self.journal.begin(facts, at=at, recipe=recipe)
+        self.journal.instance_joined(0, 4, at=at)
+        self.at = at
 
     def now(self) -> float:
         self.at += 0.25

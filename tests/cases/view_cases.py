@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -100,3 +101,31 @@ def record_run(folder: Path, *, end: str | None = "finished", updates: int = 4, 
     run.journal.finished(stopped=end == "stopped", at=run.now())
     run.journal.close()
     return run
+
+
+PAUSE_S = 1_000.0  # of `record_extended_run`
+
+
+def record_extended_run(folder: Path) -> float:
+    """Records two updates with a learning rate of 0.001, a pause, and two with 0.0005. Returns when the pause began.
+
+    The second session takes 40 seconds by its sums, of which the trainer is busy for 10.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    first, second = CONFIG.replace("steps = 4", "steps = 2"), CONFIG.replace("0.001", "0.0005")
+    short = dataclasses.replace(FACTS, updates=2)
+    run = ViewRecorder(folder, short, recipe=first)
+    run.publish(0)
+    for update in range(2):
+        run.update(update)
+    run.journal.status({"waits": ["trainer: every group that 2 updates need is admitted"]}, at=run.now())
+    stopped_at = run.now()
+    run.journal.finished(stopped=False, at=stopped_at)
+    run.journal.close()
+    (folder / "config.toml").write_text(second)
+    run = ViewRecorder(folder, FACTS, resume=True, at=stopped_at + PAUSE_S, recipe=second)
+    for update in range(2, 4):
+        run.update(update)
+    run.journal.finished(stopped=False, at=run.now(), totals={"tokens": 120, "wall_s": 40.0, "trainer_busy_s": 10.0})
+    run.journal.close()
+    return stopped_at

@@ -14,7 +14,7 @@ import pytest
 from stretto.core.ledger import TRANSITIONS, TrajectoryState
 from stretto.core.paradigms import PARADIGMS
 from stretto.errors import JournalError, RunError
-from stretto.store.journal import JOURNAL_NAME, RunFacts
+from stretto.store.journal import JOURNAL_NAME, Journal, RunFacts
 from stretto.store.law_checks import LEGAL_MOVES
 from stretto.store.reader import JournalReader
 from stretto.store.schema import ENDS, LAWS_GIVEN_UP, UNDER_WAY, State
@@ -690,7 +690,11 @@ def test_a_run_that_was_killed_and_taken_up_keeps_every_law_and_says_so(recorder
     run.journal.close()
     findings = verify(tmp_path)
     assert broken(findings) == set(), format_findings(findings)
-    assert "resumed 1 times" in format_findings(findings)
+    assert "resumed once" in format_findings(findings)
+    held = Journal.open(tmp_path / "journal.sqlite", resume=True)
+    assert "(run active, about to go on)" in format_findings(verify(tmp_path))
+    held.close()
+    assert "(run finished)" in format_findings(verify(tmp_path))
 
 
 def test_a_trajectory_moves_under_its_own_version_to_an_instance_that_is_there(finished_run):

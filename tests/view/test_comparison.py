@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from view_cases import CONFIG, record_run
+from view_cases import CONFIG, record_extended_run, record_run
 
 from stretto.view.comparison import comparison
 from stretto.view.runs import open_runs
@@ -28,3 +28,12 @@ def test_a_run_without_a_recipe_is_named(tmp_path: Path) -> None:
     (tmp_path / "b" / "config.toml").write_text("not [toml")
     found = comparison(open_runs([tmp_path / name for name in "ab"]))
     assert found["without_recipe"] == ["b"]
+
+
+def test_a_recipe_that_changed_is_compared_with_all_of_its_values(tmp_path: Path) -> None:
+    record_extended_run(tmp_path / "a")
+    record_run(tmp_path / "b", config=CONFIG.replace("0.001", "0.0005"))
+    found = comparison(open_runs([tmp_path / "a", tmp_path / "b"]))
+    values = {each["key"]: each["values"] for each in found["differences"]}
+    assert values["training.learning_rate"] == ["0.001, from update 2: 0.0005", 0.0005]
+    assert found["seeds"] == [[0], [1]]

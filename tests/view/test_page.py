@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from view_cases import CONFIG, record_run
+from view_cases import CONFIG, record_extended_run, record_run
 
 from stretto.store.journal import Journal
 from stretto.view.api import Api
@@ -237,3 +237,42 @@ def test_a_report_is_the_page_in_one_file(page: Any, tmp_path: Path) -> None:
     page.keyboard.press("4")
     page.wait_for_selector("text=Recipes")
     assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
+
+
+def test_an_extended_run_is_shown_without_its_pause(
+    page: Any, serve: Callable[..., ViewServer], tmp_path: Path
+) -> None:
+    stopped_at = record_extended_run(tmp_path / "a")
+    record_run(tmp_path / "b")
+    server = serve(tmp_path / "a", tmp_path / "b")
+    visit(page, server, "overview")
+    words = page.inner_text("main")
+    for part in ("40.0 s", "3 tokens/s", "trainer 75 % of the wall time", "training.learning_rate: 0.001 → 0.0005"):
+        assert part in words
+    page.keyboard.press("2")
+    playwright.expect(page.locator("[role=status]")).to_contain_text("24 trajectories")
+    assert (
+        page.evaluate("S => window.stretto.timelineView.x(S + 1000) - window.stretto.timelineView.x(S)", stopped_at)
+        < 60
+    )
+    for at in (2.0, stopped_at + 300.0, stopped_at + 1_003.0):
+        back = "at => { const view = window.stretto.timelineView; return view.unclock(view.clock(at)); }"
+        assert page.evaluate(back, at) == pytest.approx(at)
+    page.keyboard.press("4")
+    page.wait_for_selector("text=0.001, from update 2: 0.0005")
+    assert "40.0 s" in page.inner_text("main")
+
+
+def test_listed_trajectories_follow_the_run(page: Any, serve: Callable[..., ViewServer], tmp_path: Path) -> None:
+    recorder = record_run(tmp_path, end=None, updates=1)
+    visit(page, serve(tmp_path), "trajectories")
+    cells = page.locator("tr[data-id='6'] td")
+    playwright.expect(cells.nth(1)).to_have_text("-")
+    recorder.admit(3)
+    for group in (2, 3):
+        recorder.finish(group)
+    recorder.take(1)
+    recorder.done(1)
+    recorder.journal.flush()
+    playwright.expect(cells.nth(1)).to_have_text("1", timeout=WAIT_MS)
+    recorder.journal.close()

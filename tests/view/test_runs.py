@@ -123,9 +123,11 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
 def test_the_command_refuses_bad_input_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record_run(tmp_path / "run")
+    (tmp_path / "words.txt").write_text("some words")
     for arguments, words in (
         (["view", str(tmp_path)], "it holds runs; give one of them"),
         (["view", str(tmp_path / "nothing")], "is no run folder"),
+        (["view", str(tmp_path / "words.txt")], "is no run: it is a file, and no journal"),
         (["view", str(tmp_path / "run"), "--port", "70000"], "`--port 70000` is no port"),
         (["view", str(tmp_path / "run"), "--tokenizer", str(tmp_path)], "has no `tokenizer.json`"),
         (["report", str(tmp_path / "nothing")], "is no run folder"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,21 @@ from stretto.api.runs import Run, open_run
 from stretto.api.tables import Table
 from stretto.errors import RunError
 from stretto.store.overview import overview
+from stretto.store.recipe_history import recipe_parts, recipe_values
+from stretto.store.schema import journal_path, opened_readonly
 
 
 def compare_runs(runs: Iterable[str | Path | Run]) -> Table:
     """Returns a row for each run: its outcome, scores, speed and age of the data, and the recipe's keys that differ.
 
+    A key that changed as a run was resumed has all of its values: `0.002, from update 30: 0.001`.
     A run that is going on, or was killed, is measured by what it has recorded. `stretto.compare` runs a recipe under
     several paradigms; this runs nothing.
     """
     if isinstance(runs, str | Path | Run):
         raise RunError(f"`compare_runs` takes a list of runs or their folders, this is {runs!r}")
     opened = [run if isinstance(run, Run) else open_run(run) for run in runs]
-    recipes = [dict(_leaves(_config(run))) for run in opened]
+    recipes = [_values(run) for run in opened]
     keys = sorted({key for recipe in recipes for key in recipe})
     different = [key for key in keys if any(recipe.get(key) != recipes[0].get(key) for recipe in recipes)]
     names = _names(opened)
@@ -49,21 +52,15 @@ def _measured(run: Run) -> dict[str, Any]:
     }
 
 
-def _config(run: Run) -> Mapping[str, Any]:
+def _values(run: Run) -> dict[str, Any]:
+    """Returns the value of each key of the recipe. One that changed as the run was resumed has all of its values."""
     path = run.folder / "config.toml"
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunError(f"`{path}` cannot be read: {error}") from error
-
-
-def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the dotted keys of nested tables with their values."""
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    with opened_readonly(journal_path(run.folder)) as db:
+        return recipe_values(recipe_parts(db, run.folder))
 
 
 def _names(runs: list[Run]) -> list[str]:

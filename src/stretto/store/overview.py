@@ -72,20 +72,18 @@ def _read(folder: Path, db: sqlite3.Connection, alive: bool, num_bytes: int) -> 
         key: json.loads(value)
         for key, value in db.execute("SELECT key, value FROM run WHERE key IN ('paradigm', 'updates')")
     }
-    sessions = db.execute("SELECT started_at, outcome, totals FROM sessions ORDER BY session").fetchall()
-    last = db.execute("SELECT update_id, totals FROM updates WHERE finished_at IS NOT NULL ORDER BY 1 DESC LIMIT 1")
-    done, sums = last.fetchone() or (-1, None)
+    sessions = db.execute("SELECT started_at, outcome FROM sessions ORDER BY session").fetchall()
+    last = db.execute("SELECT update_id FROM updates WHERE finished_at IS NOT NULL ORDER BY 1 DESC LIMIT 1").fetchone()
     scores = db.execute("SELECT kind, reward FROM evaluations WHERE reward IS NOT NULL ORDER BY id").fetchall()
     outcome = sessions[-1][1] if sessions else None
-    # A session that ended has its own sums; one that goes on or was killed those of its last update.
-    totals: Mapping[str, Any] = json.loads((sessions[-1][2] if outcome else None) or sums or "{}")
+    totals = recorded_totals(db)
     ages = totals.get("ages", {})
     uses = sum(ages.values())
     return Overview(
         folder,
         state="starting" if alive and not sessions else run_state(alive, outcome),
         paradigm=str(facts["paradigm"]) if "paradigm" in facts else None,
-        updates=int(done) + 1,
+        updates=int(last[0]) + 1 if last else 0,
         planned=int(facts["updates"]) if "updates" in facts else None,
         score_before=next((float(reward) for kind, reward in scores if kind == "before"), None),
         score_after=next((float(reward) for kind, reward in reversed(scores) if kind != "before"), None),
@@ -95,6 +93,18 @@ def _read(folder: Path, db: sqlite3.Connection, alive: bool, num_bytes: int) -> 
         sessions=len(sessions),
         num_bytes=num_bytes,
     )
+
+
+def recorded_totals(db: sqlite3.Connection) -> Mapping[str, Any]:
+    """Returns the sums of a run over all of its sessions, without the time between them; empty if it has none yet.
+
+    A session that ended has its own sums; one that goes on or was killed those of its last update.
+    """
+    session = db.execute("SELECT outcome, totals FROM sessions ORDER BY session DESC LIMIT 1").fetchone()
+    update = db.execute("SELECT totals FROM updates WHERE finished_at IS NOT NULL ORDER BY update_id DESC LIMIT 1")
+    ended = session[1] if session is not None and session[0] else None
+    found: Mapping[str, Any] = json.loads(ended or (update.fetchone() or (None,))[0] or "{}")
+    return found
 
 
 def run_state(alive: bool, outcome: str | None) -> State:

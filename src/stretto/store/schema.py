@@ -223,6 +223,9 @@ class RunFacts:
     reserve_members: int = 0  # trajectories that a group is started with beyond `group`
 
 
+HEADER = b"SQLite format 3\0"
+
+
 def journal_path(run_folder: str | Path) -> Path:
     """The journal of a run folder (or the journal itself), or a `RunError` that says what is missing."""
     path = Path(run_folder)
@@ -236,7 +239,20 @@ def journal_path(run_folder: str | Path) -> Path:
             named = ", ".join(f"`{folder}`" for folder in inside[:NUM_NAMED]) + (", ..." if inside[NUM_NAMED:] else "")
             raise RunError(f"`{run_folder}` is no run folder, it holds runs; give one of them: {named}")
         raise RunError(f"`{run_folder}` is no run folder: {reason}; give the folder that `stretto train` made")
+    if path.name != JOURNAL_NAME and not _is_database(path):
+        raise RunError(
+            f"`{run_folder}` is no run: it is a file, and no journal; give the folder that `stretto train` made"
+        )
     return path
+
+
+def _is_database(path: Path) -> bool:
+    """Tells if a file begins as those of SQLite do. One that cannot be read may be one."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(HEADER)) == HEADER
+    except OSError:
+        return True
 
 
 def wal_path(journal: Path) -> Path:

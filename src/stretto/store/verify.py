@@ -10,6 +10,7 @@ A run that is not finished (stopped, killed or active) may have trajectories in 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import reprlib
@@ -25,9 +26,10 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.errors import JournalError
+from stretto.errors import JournalError, RunError
 from stretto.store.data_checks import MAX_REWARD, DataResult, check_data, token_range
 from stretto.store.law_checks import CHECKS
+from stretto.store.lock import is_alive
 from stretto.store.phase_checks import CONFIG_NAME
 from stretto.store.schema import (
     LAWS_GIVEN_UP,
@@ -175,6 +177,9 @@ def _read_run(db: sqlite3.Connection, path: Path) -> _Run:
     params |= {"members": params["group"] + params["reserve_members"], "drains": paradigm == "one-step-off"}
     params |= {"finished": outcome == "finished", "continues": 1 in given_up, "drops": 2 in given_up}
     how = {"finished": "run finished", "stopped": "run stopped"}.get(outcome or "", "run interrupted or active")
+    with contextlib.suppress(RunError):  # the lock cannot be read
+        if outcome and is_alive(path.parent):
+            how = "run active, about to go on"
     return _Run(how, facts, params)
 
 
@@ -416,7 +421,7 @@ def _findings(db: sqlite3.Connection, run: _Run, data: DataResult) -> list[Findi
     if phases > 1:
         counts["data"] += f", recipes of {phases:,} phases"
     if sessions > 1:
-        counts["2"] += f"; resumed {sessions - 1:,} times"
+        counts["2"] += f"; resumed {'once' if sessions == 2 else f'{sessions - 1:,} times'}"
     if anew:
         counts["2"] += f"; batches returned and taken again: {anew:,}"
     several, untrained = one("SELECT COUNT(*), COALESCE(SUM(train = 0), 0) FROM completions WHERE turn_numbers NOTNULL")

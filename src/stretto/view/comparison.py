@@ -6,14 +6,18 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from stretto.view.runs import RunSource, flat
+from stretto.store.recipe_history import recipe_values
+from stretto.view.runs import RunSource
 
 FREE = ("seed", "runtime.", "observe.", "training.micro_batch_tokens")  # keys that make no other experiment
 
 
 def comparison(runs: Sequence[RunSource]) -> dict[str, Any]:
-    """Returns each key whose value differs between runs, and the sets of runs that differ by their seed alone."""
-    recipes = [flat(run.recipe()) for run in runs]
+    """Returns each key whose value differs between runs, and the sets of runs that differ by their seed alone.
+
+    A key that changed as a run was resumed has all of its values, as text.
+    """
+    recipes = [recipe_values(run.recipe_parts()) for run in runs]
     keys = sorted(set().union(*recipes))
     different = [
         {"key": key, "values": [recipe.get(key) for recipe in recipes]}

@@ -21,6 +21,7 @@ class Curves:
 
     def __init__(self) -> None:
         self._updates: list[dict[str, Any]] = []  # finished, in order
+        self._trained_s = 0.0  # by the wall clock, until the end of the last of them; pauses do not count
         self._evaluations: list[dict[str, Any]] = []
         self._last_evaluation = 0
         self._versions: dict[int, tuple[float, float | None]] = {}
@@ -39,7 +40,10 @@ class Curves:
             if finished_at is None:
                 self._training = [update, taken_at]
                 break
-            self._updates.append(_update(update, taken_at, finished_at, metrics))
+            line = _update(update, taken_at, finished_at, metrics)
+            took = line["cycle_seconds"]
+            self._trained_s += finished_at - taken_at if took is None else took
+            self._updates.append({**line, "elapsed_seconds": round(self._trained_s, 4)})
         evaluations = db.execute(
             "SELECT id, version, kind, at, reward, num, seconds, line FROM evaluations WHERE id > ? ORDER BY id",
             (self._last_evaluation,),
@@ -68,7 +72,8 @@ class Curves:
     def payload(self, after: int = -1) -> dict[str, Any]:
         """Returns columns of the updates behind `after`, and everything else."""
         chosen = [line for line in self._updates if line["update"] > after]
-        columns = {name: [line[name] for line in chosen] for name in ("update", "taken_at", "finished_at", *NUMBERS)}
+        names = ("update", "taken_at", "finished_at", "elapsed_seconds", *NUMBERS)
+        columns = {name: [line[name] for line in chosen] for name in names}
         reasons = {line["update"]: line["waited_for"] for line in chosen if line["waited_for"]}
         warnings = {line["update"]: line["warnings"] for line in chosen if line["warnings"]}
         return {

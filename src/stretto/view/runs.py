@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sqlite3
 import threading
 import time
@@ -21,10 +22,12 @@ import numpy as np
 
 from stretto.errors import JournalError, RunError, StrettoError
 from stretto.store.lock import is_alive
-from stretto.store.overview import State, run_state
+from stretto.store.overview import State, recorded_totals, run_state
+from stretto.store.recipe_history import Parts, recipe_changes, recipe_parts
 from stretto.store.schema import journal_path, opened_readonly, wal_path
 from stretto.view.columns import STATES, Columns, Progress
 from stretto.view.curves import Curves
+from stretto.view.pauses import Pause, find_pauses
 
 REFRESH_S = 0.5  # the least time between two reads of trajectories
 MOST_UPDATES = 24  # whose trajectories are read first if a page wants them
@@ -48,6 +51,8 @@ class RunSource:
         self._columns_at: tuple[str, float] = ("", 0.0)
         self._curves = Curves()
         self._counts: tuple[str, dict[str, int]] = ("", {})
+        self._pauses: tuple[int, tuple[Pause, ...]] = (0, ())  # for so many sessions
+        self._changes: tuple[int, list[dict[str, Any]]] = (0, [])  # for so many phases
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
@@ -94,7 +99,15 @@ class RunSource:
             counts = self._count(db, fingerprint)
             notes = db.execute("SELECT kind, COUNT(*), MAX(at) FROM notes GROUP BY kind ORDER BY 3 DESC").fetchall()
             num_failures = db.execute("SELECT COUNT(*) FROM failures").fetchone()[0]
+            totals, pauses, changes = recorded_totals(db), self.pauses(), self._recipe_changes(db)
         condition = self.condition(sessions[-1][2] if sessions else None)
+        # What an earlier session recorded last says nothing about a process that has taken the run up again.
+        since = math.inf if condition == "running" and (not sessions or sessions[-1][2]) else 0.0
+        since = max([since, *(session[0] for session in sessions[-1:])])
+        if status is not None and status[0] < since:
+            status = None
+        if training is not None and condition == "running" and training[1] < since:
+            training = None
         return {
             "name": self.name,
             "folder": str(self.folder),
@@ -111,6 +124,9 @@ class RunSource:
             "published_at": newest[1],
             "status": None if status is None else {"at": status[0], **json.loads(status[1])},
             "counts": counts,
+            "totals": _main_totals(totals),
+            "pauses": [[pause.start, pause.end, pause.shown_s] for pause in pauses],
+            "recipe_changes": changes,
             "notes": [{"kind": kind, "count": count, "at": at} for kind, count, at in notes],
             "num_failures": num_failures,
             "now": time.time(),
@@ -151,6 +167,14 @@ class RunSource:
             self._counts = (fingerprint, counts)
             return counts
 
+    def _recipe_changes(self, db: sqlite3.Connection) -> list[dict[str, Any]]:
+        """Returns the keys of the recipe that changed, with the first update of the new values."""
+        (count,) = db.execute("SELECT COUNT(*) FROM phases").fetchone()
+        if self._changes[0] != count:
+            found = recipe_changes(recipe_parts(db, self.folder)) if count > 1 else []
+            self._changes = (count, [{"update": first, "keys": keys} for first, keys in found])
+        return self._changes[1]
+
     def notes(self, limit: int = 200) -> list[dict[str, Any]]:
         """Returns the last notes and failed attempts, newest first."""
         with self.reading() as db:
@@ -167,6 +191,22 @@ class RunSource:
             return tomllib.loads((self.folder / CONFIG).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
+
+    def recipe_parts(self) -> Parts:
+        """Returns the recipes of the run with the updates from which they hold; none if they cannot be read."""
+        try:
+            with self.reading() as db:
+                return recipe_parts(db, self.folder)
+        except JournalError:
+            return []
+
+    def pauses(self) -> tuple[Pause, ...]:
+        """Returns the times between the sessions of the run, in order."""
+        with self.reading() as db:
+            (count,) = db.execute("SELECT COUNT(*) FROM sessions").fetchone()
+            if self._pauses[0] != count:
+                self._pauses = (count, find_pauses(db))
+            return self._pauses[1]
 
     # -- what is kept --------------------------------------------------------------------------------------------------
 
@@ -225,12 +265,14 @@ def refuse_unreadable(runs: list[RunSource]) -> None:
         raise errors[0]
 
 
-def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns nested tables as one, with dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
+def _main_totals(totals: Mapping[str, Any]) -> dict[str, float] | None:
+    """Returns the figures of a run as its summary has them; None if it has no sums yet."""
+    if not totals.get("wall_s"):
+        return None
+    wall_s = float(totals["wall_s"])
+    return {
+        "tokens": totals["tokens"],
+        "wall_seconds": wall_s,
+        "tokens_per_second": totals["tokens"] / wall_s,
+        "trainer_idle_share": max(0.0, 1.0 - totals["trainer_busy_s"] / wall_s),
+    }

@@ -3,10 +3,13 @@
 A lane is a version or an instance. The page asks for a window of time, a number of bins (its pixels) and a number of
 rows. If more lanes are active in the window than there are rows, neighbouring lanes share a row. So the size of an
 answer depends on the page and not on the run. If few trajectories are in the window, they come one by one.
+
+Bins have equal lengths on the clock of `pauses.py`, on which the time between two sessions is short.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +18,12 @@ from numpy.typing import NDArray
 
 from stretto.errors import RunError
 from stretto.view.columns import NUM_UNDER_WAY, Columns
+from stretto.view.pauses import Pause, squeezed
 from stretto.view.runs import RunSource
 
 MOST_BARS = 1_500  # trajectories that come one by one
 MOST_MOVES = 1_500
+ROUNDING = 1e-6  # sums of many lengths leave such rests where nothing runs
 MOST_BINS, MOST_ROWS = 4_000, 400
 
 
@@ -50,6 +55,7 @@ def timeline(run: RunSource, window: Window, now: float) -> dict[str, Any]:
 
 
 def _timeline(run: RunSource, window: Window, now: float) -> dict[str, Any]:
+    pauses = run.pauses()
     with run.columns(wanted=_wanted(run, window)) as (columns, progress):
         started, finished = columns["started"], columns["finished"]
         ends = np.where(np.isnan(finished), now, finished)
@@ -58,6 +64,7 @@ def _timeline(run: RunSource, window: Window, now: float) -> dict[str, Any]:
         with np.errstate(invalid="ignore"):
             inside = np.flatnonzero((started < window.end) & (ends > window.start))
         begin = float(np.nanmin(started)) if len(started) and not np.isnan(started).all() else None
+        spans = _Spans.on_the_clock(started[inside], ends[inside], window, pauses)
         answer = {
             "from": window.start,
             "to": window.end,
@@ -66,11 +73,11 @@ def _timeline(run: RunSource, window: Window, now: float) -> dict[str, Any]:
             "read": progress.num_read,
             "all": progress.num_all,
             "count": len(inside),
-            "versions": _lanes(columns["version"][inside], started[inside], ends[inside], window, "versions"),
-            "instances": _lanes(columns["instance"][inside], started[inside], ends[inside], window, "instances"),
+            "versions": _lanes(columns["version"][inside], spans, window, "versions"),
+            "instances": _lanes(columns["instance"][inside], spans, window, "instances"),
             "bars": _bars(columns, inside, ends, window) if len(inside) <= MOST_BARS else None,
         }
-    answer["moves"] = _moves(run, window)
+    answer["moves"] = _moves(run, window, pauses)
     return answer
 
 
@@ -84,15 +91,31 @@ def _wanted(run: RunSource, window: Window) -> tuple[int, int] | None:
     return None if found[0] is None else run.trained_in(found[0] - 1, found[1] + 2)
 
 
-def _lanes(
-    lanes: NDArray[np.int32], started: NDArray[np.float64], ended: NDArray[np.float64], window: Window, kind: str
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """Starts and ends of trajectories, and the bounds of the window, on the clock without pauses."""
+
+    started: NDArray[np.float64]
+    ended: NDArray[np.float64]
+    start: float
+    end: float
+
+    @classmethod
+    def on_the_clock(
+        cls, started: NDArray[np.float64], ended: NDArray[np.float64], window: Window, pauses: Sequence[Pause]
+    ) -> _Spans:
+        start, end = squeezed(np.array([window.start, window.end]), pauses).tolist()
+        return cls(squeezed(started, pauses), squeezed(ended, pauses), start, end)
+
+
+def _lanes(lanes: NDArray[np.int32], spans: _Spans, window: Window, kind: str) -> dict[str, Any]:
     """Returns the rows of lanes of one kind: their bounds, and the mean number of trajectories in each bin."""
     bounds, most = (
         (window.versions, window.version_rows) if kind == "versions" else (window.instances, window.instance_rows)
     )
     low, high = bounds or (0, np.iinfo(np.int32).max)
     chosen = (lanes >= max(0, low)) & (lanes <= high)
+    started, ended = spans.started, spans.ended
     if not chosen.all():
         lanes, started, ended = lanes[chosen], started[chosen], ended[chosen]
     present = np.flatnonzero(np.bincount(lanes)) if len(lanes) else lanes  # a sort would take longer
@@ -104,7 +127,8 @@ def _lanes(
     row_of_lane[present] = row_of
     rows = row_of_lane[lanes]
     num_rows = int(row_of[-1]) + 1
-    values = occupancy(rows, num_rows, started, ended, window.start, window.end, window.bins)
+    values = occupancy(rows, num_rows, started, ended, spans.start, spans.end, window.bins)
+    values[values < ROUNDING] = 0.0
     counts = np.bincount(rows, minlength=num_rows)
     found = []
     for row in range(num_rows):
@@ -163,18 +187,22 @@ def _bars(
     ]  # fmt: skip
 
 
-def _moves(run: RunSource, window: Window) -> dict[str, Any]:
+def _moves(run: RunSource, window: Window, pauses: Sequence[Pause]) -> dict[str, Any]:
     """Returns the moves in a window one by one, or their number in each bin if there are many."""
     between = "FROM moves WHERE at BETWEEN ? AND ?"
     bounds = (window.start, window.end)
     with run.reading() as db:
         (count,) = db.execute(f"SELECT COUNT(*) {between}", bounds).fetchone()
         if count > MOST_MOVES:
-            width = (window.end - window.start) / window.bins
-            rows = db.execute(
-                f"SELECT CAST((at - ?) / ? AS INTEGER), COUNT(*) {between} GROUP BY 1", (window.start, width, *bounds)
-            )
-            return {"count": count, "bins": [list(row) for row in rows], "moves": None}
+            times = np.fromiter((at for (at,) in db.execute(f"SELECT at {between}", bounds)), dtype=np.float64)
+            start, end = squeezed(np.array(bounds), pauses).tolist()
+            bins = ((squeezed(times, pauses) - start) * (window.bins / (end - start))).astype(np.int64)
+            in_bin = np.bincount(np.minimum(bins, window.bins - 1))
+            return {
+                "count": count,
+                "bins": [[place, int(in_bin[place])] for place in np.flatnonzero(in_bin).tolist()],
+                "moves": None,
+            }
         rows = db.execute(
             f"SELECT at, trajectory, version, source, target, context, num_bytes, prefilled, reason {between} "
             "ORDER BY at",

@@ -73,7 +73,8 @@
       if (!values.length) return;
       const xs = all.flatMap((each) => [each.x[0], each.x.at(-1)]);
       let [x0, x1] = [Math.min(...xs), Math.max(...xs)];
-      if (x0 === x1) { x0 -= 1; x1 += 1; }
+      const only = x0 === x1 ? x0 : null;
+      if (only !== null) { x0 -= 1; x1 += 1; }
       let low = values.reduce((a, b) => Math.min(a, b)), high = values.reduce((a, b) => Math.max(a, b));
       if (options.from !== undefined && !options.log) { low = Math.min(low, options.from); high = Math.max(high, options.from); }
       const change = options.log ? Math.log10 : (value) => value;
@@ -83,14 +84,14 @@
       const px = (x) => LEFT + ((x - x0) / (x1 - x0)) * (width - LEFT - RIGHT);
       const py = (y) => height - BOTTOM - ((change(y) - low) / (high - low)) * (height - TOP - BOTTOM);
       this.scale = { back: (x) => x0 + ((x - LEFT) / (width - LEFT - RIGHT)) * (x1 - x0) };
-      this.grid(g, width, height, { x0, x1, low, high, px, log: options.log });
+      this.grid(g, width, height, { x0, x1, only, low, high, px, log: options.log });
       g.save();
       g.beginPath(); g.rect(LEFT, 0, width - LEFT - RIGHT + 4, height - BOTTOM + 2); g.clip();
       for (const each of all) this.line(g, each, px, py, usable);
       g.restore();
       this.readout(g, all, px, py, height, usable);
     }
-    grid(g, width, height, { x0, x1, low, high, px, log }) {
+    grid(g, width, height, { x0, x1, only, low, high, px, log }) {
       g.strokeStyle = S.colour("line-soft"); g.fillStyle = S.colour("faint"); g.lineWidth = 1; g.textBaseline = "middle"; g.textAlign = "right";
       const rows = log ? S.ticks(low, high, 4).filter((each) => Number.isInteger(each)) : S.ticks(low, high, 4);
       for (const value of log && rows.length < 2 ? [low, high] : rows) {
@@ -99,7 +100,7 @@
         g.fillText(log ? (10 ** value).toExponential(0).replace("e+", "e") : S.compact(value), LEFT - 7, y);
       }
       g.textBaseline = "alphabetic"; g.textAlign = "center";
-      const columns = S.ticks(x0, x1, Math.max(2, Math.floor((width - LEFT) / 85)));
+      const columns = only !== null ? [only] : S.ticks(x0, x1, Math.max(3, Math.floor((width - LEFT) / 85)));
       for (const value of columns) {
         const label = this.axisLabel(value), half = g.measureText(label).width / 2;
         g.fillText(label, Math.min(Math.max(px(value), LEFT + half - 10), width - half - 2), height - 5);
@@ -145,15 +146,15 @@
   /** The values of the chosen axis at each update of a run. */
   S.axisOf = function (run, axis = S.axis) {
     const u = run.curves.updates;
-    if (axis === "seconds") { const [start] = u.taken_at.length ? [u.taken_at[0]] : [0]; return u.finished_at.map((at) => at - start); }
+    if (axis === "seconds") return u.elapsed_seconds;
     if (axis === "tokens") { let sum = 0; return u.tokens.map((count) => (sum += count || 0)); }
     return u.update;
   };
   /** The value of the chosen axis when version `version` was evaluated. */
-  S.axisAtVersion = function (run, version, at, axis = S.axis) {
+  S.axisAtVersion = function (run, version, axis = S.axis) {
     if (axis === "update") return version;
     const u = run.curves.updates;
-    if (axis === "seconds") return u.taken_at.length ? Math.max(0, at - u.taken_at[0]) : 0;
+    if (axis === "seconds") return u.elapsed_seconds[u.update.findLastIndex((update) => update < version)] ?? 0;
     let sum = 0;
     for (let place = 0; place < u.update.length && u.update[place] < version; place += 1) sum += u.tokens[place] || 0;
     return sum;
@@ -168,12 +169,12 @@
     { title: "Age", unit: "updates since sampling", from: 0, series: [["mean", pick("staleness_mean")], ["oldest", pick("staleness_max")]] },
     { title: "Entropy", unit: "nats a token", from: 0, series: [["entropy", pick("entropy")]] },
     { title: "Gradient norm", unit: "before clipping", from: 0, series: [["norm", pick("grad_norm")]] },
-    { title: "Mismatch", unit: "KL, log scale", log: true, empty: "No token of an update's own version, and none scored again", series: [["older versions", pick("staleness_kl")], ["engine against trainer", (run) => ({ x: S.axisOf(run), y: run.curves.updates.mismatch_kl.map((value, place) => (run.curves.updates.mismatch_tokens[place] ? value : null)) })]] },
+    { title: "Mismatch", unit: "KL, log", log: true, empty: "No token of an update's own version, and none scored again", series: [["older", pick("staleness_kl")], ["engine", (run) => ({ x: S.axisOf(run), y: run.curves.updates.mismatch_kl.map((value, place) => (run.curves.updates.mismatch_tokens[place] ? value : null)) })]] },
     { title: "Length", unit: "tokens of a completion", from: 0, series: [["mean", pick("length_mean")], ["longest", pick("length_max")]] },
   ];
   function heldOut(run, name) {
     const made = run.curves.evaluations.filter((each) => each[name] !== null && each[name] !== undefined);
-    return { x: made.map((each) => S.axisAtVersion(run, each.version, each.at)), y: made.map((each) => each[name]), points: true };
+    return { x: made.map((each) => S.axisAtVersion(run, each.version)), y: made.map((each) => each[name]), points: true };
   }
   S.axisControls = function (change) {
     return S.h("div", { class: "row" }, S.choice("Horizontal axis", [["update", "by update"], ["seconds", "by second"], ["tokens", "by token"]], S.axis, (axis) => { S.axis = axis; change(); }),

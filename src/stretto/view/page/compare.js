@@ -3,13 +3,13 @@
 (function (S) {
   const LINES = [
     ["updates", (run) => S.integer(run.state.updates_done)],
-    ["wall time, training", (run) => { const u = run.curves.updates; return u.update.length ? S.seconds(u.finished_at.at(-1) - u.taken_at[0]) : "-"; }],
-    ["tokens/s", (run) => { const u = run.curves.updates; return u.update.length ? S.integer(Math.round(sum(u.tokens) / (u.finished_at.at(-1) - u.taken_at[0]))) : "-"; }],
+    ["wall time, training", (run) => S.seconds((run.totals() || {}).wall_seconds)],
+    ["tokens/s", (run) => { const totals = run.totals(); return totals ? S.integer(Math.round(totals.tokens_per_second)) : "-"; }],
     ["held-out score, first", (run) => S.number(scores(run)[0])],
     ["held-out score, last", (run) => S.number(scores(run).at(-1))],
     ["reward, mean of the last ten", (run) => S.number(mean(run.curves.updates.reward_mean.slice(-10)))],
     ["age, mean", (run) => S.number(mean(run.curves.updates.staleness_mean), 2)],
-    ["trainer idle", (run) => { const u = run.curves.updates, total = sum(u.cycle_seconds); return total ? S.percent(Math.min(1, sum(u.trainer_idle_seconds) / total)) : "-"; }],
+    ["trainer idle", (run) => S.percent((run.totals() || {}).trainer_idle_share)],
   ];
   const sum = (values) => values.reduce((a, b) => a + (b || 0), 0);
   const mean = (values) => { const known = values.filter((value) => value !== null && value !== undefined); return known.length ? sum(known) / known.length : null; };

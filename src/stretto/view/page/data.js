@@ -24,6 +24,21 @@
     return value;
   };
 
+  // -- the clock without pauses: as `pauses.py` ----------------------------------------------------------------------
+  /** A time on a clock on which each pause, `[start, end, shown]`, takes `shown` seconds. */
+  S.squeezed = (at, pauses) => pauses.reduce((found, [start, end, shown]) => found - Math.min(Math.max(at - start, 0), end - start) * (1 - shown / (end - start)), at);
+  /** The time that `squeezed` gives this one for. */
+  S.stretched = function (time, pauses) {
+    let hidden = 0; // of the pauses before
+    for (const [start, end, shown] of pauses) {
+      const at = time + hidden;
+      if (at <= start) return at;
+      if (at < start + shown) return start + ((at - start) * (end - start)) / shown;
+      hidden += end - start - shown;
+    }
+    return time + hidden;
+  };
+
   // -- a report: everything was asked ahead of time -------------------------------------------------------------------
   function fromReport(name, p) {
     const data = S.report, run = data.runs[p.run || 0];
@@ -71,13 +86,14 @@
   /** Cuts the embedded timeline, which has one resolution, to a window. */
   S.reportTimeline = function (run, p) {
     const whole = run.timeline, from = Number(p.from), to = Number(p.to), bins = Number(p.bins);
-    const width = (whole.to - whole.from) / whole.bins, step = (to - from) / bins;
+    const { pauses } = run.state, begin = S.squeezed(whole.from, pauses), first = S.squeezed(from, pauses);
+    const width = (S.squeezed(whole.to, pauses) - begin) / whole.bins, step = (S.squeezed(to, pauses) - first) / bins;
     const cut = (lanes) => {
       const rows = [];
       for (const row of lanes.rows) {
         const values = [];
         for (let bin = 0; bin < bins; bin += 1) {
-          const place = Math.floor((from + (bin + 0.5) * step - whole.from) / width) - row.first;
+          const place = Math.floor((first + (bin + 0.5) * step - begin) / width) - row.first;
           values.push(place >= 0 && place < row.values.length ? row.values[place] : 0);
         }
         if (values.some((value) => value > 0)) rows.push({ ...row, first: 0, values });
@@ -114,6 +130,14 @@
       if (!this.curves || S.report) { this.curves = found; return; }
       for (const [name, values] of Object.entries(found.updates)) this.curves.updates[name].push(...values);
       this.curves = { ...found, updates: this.curves.updates, waited_for: { ...this.curves.waited_for, ...found.waited_for }, warnings: { ...this.curves.warnings, ...found.warnings } };
+    }
+    /** Seconds from one moment to another in which a process ran the run: pauses between sessions do not count. */
+    active(from, to) { return this.state.pauses.reduce((sum, [start, end]) => sum - Math.max(0, Math.min(end, to) - Math.max(start, from)), to - from); }
+    /** The figures of the run as its summary has them: `tokens`, `wall_seconds`, `tokens_per_second`, `trainer_idle_share`; null before the first update. */
+    totals() {
+      if (this.state.totals) return this.state.totals;
+      const u = this.curves.updates, sum = (values) => values.reduce((a, b) => a + (b || 0), 0), wall = sum(u.cycle_seconds), tokens = sum(u.tokens);
+      return wall > 0 ? { tokens, wall_seconds: wall, tokens_per_second: tokens / wall, trainer_idle_share: Math.min(1, sum(u.trainer_idle_seconds) / wall) } : null;
     }
     tell() { for (const listener of this.listeners) listener(this); }
     /** Where the run begins and ends, in seconds since 1970. */

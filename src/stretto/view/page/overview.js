@@ -2,6 +2,7 @@
 "use strict";
 (function (S) {
   const CONDITIONS = { running: "running", finished: "finished", stopped: "stopped", killed: "killed, or its machine is gone", unreadable: "cannot be read" };
+  const MOST_NOTES = 200; // that the server sends
   S.conditionWords = (condition) => CONDITIONS[condition] || condition;
 
   S.overview = {
@@ -21,11 +22,10 @@
   function facts(pairs) { return S.h("dl", { class: "facts" }, pairs.filter(Boolean).map(([name, value]) => [S.h("dt", {}, name), S.h("dd", {}, value)])); }
 
   function about(card, run) {
-    const { state, curves } = run, f = state.facts, [begin, end] = run.span();
+    const { state, curves } = run, f = state.facts, totals = run.totals(), stopped = state.pauses.reduce((sum, [start, end]) => sum + end - start, 0);
     const counts = state.counts, started = Object.values(counts).reduce((a, b) => a + b, 0);
     const under = ["waiting", "running", "scoring", "scored", "training"].reduce((sum, name) => sum + (counts[name] || 0), 0);
-    const u = curves.updates, tokens = u.tokens.reduce((a, b) => a + (b || 0), 0);
-    const busy = u.finished_at.length ? u.finished_at.at(-1) - u.taken_at[0] : 0;
+    const u = curves.updates;
     const rest = state.condition === "running" && u.cycle_seconds.length ? median(u.cycle_seconds.slice(-20)) * (state.updates - state.updates_done) : null;
     S.fill(card, S.h("h2", {}, "Run"),
       S.h("p", { class: "headcount" }, S.h("span", { class: "big" }, S.integer(state.updates_done)), S.h("span", { class: "muted" }, ` of ${S.integer(state.updates ?? 0)} updates`)),
@@ -33,13 +33,14 @@
         ["state", S.conditionWords(state.condition)],
         ["paradigm", `${f.paradigm}, K = ${f.auto ? `auto, at most ${f.staleness}` : f.staleness}`],
         ["a batch", `${S.integer(f.batch)} prompts x ${S.integer(f.group)}`],
-        [state.condition === "running" ? "running for" : "wall time", S.seconds(end - begin)],
+        totals ? ["wall time", S.seconds(totals.wall_seconds)] : null,
         rest !== null ? ["about left", S.seconds(rest)] : null,
-        ["tokens trained on", S.integer(tokens)],
-        busy > 0 ? ["speed, whole run", `${S.integer(Math.round(tokens / busy))} tokens/s`] : null,
+        ["tokens trained on", S.integer(totals ? totals.tokens : 0)],
+        totals ? ["speed, whole run", `${S.integer(Math.round(totals.tokens_per_second))} tokens/s`] : null,
         ["trajectories", `${S.integer(started)} started`],
         ["", ["trained", "failed", "filtered", "dropped"].filter((name) => counts[name] || name === "trained").map((name) => `${S.integer(counts[name] || 0)} ${name}`).join(", ") + (under ? `, ${S.integer(under)} under way` : "")],
-        state.sessions.length > 1 ? ["resumed", S.plural(state.sessions.length - 1, "time")] : null,
+        state.sessions.length > 1 ? ["resumed", `${state.sessions.length === 2 ? "once" : S.plural(state.sessions.length - 1, "time")}`] : null,
+        stopped >= 1 ? ["stopped in between", S.seconds(stopped)] : null,
         ["seed", f.seed],
       ]));
   }
@@ -55,7 +56,7 @@
         const versions = Object.entries(state.status.versions).map(([version, count]) => `version ${version}: ${S.integer(count)}`).join(", ");
         lines.push(["rollout", `${S.plural(state.status.running, "trajectory", "trajectories")} running${state.status.queued ? `, ${S.integer(state.status.queued)} queued` : ""}${versions ? ` (${versions})` : ""}`]);
         if (state.status.num_instances > 1) lines.push(["instances", state.status.instances.slice(0, 8).map((each) => `${each.instance}: ${each.running}`).join(", ") + (state.status.num_instances > 8 ? `, and ${state.status.num_instances - 8} more` : "")]);
-      } else lines.push(["run", "is starting: it evaluates the first version, or loads its model"]);
+      } else lines.push(["run", "is starting: it loads its model, or evaluates a version"]);
     } else {
       const last = state.sessions.at(-1);
       const words = { finished: "Nothing is waited for: the run has finished.", stopped: "Nothing is waited for: the run was stopped. It continues with `stretto train RECIPE --out RUN --resume`.", killed: "No process runs it, and it has not ended: it was killed. It continues with `stretto train RECIPE --out RUN --resume`." }[state.condition];
@@ -63,9 +64,12 @@
       if (last && last.ended_at) lines.push(["ended", S.date(last.ended_at)]);
       if (state.condition === "killed" && state.status) { lines.push(["last sign", S.date(state.status.at)]); for (const wait of state.status.waits) { const [owner, ...rest] = wait.split(": "); lines.push([owner, `waited: ${rest.join(": ")}`]); } }
     }
-    const u = run.curves.updates, idle = u.trainer_idle_seconds.reduce((a, b) => a + (b || 0), 0), total = u.cycle_seconds.reduce((a, b) => a + (b || 0), 0);
-    if (total > 0) lines.push(["idle so far", `trainer ${S.percent(Math.min(1, idle / total))} of its time${longest(run)}`]);
-    S.fill(card, S.h("h2", {}, going ? "Now" : "At the end"), S.h("ul", { class: "waits" }, lines.map(([owner, words]) => S.h("li", {}, S.h("b", {}, owner), S.h("span", { class: going ? "" : "muted" }, words)))));
+    const totals = run.totals();
+    if (totals) lines.push([going ? "idle so far" : "idle", `trainer ${S.percent(totals.trainer_idle_share)} of the wall time${longest(run)}`]);
+    const changes = run.state.recipe_changes, most = 6;
+    const phases = changes.slice(-most).map((each) => S.h("li", {}, S.h("b", {}, `update ${S.integer(each.update)}`), S.h("span", {}, each.keys.slice(0, most).map(([key, before, after]) => S.h("div", {}, `${key}: ${before} → ${after}`)), each.keys.length > most ? S.h("div", { class: "muted" }, `and ${S.plural(each.keys.length - most, "key")} more`) : null)));
+    S.fill(card, S.h("h2", {}, going ? "Now" : "At the end"), S.h("ul", { class: "waits" }, lines.map(([owner, words]) => S.h("li", {}, S.h("b", {}, owner), S.h("span", { class: going ? "" : "muted" }, words)))),
+      phases.length ? [S.h("h2", { style: { marginTop: "1.2rem" } }, changes.length > most ? `Recipe, the last ${most} of ${changes.length} changes` : "Changes of the recipe"), S.h("ul", { class: "waits" }, phases)] : null);
   }
   function longest(run) {
     const u = run.curves.updates;
@@ -106,8 +110,8 @@
     if (!warnings.length && !kinds.length) { S.fill(element); return; }
     if (element.childElementCount && element.dataset.kinds === kinds.join() + warnings.length) return;
     element.dataset.kinds = kinds.join() + warnings.length;
-    const list = S.h("div", { class: "scroll" });
+    const list = S.h("div", { class: "scroll" }), number = state.num_failures + state.notes.reduce((sum, each) => sum + each.count, 0);
     S.fill(element, S.h("section", { class: "card stack" }, S.h("h2", {}, "Notes"), warnings.slice(-5).map(([, line]) => S.h("p", { class: "notice" }, line)), kinds.map((line) => S.h("p", {}, line)),
-      S.h("details", { on: { toggle: async (event) => { if (!event.target.open) return; const found = await S.ask("notes", { run: run.place }); S.fill(list, S.h("table", { class: "data" }, S.h("tbody", {}, found.map((each) => S.h("tr", {}, S.h("td", { class: "num muted" }, S.clock(each.at)), S.h("td", {}, each.kind), S.h("td", {}, each.text)))))); } } }, S.h("summary", {}, "the last 200"), list)));
+      S.h("details", { on: { toggle: async (event) => { if (!event.target.open) return; const found = await S.ask("notes", { run: run.place }); S.fill(list, S.h("table", { class: "data" }, S.h("tbody", {}, found.map((each) => S.h("tr", {}, S.h("td", { class: "num muted" }, S.clock(each.at)), S.h("td", {}, each.kind), S.h("td", {}, each.text)))))); } } }, S.h("summary", {}, number > MOST_NOTES ? `the last ${MOST_NOTES}` : number === 1 ? "show it" : `show all ${number}`), list)));
   }
 })(window.stretto);

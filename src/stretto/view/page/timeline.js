@@ -14,28 +14,34 @@
       this.observer = new ResizeObserver(() => { this.ask(); this.draw(); });
       this.observer.observe(this.canvas);
     }
-    span() { const [begin, end] = this.run.span(); const slack = (end - begin) * 0.01; return [begin - slack, end + slack]; }
+    span() { const [begin, end] = this.run.span(); const slack = (this.clock(end) - this.clock(begin)) * 0.01; return [begin - slack, end + slack]; }
+    /** A time on the clock of the axis, on which pauses are short; and back. Windows, updates and trajectories have usual times. */
+    clock(at) { return S.squeezed(at, this.run.state.pauses); }
+    unclock(time) { return S.stretched(time, this.run.state.pauses); }
+    /** The window, or what it is in whole, on the clock of the axis. */
+    clocked() { return this.range().map((at) => this.clock(at)); }
+    setClocked(from, to) { this.set(this.unclock(from), this.unclock(to)); }
     range() { return this.window || this.span(); }
     set(from, to) {
-      const [begin, end] = this.span(), least = 0.02;
-      let width = Math.max(least, to - from);
+      const [begin, end] = this.span().map((at) => this.clock(at)), least = 0.02;
+      const width = Math.max(least, this.clock(to) - this.clock(from));
       if (width >= end - begin) { this.window = null; this.follow = true; this.changed(); return; }
-      const start = Math.min(Math.max(from, begin), end - width);
+      const start = Math.min(Math.max(this.clock(from), begin), end - width);
       this.follow = start + width >= end - 1e-6;
-      this.window = [start, start + width];
+      this.window = [this.unclock(start), this.unclock(start + width)];
       this.changed();
     }
     changed() { this.draw(); this.ask(); this.describe(); S.remember(this.window ? { from: this.window[0].toFixed(3), to: this.window[1].toFixed(3) } : { from: null, to: null }); }
-    zoom(factor, at) { const [from, to] = this.range(), middle = at ?? (from + to) / 2; this.set(middle - (middle - from) * factor, middle + (to - middle) * factor); }
-    pan(share) { const [from, to] = this.range(), by = (to - from) * share; this.set(from + by, to + by); }
+    zoom(factor, at) { const [from, to] = this.clocked(), middle = at === undefined ? (from + to) / 2 : this.clock(at); this.setClocked(middle - (middle - from) * factor, middle + (to - middle) * factor); }
+    pan(share) { const [from, to] = this.clocked(), by = (to - from) * share; this.setClocked(from + by, to + by); }
     toUpdate(update) {
       const u = this.run.curves.updates, place = u.update.indexOf(update);
       if (place < 0) return;
       const before = place ? u.finished_at[place - 1] : u.taken_at[0] - (u.finished_at[0] - u.taken_at[0]);
-      const width = u.finished_at[place] - before;
-      this.set(before - 0.15 * width, u.finished_at[place] + 0.15 * width);
+      const [start, end] = [Math.max(before, ...this.run.state.pauses.map((pause) => pause[1]).filter((at) => at <= u.taken_at[place])), u.finished_at[place]].map((at) => this.clock(at)), width = end - start;
+      this.setClocked(start - 0.15 * width, end + 0.15 * width);
     }
-    current() { const u = this.run.curves.updates, [from, to] = this.range(), middle = (from + to) / 2; let best = -1; u.finished_at.forEach((at, place) => { if (best < 0 || Math.abs((u.taken_at[place] + at) / 2 - middle) < Math.abs((u.taken_at[best] + u.finished_at[best]) / 2 - middle)) best = place; }); return best < 0 ? null : u.update[best]; }
+    current() { const u = this.run.curves.updates, [from, to] = this.clocked(), middle = this.unclock((from + to) / 2); let best = -1; u.finished_at.forEach((at, place) => { if (best < 0 || Math.abs((u.taken_at[place] + at) / 2 - middle) < Math.abs((u.taken_at[best] + u.finished_at[best]) / 2 - middle)) best = place; }); return best < 0 ? null : u.update[best]; }
 
     // -- data ---------------------------------------------------------------------------------------------------------
     /** Asks for the lanes of the window; at most one question at a time, and the newest last. */
@@ -50,7 +56,7 @@
       this.busy = true;
       const [from, to] = this.range(), [, end] = this.run.span();
       try {
-        this.answer = await S.ask("timeline", { run: this.run.place, from, to, now: end, bins: Math.min(1600, Math.max(100, Math.round(width / (to - from > 3600 ? 2 : 1.5)))), version_rows: this.versions ? 60 : 44, instance_rows: this.instances ? 48 : 24, versions: this.versions, instances: this.instances });
+        this.answer = await S.ask("timeline", { run: this.run.place, from, to, now: end, bins: Math.min(1600, Math.max(100, Math.round(width / (this.run.active(from, to) > 3600 ? 2 : 1.5)))), version_rows: this.versions ? 60 : 44, instance_rows: this.instances ? 48 : 24, versions: this.versions, instances: this.instances });
         this.error = null;
       } catch (error) { this.error = error.message; }
       this.busy = false;
@@ -59,7 +65,7 @@
     }
     describe() {
       const [from, to] = this.range(), [begin] = this.run.span(), a = this.answer;
-      const parts = [`${S.seconds(Math.max(0, from - begin))} to ${S.seconds(to - begin)} (${S.seconds(to - from)})`];
+      const parts = [`${S.seconds(Math.max(0, this.run.active(begin, from)))} to ${S.seconds(this.run.active(begin, to))} (${S.seconds(this.run.active(from, to))})`];
       if (a) {
         parts.push(`${S.plural(a.count, "trajectory", "trajectories")}, ${S.plural(a.versions.lanes, "version")}, ${S.plural(a.instances.lanes, "instance")}, ${S.plural(a.moves.count, "move")}`);
         if (a.read < a.all) parts.push(`reading: ${S.integer(a.read)} of ${S.integer(a.all)} trajectories`);
@@ -68,8 +74,9 @@
     }
 
     // -- drawing ------------------------------------------------------------------------------------------------------
-    x(at) { const [from, to] = this.range(); return LEFT + ((at - from) / (to - from)) * (this.canvas.clientWidth - LEFT - RIGHT); }
-    time(x) { const [from, to] = this.range(); return from + ((x - LEFT) / (this.canvas.clientWidth - LEFT - RIGHT)) * (to - from); }
+    x(at) { return this.clockedX(this.clock(at)); }
+    clockedX(time) { const [from, to] = this.clocked(); return LEFT + ((time - from) / (to - from)) * (this.canvas.clientWidth - LEFT - RIGHT); }
+    time(x) { const [from, to] = this.clocked(); return this.unclock(from + ((x - LEFT) / (this.canvas.clientWidth - LEFT - RIGHT)) * (to - from)); }
     heights() {
       const a = this.answer, rows = a ? a.versions.rows.length : 0, instances = a ? a.instances.rows.length : 0;
       const room = Math.max(220, innerHeight - 330);
@@ -95,16 +102,31 @@
       if (!h.rows) { g.fillStyle = S.colour("muted"); g.textAlign = "left"; g.fillText("No trajectory ran in this window.", LEFT + 10, y + 24); return; }
       y = this.lanes(g, width, y, h.version, "versions");
       this.lanes(g, width, y + GAP, h.instance, "instances");
+      this.breaks(g, width, height);
       if (this.select) { const [a, b] = [this.x(this.select[0]), this.x(this.select[1])]; g.fillStyle = `${S.colour("accent")}26`; g.fillRect(Math.min(a, b), AXIS, Math.abs(b - a), height - AXIS); }
     }
     axis(g, width, height) {
       const [from, to] = this.range(), [begin] = this.run.span();
       g.fillStyle = S.colour("faint"); g.strokeStyle = S.colour("line-soft"); g.textAlign = "center"; g.textBaseline = "alphabetic"; g.lineWidth = 1;
-      for (const value of S.ticks(from - begin, to - begin, Math.max(2, Math.floor((width - LEFT) / 110)))) {
-        const x = Math.round(this.x(begin + value)) + 0.5;
+      const shown = this.run.active(from, to), none = this.run.state.pauses.map(([start, end]) => [start, end, 0]);
+      for (const value of S.ticks(this.run.active(begin, from), this.run.active(begin, to), Math.max(2, Math.floor((width - LEFT) / 110)))) {
+        const x = Math.round(this.x(S.stretched(begin + value, none))) + 0.5;
         if (x < LEFT || x > width - RIGHT) continue;
         g.beginPath(); g.moveTo(x, AXIS - 6); g.lineTo(x, height); g.stroke();
-        g.fillText(value >= 600 && to - from > 300 ? `${(value / 60).toFixed(to - from < 3600 ? 1 : 0)} min` : `${+value.toFixed(4)} s`, Math.min(Math.max(x, LEFT + 16), width - 24), AXIS - 10);
+        g.fillText(value >= 600 && shown > 300 ? `${(value / 60).toFixed(shown < 3600 ? 1 : 0)} min` : `${+value.toFixed(4)} s`, Math.min(Math.max(x, LEFT + 16), width - 24), AXIS - 10);
+      }
+    }
+    /** Pauses between sessions, as narrow breaks across all lanes. */
+    breaks(g, width, height) {
+      for (const [start, end] of this.run.state.pauses) {
+        const x0 = Math.max(LEFT, this.x(start)), x1 = Math.min(width - RIGHT, this.x(end)), words = `stopped for ${S.seconds(end - start)}`;
+        if (x1 <= x0) continue;
+        g.fillStyle = S.colour("card"); g.fillRect(x0, AXIS, Math.max(1.5, x1 - x0), height - AXIS);
+        g.strokeStyle = S.colour("faint"); g.lineWidth = 1; g.setLineDash([4, 3]);
+        for (const x of [x0, x1]) { g.beginPath(); g.moveTo(Math.round(x) + 0.5, AXIS); g.lineTo(Math.round(x) + 0.5, height); g.stroke(); }
+        g.setLineDash([]);
+        if (x1 - x0 >= 12 && g.measureText(words).width < height - AXIS - 8) { g.save(); g.translate((x0 + x1) / 2, (AXIS + height) / 2); g.rotate(-Math.PI / 2); g.fillStyle = S.colour("muted"); g.textAlign = "center"; g.textBaseline = "middle"; g.fillText(words, 0, 0); g.restore(); }
+        this.areas.push({ x: x0 - 1, y: AXIS, w: Math.max(3, x1 - x0 + 2), h: height - AXIS, tip: () => [[words], ["from", S.date(start)], ["to", S.date(end)]] });
       }
     }
     label(g, words, y, strong) { g.fillStyle = S.colour(strong ? "text" : "muted"); g.textAlign = "right"; g.textBaseline = "middle"; g.fillText(words, LEFT - 10, y); }
@@ -133,7 +155,7 @@
         if (right - left > 24) { g.fillStyle = S.colour("on-accent"); g.fillText(right - left > 64 ? `update ${update}` : update, (left + right) / 2, y + TRAINER / 2); }
         this.areas.push({ x: x0, y, w: Math.max(2, x1 - x0), h: TRAINER, update, tip: () => [["update", update], ["took", S.seconds(u.update_seconds[place] ?? end - start)], ["reward", S.number(u.reward_mean[place])], ["tokens", S.integer(u.tokens[place])], ["age, mean and oldest", `${S.number(u.staleness_mean[place], 2)}, ${S.number(u.staleness_max[place])}`], ["trainer idle before", S.seconds(u.trainer_idle_seconds[place])]] });
       });
-      const t = this.run.curves.training;
+      const { training } = this.run.state, t = training && [training.update, training.since];
       if (t && this.run.state.condition === "running") { const x0 = this.x(t[1]), x1 = this.x(this.run.span()[1]); g.fillStyle = S.series(1); g.globalAlpha = 0.8; g.fillRect(x0, y + 2, Math.max(1, x1 - x0), TRAINER - 4); g.globalAlpha = 1; this.areas.push({ x: x0, y, w: Math.max(2, x1 - x0), h: TRAINER, tip: () => [["update", t[0]], ["trains since", S.clock(t[1])]] }); }
       g.restore();
       return y + TRAINER;
@@ -171,7 +193,7 @@
       return y + MOVES;
     }
     lanes(g, width, y, height, kind) {
-      const a = this.answer, { rows, peak } = a[kind], scale = (a.to - a.from) / a.bins, version = kind === "versions";
+      const a = this.answer, { rows, peak } = a[kind], begin = this.clock(a.from), scale = (this.clock(a.to) - begin) / a.bins, version = kind === "versions";
       if (!rows.length) return y;
       const top = y;
       g.font = `11px ${getComputedStyle(document.body).fontFamily}`;
@@ -188,7 +210,7 @@
           const own = Math.max(...row.values, 1e-9), most = version ? peak : own;
           row.values.forEach((value, offset) => {
             if (value <= 0) return;
-            const at = a.from + (row.first + offset) * scale, x0 = this.x(at), x1 = this.x(at + scale);
+            const at = begin + (row.first + offset) * scale, x0 = this.clockedX(at), x1 = this.clockedX(at + scale);
             if (x1 < LEFT || x0 > width) return;
             const share = Math.max(0.06, value / most), size = height > 8 ? Math.max(1.5, (height - 3) * share) : height - 0.6;
             g.globalAlpha = height > 8 ? 0.85 : 0.25 + 0.75 * share;
@@ -219,7 +241,7 @@
       g.globalAlpha = 1;
     }
     laneTip(row, kind, name, at, scale) {
-      const bin = Math.floor((at - this.answer.from) / scale) - row.first, value = row.values[bin] || 0;
+      const bin = Math.floor((this.clock(at) - this.clock(this.answer.from)) / scale) - row.first, value = row.values[bin] || 0;
       const lines = [[name], ["running here", `${S.number(value, 2)} on average`], ["in this window", S.plural(row.count, "trajectory", "trajectories")]];
       if (kind === "instances" && !value) lines.push(["idle", this.during(at)]);
       return lines;
@@ -227,6 +249,7 @@
     /** What the run did at a moment, as the reason why an instance had nothing to do. */
     during(at) {
       const u = this.run.curves.updates, evaluation = this.run.curves.evaluations.find((each) => each.seconds && at >= each.at - each.seconds && at <= each.at);
+      if (this.run.state.pauses.some(([start, end]) => at > start && at < end)) return "the run was stopped";
       if (evaluation) return `version ${evaluation.version} was evaluated`;
       const place = u.taken_at.findIndex((start, index) => at >= start && at <= u.finished_at[index]);
       if (place >= 0) return `update ${u.update[place]} was training, and no group could start`;
@@ -241,7 +264,7 @@
     listen() {
       const { canvas } = this;
       canvas.addEventListener("wheel", (event) => { event.preventDefault(); if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) this.pan(event.deltaX / 900); else this.zoom(Math.exp(Math.max(-60, Math.min(60, event.deltaY)) * 0.006), this.time(Math.max(LEFT, event.offsetX))); }, { passive: false });
-      canvas.addEventListener("pointerdown", (event) => { if (event.button) return; canvas.setPointerCapture(event.pointerId); this.drag = { x: event.offsetX, range: this.range(), moved: false, select: event.shiftKey }; canvas.focus({ preventScroll: true }); });
+      canvas.addEventListener("pointerdown", (event) => { if (event.button) return; canvas.setPointerCapture(event.pointerId); this.drag = { x: event.offsetX, range: this.clocked(), moved: false, select: event.shiftKey }; canvas.focus({ preventScroll: true }); });
       canvas.addEventListener("pointermove", (event) => {
         if (this.drag) {
           const by = event.offsetX - this.drag.x;
@@ -251,7 +274,7 @@
           if (this.drag.select) { canvas.classList.add("selecting"); this.select = [this.time(this.drag.x), this.time(event.offsetX)]; this.draw(); return; }
           canvas.classList.add("dragging");
           const [from, to] = this.drag.range, step = ((to - from) * by) / (canvas.clientWidth - LEFT - RIGHT);
-          if (this.window) this.set(from - step, to - step);
+          if (this.window) this.setClocked(from - step, to - step);
           return;
         }
         const area = this.hit(event.offsetX, event.offsetY);
@@ -280,7 +303,7 @@
     whole() { this.versions = this.instances = null; this.window = null; this.follow = true; this.changed(); }
     /** New data has come: keeps the end of the run in sight if it was. */
     updated() {
-      if (this.window && this.follow) { const width = this.window[1] - this.window[0], [, end] = this.span(); this.window = [end - width, end]; }
+      if (this.window && this.follow) { const [from, to] = this.clocked(), end = this.clock(this.span()[1]); this.window = [this.unclock(end - (to - from)), this.unclock(end)]; }
       this.draw(); this.describe(); this.ask();
     }
   }
@@ -296,7 +319,7 @@
       const legend = S.h("div", { class: "legend" },
         [[0, "update"], [3, "evaluation"], [1, "move"]].map(([place, text]) => S.h("span", {}, S.h("i", { class: "swatch", style: { background: S.series(place) } }), text)),
         S.h("span", {}, "hatched: trainer idle"), S.h("span", {}, "dotted line: a version is published"), S.h("span", {}, "height of a lane: trajectories running"));
-      const last = (share) => { const [begin, end] = view.span(); view.set(end - (end - begin) * share, end); };
+      const last = (share) => { const [begin, end] = view.span().map((at) => view.clock(at)); view.setClocked(end - (end - begin) * share, end); };
       S.fill(main, S.h("div", { class: "stack" },
         S.h("div", { class: "row" }, S.h("button", { type: "button", on: { click: () => view.whole() } }, "Whole run"), S.h("button", { type: "button", on: { click: () => last(0.1) } }, "Last tenth"),
           S.h("button", { type: "button", "aria-label": "zoom in", on: { click: () => view.zoom(0.5) } }, "+"), S.h("button", { type: "button", "aria-label": "zoom out", on: { click: () => view.zoom(2) } }, "−"), wanted,

@@ -2,12 +2,13 @@
 "use strict";
 (function (S) {
   const NAMES = ["update", "reward", "length", "age", "version", "group", "finish", "state", "failed", "text", "sort"];
+  const ENDS = new Set(["trained", "failed", "filtered", "dropped"]);
   const HINTS = { update: "7 or 5..9", reward: "0.5..", length: "100..", age: "2", version: "3", group: "12" };
   const pressed = (element, act) => ({ click: act, keydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); act(event); } else if (event.key === "ArrowDown" || event.key === "ArrowUp") { const next = event.key === "ArrowDown" ? event.currentTarget.nextElementSibling : event.currentTarget.previousElementSibling; if (next) { event.preventDefault(); next.focus(); } } void element; } });
 
   class Trajectories {
     constructor(main, run, parameters) {
-      this.run = run; this.parameters = { ...parameters }; this.generation = 0;
+      this.run = run; this.parameters = { ...parameters }; this.generation = 0; this.listed = { rows: [], cursor: null };
       this.results = S.h("section", { class: "card list", tabindex: -1 }); this.details = S.h("section", { class: "details stack" }); this.status = S.h("div", { class: "row", role: "status" });
       this.split = S.h("div", { class: "split" }, this.results, this.details);
       this.form = S.h("form", { class: "card filters", on: { submit: (event) => { event.preventDefault(); this.submit(); } } });
@@ -66,7 +67,22 @@
       S.fill(this.status, share !== null ? S.h("progress", { max: 1, value: share, "aria-label": "progress" }) : null, S.h("span", { class: "muted" }, words, S.report ? ` (a sample of the run, ${S.integer(this.run.sampleOf || S.report.runs[this.run.place].num_trajectories)} in all)` : ""),
         looking || reading ? S.h("button", { type: "button", class: "quiet", on: { click: () => { this.generation += 1; S.fill(this.status, S.h("span", { class: "muted" }, "stopped")); } } }, "Stop") : null);
     }
+    /** Reads the rows again that had not ended as they were listed. The list keeps its order. */
+    async refresh() {
+      const { rows, cursor } = this.listed, open = this.source || S.report ? [] : rows.filter((row) => !ENDS.has(row.state)), mine = this.generation;
+      if (!open.length || this.refreshing) return;
+      this.refreshing = true;
+      try {
+        const groups = open.map((row) => row.group), found = await S.ask("trajectories", { run: this.run.place, group: `${Math.min(...groups)}..${Math.max(...groups)}`, sort: "oldest", limit: 500 });
+        if (mine !== this.generation || this.gone) return;
+        const now = new Map(found.rows.map((row) => [row.trajectory, row])), focused = document.activeElement, id = this.results.contains(focused) && focused.dataset.id, { scrollTop } = this.results;
+        this.table(rows.map((row) => now.get(row.trajectory) || row), false, cursor);
+        this.results.scrollTop = scrollTop;
+        if (id) { const row = this.results.querySelector(`tr[data-id="${id}"]`); if (row) row.focus({ preventScroll: true }); }
+      } catch { /* the next poll says what is wrong */ } finally { this.refreshing = false; }
+    }
     table(rows, waiting, cursor, more) {
+      this.listed = { rows: waiting || more ? [] : rows, cursor };
       if (!rows.length) { S.fill(this.results, S.h("p", { class: "empty" }, waiting || more ? "Searching …" : this.source && !S.report ? "No answer fits. Runs that began with an older version of stretto kept no answers." : this.run.state.counts && Object.keys(this.run.state.counts).length ? "No trajectory fits these filters." : "No trajectory has started yet.")); return; }
       const [low, high] = S.rewardBounds(rows.map((row) => row.reward)), training = !this.source;
       const head = training ? [["", "trajectory"], ["num", "update"], ["num hide-open", "version"], ["num hide-narrow", "age"], ["num", "reward"], ["num", "length"], ["hide-narrow hide-open", "state"], ["hide-open hide-narrow", "end of the prompt"], ["", "completion"]] : [["num", "prompt"], ["", "how"], ["num", "reward"], ["num", "length"], ["hide-open hide-narrow", "end of the prompt"], ["", "answer"]];
@@ -143,6 +159,6 @@
 
   S.trajectories = {
     title: "Trajectories",
-    show(main, run, parameters) { const view = new Trajectories(main, run, parameters); S.trajectoriesView = view; return { draw() {}, key: (key) => { if (key === "/") { view.form.elements.text.focus(); return true; } if (key === "Escape") { view.close(); return true; } return false; }, close: () => { view.gone = true; } }; },
+    show(main, run, parameters) { const view = new Trajectories(main, run, parameters); S.trajectoriesView = view; return { draw: () => view.refresh(), key: (key) => { if (key === "/") { view.form.elements.text.focus(); return true; } if (key === "Escape") { view.close(); return true; } return false; }, close: () => { view.gone = true; } }; },
   };
 })(window.stretto);
