@@ -118,7 +118,7 @@ def test_a_stopped_run_is_resumed_with_the_same_functions_and_rows_and_by_nothin
     assert stretto.open_run(folder).stopped
     assert sum("`python:exact` cannot be imported by a worker process" in text for text in stops.messages) == 1
 
-    assert main(["train", str(folder / "config.toml"), "--out", str(folder), "--resume"]) == 2
+    assert main(["train", "--out", str(folder), "--resume"]) == 2
     said = capsys.readouterr().err
     assert "this was given from Python and cannot be found by its name" in said
     assert "use `stretto.train(..., reward=..., data=...)` with the same again" in said
@@ -130,9 +130,7 @@ def test_a_stopped_run_is_resumed_with_the_same_functions_and_rows_and_by_nothin
         stretto.train(recipe, reward=lambda prompt, completion: 1.0, data=ROWS, out=folder, resume=True)
 
     stops = Stops(after=run.summary["steps"])
-    again = stretto.train(
-        recipe, reward=other_letters(), data=ROWS, out=folder, resume=True, callbacks=[stops], progress=False
-    )
+    again = stretto.train(reward=other_letters(), data=ROWS, out=folder, resume=True, callbacks=[stops], progress=False)
     assert again.summary["steps"] > run.summary["steps"] or again.stopped
     changed = (
         "the source of `python:exact` has changed since the run used it last: rewards are those of the new code now"
@@ -339,13 +337,14 @@ def test_what_does_not_fit_together_is_refused_before_anything_is_built(model: P
         ({"reward": exact, "environment": Letters, "data": ROWS}, "an environment rewards its episodes itself"),
         ({"environment": Letters}, "`environment` needs rows"),
         ({"reward": exact, "data": ROWS, "resume": True}, "`resume` needs `out`"),
+        ({"recipe": None, "reward": exact, "data": ROWS}, "`recipe` is None: give one"),
         ({"reward": exact, "data": ROWS, "callbacks": [3], "out": tmp_path / "new"}, "is no function and has none"),
         ({"reward": exact, "data": ROWS, "overrides": {"task.pass_env": ["HOME"]}}, "`task.pass_env` has no effect"),
         ({"overrides": {"training.stepz": 2}}, "stepz"),
     ]
     for arguments, words in cases:
         with pytest.raises(stretto.StrettoError) as raised:
-            stretto.train(recipe, **{"progress": False, **arguments})
+            stretto.train(**{"recipe": recipe, "progress": False, **arguments})
         assert words in str(raised.value)
     assert not (tmp_path / "runs").exists()
     with pytest.raises(RecipeError, match="`reward` scores a task of one turn"):

@@ -143,6 +143,12 @@ def test_resume_needs_the_folder_of_the_run(recipe: Path, capsys: pytest.Capture
     assert "`--resume` needs `--out RUN`" in capsys.readouterr().err
 
 
+def test_a_run_that_begins_needs_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--out", str(tmp_path / "run")]) == 2
+    assert "needs a RECIPE: name one, or continue a run with `--out RUN --resume`" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_verify_and_show_of_something_else_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(tmp_path)]) == 2
     assert "no run folder" in capsys.readouterr().err
@@ -208,7 +214,12 @@ def test_train_verify_and_show_follow_one_another(
     assert main(["train", str(recipe), *settings(), "--out", str(run), "--resume"]) == 2
     assert "is finished" in capsys.readouterr().err
     assert main(["train", str(recipe), *settings(), "--out", str(run)]) == 2
-    assert capsys.readouterr().err.endswith("exists already; choose another `--out`\n"), "nothing to resume in it"
+    assert "exists already" in capsys.readouterr().err
+
+    assert main(["train", "--out", str(run), "--resume", "--set", "training.steps=3"]) == 0
+    said = capsys.readouterr().out
+    assert "from update 2 on: `training.steps` 2 -> 3\n" in said, "all that `--set` had changed is kept"
+    assert "3 of 3 updates done" in said
 
 
 class Gone(io.TextIOWrapper):

@@ -102,7 +102,7 @@ class Run:
 
     @property
     def stopped(self) -> bool:
-        """True if the run was stopped before its last update. `stretto.train(..., resume=True)` continues it."""
+        """True if the run was stopped before its last update. `stretto.train(out=..., resume=True)` continues it."""
         return self.outcome == "stopped"
 
     def stop(self) -> None:

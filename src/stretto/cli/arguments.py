@@ -41,10 +41,13 @@ def integer(text: str) -> int:
     return value
 
 
-def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """Declares `RECIPE` and `--set KEY=VALUE`."""
+def add_recipe(parser: argparse.ArgumentParser, *, optional: str | None = None) -> None:
+    """Declares `RECIPE` and `--set KEY=VALUE`. With `optional`, which says when, `RECIPE` may be left out."""
     help = "a TOML file, or the name of a recipe that comes with the package, such as `quickstart`"
-    parser.add_argument("recipe", type=recipe, metavar="RECIPE", help=help)
+    if optional is None:
+        parser.add_argument("recipe", type=recipe, metavar="RECIPE", help=help)
+    else:
+        parser.add_argument("recipe", type=recipe, nargs="?", metavar="RECIPE", help=f"{help}; {optional}")
     parser.add_argument(
         "--set",
         action="append",

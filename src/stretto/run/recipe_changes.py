@@ -147,7 +147,7 @@ def accepted_changes(recipe: Recipe, folder: Path) -> list[Change]:
 
     The error has a line for each key that cannot change, with the reason.
     """
-    recorded, before = recorded_in(folder), _recorded_recipe(folder)
+    recorded, before = recorded_in(folder), recorded_recipe(folder)
     changes = _changes(before, recipe)
     problems = list(_refused(before, recipe, folder, changes))
     if problems:
@@ -174,7 +174,7 @@ def refuse_another_recipe(recipe: Recipe, folder: Path, instead: str) -> None:
 
     `instead` is what the error tells the user to do.
     """
-    before = _recorded_recipe(folder)
+    before = recorded_recipe(folder)
     changed = [each.key for each in _changes(before, recipe) if _row(each.key, OF_THE_MACHINE) is None]
     if changed:
         raise RunError("\n  ".join(["this is another recipe:", *_lines(recipe, before, folder, changed), instead]))
@@ -199,7 +199,7 @@ def _row(key: str, table: Sequence[str]) -> str | None:
 # -- the recipe of the run ---------------------------------------------------------------------------------------------
 
 
-def _recorded_recipe(folder: Path) -> Recipe:
+def recorded_recipe(folder: Path) -> Recipe:
     """Returns the recipe that a run has now: of the last phase in its journal, or of `config.toml` if it has none.
 
     Raises `RunError` if the two files are of different runs, or `config.toml` cannot be read.

@@ -57,8 +57,8 @@
         if (state.status.num_instances > 1) lines.push(["instances", state.status.instances.slice(0, 8).map((each) => `${each.instance}: ${each.running}`).join(", ") + (state.status.num_instances > 8 ? `, and ${state.status.num_instances - 8} more` : "")]);
       } else lines.push(["run", "is starting: it evaluates the first version, or loads its model"]);
     } else {
-      const last = state.sessions.at(-1);
-      const words = { finished: "Nothing is waited for: the run has finished.", stopped: "Nothing is waited for: the run was stopped. It continues with `stretto train RECIPE --out RUN --resume`.", killed: "No process runs it, and it has not ended: it was killed. It continues with `stretto train RECIPE --out RUN --resume`." }[state.condition];
+      const last = state.sessions.at(-1), again = `It continues with \`stretto train --out ${state.folder} --resume\`.`;
+      const words = { finished: "Nothing is waited for: the run has finished.", stopped: `Nothing is waited for: the run was stopped. ${again}`, killed: `No process runs it, and it has not ended: it was killed. ${again}` }[state.condition];
       lines.push(["", words]);
       if (last && last.ended_at) lines.push(["ended", S.date(last.ended_at)]);
       if (state.condition === "killed" && state.status) { lines.push(["last sign", S.date(state.status.at)]); for (const wait of state.status.waits) { const [owner, ...rest] = wait.split(": "); lines.push([owner, `waited: ${rest.join(": ")}`]); } }
