@@ -214,7 +214,7 @@ def test_train_verify_and_show_follow_one_another(
     assert main(["train", str(recipe), *settings(), "--out", str(run), "--resume"]) == 2
     assert "is finished" in capsys.readouterr().err
     assert main(["train", str(recipe), *settings(), "--out", str(run)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "exists already; add `--resume` (`resume=True` in Python) and more" in capsys.readouterr().err
 
     assert main(["train", "--out", str(run), "--resume", "--set", "training.steps=3"]) == 0
     said = capsys.readouterr().out
@@ -277,7 +277,7 @@ def test_the_policy_of_the_tiny_model_travels_with_its_base_and_says_how_it_was_
     assert adapted(**tokens).logits.shape[1] == 6
     readme = (policy / "README.md").read_text()
     assert "raw text" in readme
-    assert "as seen from" not in readme, "its paths are whole"
+    assert "Paths are relative" not in readme, "its paths are whole"
     assert "PeftModel.from_pretrained(AutoModelForCausalLM" in readme
     assert not list(policy.rglob("chat_template.jinja")), "no prompt of the run went through it"
     modes = {path.stat().st_mode & 0o777 for path in policy.rglob("*") if path.is_file()}
@@ -286,7 +286,7 @@ def test_the_policy_of_the_tiny_model_travels_with_its_base_and_says_how_it_was_
 
 def test_the_readme_of_a_policy_says_where_its_paths_are_seen_from(recipe: Path) -> None:
     said = export.readme(Path("runs/mine/policy"), base="tiny", templated=False, with_base=True)
-    assert f"as seen from `{Path.cwd()}`" in said
+    assert f"Paths are relative to `{Path.cwd()}`" in said
 
 
 def ordinary_mode(folder: Path) -> int:
@@ -383,10 +383,16 @@ def test_a_paradigm_named_twice_is_refused(recipe: Path, capsys: pytest.CaptureF
         (["train", "none.toml"], "`none.toml` does not exist"),
         (["train", "recipe.toml", "--set", "staleness=3"], "did you mean `rollout.staleness`"),
         (["train", "recipe.toml", "--out", "taken"], "exists already"),
-        (["train", "recipe.toml", "--out", "nothing", "--resume"], "leave `--resume` out to start one"),
+        (
+            ["train", "recipe.toml", "--out", "nothing", "--resume"],
+            "to start one, leave `--resume` (`resume=True` in Python) out",
+        ),
         (["train", "recipe.toml", "--out", "taken", "--resume"], "`taken` holds no run"),
         (["train", "recipe.toml", "--out", "taken", "--resume"], "or choose another `--out`"),
-        (["train", "recipe.toml", "--out", "dead"], "add `--resume` to continue the run in it"),
+        (
+            ["train", "recipe.toml", "--out", "dead"],
+            "add `--resume` (`resume=True` in Python) to continue the run in it",
+        ),
         (["train", "recipe.toml", "--out", "live"], "a process runs the run in it; choose another `--out`"),
         (["train", "recipe.toml", "--out", "live", "--resume"], "the run in `live` goes on in another process"),
         (

@@ -47,7 +47,7 @@ def train(
       split from `data`. With `data` and `reward` the recipe needs no `[task]`.
     - `environment`: a class or an object that plays episodes, instead of `reward`.
     - `callbacks`: functions that get each update's line, or objects with methods of `Callback`.
-    - `progress`: False prints nothing.
+    - `progress`: False prints no progress. Warnings go to the logger `stretto` in any case.
     - `give_up`: trajectories that a resumed run fails instead of training on them.
 
     Ctrl-C, or the interrupt of a notebook's cell, stops the run at the next update boundary; it returns with
@@ -66,11 +66,11 @@ def train(
         refuse_occupied(folder)
 
     from stretto.recipe.schema import load_recipe
-    from stretto.run.recipe_changes import accepted_changes, recorded_recipe
+    from stretto.run.recipe_changes import accepted_changes, current_recipe
 
     if resume:
         given = given.as_recorded(recorded_task(folder))
-    written = recorded_recipe(folder) if recipe is None else recipe
+    written = current_recipe(folder) if recipe is None else recipe
     made = load_recipe(written, overrides or (), change_task=given.in_task if given.names else None)
     if resume:
         accepted_changes(made, folder)

@@ -68,6 +68,18 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", type=path, nargs="+", metavar="RUN", help="a run folder")
 
 
+def add_file(parser: argparse.ArgumentParser, name: str) -> None:
+    """Declares `-o FILE`, by default `name`, and `--force`."""
+    parser.add_argument("-o", "--out", type=path, default=Path(name), metavar="FILE", help=f"(default: {name})")
+    parser.add_argument("--force", action="store_true", help="replace the file if it exists")
+
+
+def refuse_existing_file(options: argparse.Namespace) -> None:
+    """Raises `RunError` if the file of `-o` exists and `--force` was not given."""
+    if options.out.exists() and not options.force:
+        raise RunError(f"`{options.out}` exists already; choose another `-o`, or replace it with `--force`")
+
+
 def add_tokenizer(parser: argparse.ArgumentParser) -> None:
     """Declares `--tokenizer`."""
     parser.add_argument(
