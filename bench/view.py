@@ -56,7 +56,7 @@ def make_journal(path: Path, updates: int, trajectories: int, instances: int, se
         "laws_broken": list(LAWS_GIVEN_UP["multi-version"]),
     }  # fmt: skip
     db.executemany("INSERT INTO run VALUES (?, ?)", [(key, json.dumps(value)) for key, value in facts.items()])
-    db.execute("INSERT INTO sessions VALUES (1, ?, ?, 'finished', NULL)", (BEGAN, BEGAN + updates * UPDATE_S + 9))
+    db.execute("INSERT INTO sessions VALUES (1, ?, ?, 'finished', NULL, NULL)", (BEGAN, BEGAN + updates * UPDATE_S + 9))
     db.executemany(
         "INSERT INTO instances VALUES (1, ?, 4, ?, NULL, NULL, NULL)", [(each, BEGAN) for each in range(instances)]
     )

@@ -138,10 +138,10 @@ def test_a_killed_run_is_read_up_to_where_it_came(finished: Path, tmp_path: Path
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "update", "upda')
     made = stretto.open_run(folder)
-    assert made.outcome == "failed"
+    assert (made.outcome, made.problem) == ("killed", None)
     assert made.summary == {}
     assert len(made.metrics()) == 3
-    assert stretto.compare_runs([made])["outcome"] == ["failed"]
+    assert stretto.compare_runs([made])["outcome"] == ["killed"]
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

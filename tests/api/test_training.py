@@ -19,6 +19,7 @@ from stretto.cli import main
 from stretto.errors import RecipeError, RunError
 from stretto.observe.listeners import Callback, LiveRun
 from stretto.recipe.schema import Recipe
+from stretto.view.runs import RunSource
 
 ROWS = [{"prompt": f"{number}+{number}=", "answer": number} for number in range(24)]
 
@@ -118,7 +119,7 @@ def test_a_stopped_run_is_resumed_with_the_same_functions_and_rows_and_by_nothin
     assert stretto.open_run(folder).stopped
     assert sum("`python:exact` cannot be imported by a worker process" in text for text in stops.messages) == 1
 
-    assert main(["train", str(folder / "config.toml"), "--out", str(folder), "--resume"]) == 2
+    assert main(["train", "--out", str(folder), "--resume"]) == 2
     said = capsys.readouterr().err
     assert "this was given from Python and cannot be found by its name" in said
     assert "use `stretto.train(..., reward=..., data=...)` with the same again" in said
@@ -130,9 +131,7 @@ def test_a_stopped_run_is_resumed_with_the_same_functions_and_rows_and_by_nothin
         stretto.train(recipe, reward=lambda prompt, completion: 1.0, data=ROWS, out=folder, resume=True)
 
     stops = Stops(after=run.summary["steps"])
-    again = stretto.train(
-        recipe, reward=other_letters(), data=ROWS, out=folder, resume=True, callbacks=[stops], progress=False
-    )
+    again = stretto.train(reward=other_letters(), data=ROWS, out=folder, resume=True, callbacks=[stops], progress=False)
     assert again.summary["steps"] > run.summary["steps"] or again.stopped
     changed = (
         "the source of `python:exact` has changed since the run used it last: rewards are those of the new code now"
@@ -143,9 +142,16 @@ def test_a_stopped_run_is_resumed_with_the_same_functions_and_rows_and_by_nothin
     assert_verifies(folder)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_finished_run_whose_extension_ends_early_is_not_called_finished(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+@pytest.mark.parametrize(
+    ("error", "cause"), [(RuntimeError, "RuntimeError: out of luck"), (KeyboardInterrupt, "interrupted")]
+)
+def test_a_finished_run_whose_extension_ends_early_has_failed_with_its_cause_by_every_name(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: type[BaseException],
+    cause: str,
 ) -> None:
     options = {"training.steps": 1, "evaluation.prompts": 0}
     run = stretto.train(tables(model), options, reward=letters, data=ROWS, out=tmp_path / "run", progress=False)
@@ -161,7 +167,7 @@ def test_a_finished_run_whose_extension_ends_early_is_not_called_finished(
 
     async def ended(*_: Any, **__: Any) -> None:
         await asyncio.to_thread(seen.wait, 60.0)
-        raise error
+        raise error("out of luck\nat length")
 
     monkeypatch.setattr("stretto.run.loop.Loop.run", ended)
     with pytest.raises(error):
@@ -170,7 +176,18 @@ def test_a_finished_run_whose_extension_ends_early_is_not_called_finished(
             callbacks=[Ends()], progress=False,
         )  # fmt: skip
     assert outcomes == ["running", "failed"]
-    assert stretto.open_run(run.folder).outcome == "failed"
+    opened = stretto.open_run(run.folder)
+    assert (opened.outcome, opened.problem) == ("failed", cause)
+    assert main(["list", str(tmp_path)]) == 0
+    listed = capsys.readouterr().out.splitlines()[-1]
+    assert "  failed  " in listed
+    assert listed.endswith(cause)
+    assert main(["show", str(run.folder)]) == 0
+    assert f"1 of 2 updates, resumed once, failed: {cause}" in " ".join(capsys.readouterr().out.split())
+    assert main(["verify", str(run.folder)]) == 0
+    assert "run failed" in capsys.readouterr().out
+    state = RunSource(run.folder).state()
+    assert (state["condition"], state["sessions"][-1]["error"]) == ("failed", cause)
 
 
 def test_a_function_of_a_module_gets_processes_of_its_own(model: Path, tmp_path: Path) -> None:
@@ -339,15 +356,20 @@ def test_what_does_not_fit_together_is_refused_before_anything_is_built(model: P
         ({"reward": exact, "environment": Letters, "data": ROWS}, "an environment rewards its episodes itself"),
         ({"environment": Letters}, "`environment` needs rows"),
         ({"reward": exact, "data": ROWS, "resume": True}, "`resume` needs `out`"),
+        ({"recipe": None, "reward": exact, "data": ROWS}, "`recipe` is None: give one"),
         ({"reward": exact, "data": ROWS, "callbacks": [3], "out": tmp_path / "new"}, "is no function and has none"),
         ({"reward": exact, "data": ROWS, "overrides": {"task.pass_env": ["HOME"]}}, "`task.pass_env` has no effect"),
         ({"overrides": {"training.stepz": 2}}, "stepz"),
     ]
     for arguments, words in cases:
         with pytest.raises(stretto.StrettoError) as raised:
-            stretto.train(recipe, **{"progress": False, **arguments})
+            stretto.train(**{"recipe": recipe, "progress": False, **arguments})
         assert words in str(raised.value)
     assert not (tmp_path / "runs").exists()
+    with pytest.raises(
+        RecipeError, match=r"`reward` alone makes no task, and the recipe has no `\[task\]`: give `data`"
+    ):
+        stretto.check(tables(model), reward=exact)
     with pytest.raises(RecipeError, match="`reward` scores a task of one turn"):
         stretto.check(tables(model, task={"type": "environment"}), reward=exact, data=ROWS)
 

@@ -143,6 +143,12 @@ def test_resume_needs_the_folder_of_the_run(recipe: Path, capsys: pytest.Capture
     assert "`--resume` needs `--out RUN`" in capsys.readouterr().err
 
 
+def test_a_run_that_begins_needs_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--out", str(tmp_path / "run")]) == 2
+    assert "needs a RECIPE: name one, or continue a run with `--out RUN --resume`" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_verify_and_show_of_something_else_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(tmp_path)]) == 2
     assert "no run folder" in capsys.readouterr().err
@@ -208,7 +214,12 @@ def test_train_verify_and_show_follow_one_another(
     assert main(["train", str(recipe), *settings(), "--out", str(run), "--resume"]) == 2
     assert "is finished" in capsys.readouterr().err
     assert main(["train", str(recipe), *settings(), "--out", str(run)]) == 2
-    assert capsys.readouterr().err.endswith("exists already; choose another `--out`\n"), "nothing to resume in it"
+    assert "exists already; add `--resume` (`resume=True` in Python) and more" in capsys.readouterr().err
+
+    assert main(["train", "--out", str(run), "--resume", "--set", "training.steps=3"]) == 0
+    said = capsys.readouterr().out
+    assert "from update 2 on: `training.steps` 2 -> 3\n" in said, "all that `--set` had changed is kept"
+    assert "3 of 3 updates done" in said
 
 
 class Gone(io.TextIOWrapper):
@@ -266,7 +277,7 @@ def test_the_policy_of_the_tiny_model_travels_with_its_base_and_says_how_it_was_
     assert adapted(**tokens).logits.shape[1] == 6
     readme = (policy / "README.md").read_text()
     assert "raw text" in readme
-    assert "as seen from" not in readme, "its paths are whole"
+    assert "Paths are relative" not in readme, "its paths are whole"
     assert "PeftModel.from_pretrained(AutoModelForCausalLM" in readme
     assert not list(policy.rglob("chat_template.jinja")), "no prompt of the run went through it"
     modes = {path.stat().st_mode & 0o777 for path in policy.rglob("*") if path.is_file()}
@@ -275,7 +286,7 @@ def test_the_policy_of_the_tiny_model_travels_with_its_base_and_says_how_it_was_
 
 def test_the_readme_of_a_policy_says_where_its_paths_are_seen_from(recipe: Path) -> None:
     said = export.readme(Path("runs/mine/policy"), base="tiny", templated=False, with_base=True)
-    assert f"as seen from `{Path.cwd()}`" in said
+    assert f"Paths are relative to `{Path.cwd()}`" in said
 
 
 def ordinary_mode(folder: Path) -> int:
@@ -372,10 +383,16 @@ def test_a_paradigm_named_twice_is_refused(recipe: Path, capsys: pytest.CaptureF
         (["train", "none.toml"], "`none.toml` does not exist"),
         (["train", "recipe.toml", "--set", "staleness=3"], "did you mean `rollout.staleness`"),
         (["train", "recipe.toml", "--out", "taken"], "exists already"),
-        (["train", "recipe.toml", "--out", "nothing", "--resume"], "leave `--resume` out to start one"),
+        (
+            ["train", "recipe.toml", "--out", "nothing", "--resume"],
+            "to start one, leave `--resume` (`resume=True` in Python) out",
+        ),
         (["train", "recipe.toml", "--out", "taken", "--resume"], "`taken` holds no run"),
         (["train", "recipe.toml", "--out", "taken", "--resume"], "or choose another `--out`"),
-        (["train", "recipe.toml", "--out", "dead"], "add `--resume` to continue the run in it"),
+        (
+            ["train", "recipe.toml", "--out", "dead"],
+            "add `--resume` (`resume=True` in Python) to continue the run in it",
+        ),
         (["train", "recipe.toml", "--out", "live"], "a process runs the run in it; choose another `--out`"),
         (["train", "recipe.toml", "--out", "live", "--resume"], "the run in `live` goes on in another process"),
         (

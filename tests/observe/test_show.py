@@ -79,7 +79,7 @@ def test_the_overview_has_a_line_an_update_and_every_count(run_folder):
     assert ["1", "0.3750", "2", "7.5", "1.00", "1", "training"] in lines
     assert ["before", "0", "0.1250", "16", "1.5"] in lines
     assert ["skipped", "1", "-", "0", "0.0"] in lines
-    assert "multi-version, staleness 1, 1 prompts x 2; 1 of 3 updates, running or interrupted" in text
+    assert "multi-version, staleness 1, 1 prompts x 2; 1 of 3 updates, running" in text
     assert "6 started; 2 trained, 0 failed, 0 filtered, 0 dropped; in progress: 2 running, 2 training" in text
     assert "trainer idle 38 s: group [8123], version 17" in text
 

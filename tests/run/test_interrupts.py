@@ -62,7 +62,7 @@ def test_an_interrupt_before_the_policy_is_written_can_be_resumed(
     with monkeypatch.context() as patched:
         patched.setattr(module, "export_policy", interrupted)
         assert main(words(model, tmp_path)) == 130
-    assert f"continue with the same command and `--out {tmp_path / 'run'} --resume`" in capsys.readouterr().out
+    assert f"continue with `stretto train --out {tmp_path / 'run'} --resume`" in capsys.readouterr().out
     assert standing(tmp_path / "run") == "stopped"
     assert not (tmp_path / "run" / "policy").exists()
     monkeypatch.setattr(sys, "argv", ["stretto", *words(model, tmp_path, "--resume")])

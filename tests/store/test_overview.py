@@ -8,6 +8,7 @@ from pathlib import Path
 
 from journal_cases import Recorder
 
+from stretto.store.journal import Journal
 from stretto.store.lock import Lock
 from stretto.store.overview import is_run, overview
 from stretto.store.schema import JOURNAL_NAME
@@ -32,6 +33,25 @@ def test_a_run_is_running_until_it_is_stopped_or_killed_and_can_be_taken_up_agai
     stopped = overview(tmp_path)
     assert (stopped.state, stopped.sessions) == ("stopped", 2)
     assert (stopped.tokens_per_second, stopped.age) == (150.0, 1.5)
+
+
+def test_a_run_that_an_error_ends_has_failed_with_it_and_an_end_is_not_replaced_by_an_error(
+    recorder: Callable[..., Recorder], tmp_path: Path
+) -> None:
+    made = recorder()
+    made.journal.ended_by("no space left", at=3.0)
+    made.journal.close()
+    failed = overview(tmp_path)
+    assert (failed.state, failed.problem) == ("failed", "no space left")
+    again = recorder(resume=True)
+    assert (overview(tmp_path).state, overview(tmp_path).problem) == ("running", None)
+    again.journal.finished(stopped=True, at=9.0)
+    again.journal.ended_by("too late", at=9.5)
+    again.journal.close()
+    assert (overview(tmp_path).state, overview(tmp_path).problem) == ("stopped", None)
+    with Journal.open(tmp_path / JOURNAL_NAME, resume=True) as refused:
+        refused.ended_by("its session never began", at=10.0)
+    assert (overview(tmp_path).state, overview(tmp_path).problem) == ("stopped", None)
 
 
 def test_a_finished_run_is_finished(finished_run: Path) -> None:

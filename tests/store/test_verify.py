@@ -409,7 +409,7 @@ def test_a_run_that_is_not_finished_may_have_trajectories_under_way(recorder, tm
     run.journal.flush()
     findings = verify(tmp_path)  # while the run goes on
     assert broken(findings) == set(), format_findings(findings)
-    assert "6 in progress (run interrupted or active)" in format_findings(findings)
+    assert "6 in progress (run running)" in format_findings(findings)
     run.journal.finished(stopped=True, at=run.now())
     run.journal.close()
     assert "6 in progress (run stopped)" in format_findings(verify(tmp_path))
@@ -428,7 +428,7 @@ def test_a_batch_in_training_is_no_break(recorder, tmp_path):
     assert broken(findings) == set()
     _, law_2, law_3, once, _ = format_findings(findings).splitlines()
     taken = "in the batch of an unfinished update"
-    assert f"0 trained, 0 failed, 0 filtered, 0 dropped, 6 in progress, 6 of them {taken} (run interrupted" in law_2
+    assert f"0 trained, 0 failed, 0 filtered, 0 dropped, 6 in progress, 6 of them {taken} (run running)" in law_2
     assert "6 samples" in law_3
     assert once.endswith(f"0 trained once, 0 later uses, 6 {taken}")
 
@@ -692,7 +692,7 @@ def test_a_run_that_was_killed_and_taken_up_keeps_every_law_and_says_so(recorder
     assert broken(findings) == set(), format_findings(findings)
     assert "resumed once" in format_findings(findings)
     held = Journal.open(tmp_path / "journal.sqlite", resume=True)
-    assert "(run active, about to go on)" in format_findings(verify(tmp_path))
+    assert "(run running)" in format_findings(verify(tmp_path))
     held.close()
     assert "(run finished)" in format_findings(verify(tmp_path))
 

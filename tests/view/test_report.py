@@ -107,3 +107,18 @@ def test_the_command_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["trace", str(tmp_path / "run"), "-o", str(tmp_path / "t.json")]) == 0
     assert "open it at https://ui.perfetto.dev" in capsys.readouterr().out
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("command", ["report", "trace"])
+def test_a_file_that_exists_is_replaced_only_by_force(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record_run(tmp_path / "run")
+    out = tmp_path / "precious"
+    out.write_text("data")
+    words = [command, str(tmp_path / "run"), "-o", str(out)]
+    assert main(words) == 2
+    assert "exists already; choose another `-o`, or replace it with `--force`" in capsys.readouterr().err
+    assert out.read_text() == "data"
+    assert main([*words, "--force"]) == 0
+    assert out.read_text() != "data"

@@ -30,7 +30,8 @@ OUTCOMES: Mapping[State, Outcome] = {
     "starting": "running",
     "finished": "finished",
     "stopped": "stopped",
-    "killed": "failed",
+    "failed": "failed",
+    "killed": "killed",
     "damaged": "failed",
 }
 SAMPLE_COLUMNS = ("update", "group", "reward", "version", "age", "num_tokens", "prompt", "text")
@@ -95,14 +96,19 @@ class Run:
 
     @property
     def outcome(self) -> Outcome:
-        """`running`, `finished`, `stopped`, or `failed`: it ended by an error or was killed. The last two resume."""
+        """`running`, `finished`, `stopped`, `failed` (by an error, or damaged) or `killed`. The last three resume."""
         if self._handle is not None:
             return self._handle.outcome
         return OUTCOMES[overview(self._folder).state]
 
     @property
+    def problem(self) -> str | None:
+        """The first line of the error that a failed run ended by, or of why its journal cannot be read; else None."""
+        return overview(self._folder).problem
+
+    @property
     def stopped(self) -> bool:
-        """True if the run was stopped before its last update. `stretto.train(..., resume=True)` continues it."""
+        """True if the run was stopped before its last update. `stretto.train(out=..., resume=True)` continues it."""
         return self.outcome == "stopped"
 
     def stop(self) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from stretto.api.event_loops import call_apart
 from stretto.api.runs import Run
 from stretto.environments.given import Given
-from stretto.errors import RunError
+from stretto.errors import RecipeError, RunError
 from stretto.observe.listeners import Listeners
 from stretto.recipe.overrides import Overrides
 from stretto.run.folder_checks import default_run_folder, refuse_nothing_to_resume, refuse_occupied
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    recipe: str | Path | Mapping[str, Any] | Recipe,
+    recipe: str | Path | Mapping[str, Any] | Recipe | None = None,
     overrides: Overrides | None = None,
     *,
     out: str | Path | None = None,
@@ -39,7 +39,7 @@ def train(
 ) -> Run:
     """Trains a policy and returns its run, when that is finished or was stopped.
 
-    - `recipe`: a TOML file, its tables as nested mappings, or a `Recipe`.
+    - `recipe`: a TOML file, its tables as nested mappings, or a `Recipe`. None, with `resume`: the run's own.
     - `overrides`: dotted keys with their values (None removes a key), or strings as after `--set`.
     - `out`: the run folder; by default a new one in `runs/`. With `resume`, the run in it is continued.
     - `reward`: a function `reward(prompt, completion, **row)`, plain or `async`, for a task of rows.
@@ -47,7 +47,7 @@ def train(
       split from `data`. With `data` and `reward` the recipe needs no `[task]`.
     - `environment`: a class or an object that plays episodes, instead of `reward`.
     - `callbacks`: functions that get each update's line, or objects with methods of `Callback`.
-    - `progress`: False prints nothing.
+    - `progress`: False prints no progress. Warnings go to the logger `stretto` in any case.
     - `give_up`: trajectories that a resumed run fails instead of training on them.
 
     Ctrl-C, or the interrupt of a notebook's cell, stops the run at the next update boundary; it returns with
@@ -57,6 +57,8 @@ def train(
     given = Given.of(reward=reward, environment=environment, data=data, evaluation_data=evaluation_data)
     if resume and out is None:
         raise RunError("`resume` needs `out`: the folder of the run to continue")
+    if recipe is None and not resume:
+        raise RecipeError("`recipe` is None: give one; only a run that is continued with `resume=True` has its own")
     folder = default_run_folder(_named(recipe)) if out is None else Path(out).expanduser()
     if resume:
         refuse_nothing_to_resume(folder)
@@ -64,13 +66,13 @@ def train(
         refuse_occupied(folder)
 
     from stretto.recipe.schema import load_recipe
+    from stretto.run.recipe_changes import accepted_changes, current_recipe
 
     if resume:
         given = given.as_recorded(recorded_task(folder))
-    made = load_recipe(recipe, overrides or (), change_task=given.in_task if given.names else None)
+    written = current_recipe(folder) if recipe is None else recipe
+    made = load_recipe(written, overrides or (), change_task=given.in_task if given.names else None)
     if resume:
-        from stretto.run.recipe_changes import accepted_changes
-
         accepted_changes(made, folder)
     handle = RunHandle(folder)
     run = handle.shown = Run(folder, handle)
@@ -110,7 +112,7 @@ def recorded_task(folder: Path) -> Mapping[str, Any]:
     return task
 
 
-def _named(recipe: str | Path | Mapping[str, Any] | Recipe) -> Path:
+def _named(recipe: str | Path | Mapping[str, Any] | Recipe | None) -> Path:
     """Returns the path that the default folder is named after."""
     return Path(recipe) if isinstance(recipe, str | Path) else Path("run.toml")
 

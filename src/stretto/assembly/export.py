@@ -77,7 +77,7 @@ def readme(place: str | Path, *, base: str | None, with_base: bool, templated: b
         ]
     lines += [f'tokenizer = AutoTokenizer.from_pretrained("{place}")', "```", ""]
     if isinstance(place, Path) and not place.is_absolute():
-        lines += [f"Paths are as seen from `{Path.cwd()}`, where it was trained.", ""]
+        lines += [f"Paths are relative to `{Path.cwd()}`, where this was written.", ""]
     if templated:
         lines += [
             "It was trained on chats: prompts were made by `tokenizer.apply_chat_template(messages, "

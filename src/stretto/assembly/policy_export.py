@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from transformers.utils import logging as transformers_logging
+
 from stretto.assembly.export import export_policy, name_base, readme
 from stretto.assembly.hub_upload import refuse_no_login, upload
 from stretto.assembly.retrain import made_trainer, recorded_recipe
@@ -50,6 +52,7 @@ def export(
         refuse_unwritable(out)
     if push is not None:
         refuse_no_login(push)
+    transformers_logging.disable_progress_bar()
     parent = Path(tempfile.gettempdir()) if out is None else out.absolute().parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +92,7 @@ def _write(run: Path, made: Path, scratch: Path, *, merge: bool, place: str | Pa
         config = read_adapter_config(policy)
         if config.base_path is None:
             raise RunError(f"the adapter in `{policy}` does not say which base it is of, so it cannot be merged")
-        say(f"the adapter in {policy} is merged into {config.base_path}")
+        say(f"merging the adapter in {policy} with its base {config.base_path}; both stay as they are")
         write_merged(config.base_path, policy, made)
     elif policy.is_relative_to(scratch):
         policy.rename(made)

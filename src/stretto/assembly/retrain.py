@@ -26,7 +26,7 @@ from stretto.local.trainer import ThreadedTrainer
 from stretto.models.loading import load_model
 from stretto.observe.progress import Silent
 from stretto.recipe.schema import Recipe, load_recipe
-from stretto.run.folder_checks import refuse_unwritable
+from stretto.run.folder_checks import OUT, refuse_unwritable
 from stretto.run.phases import Phases
 from stretto.run.protocols import TrainerBackend
 from stretto.setup.device import choose_device, choose_dtype
@@ -69,7 +69,7 @@ def retrain(
     journal = journal_path(folder)
     if out is not None:
         if out.exists():
-            raise RunError(f"`{out}` exists already; choose another `--out`")
+            raise RunError(f"`{out}` exists already; choose another {OUT}")
         refuse_unwritable(out)
     refuse_damaged(folder)
     checksums = recorded_checksums(journal)  # before the recipe: an unreadable journal is the first thing to say

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from stretto.engines.native.engine import NativeEngine
 from stretto.engines.protocol import Engine
@@ -22,7 +23,7 @@ from stretto.models.checksums import checksum
 from stretto.models.loading import load_config, load_model, load_tokenizer
 from stretto.run.interrupts import stopped_by_interrupts
 from stretto.serve.conversations import MakeConversations, chat_conversations
-from stretto.serve.http import Endpoint, Model
+from stretto.serve.http import Endpoint, Model, refuse_missing_library
 from stretto.serve.open_access import OpenAccess
 from stretto.serve.sessions import RequestedSampling
 from stretto.setup.device import choose_device, choose_dtype
@@ -116,6 +117,8 @@ class ServedPolicy:
 
 def serve(folder: Path, options: ServeOptions, say: Callable[[str], None]) -> None:
     """Serves the policy in a folder until Ctrl-C. Raises `RunError` or `ModelError` if it cannot be loaded."""
+    refuse_missing_library()
+    transformers_logging.disable_progress_bar()
     asyncio.run(_serve(PolicyFolder.find(folder), options, say))
 
 

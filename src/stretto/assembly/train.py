@@ -41,6 +41,7 @@ from stretto.environments.protocol import Environment
 from stretto.environments.reward_output import RewardOutput
 from stretto.environments.source_digests import source_digests
 from stretto.environments.task_options import EnvironmentOptions
+from stretto.errors import StrettoError, first_line
 from stretto.local.backend import local_backend
 from stretto.local.components import LocalComponents
 from stretto.models.loading import load_config
@@ -269,23 +270,44 @@ async def _train(
         with Journal.open(folder / JOURNAL_NAME, resume=begun, lock=lock) as journal:
             trainer = backend.make_trainer(journal)
             stack.callback(trainer.close)
-            return await _run(
-                _Run(
-                    phases,
-                    changes,
-                    folder,
-                    backend,
-                    journal,
-                    versions,
-                    trainer,
-                    control,
-                    observer,
-                    listeners,
-                    handle,
-                    give_up,
-                    given,
-                )
+            run = _Run(
+                phases,
+                changes,
+                folder,
+                backend,
+                journal,
+                versions,
+                trainer,
+                control,
+                observer,
+                listeners,
+                handle,
+                give_up,
+                given,
             )
+            with _recorded_end(journal):
+                return await _run(run)
+
+
+@contextlib.contextmanager
+def _recorded_end(journal: Journal) -> Iterator[None]:
+    """Records in the journal the error that ends a session, where that can still be written."""
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(StrettoError):  # the journal itself may have failed
+            journal.ended_by(_cause(error), at=clock.now())
+        raise
+
+
+def _cause(error: BaseException) -> str:
+    """Returns the first line of an error, with its type if that is not ours."""
+    if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, SystemExit):
+        return f"its process ended with status {error.code}"
+    line = first_line(error)
+    return line if isinstance(error, StrettoError) and line else f"{type(error).__name__}: {line}".removesuffix(": ")
 
 
 async def _start(backend: Backend, instances: int, say: Callable[[str], None]) -> None:

@@ -40,7 +40,7 @@ from stretto.errors import StrettoError, printable
 EXAMPLES = """examples:
   stretto check recipes/quickstart.toml
   stretto train recipes/quickstart.toml --set training.steps=20 --out runs/short
-  stretto train recipes/quickstart.toml --set training.steps=20 --out runs/short --resume
+  stretto train --out runs/short --resume --set training.steps=40
   stretto compare recipes/quickstart.toml --paradigms synchronous,multi-version
   stretto verify runs/short
   stretto show runs/short --update 10

@@ -41,10 +41,13 @@ def integer(text: str) -> int:
     return value
 
 
-def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """Declares `RECIPE` and `--set KEY=VALUE`."""
+def add_recipe(parser: argparse.ArgumentParser, *, optional: str | None = None) -> None:
+    """Declares `RECIPE` and `--set KEY=VALUE`. With `optional`, which says when, `RECIPE` may be left out."""
     help = "a TOML file, or the name of a recipe that comes with the package, such as `quickstart`"
-    parser.add_argument("recipe", type=recipe, metavar="RECIPE", help=help)
+    if optional is None:
+        parser.add_argument("recipe", type=recipe, metavar="RECIPE", help=help)
+    else:
+        parser.add_argument("recipe", type=recipe, nargs="?", metavar="RECIPE", help=f"{help}; {optional}")
     parser.add_argument(
         "--set",
         action="append",
@@ -63,6 +66,18 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 def add_runs(parser: argparse.ArgumentParser) -> None:
     """Declares one or more `RUN`."""
     parser.add_argument("runs", type=path, nargs="+", metavar="RUN", help="a run folder")
+
+
+def add_file(parser: argparse.ArgumentParser, name: str) -> None:
+    """Declares `-o FILE`, by default `name`, and `--force`."""
+    parser.add_argument("-o", "--out", type=path, default=Path(name), metavar="FILE", help=f"(default: {name})")
+    parser.add_argument("--force", action="store_true", help="replace the file if it exists")
+
+
+def refuse_existing_file(options: argparse.Namespace) -> None:
+    """Raises `RunError` if the file of `-o` exists and `--force` was not given."""
+    if options.out.exists() and not options.force:
+        raise RunError(f"`{options.out}` exists already; choose another `-o`, or replace it with `--force`")
 
 
 def add_tokenizer(parser: argparse.ArgumentParser) -> None:

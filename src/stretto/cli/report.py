@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from stretto.cli import arguments
 
@@ -13,14 +12,13 @@ HELP = "write what `view` shows into one HTML file, with a sample of the traject
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_runs(parser)
-    parser.add_argument(
-        "-o", "--out", type=arguments.path, default=Path("report.html"), metavar="FILE", help="(default: report.html)"
-    )
+    arguments.add_file(parser, "report.html")
     parser.add_argument("--no-verify", action="store_true", help="leave out the findings of `verify`")
     arguments.add_tokenizer(parser)
 
 
 def run(options: argparse.Namespace) -> int:
+    arguments.refuse_existing_file(options)
     tokenizer = arguments.tokenizer_file(options.tokenizer)
     from stretto.view.report import write_report
     from stretto.view.runs import open_runs

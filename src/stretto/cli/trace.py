@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from stretto.cli import arguments
 from stretto.errors import RunError
@@ -14,9 +13,7 @@ HELP = "write the timeline of a run for Perfetto or chrome://tracing"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_run(parser)
-    parser.add_argument(
-        "-o", "--out", type=arguments.path, default=Path("trace.json"), metavar="FILE", help="(default: trace.json)"
-    )
+    arguments.add_file(parser, "trace.json")
     parser.add_argument(
         "--trajectories",
         type=arguments.integer,
@@ -29,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.trajectories < 0:
         raise RunError(f"`--trajectories {options.trajectories}` is no number of trajectories: give 0 or more")
+    arguments.refuse_existing_file(options)
     from stretto.view.runs import RunSource
     from stretto.view.trace import write_trace
 

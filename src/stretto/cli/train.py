@@ -1,4 +1,4 @@
-"""`stretto train RECIPE`: trains a policy."""
+"""`stretto train RECIPE`: trains a policy. `stretto train --out RUN --resume` continues a run by its own recipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HELP = "train a policy by a recipe"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    arguments.add_recipe(parser)
+    arguments.add_recipe(parser, optional="with --resume it may be left out: the run has its own")
     parser.add_argument("--out", type=arguments.path, metavar="RUN", help="run folder (default: runs/<recipe>-<time>)")
     parser.add_argument(
         "--resume", action="store_true", help="continue the run in --out after it was stopped or killed, or extend it"
@@ -37,7 +37,10 @@ def run(options: argparse.Namespace) -> int:
         raise RunError("`--resume` needs `--out RUN`: the folder of the run to continue")
     if options.give_up and not options.resume:
         raise RunError("`--give-up ID` needs `--resume`: a run that begins has no trajectory to give up")
-    arguments.refuse_missing_recipe(options.recipe)
+    if options.recipe is not None:
+        arguments.refuse_missing_recipe(options.recipe)
+    elif not options.resume:
+        raise RunError("`stretto train` needs a RECIPE: name one, or continue a run with `--out RUN --resume`")
 
     from stretto.api.training import train
     from stretto.run.folder_checks import default_run_folder, standing
@@ -93,4 +96,7 @@ def _say(text: str) -> None:
 
 
 def _resume_hint(folder: Path) -> str:
-    return f"the same command and `--out {folder} --resume`"
+    """Returns the command that continues a run."""
+    from stretto.run.command_hint import command
+
+    return f"`{command('train', '--out', folder, '--resume')}`"

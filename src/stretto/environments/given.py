@@ -130,6 +130,8 @@ class Given:
         if kind in ("file", "environment", "agent") and (kind == "file" or "reward" not in asked):
             return kind
         lacking = "`data`" if "reward" in asked else "`reward` or `environment`"
+        if kind is None:
+            raise RecipeError(f"{said} alone makes no task, and the recipe has no `[task]`: give {lacking} too")
         raise RecipeError(
             f"{said} alone does not make a task of `task.type = {kind!r}`, which has rows and a reward of its own: "
             f'give {lacking} too, or a recipe with `task.type = "file"`'

@@ -107,6 +107,7 @@ def refuse_signature(spec: str, reward: Reward, columns: Columns) -> None:
     named = named_columns(reward)
     given = [name for name in columns if named is None or name in named]
     name = spec.partition(":")[2]
+    written = name if name.isidentifier() else "reward"  # a lambda has no name
     where = defined_at(reward)
     try:
         signature.bind("prompt", "completion", **dict.fromkeys(given))
@@ -115,7 +116,7 @@ def refuse_signature(spec: str, reward: Reward, columns: Columns) -> None:
         have = f"rows have the columns {', '.join(columns)}" if columns else "rows have no other columns"
         raise SpecError(
             f"`def {name}{signature}`{where} cannot be called as `{name}({called})`: {error}; {have}; "
-            f"write `def {name}(prompt, completion, **row)`"
+            f"write `def {written}(prompt, completion, **row)`"
         ) from error
     for column in given:
         if (lacking := columns[column]) is not None:

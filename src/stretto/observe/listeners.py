@@ -40,7 +40,7 @@ CLOSE_S = 30.0  # the longest that the end of a run waits for all listeners toge
 Line = Mapping[str, Any]
 """A line of `metrics.jsonl`. `docs/metrics.md` explains its keys."""
 
-Outcome = Literal["running", "finished", "stopped", "failed"]
+Outcome = Literal["running", "finished", "stopped", "failed", "killed"]
 
 
 class LiveRun(Protocol):

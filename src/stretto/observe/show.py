@@ -19,6 +19,7 @@ from rich.text import Text
 
 from stretto.chat.tool_calls import parse_tool_calls
 from stretto.errors import RunError, printable
+from stretto.store.overview import described, state_of
 from stretto.store.reader import EvaluationRecord, JournalReader, SampleRecord, UpdateRecord
 from stretto.store.schema import ENDS, UNDER_WAY, reading
 from stretto.types import Lineage
@@ -86,7 +87,8 @@ def _evaluations(evaluations: list[EvaluationRecord]) -> Table:
 
 def _headline(reader: JournalReader) -> Text:
     facts, sessions = reader.facts(), reader.sessions()
-    outcome = sessions[-1].outcome if sessions else None
+    last = sessions[-1] if sessions else None
+    state = state_of(reader.path.resolve().parent, last.outcome if last else None)
     staleness = f"auto, at most {facts.staleness}" if facts.auto else str(facts.staleness)
     redundant = facts.reserve_groups > 0 or facts.reserve_members > 0
     laws = sorted({*facts.laws_broken, *([2] if redundant else [])})
@@ -96,8 +98,8 @@ def _headline(reader: JournalReader) -> Text:
     return Text(
         f"{name}: {facts.paradigm}{broken}, staleness {staleness}, {facts.batch} prompts x "
         f"{facts.group}{started}; {reader.num_updates()} of {facts.updates} updates, "
-        f"{outcome or 'running or interrupted'}"
-        + (f", resumed {_times(len(sessions) - 1)}" if len(sessions) > 1 else "")
+        + (f"resumed {_times(len(sessions) - 1)}, " if len(sessions) > 1 else "")
+        + described(state, last.error if last else None)
     )
 
 

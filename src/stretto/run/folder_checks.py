@@ -27,6 +27,9 @@ from stretto.store.traces import recorded_in
 if TYPE_CHECKING:
     from stretto.recipe.schema import Recipe
 
+OUT = "`--out` (`out=` in Python)"
+RESUME = "`--resume` (`resume=True` in Python)"
+
 Standing = Literal["empty", "finished", "stopped", "lost", "foreign"]
 """The contents of a folder: nothing, a run that is finished, one that was stopped or killed, one whose journal is gone
 or has less than it had, or something else."""
@@ -57,16 +60,18 @@ def refuse_occupied(folder: Path, *, claimed: bool = False) -> None:
     """
     match standing(folder):
         case "empty" if not claimed and is_alive(folder):
-            hint = ", and a process is starting a run in it; choose another `--out`"
+            hint = f", and a process is starting a run in it; choose another {OUT}"
         case "empty":
             refuse_unwritable(folder)
             return
         case "stopped" | "lost" if is_alive(folder):
-            hint = ", and a process runs the run in it; choose another `--out`"
+            hint = f", and a process runs the run in it; choose another {OUT}"
         case "stopped":
-            hint = "; add `--resume` to continue the run in it, or choose another `--out`"
+            hint = f"; add {RESUME} to continue the run in it, or choose another {OUT}"
+        case "finished":
+            hint = f"; add {RESUME} and more `training.steps` to extend the run in it, or choose another {OUT}"
         case _:
-            hint = "; choose another `--out`"
+            hint = f"; choose another {OUT}"
     raise RunError(f"`{folder}` exists already{hint}")
 
 
@@ -74,7 +79,7 @@ def refuse_unwritable(folder: Path) -> None:
     """Raises `RunError` if nothing can be written to a folder, or it cannot be made; before anything takes long."""
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise RunError(f"nothing can be written to `{there}`; choose another `--out`")
+        raise RunError(f"nothing can be written to `{there}`; choose another {OUT}")
 
 
 def refuse_nothing_to_resume(folder: Path) -> None:
@@ -93,11 +98,11 @@ def refuse_nothing_to_resume(folder: Path) -> None:
         case "lost":
             refuse_lost(folder)
         case "empty":
-            raise RunError(f"`{folder}` holds no run, so there is nothing to resume; leave `--resume` out to start one")
+            raise RunError(f"`{folder}` holds no run, so there is nothing to resume; to start one, leave {RESUME} out")
         case "foreign":
             raise RunError(
                 f"`{folder}` holds no run, so there is nothing to resume; name the folder of one, or choose another "
-                "`--out` and leave `--resume` out to start one"
+                f"{OUT} and leave {RESUME} out to start one"
             )
 
 
@@ -112,7 +117,7 @@ def refuse_lost(folder: Path) -> None:
     lines = [
         f"the journal of the run in `{folder}` has lost what it had recorded:",
         recorded.lost,
-        f"{RESTORE}, or start a new run with another `--out`",
+        f"{RESTORE}, or start a new run with another {OUT}",
     ]
     if recorded.begun:
         lines.append("to go on from what it has, move `checkpoints`, `versions` and `metrics.jsonl` out of the folder")

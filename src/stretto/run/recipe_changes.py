@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.errors import RecipeError, RunError
 from stretto.run.command_hint import command
-from stretto.run.folder_checks import facts_of, standing
+from stretto.run.folder_checks import OUT, facts_of, standing
 from stretto.store.schema import JOURNAL_NAME, RESTORE, RunFacts
 from stretto.store.traces import recorded_in
 
@@ -147,7 +147,7 @@ def accepted_changes(recipe: Recipe, folder: Path) -> list[Change]:
 
     The error has a line for each key that cannot change, with the reason.
     """
-    recorded, before = recorded_in(folder), _recorded_recipe(folder)
+    recorded, before = recorded_in(folder), current_recipe(folder)
     changes = _changes(before, recipe)
     problems = list(_refused(before, recipe, folder, changes))
     if problems:
@@ -174,7 +174,7 @@ def refuse_another_recipe(recipe: Recipe, folder: Path, instead: str) -> None:
 
     `instead` is what the error tells the user to do.
     """
-    before = _recorded_recipe(folder)
+    before = current_recipe(folder)
     changed = [each.key for each in _changes(before, recipe) if _row(each.key, OF_THE_MACHINE) is None]
     if changed:
         raise RunError("\n  ".join(["this is another recipe:", *_lines(recipe, before, folder, changed), instead]))
@@ -199,7 +199,7 @@ def _row(key: str, table: Sequence[str]) -> str | None:
 # -- the recipe of the run ---------------------------------------------------------------------------------------------
 
 
-def _recorded_recipe(folder: Path) -> Recipe:
+def current_recipe(folder: Path) -> Recipe:
     """Returns the recipe that a run has now: of the last phase in its journal, or of `config.toml` if it has none.
 
     Raises `RunError` if the two files are of different runs, or `config.toml` cannot be read.
@@ -240,7 +240,7 @@ def _refuse_another_journal(recipe: Recipe, folder: Path, name: str) -> None:
     if names:
         lines = [f"`{each}` is {getattr(found, each)!r} in it, and {getattr(wanted, each)!r} here" for each in names]
         first = f"`{folder / JOURNAL_NAME}` is the journal of another run than {name}:"
-        last = f"{RESTORE}, or start a new run with another `--out`; nothing was changed"
+        last = f"{RESTORE}, or start a new run with another {OUT}; nothing was changed"
         raise RunError("\n  ".join([first, *lines, last]))
 
 

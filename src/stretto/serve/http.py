@@ -358,6 +358,11 @@ def _json(body: Any, status: int = 200) -> web.Response:
     return response
 
 
+def refuse_missing_library() -> None:
+    """Raises `RecipeError` if the HTTP library is not installed; for callers that load a model first."""
+    _web()
+
+
 def _web() -> Any:
     """Returns the module of the HTTP library. Raises `RecipeError` if it is not installed."""
     try:

@@ -61,6 +61,7 @@ class Journal:
         self.path = path
         self._lock = lock
         self._stored = stored
+        self._has_session = False
         self._writer = Writer(path, interval_s=interval_s, capacity=capacity)
 
     @classmethod
@@ -133,6 +134,12 @@ class Journal:
         """
         self.refuse_another_run(facts)
         self._writer.record(journal_writes.begin, facts, at, recipe)
+        self._has_session = True
+
+    def ended_by(self, error: str, at: float) -> None:
+        """Ends the session of this process by an error, unless it has ended or never began."""
+        if self._has_session:  # otherwise the last session is that of another process
+            self._writer.record(journal_writes.ended_by, error, at)
 
     def refuse_another_run(self, facts: RunFacts) -> None:
         """Raises `RunError` if a resumed run has another paradigm, batch, group, redundancy, seed or data."""

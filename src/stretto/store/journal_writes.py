@@ -76,6 +76,15 @@ def finished(db: sqlite3.Connection, stopped: bool, at: float, totals: Mapping[s
     )
 
 
+def ended_by(db: sqlite3.Connection, error: str, at: float) -> None:
+    """Ends the session by an error, unless it has ended already."""
+    db.execute(
+        f"UPDATE sessions SET ended_at = ?, outcome = 'failed', error = ? WHERE session = {_SESSION} "
+        "AND outcome IS NULL",
+        (at, error),
+    )
+
+
 def settle(
     db: sqlite3.Connection, retries: int, drops: bool, at: float, wanted: int = 0, last_update: int | None = None
 ) -> None:

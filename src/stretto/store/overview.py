@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from stretto.errors import StrettoError, first_line
+from stretto.errors import RunError, StrettoError, first_line
 from stretto.store.lock import is_alive
 from stretto.store.schema import JOURNAL_NAME, opened_readonly
 
-State = Literal["running", "starting", "finished", "stopped", "killed", "damaged"]
-"""`stopped`: by Ctrl-C or a program; `killed`: its last process ended without a word; both can be resumed. `damaged`:
-its journal is missing or cannot be read."""
+State = Literal["running", "starting", "finished", "stopped", "failed", "killed", "damaged"]
+"""`stopped`: by Ctrl-C or a program; `failed`: by an error; `killed`: its last process ended without a word; all three
+can be resumed. `damaged`: its journal is missing or cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Overview:
 
     folder: Path
     state: State
-    problem: str | None = None  # why its journal cannot be read
+    problem: str | None = None  # the error that it failed by, or why its journal cannot be read
     paradigm: str | None = None
     updates: int = 0  # finished
     planned: int | None = None
@@ -72,16 +72,18 @@ def _read(folder: Path, db: sqlite3.Connection, alive: bool, num_bytes: int) -> 
         key: json.loads(value)
         for key, value in db.execute("SELECT key, value FROM run WHERE key IN ('paradigm', 'updates')")
     }
-    sessions = db.execute("SELECT started_at, outcome FROM sessions ORDER BY session").fetchall()
+    sessions = db.execute("SELECT started_at, outcome, error FROM sessions ORDER BY session").fetchall()
     last = db.execute("SELECT update_id FROM updates WHERE finished_at IS NOT NULL ORDER BY 1 DESC LIMIT 1").fetchone()
     scores = db.execute("SELECT kind, reward FROM evaluations WHERE reward IS NOT NULL ORDER BY id").fetchall()
     outcome = sessions[-1][1] if sessions else None
     totals = recorded_totals(db)
     ages = totals.get("ages", {})
     uses = sum(ages.values())
+    state = "starting" if alive and not sessions else run_state(alive, outcome)
     return Overview(
         folder,
-        state="starting" if alive and not sessions else run_state(alive, outcome),
+        state=state,
+        problem=sessions[-1][2] if state == "failed" else None,
         paradigm=str(facts["paradigm"]) if "paradigm" in facts else None,
         updates=int(last[0]) + 1 if last else 0,
         planned=int(facts["updates"]) if "updates" in facts else None,
@@ -114,7 +116,21 @@ def run_state(alive: bool, outcome: str | None) -> State:
     """
     if alive:
         return "running"
-    return "finished" if outcome == "finished" else "stopped" if outcome == "stopped" else "killed"
+    ended: Mapping[str | None, State] = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
+    return ended.get(outcome, "killed")
+
+
+def state_of(folder: Path, outcome: str | None) -> State:
+    """Does the same for the run in a folder. One whose lock cannot be read is taken for one that no process holds."""
+    alive = False
+    with contextlib.suppress(RunError):
+        alive = is_alive(folder)
+    return run_state(alive, outcome)
+
+
+def described(state: State, error: str | None) -> str:
+    """Returns the state of a run in words, with the error that it failed by."""
+    return f"failed: {error}" if state == "failed" and error else state
 
 
 def _size(folder: Path) -> int:

@@ -142,11 +142,15 @@ class PhaseRecord:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """One session (one process's life of the run); `outcome` is None while it runs and if it was killed."""
+    """One session (one process's life of the run); `outcome` is None while it runs and if it was killed.
+
+    `error` is the first line of the error that it failed by.
+    """
 
     started_at: float
     ended_at: float | None
     outcome: str | None
+    error: str | None = None
 
 
 def _decodes(method: Callable[Concatenate[JournalReader, P], R]) -> Callable[Concatenate[JournalReader, P], R]:
@@ -230,7 +234,7 @@ class JournalReader:
     @_decodes
     def sessions(self) -> list[SessionRecord]:
         """Returns the sessions of the run, in order."""
-        rows = self._rows("SELECT started_at, ended_at, outcome FROM sessions ORDER BY session")
+        rows = self._rows("SELECT started_at, ended_at, outcome, error FROM sessions ORDER BY session")
         return [_typed(SessionRecord(*row)) for row in rows]
 
     @_decodes

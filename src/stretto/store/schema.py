@@ -4,8 +4,9 @@
     phases         one row each time that the recipe changed, the first of them as the run began: `first_update` is the
                    first update that is trained under it, `first_group` the first group that is admitted under it;
                    `facts` are those of `run` then (JSON), and `recipe` is the resolved recipe (TOML)
-    sessions       one row each time a process took the run up; `outcome` is NULL while it runs, and if it was killed;
-                   `totals` are the sums of the run when it was stopped (JSON)
+    sessions       one row each time a process took the run up; `outcome` is `finished`, `stopped` or `failed`, and
+                   NULL while it runs, and if it was killed; `totals` are the sums of the run when it was stopped
+                   (JSON), and `error` is the first line of the error that it failed by
     versions       every version of the policy with the checksum of its weights; `published_after` and `loaded_after`
                    are the last transition recorded before it was published, and before an engine first held it
     remade         the checksum that a version had before its weights were lost and made again with other bits
@@ -108,7 +109,8 @@ CREATE TABLE run (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE phases (
     phase INTEGER PRIMARY KEY, first_update INTEGER NOT NULL, first_group INTEGER NOT NULL, began_at REAL NOT NULL,
     facts TEXT NOT NULL, recipe TEXT NOT NULL);
-CREATE TABLE sessions (session INTEGER PRIMARY KEY, started_at REAL NOT NULL, ended_at REAL, outcome TEXT, totals TEXT);
+CREATE TABLE sessions (
+    session INTEGER PRIMARY KEY, started_at REAL NOT NULL, ended_at REAL, outcome TEXT, totals TEXT, error TEXT);
 CREATE TABLE versions (
     version INTEGER PRIMARY KEY, checksum TEXT NOT NULL, published_at REAL NOT NULL,
     published_after INTEGER NOT NULL, loaded_at REAL, loaded_after INTEGER);

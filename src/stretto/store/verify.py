@@ -10,7 +10,6 @@ A run that is not finished (stopped, killed or active) may have trajectories in 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import reprlib
@@ -26,10 +25,10 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.errors import JournalError, RunError
+from stretto.errors import JournalError
 from stretto.store.data_checks import MAX_REWARD, DataResult, check_data, token_range
 from stretto.store.law_checks import CHECKS
-from stretto.store.lock import is_alive
+from stretto.store.overview import state_of
 from stretto.store.phase_checks import CONFIG_NAME
 from stretto.store.schema import (
     LAWS_GIVEN_UP,
@@ -176,10 +175,7 @@ def _read_run(db: sqlite3.Connection, path: Path) -> _Run:
     params |= {name: facts.get(name, 0) for name in RESERVES}  # a run may be older than redundancy
     params |= {"members": params["group"] + params["reserve_members"], "drains": paradigm == "one-step-off"}
     params |= {"finished": outcome == "finished", "continues": 1 in given_up, "drops": 2 in given_up}
-    how = {"finished": "run finished", "stopped": "run stopped"}.get(outcome or "", "run interrupted or active")
-    with contextlib.suppress(RunError):  # the lock cannot be read
-        if outcome and is_alive(path.parent):
-            how = "run active, about to go on"
+    how = f"run {state_of(path.resolve().parent, outcome)}"
     return _Run(how, facts, params)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from stretto.errors import JournalError, RunError, StrettoError
 from stretto.store.lock import is_alive
-from stretto.store.overview import State, recorded_totals, run_state
+from stretto.store.overview import State, recorded_totals, state_of
 from stretto.store.recipe_history import Parts, recipe_changes, recipe_parts
 from stretto.store.schema import journal_path, opened_readonly, wal_path
 from stretto.view.columns import STATES, Columns, Progress
@@ -89,7 +89,9 @@ class RunSource:
         fingerprint = self.fingerprint()
         with self.reading() as db:
             facts = {key: json.loads(value) for key, value in db.execute("SELECT key, value FROM run")}
-            sessions = db.execute("SELECT started_at, ended_at, outcome FROM sessions ORDER BY session").fetchall()
+            sessions = db.execute(
+                "SELECT started_at, ended_at, outcome, error FROM sessions ORDER BY session"
+            ).fetchall()
             done, first, last = db.execute(
                 "SELECT COUNT(finished_at), MIN(taken_at), MAX(finished_at) FROM updates"
             ).fetchone()
@@ -114,7 +116,10 @@ class RunSource:
             "fingerprint": fingerprint,
             "condition": condition,
             "facts": facts,
-            "sessions": [{"started_at": a, "ended_at": b, "outcome": c} for a, b, c in sessions],
+            "sessions": [
+                {"started_at": started, "ended_at": ended, "outcome": outcome, "error": error}
+                for started, ended, outcome, error in sessions
+            ],
             "updates_done": done,
             "updates": facts.get("updates"),
             "first_batch_at": first,
@@ -147,11 +152,8 @@ class RunSource:
         return {"seen": f"{fingerprint}{'+' if lives else '-'}", "state": state, "curves": curves}
 
     def condition(self, outcome: str | None) -> State:
-        """Returns `running`, `stopped`, `killed` or `finished`; `outcome` is that of the last session."""
-        alive = False
-        with contextlib.suppress(RunError):  # the lock cannot be read
-            alive = is_alive(self.folder)
-        return run_state(alive, outcome)
+        """Returns `running`, `stopped`, `failed`, `killed` or `finished`; `outcome` is that of the last session."""
+        return state_of(self.folder, outcome)
 
     def _count(self, db: sqlite3.Connection, fingerprint: str) -> dict[str, int]:
         """Returns the number of trajectories in each state: from the arrays if they are whole, else by the index."""

@@ -1,7 +1,7 @@
 // The overview: the state of a run, what it waits for, the laws, and the eight curves.
 "use strict";
 (function (S) {
-  const CONDITIONS = { running: "running", finished: "finished", stopped: "stopped", killed: "killed, or its machine is gone", unreadable: "cannot be read" };
+  const CONDITIONS = { running: "running", finished: "finished", stopped: "stopped", failed: "failed", killed: "killed, or its machine is gone", unreadable: "cannot be read" };
   const MOST_NOTES = 200; // that the server sends
   S.conditionWords = (condition) => CONDITIONS[condition] || condition;
 
@@ -30,7 +30,7 @@
     S.fill(card, S.h("h2", {}, "Run"),
       S.h("p", { class: "headcount" }, S.h("span", { class: "big" }, S.integer(state.updates_done)), S.h("span", { class: "muted" }, ` of ${S.integer(state.updates ?? 0)} updates`)),
       facts([
-        ["state", S.conditionWords(state.condition)],
+        ["state", S.conditionWords(state.condition) + (state.condition === "failed" && state.sessions.at(-1).error ? `: ${state.sessions.at(-1).error}` : "")],
         ["paradigm", `${f.paradigm}, K = ${f.auto ? `auto, at most ${f.staleness}` : f.staleness}`],
         ["a batch", `${S.integer(f.batch)} prompts x ${S.integer(f.group)}`],
         totals ? ["wall time", S.seconds(totals.wall_seconds)] : null,
@@ -58,8 +58,8 @@
         if (state.status.num_instances > 1) lines.push(["instances", state.status.instances.slice(0, 8).map((each) => `${each.instance}: ${each.running}`).join(", ") + (state.status.num_instances > 8 ? `, and ${state.status.num_instances - 8} more` : "")]);
       } else lines.push(["run", "is starting: it loads its model, or evaluates a version"]);
     } else {
-      const last = state.sessions.at(-1);
-      const words = { finished: "Nothing is waited for: the run has finished.", stopped: "Nothing is waited for: the run was stopped. It continues with `stretto train RECIPE --out RUN --resume`.", killed: "No process runs it, and it has not ended: it was killed. It continues with `stretto train RECIPE --out RUN --resume`." }[state.condition];
+      const last = state.sessions.at(-1), again = `It continues with \`stretto train --out ${state.folder || "RUN"} --resume\`.`;
+      const words = { finished: "Nothing is waited for: the run has finished.", stopped: `Nothing is waited for: the run was stopped. ${again}`, failed: `Nothing is waited for: the run failed${last && last.error ? `: ${last.error}` : ""}. ${again}`, killed: `No process runs it, and it has not ended: it was killed. ${again}` }[state.condition];
       lines.push(["", words]);
       if (last && last.ended_at) lines.push(["ended", S.date(last.ended_at)]);
       if (state.condition === "killed" && state.status) { lines.push(["last sign", S.date(state.status.at)]); for (const wait of state.status.waits) { const [owner, ...rest] = wait.split(": "); lines.push([owner, `waited: ${rest.join(": ")}`]); } }
