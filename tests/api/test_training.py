@@ -366,10 +366,10 @@ def test_what_does_not_fit_together_is_refused_before_anything_is_built(model: P
             stretto.train(**{"recipe": recipe, "progress": False, **arguments})
         assert words in str(raised.value)
     assert not (tmp_path / "runs").exists()
-    with pytest.raises(
-        RecipeError, match=r"`reward` alone makes no task, and the recipe has no `\[task\]`: give `data`"
-    ):
+    with pytest.raises(RecipeError, match=r"alone makes no task, and the recipe has no `\[task\]`: give `data` too"):
         stretto.check(tables(model), reward=exact)
+    with pytest.raises(stretto.StrettoError, match=r"write `def reward\(prompt, completion, \*\*row\)`"):
+        stretto.check(tables(model), reward=lambda prompt: 1.0, data=ROWS)
     with pytest.raises(RecipeError, match="`reward` scores a task of one turn"):
         stretto.check(tables(model, task={"type": "environment"}), reward=exact, data=ROWS)
 

@@ -38,7 +38,10 @@ def test_a_merged_policy_is_a_model_with_the_logits_of_the_adapter(
 ) -> None:
     out = tmp_path / "models" / "merged"
     assert main(["export", str(finished), "--merge", "-o", str(out)]) == 0
-    assert f"the policy is in {out}" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert f"the policy is in {out}" in said.out
+    assert f"merging the adapter in {finished / 'policy'} with its base {model}; both stay as they are" in said.out
+    assert "Loading" not in said.err, "no bars of transformers"
     base: Any = AutoModelForCausalLM.from_pretrained(model)
     plain = base(PROMPT).logits
     adapted: Any = PeftModel.from_pretrained(base, str(finished / "policy"))

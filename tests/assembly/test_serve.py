@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -127,6 +128,16 @@ def test_folders_without_a_policy_are_refused(tmp_path: Path, capsys: pytest.Cap
     for arguments in (["--port", "70000"], ["--rows", "0"], ["--key-file", str(tmp_path / "key")]):
         assert main(["serve", str(tmp_path), *arguments]) == 2
         assert arguments[0] in capsys.readouterr().err
+
+
+def test_a_missing_library_is_told_before_the_model_is_loaded(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    assert main(["serve", str(model)]) == 2
+    said = capsys.readouterr()
+    assert "needs the package aiohttp" in said.err
+    assert "loading" not in said.out
 
 
 def test_the_command_serves_until_it_is_interrupted(

@@ -391,7 +391,7 @@ def test_a_paradigm_named_twice_is_refused(recipe: Path, capsys: pytest.CaptureF
         (["train", "recipe.toml", "--out", "taken", "--resume"], "or choose another `--out`"),
         (
             ["train", "recipe.toml", "--out", "dead"],
-            "add `--resume` (`resume=True` in Python) to continue the run in it",
+            "(`resume=True` in Python) to continue the run in it",
         ),
         (["train", "recipe.toml", "--out", "live"], "a process runs the run in it; choose another `--out`"),
         (["train", "recipe.toml", "--out", "live", "--resume"], "the run in `live` goes on in another process"),
