@@ -26,7 +26,7 @@ def test_with_staleness_0_nothing_starts_while_an_update_trains():
     run = Run("synchronous")
     assert trains(run.finish(0, 1)) == [(0, (0, 1))]
     assert starts(run.last) == []
-    assert "deadlines" in run.wait("admission").reason
+    assert "(`rollout.staleness`)" in run.wait("admission").reason
     assert run.send(m.Updated(0)) == [m.Publish(1), m.LoadVersion(0, 1), m.UnloadVersion(0, 0), m.Retire(0)]
     assert starts(run.send(m.Loaded(0, 1))) == [(2, 1, 1), (3, 1, 1)]
 
@@ -45,9 +45,9 @@ def test_the_trainer_waits_for_the_unfinished_groups_that_the_rule_names():
     assert run.given(m.Train) == []
     wait = run.wait("trainer")
     assert wait.groups == (0, 2)
-    assert "group 0 (version 0, due 1: 1 running on instance 0)" in wait.reason
+    assert "group 0 (version 0, due by update 1: 1 running on instance 0)" in wait.reason
     assert wait.reason.startswith(
-        "update 1: 2 finished groups are enough for it, but older ones are due first: group 0"
+        "update 1: 2 groups are finished, which is enough, but older groups must be trained first: group 0"
     )
     assert trains(run.finish(0, 2)) == [(1, (0, 2))]
 
@@ -63,12 +63,12 @@ def test_a_batch_is_ordered_by_version_group_and_member_whatever_finished_first(
 def test_rows_and_in_flight_close_admission_by_name():
     run = Run(staleness=3, group_size=2, rows=5, in_flight=4)
     assert run.controller.counters.admitted_groups == 3  # the third group starts while four trajectories run
-    assert "`rows`: 6 trajectories" in run.wait("admission").reason
+    assert "6 trajectories run or wait to run, and `rollout.rows` is 5" in run.wait("admission").reason
     run.finish(0)
     assert starts(run.last) == [(3, 0, 3)]
     run.send(m.Generated(2, 5))
     run.send(m.Generated(3, 5))
-    assert "`in_flight`: 4 groups" in run.wait("admission").reason
+    assert "4 groups have started and are not trained yet, and `rollout.in_flight` is 4" in run.wait("admission").reason
 
 
 def test_drop_discards_exactly_what_would_be_too_old_and_takes_the_next_prompts():
@@ -99,7 +99,7 @@ def test_one_step_off_publishes_when_nothing_runs_and_admits_nothing_until_then(
     assert starts(run.last) == [(2, 0, 1), (3, 0, 1)]
     assert run.send(m.Updated(0)) == []
     assert "version 1" in run.wait("publish").reason
-    assert "draining" in run.wait("admission").reason
+    assert "version 1 is published first" in run.wait("admission").reason
     run.send(m.Generated(2, 5))
     assert run.last == []
     assert run.send(m.Generated(3, 5))[:2] == [m.Publish(1), m.LoadVersion(0, 1)]
@@ -221,7 +221,7 @@ def test_partial_what_was_under_way_before_a_restore_waits_for_the_newest_versio
 def test_a_run_admits_what_its_updates_need_and_ends_with_its_last_version():
     run = Run(staleness=3, updates=2, in_flight=8, rows=99)
     assert run.controller.counters.admitted_groups == 4
-    assert "every group" in run.wait("admission").reason
+    assert "all groups that the 2 updates of the run need have started" in run.wait("admission").reason
     run.finish(0, 1, 2, 3)
     run.update()
     assert run.controller.training == 1

@@ -21,7 +21,7 @@ def test_a_version_that_lost_its_only_instance_takes_a_slot_from_one_that_is_due
     assert (suspend.instance, suspend.trajectories) == (0, (4, 5))
     assert "not enough slots for version 1" in suspend.reason
     assert rest == [m.UnloadVersion(0, 1), m.LoadVersion(0, 0)]
-    assert "no slot: versions 1 (2 trajectories)" in run.wait("admission").reason
+    assert "no instance has a free slot for version 1 (2 trajectories)" in run.wait("admission").reason
     assert run.send(m.Loaded(0, 0)) == [m.Resume(2, 0, 0), m.Resume(3, 0, 0)]
     assert [type(c) for c in run.finish(2, 3)] == [m.UnloadVersion, m.LoadVersion, m.Retire, m.Train]
     assert [(c.trajectory, c.version, c.reason) for c in run.send(m.Loaded(0, 1)) if isinstance(c, m.Resume)] == [
@@ -124,10 +124,12 @@ def test_a_trajectory_that_waits_for_its_world_frees_its_row_for_the_next_group(
     assert [c.group for c in run.send(m.TurnEnded(0)) if isinstance(c, m.Start)] == [2]
     assert [c.group for c in run.send(m.TurnEnded(2)) if isinstance(c, m.Start)] == [3]
     assert run.send(m.TurnEnded(1)) == []
-    assert "`in_flight`: 4 groups" in run.wait("admission").reason
+    assert "4 groups have started and are not trained yet, and `rollout.in_flight` is 4" in run.wait("admission").reason
     for trajectory in (0, 1, 2):
         assert run.send(m.TurnAsked(trajectory)) == []
-    assert "`rows`: 4 trajectories run or wait for an instance, the target is 2" in run.wait("admission").reason
+    assert (
+        "all rows are taken: 4 trajectories run or wait to run, and `rollout.rows` is 2" in run.wait("admission").reason
+    )
 
 
 def test_no_group_starts_before_those_that_came_back_from_their_worlds_have_ended():

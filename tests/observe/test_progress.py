@@ -91,7 +91,7 @@ def test_elsewhere_there_are_plain_lines_not_too_many_and_always_the_last() -> N
 
 @pytest.mark.parametrize("make", [Plain, Terminal], ids=["file", "terminal"])
 def test_what_the_trainer_waited_for_is_told_whole(make: type[Plain] | type[Terminal]) -> None:
-    waited = "; ".join(f"group {number} (version 3, due 5: 8 running on instance 0)" for number in range(4))
+    waited = "; ".join(f"group {number} (version 3, due by update 5: 8 running on instance 0)" for number in range(4))
     out = io.StringIO()
     observer = make(Console(file=out, width=80, force_terminal=make is Terminal), 40)
     observer.updated({**LINE, "trainer_waited_for": f"{waited}; and 9 more"})

@@ -63,7 +63,7 @@ def _publish(controller: Controller) -> Wait | None:
         return None
     running = [group for group in controller.ledger.groups.values() if group.unfinished and not group.in_reserve]
     reason = (
-        f"version {controller.unpublished} is published when nothing runs: {controller.ledger.num_unfinished} "
+        f"version {controller.unpublished} is published when nothing runs any more: {controller.ledger.num_unfinished} "
         f"trajectories still run, of {_describe(running)}"
     )
     return Wait("publish", reason, tuple(group.id for group in running))
@@ -84,11 +84,11 @@ def _trainer(controller: Controller) -> Wait | None:
     have = f"update {controller.next_update}: {finished} of {plan.batch} groups are finished"
     if finished >= plan.batch:
         have = (
-            f"update {controller.next_update}: {finished} finished groups are enough for it, "
-            "but older ones are due first"
+            f"update {controller.next_update}: {finished} groups are finished, which is enough, "
+            "but older groups must be trained first"
         )
     if not groups:
-        return Wait("trainer", f"{have}, and no other is in progress")
+        return Wait("trainer", f"{have}, and no other has started yet")
     return Wait("trainer", f"{have}: {_describe(groups)}", tuple(group.id for group in groups))
 
 
@@ -104,31 +104,36 @@ def _closed(controller: Controller) -> str | None:
         return "the run was asked to stop"
     reserve = f", and {len(ledger.reserve)} more in reserve" if plan.reserve_groups else ""
     if not controller.admits_more and not scheduling.has_room_in_reserve(controller):
-        return f"every group that {plan.updates} updates need is admitted{reserve}"
+        return f"all groups that the {plan.updates} updates of the run need have started{reserve}"
     if controller.unpublished is not None:
-        return f"draining: version {controller.unpublished} waits to be published"
+        return f"version {controller.unpublished} is published first, when nothing runs any more"
     if not controller.instances.num_staying:
         return "there is no instance"
     if controller.without_slot:
         waiting = ", ".join(
             f"{version} ({len(ledger.waiting[version])} trajectories)" for version in controller.without_slot
         )
-        return f"no slot: versions {waiting} are on no instance, and wait for a free slot"
+        return f"trajectories of older versions go first, and no instance has a free slot for version {waiting}"
     if ledger.num_active >= plan.rows:
-        return f"`rows`: {ledger.num_active} trajectories run or wait for an instance, the target is {plan.rows}"
+        taken = f"{ledger.num_active} trajectories run or wait to run"
+        return f"all rows are taken: {taken}, and `rollout.rows` is {plan.rows}"
     if scheduling.rows_taken(controller) >= plan.rows:
         return (
-            f"`rows`: {ledger.num_active} trajectories run or wait for an instance and {ledger.num_between_turns} are "
-            f"between turns, the target is {plan.rows}; instances are short of KV memory, so no row is free meanwhile"
+            f"all rows are taken: {ledger.num_active} trajectories run or wait to run, {ledger.num_between_turns} are "
+            f"between turns, and `rollout.rows` is {plan.rows}; those between turns keep their rows, because instances "
+            "are short of KV memory"
         )
     if ledger.num_due >= plan.in_flight and not scheduling.has_room_in_reserve(controller):
-        return f"`in_flight`: {ledger.num_due} groups are outstanding{reserve}"
+        return (
+            f"{ledger.num_due} groups have started and are not trained yet{reserve}, and `rollout.in_flight` is "
+            f"{plan.in_flight}"
+        )
     if controller.instances.newest_resident == NO_VERSION:
         loading = ", ".join(f"{i.id} ({', '.join(map(str, sorted(i.loading)))})" for i in controller.instances.staying)
-        return f"no version is loaded yet; instances (and what they load): {loading}"
+        return f"no instance has loaded a version yet; instances (and the versions that they load): {loading}"
     if scheduling.best_place(controller, lambda version: True) is None:
         if loading := ", ".join(str(each.id) for each in controller.instances.staying if each.loading):
-            return f"instances {loading} are loading, and the others have their share of the work"
+            return f"instances that have room are still loading a version ({loading}), and the others have their share"
         return (
             f"no instance holds version {controller.newest} yet, and those with older ones run them to their end first"
         )
@@ -137,11 +142,12 @@ def _closed(controller: Controller) -> str | None:
         if scheduling.places_of(controller, *place) is not None:
             return None
         loading = ", ".join(str(each.id) for each in controller.instances.staying if place[1] in each.loading)
-        return f"the next group is spread over instances, and {loading} are loading version {place[1]}"
+        return f"the next group is spread over several instances, and some still load version {place[1]} ({loading})"
     newest = controller.instances.newest_resident
     return (
-        f"deadlines: a group of version {newest} would be due by update {newest + controller.staleness}, and "
-        f"{ledger.num_due} outstanding groups fill the batches from update {controller.next_update} until then{reserve}"
+        f"a new group would be too old when its turn comes: of version {newest}, it must be trained by update "
+        f"{newest + controller.staleness} (`rollout.staleness`), and the {ledger.num_due} groups that have started "
+        f"fill the batches from update {controller.next_update} until then{reserve}"
     )
 
 
@@ -193,7 +199,7 @@ def _describe(groups: Iterable[Group]) -> str:
             state = trajectory.state.label + where
             states[state] = states.get(state, 0) + 1
         inside = ", ".join(f"{count} {state}" for state, count in states.items())
-        words.append(f"group {group.id} (version {group.version}, due {group.deadline}: {inside})")
+        words.append(f"group {group.id} (version {group.version}, due by update {group.deadline}: {inside})")
     return "; ".join(_named(words))
 
 
