@@ -110,6 +110,6 @@ def test_a_run_in_a_thread_is_interrupted_as_by_ctrl_c(model: Path, tmp_path: Pa
         train(made, folder, resume=True, handle=early)
     assert early.interrupted
     assert early.outcome == "failed"
-    steps = summaries[0]["steps"] + 1
+    steps = summaries[0]["steps"] + 4  # groups may be in progress for the next ones
     assert not run(recipe(model, tmp_path, f"training.steps={steps}"), folder, resume=True)["stopped"]
     assert_verifies(folder)

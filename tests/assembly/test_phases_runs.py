@@ -168,7 +168,7 @@ def test_a_stopped_run_goes_on_with_another_bound(model: Path, tmp_path: Path, b
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["training.steps=4"], r"`training\.steps = 4` is too few: the run in .* has done 5 updates"),
+        (["training.steps=4"], r"`training\.steps = 4` is too few: the run in .* has done \d updates"),
         (["rollout.temperature=0.5"], r"`rollout\.temperature` is 0\.5, .* was started with 1\.0: trajectories in"),
         (["rollout.group=2"], r"`rollout\.group` is 2, .*: the numbers of trajectories"),
     ],

@@ -218,10 +218,10 @@ def test_what_is_under_way_keeps_its_prompts_and_other_columns_are_refused(
     with pytest.raises(RunError, match=r"the data is not what .* was \{'answer': \d+\} and is now \{'answer': 7\d+\}"):
         run(made, tmp_path / "run", resume=True)
     sessions = "SELECT session, outcome FROM sessions"
-    assert rows(tmp_path / "run", sessions) == [(1, None)], "one that is refused is no session"
+    assert rows(tmp_path / "run", sessions) == [(1, "failed")], "one that is refused is no session"
     path.write_text(before.replace("=", "?"))
     go_on(made, tmp_path / "run")
-    assert rows(tmp_path / "run", sessions) == [(1, None), (2, "finished")]
+    assert rows(tmp_path / "run", sessions) == [(1, "failed"), (2, "finished")]
     assert retrain(tmp_path / "run").difference is None, "trained on what is recorded"
 
 
