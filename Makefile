@@ -6,7 +6,7 @@ export TOKENIZERS_PARALLELISM := false
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install quickstart smollm2 qwen qwen-small gsm8k test test-models test-adapters test-trackers test-browser test-wheel \
-	chaos lint types clean
+	test-tutorial docs reference chaos lint types clean
 
 install: .venv/installed
 
@@ -45,6 +45,19 @@ test-models: install smollm2 models/qwen2.5-coder-0.5b/config.json
 
 test: install lint types
 	$(BIN)/python -m pytest -n 2
+
+# The documentation as a site in build/site; a warning is an error.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The generated parts of the documentation: keys, commands, Python, journal, errors, sizes, pictures.
+reference: install
+	$(BIN)/python -m docs.tools.reference
+	$(BIN)/python -m docs.tools.pictures
+
+# The tutorial as it stands, with the scores that it promises: a few minutes. `make test` runs it shortened.
+test-tutorial: install
+	STRETTO_FULL_TUTORIAL=1 $(BIN)/python -m pytest tests/docs/test_pages_run.py -k tutorial
 
 # The page of `stretto view` in a real browser: needs Chromium (`CHROMIUM=path`, or `chromium` on the path). `make test`
 # skips these tests where it is missing.

@@ -1,0 +1,64 @@
+"""What is generated from the code says what the code says: `make reference` brings it up to date."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from doc_pages import ROOT
+
+from docs.tools import pictures, sizing
+from docs.tools.drawing import DARK, LIGHT
+from docs.tools.reference import DOCS, GENERATED, between_marks
+from stretto.cli import main
+from stretto.observe.symptoms import KINDS
+
+QUICK = [name for name in GENERATED if name != "howto/gpu.md"]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_generated_part_of_a_page_is_up_to_date(name: str) -> None:
+    mark, describe = GENERATED[name]
+    text = (DOCS / name).read_text(encoding="utf-8")
+    assert between_marks(text, mark, describe()) == text, "run `make reference`"
+
+
+def test_the_table_of_sizes_is_up_to_date_for_its_smallest_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, config = next(iter(sizing.MODELS.items()))
+    monkeypatch.setattr(sizing, "MODELS", {name: config})
+    assert sizing.sizing_table() in (DOCS / "howto" / "gpu.md").read_text(encoding="utf-8"), "run `make reference`"
+
+
+@pytest.mark.parametrize("palette", [LIGHT, DARK], ids=["light", "dark"])
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_a_picture_is_the_one_that_is_drawn_now(name: str, palette: pictures.Palette) -> None:
+    committed = ROOT / "docs" / "images" / f"{name}{palette.suffix}.svg"
+    assert pictures.PICTURES[name](palette).svg() == committed.read_text(encoding="utf-8"), "run `make reference`"
+
+
+def test_the_groups_of_the_picture_of_seats_have_seats_in_time() -> None:
+    """The picture of admission is drawn by hand: its groups have to keep the invariant."""
+    from stretto.core.admission import invariant_holds, room
+
+    outstanding = {version + 2: count for version, count in pictures.SEATED.items()}
+    assert invariant_holds(outstanding, 7, 4)
+    assert room(outstanding, 9, 7, 4) == 2
+
+
+def test_the_page_about_exit_codes_has_those_of_the_command_line() -> None:
+    text = (DOCS / "reference" / "exit-codes.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| (\d+) \|", text, re.MULTILINE)
+    assert listed == re.findall(r"(\d+): ", inspect.getdoc(main) or "")
+
+
+def test_the_page_about_runs_that_do_not_learn_has_every_warning() -> None:
+    text = (DOCS / "howto" / "debugging.md").read_text(encoding="utf-8")
+    missing = [kind for kind in (*KINDS, "effective-sample-size", "entropy", "mismatch") if f"| `{kind}` |" not in text]
+    assert not missing
+
+
+def test_a_page_without_its_marks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no marks"):
+        between_marks("text", "keys", "part")
