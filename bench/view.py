@@ -1,13 +1,18 @@
 """How long `stretto view` takes to answer, on a run of a thousand updates and a million trajectories.
 
-    python bench/view.py [--updates 1000] [--trajectories 1000000] [--instances 4096] [--journal FOLDER]
-        [--out bench/results/view.json]
+    python -m bench.view [--updates 1000] [--trajectories 1000000] [--instances 4096] [--journal FOLDER]
+        [--browser] [--out bench/results/view.json]
+    python -m bench.view --cpu RECIPE [--out bench/results/view_cpu.json]
 
 Makes a journal of that size with the tables of a real one (in `--journal`, or in a temporary folder), starts the real
 server in a process of its own, and asks each question of the page twice: of a server that has read nothing yet
 (`cold`, by the clock; `cold_cpu`, its processor time), and again (`warm`). The floors: the first page within one
-second, any view within two, but for a search of text, which reports progress. `--cpu RUN` instead measures the
-processor time of a server that a page polls while `RUN` is written.
+second, any view within two, but for a search of text, which reports progress.
+
+`--browser` measures the page in Chromium instead (`bench/view_browser.py`): the same floors, with the drawing.
+
+`--cpu RECIPE` runs a recipe with a server and a page beside it: in Chromium if it and playwright are here, else a
+client that polls as the page does. It measures the processor time of the server over that of the run. The floor is 2 %.
 """
 
 from __future__ import annotations
@@ -17,10 +22,12 @@ import datetime
 import json
 import os
 import platform
+import shutil
 import sqlite3
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.parse
 import urllib.request
@@ -29,6 +36,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.view_browser import FLAGS, SIZE, chromium, measure_browser
 from stretto.store.journal import JOURNAL_NAME
 from stretto.store.schema import LAWS_GIVEN_UP, SCHEMA, SCHEMA_VERSION
 
@@ -38,7 +46,7 @@ UPDATE_S = 4.0
 BEGAN = 1_700_000_000.0
 PROMPT = "What is the sum of all numbers from one to a hundred, and how do you know it? " * 2
 TEXT = "First we pair the numbers, then we multiply the sum of each pair by the number of pairs. "
-FIRST_S, VIEW_S = 1.0, 2.0  # floors
+FIRST_S, VIEW_S, READER_SHARE = 1.0, 2.0, 0.02  # floors
 
 
 def make_journal(path: Path, updates: int, trajectories: int, instances: int, seed: int = 0) -> None:
@@ -253,24 +261,79 @@ def measure(folder: Path, updates: int, trajectories: int) -> dict[str, Any]:
     return result
 
 
-def measure_cpu(folder: Path, seconds: float, timeline: bool) -> dict[str, float]:
-    """Polls a server as the page does while a run goes on, and returns its processor time."""
-    server = Server(folder)
+def measure_cpu(recipe: str, scratch: Path, view: str) -> dict[str, Any]:
+    """Runs a recipe with a server and a page beside it, and returns the processor time of both.
+
+    The page is Chromium's if it is here. Otherwise a client asks as the page does.
+    """
+    out = scratch / f"run-{view}"
+    command = [sys.executable, "-m", "stretto", "train", recipe, "--out", str(out)]
+    began = time.monotonic()
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (out / JOURNAL_NAME).exists():
+        if run.poll() is not None:
+            raise SystemExit(f"`{' '.join(command)}` ended with status {run.returncode}")
+        time.sleep(0.1)
+    time.sleep(1.0)
+    server, ended = Server(out), threading.Event()
     try:
-        after, started = -1, time.monotonic()
-        server.ask("")
-        while time.monotonic() - started < seconds:
-            spent, found = server.ask("api/poll", after=after)
-            after = (found["curves"]["updates"]["update"] or [after])[-1]
-            end = found["state"]["now"]
-            if timeline:
-                spent += server.ask("api/timeline", **{"from": end - 60, "to": end, "now": end, "bins": 700})[0]
-            if found["state"]["condition"] == "finished":
-                break
-            time.sleep(min(15.0, max(2.0, spent / 0.01)))  # as the page does
-        return {"server_cpu_s": server.cpu_s(), "seconds": time.monotonic() - started}
+        beside = _browse if _has_browser() else _poll
+        page = threading.Thread(target=beside, args=(server, view, ended), name="page")
+        page.start()
+        _, status, usage = os.wait4(run.pid, 0)
+        run.returncode = os.waitstatus_to_exitcode(status)
+        ended.set()
+        page.join()
+        server_s = server.cpu_s()
     finally:
         server.close()
+    if run.returncode:
+        raise SystemExit(f"`{' '.join(command)}` ended with status {run.returncode}")
+    run_s = usage.ru_utime + usage.ru_stime
+    return {
+        "page": "Chromium" if beside is _browse else "a client", "server_cpu_s": round(server_s, 2),
+        "run_cpu_s": round(run_s, 1), "seconds": round(time.monotonic() - began, 1),
+        "share": round(server_s / run_s, 4),
+    }  # fmt: skip
+
+
+def _has_browser() -> bool:
+    try:
+        import playwright.sync_api  # noqa: F401
+    except ImportError:
+        return False
+    return bool(shutil.which("chromium") or shutil.which("chromium-browser") or os.environ.get("CHROMIUM"))
+
+
+def _browse(server: Server, view: str, ended: threading.Event) -> None:
+    """Shows a view in Chromium until the run has ended."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=chromium(), args=list(FLAGS))
+        page = browser.new_page(viewport=SIZE)
+        page.goto(f"{server.url}#/{view}")
+        while not ended.is_set():
+            page.wait_for_timeout(500)
+        browser.close()
+
+
+def _poll(server: Server, view: str, ended: threading.Event) -> None:
+    """Asks as the page does until the run has ended."""
+    after, seen = -1, ""
+    for name in (*FILES, "api/runs"):
+        server.ask(name)
+    while True:
+        spent, found = server.ask("api/poll", after=after, seen=seen)
+        seen = found["seen"]
+        if found["state"] is not None:
+            after = (found["curves"]["updates"]["update"] or [after])[-1]
+            end = found["state"]["now"]
+            if view == "timeline":
+                whole = {"from": found["state"]["sessions"][0]["started_at"], "to": end, "now": end, "bins": 870}
+                spent += server.ask("api/timeline", **whole)[0]
+        if ended.wait(min(15.0, max(2.0, spent / 0.01))):
+            return
 
 
 def main() -> int:
@@ -279,41 +342,68 @@ def main() -> int:
     parser.add_argument("--trajectories", type=int, default=1_000_000)
     parser.add_argument("--instances", type=int, default=4_096)
     parser.add_argument("--journal", type=Path)
-    parser.add_argument("--cpu", type=Path, metavar="RUN")
-    parser.add_argument("--timeline", action="store_true", help="with --cpu: the page shows the timeline")
+    parser.add_argument("--browser", action="store_true", help="measure the page in Chromium")
+    parser.add_argument("--cpu", metavar="RECIPE", help="measure the CPU time of a server beside a run of this recipe")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if options.cpu:
-        print(json.dumps(measure_cpu(options.cpu, 600.0, options.timeline)))
-        return 0
     with tempfile.TemporaryDirectory() as scratch:
+        if options.cpu:
+            found = {view: measure_cpu(options.cpu, Path(scratch), view) for view in ("overview", "timeline")}
+            late = [view for view, each in found.items() if each["share"] > READER_SHARE]
+            return _finish(f"--cpu {options.cpu}", {"recipe": options.cpu}, found, late, options.out)
         folder = options.journal or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / JOURNAL_NAME).exists():
             started = time.perf_counter()
             make_journal(folder / JOURNAL_NAME, options.updates, options.trajectories, options.instances)
             print(f"made the journal in {time.perf_counter() - started:.0f} s")
-        size = (folder / JOURNAL_NAME).stat().st_size
+        setting = {"updates": options.updates, "trajectories": options.trajectories, "instances": options.instances,
+                   "journal_bytes": (folder / JOURNAL_NAME).stat().st_size}  # fmt: skip
+        if options.browser:
+            found = _in_browser(folder, Path(scratch))
+            late = [
+                name
+                for name, each in found.items()
+                if isinstance(each, dict)
+                and (each.get("drawn_s", 0.0) > VIEW_S or (each.get("first_paint_s") or 0.0) > FIRST_S)
+            ]
+            return _finish("--browser", setting, found, late, options.out)
         found = measure(folder, options.updates, options.trajectories)
-    report = {
-        "command": "python bench/view.py",
-        "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "sqlite": sqlite3.sqlite_version,
-                    "numpy": np.__version__, "machine": platform.machine(), "load": os.getloadavg()},
-        "setting": {"updates": options.updates, "trajectories": options.trajectories, "instances": options.instances,
-                    "journal_bytes": size},
-        "seconds": found,
-    }  # fmt: skip
-    for name, value in found.items():
-        print(f"  {name:<44} {json.dumps(value) if not isinstance(value, float) else f'{value:.0f}'}")
     late = [
         name
         for name, value in found.items()
         if isinstance(value, dict) and value.get("cold", 0.0) > (FIRST_S if name.startswith("first page") else VIEW_S)
     ]
+    return _finish("", setting, found, late, options.out)
+
+
+def _in_browser(folder: Path, scratch: Path) -> dict[str, Any]:
+    report = scratch / "report.html"
+    command = [sys.executable, "-m", "stretto", "report", str(folder), "-o", str(report), "--no-verify"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    server = Server(folder)
+    try:
+        return {"report_bytes": report.stat().st_size, **measure_browser(server.url, report)}
+    finally:
+        server.close()
+
+
+def _finish(flags: str, setting: dict[str, Any], found: dict[str, Any], late: list[str], out: Path | None) -> int:
+    """Prints the result and writes it. Returns the exit status: 1 if a floor is missed."""
+    report = {
+        "command": f"python -m bench.view {flags}".strip(),
+        "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "sqlite": sqlite3.sqlite_version,
+                    "numpy": np.__version__, "machine": platform.machine(), "load": os.getloadavg()},
+        "setting": setting,
+        "seconds": found,
+        "floors_missed": late,
+    }  # fmt: skip
+    for name, value in found.items():
+        print(f"  {name:<44} {json.dumps(value) if not isinstance(value, float) else f'{value:.0f}'}")
     print(f"floors missed: {', '.join(late) or 'none'}")
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if out:
+        out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 1 if late else 0
 
 

@@ -103,6 +103,54 @@ def record_run(folder: Path, *, end: str | None = "finished", updates: int = 4, 
     return run
 
 
+CALLING = (
+    "I add. ", "<tool_call>", '{"name": "calculator", ', '"arguments": {"expression": "1 + 1"}}', "</tool_call>",
+    "<|im_end|>", "<tool_response>2</tool_response>", "<|im_start|>", "It is 2.",
+)  # fmt: skip
+"""The tokens of trajectory 7 of `record_tool_run`: a turn with a call, what came back, and another turn."""
+
+
+class ToolRecorder(ViewRecorder):
+    """A run in which trajectory 7 calls a tool."""
+
+    def generate(self, id: int, token_versions: list[int] | None = None) -> None:
+        if id != 7:
+            super().generate(id, token_versions)
+            return
+        tokens = np.arange(len(CALLING), dtype=np.int32)
+        made = Completion(
+            id=id,
+            version=self.version_of(id // self.facts.group),
+            tokens=tokens,
+            logprobs=np.where((tokens < 6) | (tokens > 7), np.float32(-0.5), np.float32(0.0)),
+            finish="stop",
+            checksum=f"sum{self.version_of(id // self.facts.group)}",
+            started_at=self.now(),
+            finished_at=self.now(),
+            turns=np.array([[0, 6], [8, 9]], dtype=np.int32),
+        )
+        prompt = (1, 2, id // self.facts.group)
+        self.journal.generated(id, [Lineage(prompt, made)], ["".join(CALLING)], at=self.now())
+
+
+def record_tool_run(folder: Path) -> None:
+    """Records two updates of a run in which a tool is called, with the tokenizer of `CALLING`."""
+    from tokenizers import Tokenizer, decoders, models
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(CONFIG)
+    tokenizer = Tokenizer(models.WordLevel({word: id for id, word in enumerate(CALLING)}, unk_token=CALLING[0]))
+    tokenizer.decoder = decoders.Fuse()
+    (folder / "policy").mkdir()
+    tokenizer.save(str(folder / "policy" / "tokenizer.json"))
+    run = ToolRecorder(folder, FACTS)
+    run.publish(0)
+    run.update(0)
+    run.update(1)
+    run.journal.finished(stopped=True, at=run.now())
+    run.journal.close()
+
+
 PAUSE_S = 1_000.0  # of `record_extended_run`
 
 

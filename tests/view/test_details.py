@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from view_cases import HOSTILE, record_run
+from view_cases import HOSTILE, record_run, record_tool_run
 
 from stretto.errors import RunError
 from stretto.view.api import Api
@@ -56,3 +56,20 @@ def test_what_is_not_there_is_named(api: Api) -> None:
             api.answer(name, parameters)
     with pytest.raises(RunError, match="no answer to prompt 7"):
         api.answer("answer", {"evaluation": "1", "index": "7"})
+
+
+def test_tool_calls_have_their_tokens_and_what_came_back(tmp_path: Path) -> None:
+    record_tool_run(tmp_path)
+    (lineage,) = Api([RunSource(tmp_path)]).answer("trajectory", {"id": "7"})["lineages"]
+    assert lineage["calls"] == [
+        {"name": "calculator", "arguments": '{"expression": "1 + 1"}', "error": None, "turn": 0, "start": 1, "end": 5,
+         "result": "2"}
+    ]  # fmt: skip
+    assert "".join(lineage["pieces"][1:5]).startswith("<tool_call>")
+
+
+def test_tool_calls_are_read_from_the_text_if_no_tokenizer_is_here(tmp_path: Path) -> None:
+    record_tool_run(tmp_path)
+    (tmp_path / "policy" / "tokenizer.json").unlink()
+    (lineage,) = Api([RunSource(tmp_path)]).answer("trajectory", {"id": "7"})["lineages"]
+    assert [(call["name"], call["start"], call["result"]) for call in lineage["calls"]] == [("calculator", None, None)]

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from view_cases import CONFIG, record_extended_run, record_run
+from view_cases import CONFIG, record_extended_run, record_run, record_tool_run
 
+from bench.view import make_journal
 from stretto.store.journal import Journal
 from stretto.view.api import Api
 from stretto.view.report import write_report
@@ -276,3 +277,133 @@ def test_listed_trajectories_follow_the_run(page: Any, serve: Callable[..., View
     recorder.journal.flush()
     playwright.expect(cells.nth(1)).to_have_text("1", timeout=WAIT_MS)
     recorder.journal.close()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (1440, 900)])
+def test_every_view_fits_its_window_in_light_and_dark(
+    browser: Any, serve: Callable[..., ViewServer], tmp_path: Path, theme: str, width: int, height: int
+) -> None:
+    record_run(tmp_path / "a")
+    record_run(tmp_path / "a-run-with-a-long-name", config=CONFIG.replace("0.001", "0.002"))
+    record_tool_run(tmp_path / "tools")
+    server = serve(tmp_path / "a", tmp_path / "a-run-with-a-long-name", tmp_path / "tools")
+    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=theme)
+    page, problems = context.new_page(), list[str]()
+    page.set_default_timeout(WAIT_MS)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    for view, shown in (
+        ("overview", ".charts canvas"),
+        ("timeline", ".lanes canvas"),
+        ("trajectories", ".list tbody tr"),
+        ("trajectories?run=2&id=7", ".tokens span.call"),
+        ("trajectories?group_of=1", ".members article"),
+        ("compare", "text=training.learning_rate"),
+    ):
+        visit(page, server, view)
+        page.wait_for_selector(shown)
+        wide = page.evaluate("document.documentElement.scrollWidth")
+        assert wide <= width, f"{view} is {wide} pixels wide in a window of {width}"
+        assert page.evaluate("document.querySelector('header').offsetHeight") <= (115 if width < 760 else 60), view
+        assert page.evaluate("document.documentElement.dataset.theme") == theme
+    assert problems == []
+    context.close()
+
+
+def test_tools_are_marked_in_the_tokens_and_listed(page: Any, serve: Callable[..., ViewServer], tmp_path: Path) -> None:
+    record_tool_run(tmp_path)
+    visit(page, serve(tmp_path), "trajectories")
+    page.wait_for_selector(".list tbody tr")
+    page.fill("[name=tool]", "calculator")
+    page.press("[name=tool]", "Enter")
+    playwright.expect(page.locator(".list tbody tr")).to_have_count(1)
+    page.click("tr[data-id='7']")
+    page.wait_for_selector(".tokens span.call")
+    marks = ["turn 0", "calls calculator", "environment: result of calculator", "turn 1"]
+    assert page.locator(".turn-mark").all_inner_texts() == marks
+    assert page.locator(".tokens span.call").count() == 4
+    assert page.locator(".calls pre").all_inner_texts() == ['{"expression": "1 + 1"}', "2"]
+
+
+def test_a_timeline_of_a_thousand_updates_is_drawn_at_once(
+    page: Any, serve: Callable[..., ViewServer], tmp_path: Path
+) -> None:
+    make_journal(tmp_path / "journal.sqlite", updates=1_000, trajectories=16_000, instances=4_096)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url) if "api/timeline" in request.url else None)
+    visit(page, serve(tmp_path), "timeline")
+    words = page.locator("[role=status]")
+    playwright.expect(words).to_contain_text("16,000 trajectories, 999 versions")
+    page.wait_for_timeout(400)
+    assert len(asked) == 1, "an answer that changes the height of the drawing is not asked for again"
+    draw = "view.draw(); return performance.now() - began;"
+    spent = page.evaluate(f"() => {{ const view = window.stretto.timelineView, began = performance.now(); {draw} }}")
+    assert spent < 600, (
+        "milliseconds, on a machine that may be busy: it was 1,200 and more when each place took a search"
+    )
+    out = tmp_path / "report.html"
+    write_report(open_runs([tmp_path]), out, verified=False, tokenizer=None, say=print)
+    page.goto(f"{out.as_uri()}#/timeline")
+    playwright.expect(words).to_contain_text("16,000 trajectories, 999 versions, 4,0")
+    playwright.expect(words).to_contain_text("20,000 moves")
+    page.focus("canvas")
+    page.keyboard.press("n")
+    playwright.expect(words).not_to_contain_text("16,000 trajectories")
+    count = int(words.inner_text().partition("·")[2].split()[0].replace(",", ""))
+    assert 0 < count < 100
+    spent = page.evaluate(f"() => {{ const view = window.stretto.timelineView, began = performance.now(); {draw} }}")
+    assert spent < 600
+
+
+def test_colours_of_a_comparison_follow_the_band_and_the_theme(
+    page: Any, serve: Callable[..., ViewServer], tmp_path: Path
+) -> None:
+    record_run(tmp_path / "a")
+    record_run(tmp_path / "b", config=CONFIG.replace("seed = 7", "seed = 8"))
+    visit(page, serve(tmp_path / "a", tmp_path / "b"), "compare")
+    page.wait_for_selector("text=seeds of one recipe as a band")
+    swatches = "() => [...document.querySelectorAll('label .swatch')].map(each => each.style.background)"
+    first = page.evaluate(swatches)
+    assert first[0] == first[1]
+    page.uncheck("text=seeds of one recipe as a band")
+    second = page.evaluate(swatches)
+    assert second[0] == first[0] != second[1]
+    page.keyboard.press("Escape")
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("t")
+    assert set(page.evaluate(swatches)).isdisjoint(second)
+
+
+def test_results_of_a_comparison_follow_the_runs(page: Any, serve: Callable[..., ViewServer], tmp_path: Path) -> None:
+    recorder = record_run(tmp_path / "a", end=None, updates=1)
+    record_run(tmp_path / "b")
+    visit(page, serve(tmp_path / "a", tmp_path / "b"), "compare")
+    row = page.locator("tr", has_text="updates").first
+    playwright.expect(row.locator("td").nth(1)).to_have_text("1")
+    recorder.admit(3)
+    for group in (2, 3):
+        recorder.finish(group)
+    recorder.take(1)
+    recorder.done(1)
+    recorder.journal.flush()
+    playwright.expect(row.locator("td").nth(1)).to_have_text("2", timeout=WAIT_MS)
+    recorder.journal.close()
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (0, 2_400, ["0 s", "10 min", "20 min", "30 min", "40 min"]),
+        (2_007, 2_010, ["33 min 27 s", "33 min 28 s", "33 min 29 s", "33 min 30 s"]),
+        (2_007, 2_009, ["33 min 27.0 s", "33 min 27.5 s", "33 min 28.0 s", "33 min 28.5 s", "33 min 29.0 s"]),
+        (0, 30_000, ["0 s", "2 h", "4 h", "6 h", "8 h"]),
+        (9.83, 10.24, ["9.9 s", "10.0 s", "10.1 s", "10.2 s"]),
+    ],
+)
+def test_marks_of_time_are_round_in_the_unit_that_they_show(
+    page: Any, serve: Callable[..., ViewServer], tmp_path: Path, low: float, high: float, labels: list[str]
+) -> None:
+    record_run(tmp_path)
+    visit(page, serve(tmp_path), "overview")
+    marks = "const [marks, step] = S.timeTicks(low, high, 5); return marks.map(each => S.moment(each, step));"
+    assert page.evaluate(f"([low, high]) => {{ const S = window.stretto; {marks} }}", [low, high]) == labels

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,32 @@ def test_the_command_refuses_bad_input_in_words(tmp_path: Path, capsys: pytest.C
     ):
         assert main(arguments) == 2
         assert words in capsys.readouterr().err
+
+
+def test_readers_at_once_leave_no_files_behind_and_change_no_fingerprint(tmp_path: Path) -> None:
+    record_run(tmp_path)
+    files, run = sorted(each.name for each in tmp_path.iterdir()), RunSource(tmp_path)
+    before = run.fingerprint()
+
+    def read() -> str:
+        for _ in range(20):
+            RunSource(tmp_path).state()
+        return RunSource(tmp_path).fingerprint()
+
+    with ThreadPoolExecutor(4) as pool:
+        seen = {future.result() for future in [pool.submit(read) for _ in range(4)]}
+    assert seen == {before}
+    assert sorted(each.name for each in tmp_path.iterdir()) == files
+
+
+def test_files_that_a_reader_left_are_taken_away_by_the_next(tmp_path: Path) -> None:
+    record_run(tmp_path)
+    files, run = sorted(each.name for each in tmp_path.iterdir()), RunSource(tmp_path)
+    before = run.fingerprint()
+    left = sqlite3.connect(f"{(tmp_path / 'journal.sqlite').as_uri()}?mode=ro", uri=True)
+    left.execute("SELECT COUNT(*) FROM run").fetchone()
+    left.close()
+    assert (tmp_path / "journal.sqlite-wal").stat().st_size == 0, "as a reader that may not write leaves it"
+    assert run.fingerprint() == before
+    run.state()
+    assert sorted(each.name for each in tmp_path.iterdir()) == files

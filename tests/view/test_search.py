@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from view_cases import record_run
+from view_cases import record_run, record_tool_run
 
 from stretto.errors import RunError
 from stretto.view import search as module
@@ -93,3 +93,12 @@ def test_answers_of_an_evaluation_are_found_too(api: Api) -> None:
     assert found["rows"][2]["error"] == "the reward raised"
     assert len(api.answer("answers", {"evaluation": "1", "text": "greedy"})["rows"]) == 1
     assert len(api.answer("answers", {"evaluation": "1", "reward": "0.5.."})["rows"]) == 1
+
+
+def test_trajectories_that_call_a_tool_are_found(tmp_path: Path, api: Api) -> None:
+    record_tool_run(tmp_path / "tools")
+    calling = Api([RunSource(tmp_path / "tools")])
+    assert ids(calling, tool="calculator") == ids(calling, tool="*") == [7]
+    assert ids(calling, tool="name") == ids(calling, tool="calc") == [], "the name of a tool, not a part of the text"
+    assert ids(api, tool="*") == []
+    assert ids(calling, tool="calculator", update=0) == []

@@ -12,7 +12,7 @@ from view_cases import record_run
 
 from stretto.errors import RunError
 from stretto.view.runs import RunSource
-from stretto.view.timeline import Window, occupancy, timeline
+from stretto.view.timeline import Window, occupancy, starts_and_ends, timeline
 
 TIMES = st.floats(-3.0, 13.0, allow_nan=False)
 
@@ -72,3 +72,34 @@ def test_a_window_that_makes_no_sense_is_refused() -> None:
     for changes, words in (({"end": 0.0}, "no length"), ({"bins": 0}, "`bins` is 0"), ({"version_rows": 0}, "rows")):
         with pytest.raises(RunError, match=words):
             window(None, **changes)  # type: ignore[arg-type]
+
+
+def test_times_without_admission_have_the_reason_that_was_recorded(tmp_path: Path) -> None:
+    recorder = record_run(tmp_path, end=None)
+    now = recorder.now()
+    for at, reason in ((1.0, "all rows are taken"), (2.0, ""), (3.0, "a version is published first")):
+        recorder.journal.note("admission", reason, at=at)
+    recorder.journal.flush()
+    run = RunSource(tmp_path)
+    whole = Window(0.0, now + 1.0, 10, 10, 10)
+    assert timeline(run, whole, now)["closed"] == [
+        (1.0, 2.0, "all rows are taken"), (3.0, now, "a version is published first")
+    ]  # fmt: skip
+    assert timeline(run, Window(2.1, 2.9, 10, 10, 10), now)["closed"] == []
+    assert run.state()["notes"] == [], "nobody lists them"
+    assert run.notes() == []
+    recorder.journal.close()
+    record_run(tmp_path / "older")
+    assert timeline(RunSource(tmp_path / "older"), whole, now)["closed"] is None
+
+
+def test_starts_and_ends_count_the_trajectories_of_any_part(tmp_path: Path) -> None:
+    recorder = record_run(tmp_path)
+    run, end = RunSource(tmp_path), recorder.now() + 1.0
+    whole = Window(-1.0, end, 50, 10, 10)
+    edges = starts_and_ends(run, whole, end)
+    assert sum(edges["starts"]) == sum(edges["ends"]) == timeline(run, whole, end)["count"] == 24
+    width = (end + 1.0) / 50
+    for first, last in ((0, 20), (10, 30), (33, 50)):
+        part = Window(-1.0 + first * width, -1.0 + last * width, 10, 10, 10)
+        assert sum(edges["starts"][:last]) - sum(edges["ends"][:first]) == timeline(run, part, end)["count"]

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from stretto.errors import RunError, StrettoError, first_line
+from stretto.errors import RunError, SchemaError, StrettoError, first_line
 from stretto.store.lock import is_alive
 from stretto.store.schema import JOURNAL_NAME, opened_readonly
 
-State = Literal["running", "starting", "finished", "stopped", "failed", "killed", "damaged"]
+State = Literal["running", "starting", "finished", "stopped", "failed", "killed", "damaged", "other version"]
 """`stopped`: by Ctrl-C or a program; `failed`: by an error; `killed`: its last process ended without a word; all three
-can be resumed. `damaged`: its journal is missing or cannot be read."""
+can be resumed. `damaged`: its journal is missing or cannot be read. `other version`: another
+version of stretto wrote it, and this one cannot read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ def overview(folder: Path) -> Overview:
         problem = first_line(error)
         for path in (folder / JOURNAL_NAME, (folder / JOURNAL_NAME).resolve()):
             problem = problem.replace(f"journal `{path}`", "its journal").replace(f"`{path}`", "its journal")
-        return Overview(folder, "running" if alive else "damaged", problem, num_bytes=num_bytes)
+        unreadable: State = "other version" if isinstance(error, SchemaError) else "damaged"
+        return Overview(folder, "running" if alive else unreadable, problem, num_bytes=num_bytes)
 
 
 def _read(folder: Path, db: sqlite3.Connection, alive: bool, num_bytes: int) -> Overview:

@@ -35,7 +35,9 @@ class Api:
             "notes": lambda p: self._run(p).notes(),
             "recipe": lambda p: self._run(p).recipe(),
             "timeline": self._timeline,
-            "trajectories": lambda p: search(self._run(p), _query(p)),
+            "trajectories": lambda p: search(
+                self._run(p), _query(p), self._pieces_of(p) if p.get("tool") else Pieces(None)
+            ),
             "trajectory": lambda p: details.trajectory(self._run(p), _integer(p, "id"), self._pieces_of(p)),
             "group": lambda p: details.group(self._run(p), _integer(p, "id")),
             "answers": self._answers,
@@ -134,6 +136,7 @@ def _query(parameters: Parameters) -> Query:
         state=parameters.get("state") or None,
         failed=parameters.get("failed") == "1",
         text=parameters.get("text", ""),
+        tool=parameters.get("tool", "").strip(),
         sort=parameters.get("sort") or "newest",
         limit=_integer(parameters, "limit", 100),
         cursor=_integer(parameters, "cursor", 0),

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from stretto.chat.messages import ToolCall
+from stretto.chat.transcripts import divide, find_calls
 from stretto.errors import RunError
 from stretto.view.curves import finite
 from stretto.view.pieces import Pieces
 from stretto.view.runs import RunSource
 
 MOST_TOKENS = 32_768  # of a lineage that the page gets
+MOST_RESULT = 4_000  # characters of what a tool returned
 MOST_MEMBERS = 64  # of a group that stand side by side
 
 
@@ -168,6 +173,7 @@ def _lineage(row: Any, version: int, values: Any, pieces: Pieces) -> dict[str, A
         "tokens": own,
         "pieces": pieces.of(own),
         "logprobs": _rounded(logprobs[shown]),
+        "calls": _calls(own, spans, numbers, text, pieces),
         "versions": None if versions is None else np.frombuffer(versions, "<i4")[shown].tolist(),
         "values": None,
     }
@@ -180,6 +186,37 @@ def _lineage(row: Any, version: int, values: Any, pieces: Pieces) -> dict[str, A
             whole[sampled[: len(found)]] = found[: len(sampled)]
             answer["values"][name] = _rounded(whole[shown])
     return answer
+
+
+def _calls(
+    tokens: list[int], spans: list[list[int]], numbers: Sequence[int], text: str, pieces: Pieces
+) -> list[dict[str, Any]]:
+    """Returns the tools that a lineage calls, with the tokens of each call and what came back.
+
+    Without a tokenizer they are read from the whole text: turn, tokens and result are None.
+    """
+    if pieces.path is None:
+        return [
+            _call(each.call) | {"turn": None, "start": None, "end": None, "result": None} for each in find_calls(text)
+        ]
+    shown = [[start, min(end, len(tokens))] for start, end in spans if start < len(tokens)]
+    found = []
+    for part in divide(tokens, shown, numbers[: len(shown)], lambda own: "".join(pieces.of(own) or ())):
+        if not part.calls:
+            continue
+        ends = np.cumsum([len(piece) for piece in pieces.of(tokens[part.start : part.end]) or ()])
+        for each in part.calls:
+            start, end = np.searchsorted(ends, [each.start, each.end - 1], side="right").tolist()
+            where = {"turn": part.turn, "start": part.start + start, "end": min(part.start + end + 1, part.end)}
+            result = None if each.result is None else each.result[:MOST_RESULT]
+            found.append(_call(each.call) | where | {"result": result})
+    return found
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    arguments = call.arguments
+    words = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"name": call.name, "arguments": words, "error": call.error}
 
 
 def _rounded(values: Any) -> list[float | None]:

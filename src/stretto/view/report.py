@@ -21,6 +21,7 @@ from stretto.view.api import Api
 from stretto.view.runs import RunSource
 from stretto.view.search import MOST_ROWS
 from stretto.view.server import page_files
+from stretto.view.timeline import Window, starts_and_ends, timeline
 from stretto.view.verification import findings_payload
 
 SAMPLE_BYTES = 3_000_000  # of trajectories and answers, for each run
@@ -71,7 +72,7 @@ def _run(api: Api, place: int, verified: bool, say: Say) -> dict[str, Any]:
         "recipe": run.recipe(),
         "notes": run.notes(),
         "verify": findings,
-        "timeline": _timeline(api, key, state, curves),
+        "timeline": _timeline(run, state, curves),
         "num_trajectories": progress.num_all,
         "rows": rows,
         "trajectories": trajectories,
@@ -145,19 +146,14 @@ def _answers(api: Api, key: dict[str, str], curves: dict[str, Any]) -> Iterator[
             yield found
 
 
-def _timeline(api: Api, key: dict[str, str], state: dict[str, Any], curves: dict[str, Any]) -> dict[str, Any]:
+def _timeline(run: RunSource, state: dict[str, Any], curves: dict[str, Any]) -> dict[str, Any]:
     times = [session[name] for session in state["sessions"] for name in ("started_at", "ended_at")]
     times += [version[1] for version in curves["versions"]] + curves["updates"]["finished_at"][-1:]
     times += [each["at"] for each in curves["evaluations"]] + ([state["status"]["at"]] if state["status"] else [])
     known = [at for at in times if at is not None] or [0.0]
     start, end = min(known) - 1.0, max(known) + 1.0
-    rows = str(TIMELINE_ROWS)
-    answer: dict[str, Any] = api.answer(
-        "timeline",
-        {**key, "from": repr(start), "to": repr(end), "now": repr(end), "bins": str(TIMELINE_BINS),
-         "version_rows": rows, "instance_rows": rows},
-    )  # fmt: skip
-    return {**answer, "bars": None}
+    window = Window(start, end, TIMELINE_BINS, version_rows=TIMELINE_ROWS, instance_rows=TIMELINE_ROWS)
+    return {**timeline(run, window, end), **starts_and_ends(run, window, end), "bars": None}
 
 
 def render(data: dict[str, Any]) -> str:

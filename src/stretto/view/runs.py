@@ -24,7 +24,7 @@ from stretto.errors import JournalError, RunError, StrettoError
 from stretto.store.lock import is_alive
 from stretto.store.overview import State, recorded_totals, state_of
 from stretto.store.recipe_history import Parts, recipe_changes, recipe_parts
-from stretto.store.schema import journal_path, opened_readonly, wal_path
+from stretto.store.schema import ADMISSION, journal_path, opened_readonly, wal_path
 from stretto.view.columns import STATES, Columns, Progress
 from stretto.view.curves import Curves
 from stretto.view.pauses import Pause, find_pauses
@@ -72,14 +72,15 @@ class RunSource:
                 self._open.db = None
 
     def fingerprint(self) -> str:
-        """Returns a text that changes whenever the journal does."""
+        """Returns a text that changes whenever the journal does, and not because somebody else reads it."""
         parts = []
         for path in (self.path, wal_path(self.path)):
             try:
                 found = path.stat()
-                parts.append(f"{found.st_size:x}.{found.st_mtime_ns:x}")
             except OSError:
                 parts.append("-")
+            else:  # an empty `-wal` file is one that a reader made
+                parts.append(f"{found.st_size:x}.{found.st_mtime_ns:x}" if found.st_size else "-")
         return "_".join(parts)
 
     # -- the state -----------------------------------------------------------------------------------------------------
@@ -99,7 +100,9 @@ class RunSource:
             newest = db.execute("SELECT MAX(version), MAX(published_at) FROM versions").fetchone()
             status = db.execute("SELECT at, state FROM status").fetchone()
             counts = self._count(db, fingerprint)
-            notes = db.execute("SELECT kind, COUNT(*), MAX(at) FROM notes GROUP BY kind ORDER BY 3 DESC").fetchall()
+            notes = db.execute(
+                f"SELECT kind, COUNT(*), MAX(at) FROM notes WHERE kind != '{ADMISSION}' GROUP BY kind ORDER BY 3 DESC"
+            ).fetchall()
             num_failures = db.execute("SELECT COUNT(*) FROM failures").fetchone()[0]
             totals, pauses, changes = recorded_totals(db), self.pauses(), self._recipe_changes(db)
         condition = self.condition(sessions[-1][2] if sessions else None)
@@ -181,8 +184,9 @@ class RunSource:
         """Returns the last notes and failed attempts, newest first."""
         with self.reading() as db:
             rows = db.execute(
-                "SELECT at, kind, text FROM notes UNION ALL SELECT at, kind || ' failed', 'trajectory ' || trajectory "
-                "|| ': ' || reason FROM failures ORDER BY 1 DESC LIMIT ?",
+                f"SELECT at, kind, text FROM notes WHERE kind != '{ADMISSION}' UNION ALL "
+                "SELECT at, kind || ' failed', 'trajectory ' || trajectory || ': ' || reason FROM failures "
+                "ORDER BY 1 DESC LIMIT ?",
                 (limit,),
             ).fetchall()
         return [{"at": at, "kind": kind, "text": text} for at, kind, text in rows]

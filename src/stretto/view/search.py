@@ -7,6 +7,7 @@ the oldest: a call looks for about `TEXT_S` seconds and returns a cursor, with w
 from __future__ import annotations
 
 import math
+import sqlite3
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.chat.transcripts import find_calls
 from stretto.errors import RunError
 from stretto.view.columns import FINISHES, STATES, Columns
 from stretto.view.curves import finite
+from stretto.view.pieces import Pieces
 from stretto.view.runs import RunSource
 
 TEXT_S = 0.4  # of one call
@@ -41,9 +44,10 @@ class Query:
     state: str | None = None
     failed: bool = False  # only those with a failed attempt
     text: str = ""
+    tool: str = ""  # only those that call this tool; `*`: any tool
     sort: str = "newest"
     limit: int = 100
-    cursor: int = 0  # results, or with a text the candidates, that came before
+    cursor: int = 0  # results, or with a text or tool the candidates, that came before
 
     def __post_init__(self) -> None:
         if self.sort not in SORTS:
@@ -56,17 +60,18 @@ class Query:
             raise RunError(f"`limit` is {self.limit} and `cursor` {self.cursor}: give 1 to {MOST_ROWS}, and 0 or more")
 
 
-def search(run: RunSource, query: Query) -> dict[str, Any]:
+def search(run: RunSource, query: Query, pieces: Pieces) -> dict[str, Any]:
     """Returns one page of the trajectories that a query finds, with a cursor for the next one.
 
-    `matching` counts those that fit by their numbers; with a text, `looked_at` of them were read so far.
+    `matching` counts those that fit by their numbers; with a text or a tool, `looked_at` of them were read so far.
+    `pieces` decodes the turns of trajectories, where calls are looked for.
     """
     with run.columns(wanted=_wanted(run, query)) as (columns, progress):
         ids = _matching(columns, query)
         cursor, done = query.cursor + query.limit, True
         found = ids[query.cursor : cursor].tolist()
-        if query.text:
-            found, cursor, done = _with_text(run, ids, query)
+        if query.text or query.tool:
+            found, cursor, done = _with_text(run, ids, query, pieces)
         rows = [_row(columns, id) for id in found]
     _add_excerpts(run, rows)
     more = cursor < len(ids) if done else True
@@ -121,21 +126,25 @@ def _matching(columns: Columns, query: Query) -> NDArray[np.int64]:
     return ids[np.argsort(keys, kind="stable")]
 
 
-def _with_text(run: RunSource, ids: NDArray[np.int64], query: Query) -> tuple[list[int], int, bool]:
-    """Returns those that have a text, the place where the next call begins, and True if all were looked at."""
+def _with_text(run: RunSource, ids: NDArray[np.int64], query: Query, pieces: Pieces) -> tuple[list[int], int, bool]:
+    """Returns those with the text and the tool, the place where the next call begins, True if all were looked at."""
     until, found, place = time.monotonic() + TEXT_S, list[int](), query.cursor
     pattern = f"%{_escaped(query.text)}%"
+    having_text = "EXISTS (SELECT 1 FROM completions c WHERE c.trajectory = t.trajectory AND c.text LIKE ? ESCAPE '\\')"
+    where, values = f"(g.prompt_text LIKE ? ESCAPE '\\' OR {having_text})", [pattern, pattern]
+    if query.tool:  # a call has the name as a JSON string behind `"name"`; which texts are calls, the parser says
+        where = f"{where} AND {having_text}"
+        values.append(f'%"name"%{_escaped("" if query.tool == "*" else query.tool)}%')
     with run.reading() as db:
         while place < len(ids) and len(found) < query.limit and time.monotonic() < until:
             chunk = ids[place : place + TEXT_CHUNK].tolist()
             marks = ",".join("?" * len(chunk))
             rows = db.execute(
                 "SELECT t.trajectory FROM trajectories t JOIN groups g USING (group_id) "
-                f"WHERE t.trajectory IN ({marks}) AND (g.prompt_text LIKE ? ESCAPE '\\' OR EXISTS ("
-                "SELECT 1 FROM completions c WHERE c.trajectory = t.trajectory AND c.text LIKE ? ESCAPE '\\'))",
-                (*chunk, pattern, pattern),
-            )
-            having = {id for (id,) in rows}
+                f"WHERE t.trajectory IN ({marks}) AND {where}",
+                (*chunk, *values),
+            ).fetchall()
+            having = {id for (id,) in rows if not query.tool or _calls(db, id, query.tool, pieces)}
             for offset, id in enumerate(chunk):
                 if id in having:
                     found.append(id)
@@ -143,6 +152,20 @@ def _with_text(run: RunSource, ids: NDArray[np.int64], query: Query) -> tuple[li
                         return found, place + offset + 1, place + offset + 1 >= len(ids)
             place += len(chunk)
     return found, place, place >= len(ids)
+
+
+def _calls(db: sqlite3.Connection, id: int, tool: str, pieces: Pieces) -> bool:
+    """True if a trajectory calls a tool."""
+    rows = db.execute("SELECT tokens, turns, text FROM completions WHERE trajectory = ?", (id,))
+    for tokens, turns, text in rows:
+        found = tuple(find_calls(text))
+        if pieces.path is not None and turns is not None:  # a call without tags is a whole turn
+            own = np.frombuffer(tokens, "<i4").tolist()
+            spans = np.frombuffer(turns, "<i4").reshape(-1, 2).tolist()
+            found += tuple(each for a, b in spans for each in find_calls("".join(pieces.of(own[a:b]) or ())))
+        if any(tool in ("*", each.call.name) for each in found):
+            return True
+    return False
 
 
 def _escaped(text: str) -> str:

@@ -17,12 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import RunError
+from stretto.store.schema import ADMISSION
 from stretto.view.columns import NUM_UNDER_WAY, Columns
 from stretto.view.pauses import Pause, squeezed
 from stretto.view.runs import RunSource
 
 MOST_BARS = 1_500  # trajectories that come one by one
 MOST_MOVES = 1_500
+MOST_CLOSED = 1_000  # times without admission
 ROUNDING = 1e-6  # sums of many lengths leave such rests where nothing runs
 MOST_BINS, MOST_ROWS = 4_000, 400
 
@@ -54,18 +56,41 @@ def timeline(run: RunSource, window: Window, now: float) -> dict[str, Any]:
         return _timeline(run, window, now)
 
 
+def starts_and_ends(run: RunSource, window: Window, now: float) -> dict[str, list[int]]:
+    """Returns how many trajectories began and how many ended in each bin of a window that has all of them in it.
+
+    A report counts by them: those that began before the end of a part of the window, less those that ended before it.
+    """
+    pauses = run.pauses()
+    start, end = squeezed(np.array([window.start, window.end]), pauses).tolist()
+    with run.columns() as (columns, _):
+        started, ends = columns["started"], _ends(columns, now)
+        known = ~np.isnan(started)
+        counts = []
+        for times in (started[known], ends[known]):
+            places = ((squeezed(times, pauses) - start) * (window.bins / (end - start))).astype(np.int64)
+            counts.append(np.bincount(np.clip(places, 0, window.bins - 1), minlength=window.bins).tolist())
+    return {"starts": counts[0], "ends": counts[1]}
+
+
+def _ends(columns: Columns, now: float) -> NDArray[np.float64]:
+    """Returns the end of each trajectory: `now` if it still generates, its start if nothing is known of its end."""
+    started, finished = columns["started"], columns["finished"]
+    ends = np.where(np.isnan(finished), now, finished)
+    if len(started):  # of trajectories that ended without a completion nothing is known
+        ends = np.where(np.isnan(finished) & (columns["state"] >= NUM_UNDER_WAY), started, ends)
+    return ends
+
+
 def _timeline(run: RunSource, window: Window, now: float) -> dict[str, Any]:
     pauses = run.pauses()
     with run.columns(wanted=_wanted(run, window)) as (columns, progress):
-        started, finished = columns["started"], columns["finished"]
-        ends = np.where(np.isnan(finished), now, finished)
-        if len(started):  # of trajectories that ended without a completion nothing is known
-            ends = np.where(np.isnan(finished) & (columns["state"] >= NUM_UNDER_WAY), started, ends)
+        started, ends = columns["started"], _ends(columns, now)
         with np.errstate(invalid="ignore"):
             inside = np.flatnonzero((started < window.end) & (ends > window.start))
         begin = float(np.nanmin(started)) if len(started) and not np.isnan(started).all() else None
         spans = _Spans.on_the_clock(started[inside], ends[inside], window, pauses)
-        answer = {
+        answer: dict[str, Any] = {
             "from": window.start,
             "to": window.end,
             "bins": window.bins,
@@ -78,6 +103,7 @@ def _timeline(run: RunSource, window: Window, now: float) -> dict[str, Any]:
             "bars": _bars(columns, inside, ends, window) if len(inside) <= MOST_BARS else None,
         }
     answer["moves"] = _moves(run, window, pauses)
+    answer["closed"] = _closed(run, window, pauses, now)
     return answer
 
 
@@ -136,7 +162,7 @@ def _lanes(lanes: NDArray[np.int32], spans: _Spans, window: Window, kind: str) -
         filled = np.flatnonzero(line > 0.004)
         first, last = (int(filled[0]), int(filled[-1]) + 1) if len(filled) else (0, 0)
         found.append(
-            {"from": int(own[0]), "to": int(own[-1]), "count": int(counts[row]), "first": first,
+            {"from": int(own[0]), "to": int(own[-1]), "lanes": len(own), "count": int(counts[row]), "first": first,
              "values": [float(f"{value:.3g}") for value in line[first:last].tolist()]}
         )  # fmt: skip
     return {"rows": found, "lanes": len(present), "peak": float(f"{values.max():.4g}")}
@@ -185,6 +211,29 @@ def _bars(
             columns["state"][inside].tolist(), strict=True,
         )
     ]  # fmt: skip
+
+
+def _closed(
+    run: RunSource, window: Window, pauses: Sequence[Pause], now: float
+) -> list[tuple[float, float, str]] | None:
+    """Returns start, end and reason of each time in the window in which no group could start; the longest if many.
+
+    None if the journal has no record of it: older versions of stretto wrote none.
+    """
+    with run.reading() as db:
+        rows = db.execute("SELECT at, text FROM notes WHERE kind = ? ORDER BY at", (ADMISSION,)).fetchall()
+        (ended,) = db.execute("SELECT MAX(ended_at) FROM sessions WHERE outcome IS NOT NULL").fetchone()
+    if not rows:
+        return None
+    stops = [pause.start for pause in pauses] + ([ended] if ended is not None else [])
+    found = []
+    for place, (start, reason) in enumerate(rows):
+        end = rows[place + 1][0] if place + 1 < len(rows) else max(start, now)
+        end = min([end, *(stop for stop in stops if stop >= start)])
+        if reason and start < window.end and end > window.start:
+            found.append((start, end, reason))
+    longest = sorted(found, key=lambda span: span[0] - span[1])[:MOST_CLOSED]
+    return sorted(longest)
 
 
 def _moves(run: RunSource, window: Window, pauses: Sequence[Pause]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 (function (S) {
   const VIEWS = { overview: S.overview, timeline: S.timeline, trajectories: S.trajectories, compare: S.compare };
   const head = document.getElementById("head"), main = document.getElementById("main");
-  let shown = null, place = 0, view = "overview", drawn = null;
+  let shown = null, place = 0, view = "overview", drawn = null, routing = false; // while a view waits for its data
 
   function address() {
     const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
@@ -51,8 +51,10 @@
     S.watched = new Set([place]);
     const run = S.runs[place], mine = (drawn = {});
     drawHead();
-    if (view === "compare") { const made = await VIEWS.compare.show(main); if (drawn === mine) shown = made; drawHead(); return; }
+    routing = true;
+    if (view === "compare") { const made = await VIEWS.compare.show(main, () => drawn === mine); if (drawn !== mine) return; routing = false; shown = made; drawHead(); return; }
     if (!run.curves) { await run.refresh(); if (drawn !== mine) return; }
+    routing = false;
     drawHead();
     if (run.error && !run.curves) { S.fill(main, problem(run.error)); return; }
     shown = VIEWS[view].show(main, run, parameters) || null;
@@ -63,7 +65,7 @@
     drawHead();
     if (run.error) { if (!run.curves) S.fill(main, problem(run.error)); else banner(run.error); return; }
     banner(null);
-    if (!shown) { S.route(); return; }
+    if (!shown) { if (!routing) S.route(); return; }
     if (shown.draw) shown.draw();
   }
   function banner(message) {

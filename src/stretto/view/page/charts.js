@@ -17,6 +17,24 @@
     for (let value = Math.ceil(low / step - 1e-9) * step; value <= high + step * 1e-9; value += step) found.push(Math.abs(value) < step * 1e-9 ? 0 : value);
     return found;
   };
+  const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
+  /** Moments between two numbers of seconds, about `count` of them, round in the unit that `S.moment` shows: returns the moments and their step. */
+  S.timeTicks = function (low, high, count) {
+    const least = (high - low) / Math.max(1, count);
+    if (least <= 1 || least > 86400) { const unit = least > 86400 ? 86400 : 1, found = S.ticks(low / unit, high / unit, count).map((value) => value * unit); return [found, found.length > 1 ? found[1] - found[0] : least]; }
+    const step = TIME_STEPS.find((each) => each >= least), found = [];
+    for (let value = Math.ceil(low / step - 1e-9) * step; value <= high + 1e-9; value += step) found.push(value);
+    return [found, step];
+  };
+  /** A moment of a run for an axis whose marks are `step` seconds apart: `12.5 s`, `33 min 27 s`, `2 h 10 min`. */
+  S.moment = function (value, step) {
+    const digits = step < 1 ? Math.min(6, Math.ceil(-Math.log10(step) - 1e-9) + (/^[125]0*$/.test(String(Math.round(step * 1e6))) ? 0 : 1)) : 0;
+    const rounded = Number(value.toFixed(digits)), hours = Math.floor(rounded / 3600), minutes = Math.floor((rounded % 3600) / 60), seconds = rounded % 60, parts = [];
+    if (hours) parts.push(`${hours} h`);
+    if (minutes && (step < 3600 || !hours)) parts.push(`${minutes} min`);
+    if ((step < 60 && (seconds > 0 || step < 1)) || !parts.length) parts.push(`${seconds.toFixed(digits)} s`);
+    return parts.join(" ");
+  };
   S.compact = function (value) {
     const size = Math.abs(value);
     if (size >= 1e6) return `${+(value / 1e6).toPrecision(3)} M`;
@@ -46,7 +64,8 @@
 
   /**
    * A chart. `series()` returns [{ label, colour, x, y, faint?, low?, high?, points?, dash? }], `x` in the chosen axis.
-   * `options`: title, unit, log, from (a value that is always shown), empty (words), format, axes (false: `x` is fixed).
+   * `options`: title, unit, log, least (lower values are drawn at the bottom: they are rounding), from (a value that is always shown),
+   * empty (words), format, axes (false: `x` is fixed).
    */
   S.Chart = class {
     constructor(options, series) {
@@ -77,12 +96,13 @@
       if (only !== null) { x0 -= 1; x1 += 1; }
       let low = values.reduce((a, b) => Math.min(a, b)), high = values.reduce((a, b) => Math.max(a, b));
       if (options.from !== undefined && !options.log) { low = Math.min(low, options.from); high = Math.max(high, options.from); }
+      if (options.least) { low = Math.max(low, options.least); high = Math.max(high, 10 * options.least); }
       const change = options.log ? Math.log10 : (value) => value;
       [low, high] = [change(low), change(high)];
       const slack = (high - low || Math.abs(high) || 1) * 0.06;
       if (options.log) { low -= slack; high += slack; } else { if (options.from !== low) low -= slack; high += slack; }
       const px = (x) => LEFT + ((x - x0) / (x1 - x0)) * (width - LEFT - RIGHT);
-      const py = (y) => height - BOTTOM - ((change(y) - low) / (high - low)) * (height - TOP - BOTTOM);
+      const py = (y) => height - BOTTOM - Math.max(0, (change(y) - low) / (high - low)) * (height - TOP - BOTTOM);
       this.scale = { back: (x) => x0 + ((x - LEFT) / (width - LEFT - RIGHT)) * (x1 - x0) };
       this.grid(g, width, height, { x0, x1, only, low, high, px, log: options.log });
       g.save();
@@ -100,13 +120,13 @@
         g.fillText(log ? (10 ** value).toExponential(0).replace("e+", "e") : S.compact(value), LEFT - 7, y);
       }
       g.textBaseline = "alphabetic"; g.textAlign = "center";
-      const columns = only !== null ? [only] : S.ticks(x0, x1, Math.max(3, Math.floor((width - LEFT) / 85)));
+      const number = Math.max(3, Math.floor((width - LEFT) / 85)), [columns, step] = only !== null ? [[only], 1] : this.bySeconds() ? S.timeTicks(x0, x1, number) : [S.ticks(x0, x1, number), 1];
       for (const value of columns) {
-        const label = this.axisLabel(value), half = g.measureText(label).width / 2;
+        const label = this.bySeconds() ? S.moment(value, step) : S.compact(value), half = g.measureText(label).width / 2;
         g.fillText(label, Math.min(Math.max(px(value), LEFT + half - 10), width - half - 2), height - 5);
       }
     }
-    axisLabel(value) { return (this.options.axes === false ? "update" : S.axis) === "seconds" ? (value >= 600 ? `${Math.round(value / 60)} min` : `${+value.toPrecision(4)} s`) : S.compact(value); }
+    bySeconds() { return this.options.axes !== false && S.axis === "seconds"; }
     line(g, each, px, py, usable) {
       const weight = each.points ? 0 : S.smoothing;
       if (each.low) {
@@ -124,7 +144,10 @@
         g.stroke(); g.setLineDash([]);
       };
       if (weight) { draw(each.y, 0.28, 1); draw(S.smooth(each.y.map((value) => (usable(value) ? value : null)), weight), 1, 1.8); } else draw(each.y, each.faint ? 0.55 : 1, each.faint ? 1.2 : 1.7);
-      if (each.points || each.y.filter(usable).length === 1) { g.fillStyle = each.colour; each.y.forEach((value, place) => { if (usable(value)) { g.beginPath(); g.arc(px(each.x[place]), py(value), 3, 0, 7); g.fill(); } }); }
+      // A value without neighbours has no line: it is drawn as a point.
+      const alone = (place) => !usable(each.y[place - 1]) && !usable(each.y[place + 1]);
+      g.fillStyle = each.colour;
+      each.y.forEach((value, place) => { if (usable(value) && (each.points || alone(place))) { g.beginPath(); g.arc(px(each.x[place]), py(value), each.points ? 3 : 1.8, 0, 7); g.fill(); } });
       g.globalAlpha = 1;
     }
     readout(g, all, px, py, height, usable) {
@@ -139,7 +162,7 @@
         if (pointer !== null) { place = places[0]; for (const other of places) if (Math.abs(each.x[other] - pointer) < Math.abs(each.x[place] - pointer)) place = other; where = each.x[place]; g.fillStyle = each.colour; g.beginPath(); g.arc(px(each.x[place]), py(each.y[place]), 3.4, 0, 7); g.fill(); }
         shown.push(S.h("span", {}, all.length > 1 || this.options.always ? S.h("i", { class: "swatch", style: { background: each.colour } }) : null, each.label && all.length > 1 && !this.options.always ? S.h("span", { class: "muted" }, each.label) : null, format(each.y[place])));
       }
-      S.fill(this.value, where !== null ? S.h("span", { class: "faint" }, `at ${this.axisLabel(where)}`) : null, shown.slice(0, 8));
+      S.fill(this.value, where !== null ? S.h("span", { class: "faint" }, `at ${this.bySeconds() ? S.seconds(where) : S.compact(where)}`) : null, shown.slice(0, 8));
     }
   };
 
@@ -169,7 +192,7 @@
     { title: "Age", unit: "updates since sampling", from: 0, series: [["mean", pick("staleness_mean")], ["oldest", pick("staleness_max")]] },
     { title: "Entropy", unit: "nats a token", from: 0, series: [["entropy", pick("entropy")]] },
     { title: "Gradient norm", unit: "before clipping", from: 0, series: [["norm", pick("grad_norm")]] },
-    { title: "Mismatch", unit: "KL, log", log: true, empty: "No token of an update's own version, and none scored again", series: [["older", pick("staleness_kl")], ["engine", (run) => ({ x: S.axisOf(run), y: run.curves.updates.mismatch_kl.map((value, place) => (run.curves.updates.mismatch_tokens[place] ? value : null)) })]] },
+    { title: "Mismatch", unit: "KL, log", log: true, least: 1e-9, empty: "No token of an update's own version, and none scored again", series: [["older", pick("staleness_kl")], ["engine", (run) => ({ x: S.axisOf(run), y: run.curves.updates.mismatch_kl.map((value, place) => (run.curves.updates.mismatch_tokens[place] ? value : null)) })]] },
     { title: "Length", unit: "tokens of a completion", from: 0, series: [["mean", pick("length_mean")], ["longest", pick("length_max")]] },
   ];
   function heldOut(run, name) {

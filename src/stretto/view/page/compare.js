@@ -17,12 +17,14 @@
 
   S.compare = {
     title: "Compare",
-    async show(main) {
+    /** Shows the view, unless another one was chosen while the runs were read: `wanted()` is false then. */
+    async show(main, wanted) {
       if (S.runs.length < 2) { S.fill(main, S.h("div", { class: "empty stack" }, S.h("p", {}, "There is one run. To compare, name several:"), S.h("p", { class: "mono" }, "stretto view RUN RUN ..."))); return { draw() {} }; }
       S.fill(main, S.h("p", { class: "empty" }, "Reading the runs …"));
       S.watched = new Set(S.runs.map((_, place) => place));
       await Promise.all(S.runs.map((run) => (run.curves ? null : run.refresh())));
       const recipe = await S.ask("compare"), hidden = new Set();
+      if (!wanted()) return null;
       let band = recipe.seeds.some((each) => each.length > 1);
       const usable = () => S.runs.filter((run) => run.curves && !run.error && !hidden.has(run.place));
       const series = (curve) => {
@@ -36,20 +38,29 @@
         });
       };
       const charts = S.CURVES.map((curve) => new S.Chart({ ...curve, title: curve.series.length > 1 && curve.series[0][0] !== "score" ? `${curve.title}, ${curve.series[0][0]}` : curve.title, always: true }, () => series(curve)));
-      const draw = () => S.redrawCharts();
-      const boxes = S.runs.map((run) => S.h("label", { class: "check" }, S.h("input", { type: "checkbox", checked: true, on: { change: (event) => { if (event.target.checked) hidden.delete(run.place); else hidden.add(run.place); draw(); } } }), S.h("i", { class: "swatch", style: { background: S.series(band ? recipe.seeds.find((each) => each.includes(run.place))[0] : run.place) } }), S.listed[run.place].name));
-      const failed = S.runs.filter((run) => run.error).map((run) => S.h("p", { class: "notice bad" }, `${S.listed[run.place].name}: ${run.error}`));
-      const chosen = S.runs.filter((run) => run.curves);
+      const shade = (run) => S.series(band ? recipe.seeds.find((each) => each.includes(run.place))[0] : run.place);
+      const swatches = S.runs.map(() => S.h("i", { class: "swatch" })), results = S.h("div", { class: "scroll" }), failed = S.h("div", { class: "stack" });
+      const draw = () => {
+        S.runs.forEach((run, place) => { swatches[place].style.background = shade(run); });
+        S.fill(failed, S.runs.filter((run) => run.error).map((run) => S.h("p", { class: "notice bad" }, `${S.listed[run.place].name}: ${run.error}`)));
+        failed.hidden = !failed.childElementCount;
+        S.fill(results, table(S.runs.filter((run) => run.curves)));
+        S.redrawCharts();
+      };
+      const boxes = S.runs.map((run, place) => S.h("label", { class: "check" }, S.h("input", { type: "checkbox", checked: true, on: { change: (event) => { if (event.target.checked) hidden.delete(run.place); else hidden.add(run.place); draw(); } } }), swatches[place], S.listed[run.place].name));
       S.fill(main, S.h("div", { class: "stack" }, failed,
         S.h("section", { class: "card row" }, boxes, S.h("span", { class: "spacer" }), recipe.seeds.some((each) => each.length > 1) ? S.h("label", { class: "check" }, S.h("input", { type: "checkbox", checked: band, on: { change: (event) => { band = event.target.checked; draw(); } } }), "seeds of one recipe as a band") : null),
         S.axisControls(draw), S.h("div", { class: "charts" }, charts.map((chart) => chart.element)),
-        S.h("section", { class: "card" }, S.h("h2", {}, "Results"), S.h("div", { class: "scroll" }, S.h("table", { class: "data" }, S.h("thead", {}, S.h("tr", {}, S.h("th", {}, ""), chosen.map((run) => S.h("th", { class: "num" }, run.state.name)))), S.h("tbody", {}, LINES.map(([name, value]) => S.h("tr", {}, S.h("td", { class: "muted" }, name), chosen.map((run) => S.h("td", { class: "num" }, value(run))))))))),
+        S.h("section", { class: "card" }, S.h("h2", {}, "Results"), results),
         S.h("section", { class: "card" }, S.h("h2", {}, "Recipes"), recipe.without_recipe.length ? S.h("p", { class: "notice" }, `no \`config.toml\`: ${recipe.without_recipe.join(", ")}`) : null,
-          recipe.differences.length ? S.h("div", { class: "scroll" }, S.h("table", { class: "data" }, S.h("thead", {}, S.h("tr", {}, S.h("th", {}, "key that differs"), recipe.runs.map((name) => S.h("th", { class: "num" }, name)))), S.h("tbody", {}, recipe.differences.map((each) => S.h("tr", {}, S.h("td", { class: "mono" }, each.key), each.values.map((value) => S.h("td", { class: "num mono" }, value === null || value === undefined ? "-" : typeof value === "string" ? value : JSON.stringify(value)))))))) : S.h("p", { class: "muted" }, `The ${S.integer(recipe.num_keys)} keys of their recipes are the same.`))));
+          recipe.differences.length ? S.h("div", { class: "scroll" }, S.h("table", { class: "data values" }, S.h("thead", {}, S.h("tr", {}, S.h("th", {}, "key that differs"), recipe.runs.map((name) => S.h("th", { class: "num" }, name)))), S.h("tbody", {}, recipe.differences.map((each) => S.h("tr", {}, S.h("td", { class: "mono" }, each.key), each.values.map((value) => S.h("td", { class: "num mono" }, value === null || value === undefined ? "-" : typeof value === "string" ? value : JSON.stringify(value)))))))) : S.h("p", { class: "muted" }, `The ${S.integer(recipe.num_keys)} keys of their recipes are the same.`))));
       draw();
       return { draw };
     },
   };
+  function table(runs) {
+    return S.h("table", { class: "data" }, S.h("thead", {}, S.h("tr", {}, S.h("th", {}, ""), runs.map((run) => S.h("th", { class: "num" }, run.state.name)))), S.h("tbody", {}, LINES.map(([name, value]) => S.h("tr", {}, S.h("td", { class: "muted" }, name), runs.map((run) => S.h("td", { class: "num" }, value(run)))))));
+  }
   /** The mean of several runs, with the lowest and the highest, where all of them have a value. */
   function merged(parts) {
     if (S.axis === "update") {

@@ -66,12 +66,13 @@
     const [low, high] = text.includes("..") ? text.split("..") : [text, text];
     return (low.trim() === "" || value >= Number(low)) && (high.trim() === "" || value <= Number(high));
   }
+  function calls(run, id, tool) { const t = run.trajectories.find((each) => each.trajectory === id); return Boolean(t) && t.lineages.some((each) => each.calls.some((call) => tool === "*" || call.name === tool)); }
   S.reportSearch = function (run, p) {
     const wanted = (p.text || "").toLowerCase();
     const rows = run.rows.filter((row) =>
       ["update", "version", "group", "reward", "length", "age"].every((name) => between(row[name], p[name])) &&
       (!p.finish || row.finish === p.finish) && (!p.state || row.state === p.state) && (p.failed !== "1" || row.failures > 0 || row.error) &&
-      (!wanted || `${row.prompt}\n${row.text || ""}`.toLowerCase().includes(wanted)));
+      (!p.tool || calls(run, row.trajectory, p.tool)) && (!wanted || `${row.prompt}\n${row.text || ""}`.toLowerCase().includes(wanted)));
     const sort = p.sort || "newest", key = sort.replace("-", ""), sign = sort.startsWith("-") ? -1 : 1;
     rows.sort(sort === "newest" ? (a, b) => b.trajectory - a.trajectory : sort === "oldest" ? (a, b) => a.trajectory - b.trajectory : (a, b) => sign * ((a[key] ?? Infinity) - (b[key] ?? Infinity)));
     return { rows, cursor: null, matching: rows.length, looked_at: rows.length, page_is_full: false, read: rows.length, all: rows.length };
@@ -83,32 +84,41 @@
       .map((each) => ({ ...each, greedy: each.greedy ? 1 : 0, length: each.lineages.reduce((sum, one) => sum + one.num_sampled, 0), finish: each.lineages[0] ? each.lineages[0].finish : null, text: each.lineages[0] ? each.lineages[0].text.slice(0, 160) : "", prompt: each.prompt.slice(-160), lineages: each.lineages.length }));
     return { rows, matching: rows.length, cursor: null };
   };
-  /** Cuts the embedded timeline, which has one resolution, to a window. */
+  /**
+   * Cuts the embedded timeline, which has one resolution, to a window. Numbers of trajectories and moves are exact to a bin of it. Lanes
+   * that share a row cannot be told apart, so their number is an upper bound (`at_most`), and a row does not count its trajectories.
+   */
   S.reportTimeline = function (run, p) {
     const whole = run.timeline, from = Number(p.from), to = Number(p.to), bins = Number(p.bins);
-    const { pauses } = run.state, begin = S.squeezed(whole.from, pauses), first = S.squeezed(from, pauses);
-    const width = (S.squeezed(whole.to, pauses) - begin) / whole.bins, step = (S.squeezed(to, pauses) - first) / bins;
-    const cut = (lanes) => {
-      const rows = [];
+    const { pauses } = run.state, begin = S.squeezed(whole.from, pauses), first = S.squeezed(from, pauses), last = S.squeezed(to, pauses);
+    const width = (S.squeezed(whole.to, pauses) - begin) / whole.bins, step = (last - first) / bins;
+    const low = Math.max(0, Math.floor((first - begin) / width + 1e-9)), high = Math.min(whole.bins, Math.ceil((last - begin) / width - 1e-9)), all = low === 0 && high === whole.bins;
+    const places = Array.from({ length: bins }, (_, bin) => Math.floor((first + (bin + 0.5) * step - begin) / width));
+    const cut = (lanes, range) => {
+      const [least, most] = range ? range.split("..").map(Number) : [0, Infinity], rows = [];
+      let peak = 0;
       for (const row of lanes.rows) {
-        const values = [];
-        for (let bin = 0; bin < bins; bin += 1) {
-          const place = Math.floor((first + (bin + 0.5) * step - begin) / width) - row.first;
-          values.push(place >= 0 && place < row.values.length ? row.values[place] : 0);
-        }
-        if (values.some((value) => value > 0)) rows.push({ ...row, first: 0, values });
+        if (row.to < least || row.from > most || row.first >= high || row.first + row.values.length <= low) continue;
+        const values = places.map((place) => row.values[place - row.first] || 0), own = Math.max(...values);
+        if (own > 0) { rows.push({ ...row, first: 0, values, count: all ? row.count : null }); peak = Math.max(peak, own); }
       }
-      return { rows, lanes: rows.length, peak: Math.max(0, ...rows.map((row) => Math.max(...row.values))) };
+      return { rows, peak, lanes: rows.reduce((sum, row) => sum + row.lanes, 0), at_most: !all && rows.some((row) => row.lanes > 1) };
     };
-    const moves = whole.moves.moves ? { ...whole.moves, moves: whole.moves.moves.filter((move) => move[0] >= from && move[0] <= to) } : { count: 0, bins: null, moves: [] };
-    return { ...whole, from, to, bins, versions: cut(whole.versions), instances: cut(whole.instances), bars: null, moves };
+    const sum = (values, start, end) => { let found = 0; for (let place = start; place < end; place += 1) found += values[place]; return found; };
+    const count = sum(whole.starts, 0, high) - sum(whole.ends, 0, low), { moves } = whole;
+    let own;
+    if (moves.moves) { const inside = moves.moves.filter((move) => move[0] >= from && move[0] <= to); own = { count: inside.length, bins: null, moves: inside }; } else {
+      const inside = moves.bins.filter(([place]) => place >= low && place < high), scale = width / step;
+      own = { count: inside.reduce((total, [, number]) => total + number, 0), bins: inside.map(([place, number]) => [((place * width + begin - first) / step), number, scale]), moves: null };
+    }
+    return { ...whole, from, to, bins, count, versions: cut(whole.versions, p.versions), instances: cut(whole.instances, p.instances), bars: null, moves: own, closed: whole.closed && whole.closed.filter(([start, end]) => start < to && end > from) };
   };
 
   // -- runs, kept up to date ------------------------------------------------------------------------------------------
   // A busy machine answers slowly; the page then asks less often, so that the server takes about a hundredth of its time.
   const EVERY_MS = 2000, HIDDEN_MS = 10000, ENDED_MS = 5000, MOST_MS = 15000, SHARE = 0.01;
   class Run {
-    constructor(place) { this.place = place; this.state = null; this.curves = null; this.error = null; this.seen = ""; this.listeners = new Set(); this.busy = null; }
+    constructor(place) { this.place = place; this.state = null; this.curves = null; this.error = null; this.seen = ""; this.listeners = new Set(); this.busy = null; this.bounds = null; }
     /** Reads what is new. Tells the listeners if anything changed. */
     refresh() { this.busy = this.busy || this.read().finally(() => { this.busy = null; }); return this.busy; }
     async read() {
@@ -118,7 +128,7 @@
         const failed = this.error !== null;
         this.error = null;
         this.seen = found.seen;
-        if (found.state) { this.state = found.state; this.merge(found.curves); }
+        if (found.state) { this.state = found.state; this.merge(found.curves); this.bounds = null; }
         if (found.state || failed) this.tell();
       } catch (error) {
         const changed = this.error !== error.message;
@@ -140,17 +150,21 @@
       return wall > 0 ? { tokens, wall_seconds: wall, tokens_per_second: tokens / wall, trainer_idle_share: Math.min(1, sum(u.trainer_idle_seconds) / wall) } : null;
     }
     tell() { for (const listener of this.listeners) listener(this); }
-    /** Where the run begins and ends, in seconds since 1970. */
-    span() {
+    /** Where the run begins and ends, in seconds since 1970. Computed once for each state: drawings ask for it at every turn. */
+    span() { this.bounds = this.bounds || this.findSpan(); return this.bounds; }
+    findSpan() {
       const { state, curves } = this;
-      const times = [];
-      for (const session of state.sessions) times.push(session.started_at, session.ended_at);
-      if (curves) { times.push(...curves.evaluations.map((each) => each.at), ...curves.evaluations.map((each) => each.at - each.seconds), curves.updates.taken_at[0], curves.updates.finished_at.at(-1)); for (const each of curves.versions) times.push(each[1]); }
-      if (state.status) times.push(state.status.at);
-      const known = times.filter((at) => at !== null && at !== undefined);
-      if (!known.length) return [0, 1];
-      const end = state.condition === "running" ? state.now : Math.max(...known);
-      return [Math.min(...known), Math.max(end, Math.min(...known) + 1)];
+      let first = Infinity, last = -Infinity;
+      const seen = (at) => { if (at === null || at === undefined) return; if (at < first) first = at; if (at > last) last = at; };
+      for (const session of state.sessions) { seen(session.started_at); seen(session.ended_at); }
+      if (curves) {
+        for (const each of curves.evaluations) { seen(each.at); seen(each.at - each.seconds); }
+        seen(curves.updates.taken_at[0]); seen(curves.updates.finished_at.at(-1));
+        for (const each of curves.versions) seen(each[1]);
+      }
+      if (state.status) seen(state.status.at);
+      if (first === Infinity) return [0, 1];
+      return [first, Math.max(state.condition === "running" ? state.now : last, first + 1)];
     }
   }
   S.runs = [];

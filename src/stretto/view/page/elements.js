@@ -51,8 +51,8 @@ window.stretto = {};
   S.plural = (count, word, words) => `${S.integer(count)} ${count === 1 ? word : words || `${word}s`}`;
 
   /** The value of a colour variable, such as `s0`. */
-  let styles = null;
-  S.colour = function (name) { styles = styles || getComputedStyle(document.documentElement); return styles.getPropertyValue(`--${name}`).trim(); };
+  const colours = new Map();
+  S.colour = function (name) { if (!colours.has(name)) colours.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim()); return colours.get(name); };
   S.series = (place) => S.colour(`s${place % 8}`);
   S.mixed = (place, alpha) => { const c = S.series(place); return `${c}${Math.round(255 * alpha).toString(16).padStart(2, "0")}`; };
 
@@ -63,7 +63,7 @@ window.stretto = {};
     try { kept = localStorage.getItem("stretto-theme"); } catch { /* private mode, or a file */ }
     const shown = kept === "light" || kept === "dark" ? kept : media.matches ? "dark" : "light";
     document.documentElement.dataset.theme = shown;
-    styles = null;
+    colours.clear();
     return shown;
   };
   media.addEventListener("change", () => { S.theme(); if (S.redraw) S.redraw(); });

@@ -54,8 +54,9 @@
       for (const wait of state.status ? state.status.waits : []) { const [owner, ...words] = wait.split(": "); if (!(training && owner === "trainer")) lines.push([owner, `waits: ${words.join(": ")}`]); }
       if (state.status) {
         const versions = Object.entries(state.status.versions).map(([version, count]) => `version ${version}: ${S.integer(count)}`).join(", ");
-        lines.push(["rollout", `${S.plural(state.status.running, "trajectory", "trajectories")} running${state.status.queued ? `, ${S.integer(state.status.queued)} queued` : ""}${versions ? ` (${versions})` : ""}`]);
-        if (state.status.num_instances > 1) lines.push(["instances", state.status.instances.slice(0, 8).map((each) => `${each.instance}: ${each.running}`).join(", ") + (state.status.num_instances > 8 ? `, and ${state.status.num_instances - 8} more` : "")]);
+        const generating = Object.values(state.status.versions).reduce((sum, count) => sum + count, 0); // engines also run the requests of evaluations
+        lines.push(["rollout", `${S.plural(generating, "trajectory", "trajectories")}${versions ? ` (${versions})` : ""}; engines run ${S.plural(state.status.running, "request")}${state.status.queued ? ` and queue ${S.integer(state.status.queued)}` : ""}`]);
+        if (state.status.num_instances > 1) lines.push(["instances", `requests: ${state.status.instances.slice(0, 8).map((each) => `${each.instance}: ${each.running}`).join(", ")}` + (state.status.num_instances > 8 ? `, and ${state.status.num_instances - 8} more` : "")]);
       } else lines.push(["run", "is starting: it loads its model, or evaluates a version"]);
     } else {
       const last = state.sessions.at(-1), again = `It continues with \`stretto train --out ${state.folder || "RUN"} --resume\`.`;
@@ -75,7 +76,7 @@
     const u = run.curves.updates;
     let best = -1;
     u.trainer_idle_seconds.forEach((value, place) => { if (value !== null && run.curves.waited_for[u.update[place]] && (best < 0 || value > u.trainer_idle_seconds[best])) best = place; });
-    return best < 0 || u.trainer_idle_seconds[best] < 0.5 ? "" : `; the longest wait was ${S.seconds(u.trainer_idle_seconds[best])}, for ${run.curves.waited_for[u.update[best]]}`;
+    return best < 0 || u.trainer_idle_seconds[best] < 0.5 ? "" : `; longest ${S.seconds(u.trainer_idle_seconds[best])}, before update ${u.update[best]}`;
   }
 
   const LAW_WORDS = [["law 1 one voice", "every token of a trajectory is sampled from one version"], ["law 2 nothing lost", "every trajectory is trained on exactly once, or counted"], ["law 3 nothing old", "none is trained on more than K versions late"], ["exactly once", ""], ["recorded data", "digests of everything that was trained on"]];

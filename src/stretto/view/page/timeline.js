@@ -1,7 +1,7 @@
 // The timeline: a lane for each version and instance, the trainer's updates and waits, publishes, evaluations and moves.
 "use strict";
 (function (S) {
-  const LEFT = 118, RIGHT = 12, AXIS = 26, GAP = 18, TRAINER = 30, EVALUATION = 14, MOVES = 14;
+  const LEFT = 118, RIGHT = 12, AXIS = 26, GAP = 18, TRAINER = 30, EVALUATION = 14, MOVES = 14, CLOSED = 12, LEAST = 5; // pixels; of a lane at least
   const STATES = ["waiting", "running", "scoring", "scored", "training", "trained", "failed", "filtered", "dropped"];
 
   class Timeline {
@@ -11,7 +11,8 @@
       this.window = null; this.follow = true; this.answer = null; this.versions = null; this.instances = null; this.areas = [];
       this.pending = null; this.drag = null; this.select = null;
       this.listen();
-      this.observer = new ResizeObserver(() => { this.ask(); this.draw(); });
+      this.width = 0; // as it was asked for: a drawing changes the height alone, and needs no other answer
+      this.observer = new ResizeObserver(() => { if (this.canvas.clientWidth === this.width) return; this.width = this.canvas.clientWidth; this.draw(); this.ask(); });
       this.observer.observe(this.canvas);
     }
     span() { const [begin, end] = this.run.span(); const slack = (this.clock(end) - this.clock(begin)) * 0.01; return [begin - slack, end + slack]; }
@@ -56,45 +57,56 @@
       this.busy = true;
       const [from, to] = this.range(), [, end] = this.run.span();
       try {
-        this.answer = await S.ask("timeline", { run: this.run.place, from, to, now: end, bins: Math.min(1600, Math.max(100, Math.round(width / (this.run.active(from, to) > 3600 ? 2 : 1.5)))), version_rows: this.versions ? 60 : 44, instance_rows: this.instances ? 48 : 24, versions: this.versions, instances: this.instances });
+        this.answer = await S.ask("timeline", { run: this.run.place, from, to, now: end, bins: Math.min(1600, Math.max(100, Math.round(width / (this.run.active(from, to) > 3600 ? 2 : 1.5)))), version_rows: this.rows(0.55), instance_rows: this.rows(0.42), versions: this.versions, instances: this.instances });
         this.error = null;
       } catch (error) { this.error = error.message; }
       this.busy = false;
       this.draw(); this.describe();
       if (this.again || (this.answer && this.answer.read < this.answer.all)) { this.again = false; this.ask(); }
     }
+    /** Rows that fit in a share of the room. */
+    rows(share) { return Math.max(20, Math.min(120, Math.floor((this.room() * share) / LEAST))); }
     describe() {
       const [from, to] = this.range(), [begin] = this.run.span(), a = this.answer;
       const parts = [`${S.seconds(Math.max(0, this.run.active(begin, from)))} to ${S.seconds(this.run.active(begin, to))} (${S.seconds(this.run.active(from, to))})`];
+      const lanes = (each, word) => `${each.at_most ? "at most " : ""}${S.plural(each.lanes, word)}`;
       if (a) {
-        parts.push(`${S.plural(a.count, "trajectory", "trajectories")}, ${S.plural(a.versions.lanes, "version")}, ${S.plural(a.instances.lanes, "instance")}, ${S.plural(a.moves.count, "move")}`);
+        parts.push(`${S.plural(a.count, "trajectory", "trajectories")}, ${lanes(a.versions, "version")}, ${lanes(a.instances, "instance")}, ${S.plural(a.moves.count, "move")}`);
         if (a.read < a.all) parts.push(`reading: ${S.integer(a.read)} of ${S.integer(a.all)} trajectories`);
       }
       this.words.textContent = this.error || parts.join("  ·  ");
     }
 
     // -- drawing ------------------------------------------------------------------------------------------------------
+    /** The place of a time, as of the last drawing: `frame` has what every place needs. */
     x(at) { return this.clockedX(this.clock(at)); }
-    clockedX(time) { const [from, to] = this.clocked(); return LEFT + ((time - from) / (to - from)) * (this.canvas.clientWidth - LEFT - RIGHT); }
-    time(x) { const [from, to] = this.clocked(); return this.unclock(from + ((x - LEFT) / (this.canvas.clientWidth - LEFT - RIGHT)) * (to - from)); }
+    clockedX(time) { const { from, scale } = this.frame; return LEFT + (time - from) * scale; }
+    time(x) { const { from, scale } = this.frame; return this.unclock(from + (x - LEFT) / scale); }
+    setFrame() { const [from, to] = this.clocked(); this.frame = { from, scale: (this.canvas.clientWidth - LEFT - RIGHT) / (to - from) }; }
+    /** Pixels for the lanes of versions and instances: what is left of the window. */
+    room() { return Math.max(220, innerHeight - 330); }
     heights() {
       const a = this.answer, rows = a ? a.versions.rows.length : 0, instances = a ? a.instances.rows.length : 0;
-      const room = Math.max(220, innerHeight - 330);
-      const lane = (count, share, most) => (count ? Math.max(4, Math.min(most, Math.floor((room * share) / count))) : 0);
-      const several = instances > 1, big = a && a.bars;
-      return { version: lane(rows, several ? 0.55 : 0.75, big ? 130 : 34), instance: lane(instances, several ? 0.35 : 0.2, big ? 110 : 34), rows, instances };
+      const room = this.room(), share = instances > 1 ? 0.55 : Math.min(0.8, Math.max(0.5, rows / (rows + instances + 1e-9)));
+      const lane = (count, part, most) => (count ? Math.max(LEAST, Math.min(most, Math.floor((room * part) / count))) : 0);
+      // Few lanes may be high. Trajectories one by one need no more lines than there are.
+      const most = (kind) => (a && a.bars ? Math.max(34, Math.ceil((9.5 * a.bars.length) / Math.max(1, a[kind].rows.length) + 4)) : 90);
+      const version = lane(rows, share, most("versions")), instance = lane(instances, 1 - (version * rows) / room, most("instances"));
+      return { version, instance, rows, instances };
     }
     draw() {
       if (!this.canvas.isConnected || !this.canvas.clientWidth) return;
-      const h = this.heights(), moves = this.answer && this.answer.moves.count ? MOVES + 6 : 0, evaluations = this.run.curves.evaluations.some((each) => each.seconds > 0) ? EVALUATION + 6 : 0;
-      const height = AXIS + TRAINER + evaluations + moves + GAP + h.version * h.rows + (h.rows ? GAP : 0) + h.instance * h.instances + 16 + (h.rows ? 0 : 60);
+      const h = this.heights(), moves = this.answer && this.answer.moves.count ? MOVES + 6 : 0, evaluations = this.run.curves.evaluations.some((each) => each.seconds > 0) ? EVALUATION + 6 : 0, closed = this.answer && this.answer.closed ? CLOSED + 6 : 0;
+      const height = AXIS + TRAINER + closed + evaluations + moves + GAP + h.version * h.rows + (h.rows ? GAP : 0) + h.instance * h.instances + 16 + (h.rows ? 0 : 60);
       const [g, width] = S.canvas(this.canvas, height);
+      this.setFrame();
       this.areas = [];
       this.axis(g, width, height);
       g.save(); g.beginPath(); g.rect(LEFT, 0, width - LEFT - RIGHT, height); g.clip();
       this.publishes(g, height);
       g.restore();
       let y = this.trainer(g, width, AXIS);
+      if (closed) y = this.withoutAdmission(g, width, y + 6);
       if (evaluations) y = this.evaluations(g, width, y + 6);
       if (moves) y = this.moves(g, width, y + 6);
       y += GAP;
@@ -108,12 +120,13 @@
     axis(g, width, height) {
       const [from, to] = this.range(), [begin] = this.run.span();
       g.fillStyle = S.colour("faint"); g.strokeStyle = S.colour("line-soft"); g.textAlign = "center"; g.textBaseline = "alphabetic"; g.lineWidth = 1;
-      const shown = this.run.active(from, to), none = this.run.state.pauses.map(([start, end]) => [start, end, 0]);
-      for (const value of S.ticks(this.run.active(begin, from), this.run.active(begin, to), Math.max(2, Math.floor((width - LEFT) / 110)))) {
-        const x = Math.round(this.x(S.stretched(begin + value, none))) + 0.5;
-        if (x < LEFT || x > width - RIGHT) continue;
+      const none = this.run.state.pauses.map(([start, end]) => [start, end, 0]);
+      const [marks, step] = S.timeTicks(this.run.active(begin, from), this.run.active(begin, to), Math.max(2, Math.floor((width - LEFT) / 110)));
+      for (const value of marks) {
+        const x = Math.round(this.x(S.stretched(begin + value, none))) + 0.5, label = S.moment(value, step), half = g.measureText(label).width / 2;
+        if (value < 0 || x < LEFT || x > width - RIGHT) continue;
         g.beginPath(); g.moveTo(x, AXIS - 6); g.lineTo(x, height); g.stroke();
-        g.fillText(value >= 600 && shown > 300 ? `${(value / 60).toFixed(shown < 3600 ? 1 : 0)} min` : `${+value.toFixed(4)} s`, Math.min(Math.max(x, LEFT + 16), width - 24), AXIS - 10);
+        g.fillText(label, Math.min(Math.max(x, LEFT + half), width - half - 2), AXIS - 10);
       }
     }
     /** Pauses between sessions, as narrow breaks across all lanes. */
@@ -166,6 +179,21 @@
       for (let at = left - (left % 6) - h; at < right; at += 6) { g.beginPath(); g.moveTo(at, y + h); g.lineTo(at + h, y); g.stroke(); }
       g.restore();
     }
+    /** The times in which no group could start, with the reason that the run recorded. */
+    withoutAdmission(g, width, y) {
+      this.label(g, "no new groups", y + CLOSED / 2);
+      g.fillStyle = S.colour("faint");
+      let before = LEFT - 1;
+      for (const [start, end, reason] of this.answer.closed) {
+        const x0 = Math.max(LEFT, this.x(start)), x1 = Math.min(width - RIGHT, this.x(end));
+        if (x1 <= x0 || x1 < before + 0.5) continue;
+        g.globalAlpha = 0.55; g.fillRect(x0, y + 2, Math.max(0.75, x1 - x0 - 0.5), CLOSED - 4);
+        before = x1;
+        this.areas.push({ x: x0, y, w: Math.max(2, x1 - x0), h: CLOSED, tip: () => [["no group could start for", S.seconds(end - start)], [reason], ["the run looks twice a second"]] });
+      }
+      g.globalAlpha = 1;
+      return y + CLOSED;
+    }
     evaluations(g, width, y) {
       this.label(g, "evaluations", y + EVALUATION / 2);
       for (const each of this.run.curves.evaluations) {
@@ -187,8 +215,8 @@
         g.fillRect(x - 0.75, y, 1.5, MOVES);
         this.areas.push({ x: x - 3, y, w: 6, h: MOVES, trajectory, tip: () => [["trajectory", trajectory], ["version", version], ["instance", `${source ?? "none"} to ${target}`], ["context", `${S.integer(context)} tokens`], bytes ? ["KV taken along", S.bytes(bytes)] : ["prefilled again", `${S.integer(prefilled)} tokens`], [reason]] });
       } else {
-        const peak = Math.max(...moves.bins.map(([, count]) => count)), w = (width - LEFT - RIGHT) / this.answer.bins;
-        for (const [bin, count] of moves.bins) { const size = MOVES * (0.2 + 0.8 * count / peak); g.fillRect(LEFT + bin * w, y + MOVES - size, Math.max(1, w), size); }
+        const peak = moves.bins.reduce((most, [, count]) => Math.max(most, count), 1), begin = this.clock(this.answer.from), w = (this.clock(this.answer.to) - begin) / this.answer.bins;
+        for (const [bin, count, wide = 1] of moves.bins) { const size = MOVES * (0.2 + 0.8 * count / peak), left = Math.max(LEFT, this.clockedX(begin + bin * w)), right = Math.min(width - RIGHT, this.clockedX(begin + (bin + wide) * w)); if (right > left) g.fillRect(left, y + MOVES - size, Math.max(1, right - left), size); }
       }
       return y + MOVES;
     }
@@ -220,7 +248,7 @@
         }
         g.restore();
         this.areas.push({ x: LEFT, y, w: width - LEFT - RIGHT, h: height, back: true, row, kind, tip: (at) => this.laneTip(row, kind, name, at, scale) });
-        this.areas.push({ x: 0, y, w: LEFT, h: height, back: true, row, kind, narrow: row.from !== row.to, tip: () => (row.from === row.to ? `${name}: ${S.plural(row.count, "trajectory", "trajectories")} in this window` : `${name}: click to see these lanes alone`) });
+        this.areas.push({ x: 0, y, w: LEFT, h: height, back: true, row, kind, narrow: row.from !== row.to && !S.report, tip: () => (row.from !== row.to && !S.report ? `${name}: click to see these lanes alone` : row.count === null ? name : `${name}: ${S.plural(row.count, "trajectory", "trajectories")} in this window`) });
         y += height;
       });
       g.strokeStyle = S.colour("line"); g.beginPath(); g.moveTo(LEFT - 0.5, top); g.lineTo(LEFT - 0.5, y); g.stroke();
@@ -242,18 +270,19 @@
     }
     laneTip(row, kind, name, at, scale) {
       const bin = Math.floor((this.clock(at) - this.clock(this.answer.from)) / scale) - row.first, value = row.values[bin] || 0;
-      const lines = [[name], ["running here", `${S.number(value, 2)} on average`], ["in this window", S.plural(row.count, "trajectory", "trajectories")]];
-      if (kind === "instances" && !value) lines.push(["idle", this.during(at)]);
+      const lines = [[name], ["running here", `${S.number(value, 2)} on average`], row.count === null ? null : ["in this window", S.plural(row.count, "trajectory", "trajectories")]];
+      if (kind === "instances" && !value) lines.push(...this.idle(at));
       return lines;
     }
-    /** What the run did at a moment, as the reason why an instance had nothing to do. */
-    during(at) {
+    /** Why an instance has nothing to do at a moment: what the run recorded, else what happened at the same time, which may be the reason. */
+    idle(at) {
+      if (this.run.state.pauses.some(([start, end]) => at > start && at < end)) return [["idle", "the run was stopped"]];
+      const closed = (this.answer.closed || []).find(([start, end]) => at >= start && at <= end);
+      if (closed) return [["idle", "no group could start"], [closed[2]]];
       const u = this.run.curves.updates, evaluation = this.run.curves.evaluations.find((each) => each.seconds && at >= each.at - each.seconds && at <= each.at);
-      if (this.run.state.pauses.some(([start, end]) => at > start && at < end)) return "the run was stopped";
-      if (evaluation) return `version ${evaluation.version} was evaluated`;
       const place = u.taken_at.findIndex((start, index) => at >= start && at <= u.finished_at[index]);
-      if (place >= 0) return `update ${u.update[place]} was training, and no group could start`;
-      return u.taken_at.length && at < u.taken_at[0] ? "the run had not begun" : "nothing was placed here";
+      const meanwhile = evaluation ? `version ${evaluation.version} was evaluated` : place >= 0 ? `update ${u.update[place]} was training` : null;
+      return [["idle", this.answer.closed ? "groups could start; none was placed here" : "no reason is recorded"], meanwhile ? ["meanwhile", meanwhile] : null];
     }
 
     // -- the pointer and the keys ---------------------------------------------------------------------------------------

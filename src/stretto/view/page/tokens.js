@@ -24,11 +24,14 @@
     const [label, valuesOf, boundsOf] = WAYS[S.tokenWay] || WAYS.none, values = valuesOf(lineage);
     const known = values ? values.filter((value) => value !== null) : [], bounds = boundsOf && known.length ? boundsOf(known) : null;
     const box = S.h("div", { class: "tokens", role: "group", "aria-label": `tokens, coloured by ${label}` }), several = new Set(lineage.turns).size > 1;
-    let turn = null;
-    const parts = [];
+    let turn = null, before = null;
+    const parts = [], called = new Map(), begins = new Map(); // by token, and by its first token
+    for (const call of lineage.calls) { if (call.start === null) continue; begins.set(call.start, [...(begins.get(call.start) || []), call.name || "unreadable"]); for (let place = call.start; place < call.end; place += 1) called.set(place, call); }
+    const results = (number) => { const names = lineage.calls.filter((call) => call.turn === number).map((call) => call.name || "unreadable"); return names.length ? `environment: result of ${[...new Set(names)].join(", ")}` : "environment"; };
     lineage.tokens.forEach((token, place) => {
       const now = lineage.turns[place];
-      if (several && now !== turn) { if (place) parts.push(document.createTextNode("\n")); parts.push(S.h("b", { class: "turn-mark" }, now < 0 ? "environment" : `turn ${now}`)); turn = now; }
+      if (several && now !== turn) { if (place) parts.push(document.createTextNode("\n")); parts.push(S.h("b", { class: "turn-mark" }, now < 0 ? results(before) : `turn ${now}`)); turn = now; if (now >= 0) before = now; }
+      if (begins.has(place)) parts.push(S.h("b", { class: "turn-mark call" }, `calls ${begins.get(place).join(", ")}`));
       const piece = lineage.pieces ? lineage.pieces[place] : null;
       const span = document.createElement("span");
       span.dataset.place = place;
@@ -38,6 +41,7 @@
         if (bounds) span.style.backgroundColor = S.shade(values[place], bounds[0], bounds[2], bounds[1]);
         else if (S.tokenWay !== "none") span.style.backgroundColor = S.mixed(values[place], 0.28);
       }
+      if (called.has(place)) span.classList.add("call");
       parts.push(span);
     });
     box.append(...parts);
@@ -45,6 +49,7 @@
     box.addEventListener("pointerleave", (event) => S.tip(event, null));
     return box;
   };
+  function calledAt(lineage, place) { const call = lineage.calls.find((each) => each.start !== null && place >= each.start && place < each.end); return call ? ["calls the tool", call.name || "unreadable"] : null; }
   function describe(lineage, place, about) {
     const turn = lineage.turns[place], v = lineage.values, piece = lineage.pieces ? JSON.stringify(lineage.pieces[place]) : null;
     const trained = v && v.logprobs[place] !== null;
@@ -54,7 +59,7 @@
       trained ? ["trainer's log-probability", S.number(v.logprobs[place])] : null, trained ? ["ratio", S.number(v.ratios[place])] : null,
       trained ? ["advantage", S.number(v.advantages[place])] : null, trained ? ["gradient", v.gradients[place] === 0 ? "0: clipped or masked" : S.number(v.gradients[place])] : null,
       turn >= 0 ? ["version", lineage.versions ? lineage.versions[place] : about.version] : null, turn >= 0 ? ["turn", turn] : null,
-      ["mask", turn < 0 || !lineage.train ? "not trained on" : "trained on"],
+      calledAt(lineage, place), ["mask", turn < 0 || !lineage.train ? "not trained on" : "trained on"],
     ];
   }
   /** The scale of the colours, in words. */

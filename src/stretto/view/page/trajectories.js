@@ -1,9 +1,9 @@
 // Trajectories: search, one of them token by token, a group's members side by side, and the answers of evaluations.
 "use strict";
 (function (S) {
-  const NAMES = ["update", "reward", "length", "age", "version", "group", "finish", "state", "failed", "text", "sort"];
+  const NAMES = ["update", "reward", "length", "age", "version", "group", "finish", "state", "failed", "tool", "text", "sort"];
   const ENDS = new Set(["trained", "failed", "filtered", "dropped"]);
-  const HINTS = { update: "7 or 5..9", reward: "0.5..", length: "100..", age: "2", version: "3", group: "12" };
+  const HINTS = { update: "7 or 5..9", reward: "0.5..", length: "100..", age: "2", version: "3", group: "12", tool: "name, or *" };
   const pressed = (element, act) => ({ click: act, keydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); act(event); } else if (event.key === "ArrowDown" || event.key === "ArrowUp") { const next = event.key === "ArrowDown" ? event.currentTarget.nextElementSibling : event.currentTarget.previousElementSibling; if (next) { event.preventDefault(); next.focus(); } } void element; } });
 
   class Trajectories {
@@ -28,6 +28,7 @@
         ...["update", "reward", "length", "age", "version", "group"].map((name) => field(name, text(name))),
         field("finish", options("finish", [["", "any"], ["stop", "stopped"], ["length", "cut at the limit"]])),
         field("state", options("state", [["", "any"], ..."running scoring scored training trained failed filtered dropped waiting".split(" ").map((each) => [each, each])])),
+        field("calls the tool", text("tool")),
         field("attempts", options("failed", [["", "any"], ["1", "one failed"]])),
         field("order", options("sort", [["", "newest first"], ["oldest", "oldest first"], ["-reward", "best reward"], ["reward", "worst reward"], ["-length", "longest"], ["length", "shortest"], ["-age", "oldest data"]])),
       ];
@@ -52,10 +53,10 @@
           const found = await S.ask(this.source ? "answers" : "trajectories", { ...query, cursor, limit: limit - (rows.length - first) || limit });
           if (mine !== this.generation || this.gone) return;
           rows = rows.concat(found.rows);
-          const looking = this.parameters.text && !this.source && found.cursor !== null && rows.length - first < limit, reading = !this.source && found.read < found.all;
+          const reads = this.parameters.text || this.parameters.tool, looking = reads && !this.source && found.cursor !== null && rows.length - first < limit, reading = !this.source && found.read < found.all;
           this.say(found, rows, looking, reading);
           if (looking) { cursor = found.cursor; this.table(rows, false, null, true); continue; }
-          if (reading && !this.parameters.text && !first) { rows = []; cursor = 0; this.table(found.rows, false, null, true); continue; }
+          if (reading && !reads && !first) { rows = []; cursor = 0; this.table(found.rows, false, null, true); continue; }
           this.table(rows, false, found.cursor);
           return;
         }
@@ -63,7 +64,7 @@
     }
     say(found, rows, looking, reading) {
       const share = looking ? found.looked_at / Math.max(1, found.matching) : reading ? found.read / found.all : null;
-      const words = looking ? `searching: ${S.integer(found.looked_at)} of ${S.integer(found.matching)} read, ${S.integer(rows.length)} found` : reading ? `reading the journal: ${S.integer(found.read)} of ${S.integer(found.all)}` : this.parameters.text && !this.source ? `${S.plural(rows.length, "trajectory", "trajectories")} found${found.cursor !== null ? " so far" : ""}` : `${S.plural(found.matching, this.source ? "answer" : "trajectory", this.source ? "answers" : "trajectories")}`;
+      const words = looking ? `searching: ${S.integer(found.looked_at)} of ${S.integer(found.matching)} read, ${S.integer(rows.length)} found` : reading ? `reading the journal: ${S.integer(found.read)} of ${S.integer(found.all)}` : (this.parameters.text || this.parameters.tool) && !this.source ? `${S.plural(rows.length, "trajectory", "trajectories")} found${found.cursor !== null ? " so far" : ""}` : `${S.plural(found.matching, this.source ? "answer" : "trajectory", this.source ? "answers" : "trajectories")}`;
       S.fill(this.status, share !== null ? S.h("progress", { max: 1, value: share, "aria-label": "progress" }) : null, S.h("span", { class: "muted" }, words, S.report ? ` (a sample of the run, ${S.integer(this.run.sampleOf || S.report.runs[this.run.place].num_trajectories)} in all)` : ""),
         looking || reading ? S.h("button", { type: "button", class: "quiet", on: { click: () => { this.generation += 1; S.fill(this.status, S.h("span", { class: "muted" }, "stopped")); } } }, "Stop") : null);
     }
@@ -124,9 +125,10 @@
           S.tokens(lineage, { version: t.version }), lineage.num_tokens > lineage.tokens.length ? S.h("p", { class: "muted small" }, `the first ${S.integer(lineage.tokens.length)} of ${S.integer(lineage.num_tokens)} tokens`) : null)));
       };
       const length = t.lineages.reduce((sum, each) => sum + each.num_sampled, 0), turns = new Set(t.lineages.flatMap((each) => each.turns).filter((turn) => turn >= 0)).size;
-      const facts = answer ? [["version", t.version], ["reward", S.number(t.reward)], ["length", S.plural(length, "token")], turns > 1 ? ["turns", turns] : null] : [
+      const calls = t.lineages.flatMap((lineage) => lineage.calls.map((call) => [lineage, call])), tools = calls.length ? ["tools", countNames(calls.map(([, call]) => call.name || "unreadable"))] : null;
+      const facts = answer ? [["version", t.version], ["reward", S.number(t.reward)], ["length", S.plural(length, "token")], turns > 1 ? ["turns", turns] : null, tools] : [
         ["state", t.state], ["reward", S.number(t.reward) + (t.turn_rewards ? ` = ${t.turn_rewards.map((each) => S.number(each)).join(" + ")}` : "")], ["version", t.version], ["trained at update", t.update === null ? "-" : `${t.update} (age ${t.update - t.version})${t.uses > 1 ? `, and ${S.plural(t.uses - 1, "time")} again` : ""}`],
-        ["length", `${S.plural(length, "token")}${t.lineages.some((each) => each.finish === "length") ? ", cut at the limit" : ""}`], turns > 1 ? ["turns", turns] : null, ["instance", t.instance ?? "-"], t.limit ? ["limit reached", t.limit] : null, t.spent !== null ? ["spent", S.number(t.spent)] : null];
+        ["length", `${S.plural(length, "token")}${t.lineages.some((each) => each.finish === "length") ? ", cut at the limit" : ""}`], turns > 1 ? ["turns", turns] : null, tools, ["instance", t.instance ?? "-"], t.limit ? ["limit reached", t.limit] : null, t.spent !== null ? ["spent", S.number(t.spent)] : null];
       const start = t.admitted_at;
       S.fill(this.details, S.h("div", { class: "card stack" },
         S.h("div", { class: "row" }, S.h("h2", {}, answer ? `Answer to held-out prompt ${t.index}${t.greedy ? ", greedy" : ""}` : `Trajectory ${t.trajectory}`), S.h("span", { class: "spacer" }),
@@ -134,6 +136,7 @@
         S.h("dl", { class: "facts pairs" }, facts.filter(Boolean).map(([name, value]) => [S.h("dt", {}, name), S.h("dd", {}, value)])),
         t.error ? S.h("p", { class: "notice bad" }, t.error) : null,
         S.h("div", {}, S.h("h3", {}, `Prompt (${S.plural(t.num_prompt_tokens, "token")})`), S.h("pre", { class: "text" }, t.prompt)),
+        calls.length ? this.calls(calls, t.lineages.length > 1) : null,
         t.lineages.length ? [S.h("div", { class: "row" }, S.h("h3", {}, "Completion"), S.choice("Colour of tokens", ways, S.tokenWay, (way) => { S.tokenWay = way; redraw(); }), scale), tokens] : S.h("p", { class: "empty" }, "It has no tokens yet."),
         !t.has_pieces && t.lineages.length ? S.h("p", { class: "small muted" }, "Tokens are shown by their ids: the run's tokenizer was not found. Name it with `stretto view --tokenizer FOLDER`.", S.h("details", {}, S.h("summary", {}, "text"), S.h("pre", { class: "text" }, t.lineages.map((each) => each.text).join("\n")))) : null,
         !answer && t.lineages.length && !t.lineages.some((each) => each.values) ? S.h("p", { class: "small faint" }, t.update === null ? "It was not trained on yet, so the trainer has no values for it." : "The trainer's values are not recorded: the recipe did not set `observe.tokens`, or the sample had no gradient.") : null,
@@ -141,6 +144,14 @@
           [...t.transitions.map((each) => [each.at, `${each.from ? `${each.from} → ` : ""}${each.to}${each.reason ? `: ${each.reason}` : ""}`]), ...t.failures.map((each) => [each.at, `${each.kind} failed: ${each.reason}`])].sort((a, b) => a[0] - b[0]).map(([at, words]) => S.h("li", {}, S.h("time", {}, `+${S.seconds(Math.max(0, at - start))}`), S.h("span", {}, words))))),
         S.h("details", {}, S.h("summary", {}, "row of the data set"), S.h("pre", { class: "text" }, pretty(t.row)))));
       redraw();
+    }
+    /** The tools that a trajectory called: arguments, and what came back. */
+    calls(calls, several) {
+      const where = (lineage, call) => `${several ? `lineage ${lineage.lineage}, ` : ""}${call.turn === null ? "" : `turn ${call.turn}`}`;
+      return S.h("details", { open: calls.length <= 6 }, S.h("summary", {}, S.plural(calls.length, "tool call")), S.h("ol", { class: "calls" }, calls.map(([lineage, call]) => S.h("li", {},
+        S.h("div", { class: "row" }, S.h("b", { class: "mono" }, call.name || "unreadable"), S.h("span", { class: "small muted" }, where(lineage, call))),
+        S.h("pre", { class: "text" }, call.arguments), call.error ? S.h("p", { class: "small verdict bad" }, call.error) : null,
+        call.result !== null ? [S.h("p", { class: "small muted" }, "returned"), S.h("pre", { class: "text" }, call.result)] : null))));
     }
     drawGroup(found) {
       const rewards = found.members.map((each) => each.reward), [low, high] = S.rewardBounds(rewards), known = rewards.filter((each) => each !== null);
@@ -154,6 +165,7 @@
         found.num_members > found.members.length ? S.h("p", { class: "muted small" }, `the first ${found.members.length} of ${found.num_members}`) : null));
     }
   }
+  function countNames(names) { const counts = new Map(); for (const name of names) counts.set(name, (counts.get(name) || 0) + 1); return [...counts].map(([name, count]) => (count > 1 ? `${name} x ${count}` : name)).join(", "); }
   function pretty(text) { try { return JSON.stringify(JSON.parse(text), null, 2); } catch { return String(text); } }
   S.rewardBounds = function (rewards) { const known = rewards.filter((value) => value !== null && value !== undefined); return known.length ? [Math.min(...known, 0), Math.max(...known, 1)] : [0, 1]; };
 
