@@ -14,6 +14,7 @@ from stretto.engines.native.cache import PAGE
 from stretto.engines.native.kernels.decode_work_list import DecodePlan, Sharing, check_plan
 from stretto.engines.native.kernels.kernel_set import TRITON, PagedKernels
 from stretto.engines.native.kernels.layers import check_activation
+from stretto.engines.native.kernels.prefill_attention import DenseGroup
 from stretto.engines.native.sampling import sample, uniforms
 
 
@@ -177,17 +178,17 @@ def dense_causal(
     keys: Tensor,
     values: Tensor,
     slots: Tensor,
-    lengths: Sequence[int],
-    multiple: int,
+    groups: Sequence[DenseGroup],
     scale: float,
     out: Tensor,
 ) -> Tensor:
     """What `dense_causal` computes, sequence by sequence in float32."""
-    begin = 0
-    for length in lengths:
-        own = slice(begin, begin + length)
-        out[own] = dense_attention(q[own], keys[slots[own]], values[slots[own]], scale).to(out.dtype)
-        begin += length
+    for group in groups:
+        begin = group.begin
+        for length in group.lengths:
+            own = slice(begin, begin + length)
+            out[own] = dense_attention(q[own], keys[slots[own]], values[slots[own]], scale).to(out.dtype)
+            begin += length
     return out
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from stretto.engines.native import batched_linears
 from stretto.engines.native.batched_linears import JoinedProduct, StackedProduct, joined
 from stretto.engines.native.lora_slots import SlotMask, SlottedLinear
 
@@ -66,3 +69,35 @@ def test_stacked_weights_stay_the_parameters_of_their_layers() -> None:
     )
     assert product.bs[0] is layers[0].lora_b
     assert product.bs[1] is None
+
+
+def test_a_product_of_many_tokens_adds_to_the_stream_itself(monkeypatch: Any) -> None:
+    """Torch has that for half precision on CUDA; the same in float32 stands in for it."""
+    monkeypatch.setattr(batched_linears, "ADDED_FROM", 4)
+    monkeypatch.setattr(batched_linears, "adds_in_place", lambda *_: True)
+    added = torch.ops.aten.addmm
+    stand_in = SimpleNamespace(dtype_out=lambda c, x, w, dtype, out: added.out(c, x, w, out=out))
+    monkeypatch.setattr(torch.ops.aten, "addmm", stand_in)
+    layer = torch.nn.Linear(8, 6, bias=False)
+    with torch.inference_mode():
+        x, stream = torch.randn(4, 8), torch.randn(4, 6)
+        expected = stream + layer(x)
+        product = StackedProduct(layer)
+        assert product.add_to(stream, x) is None
+        torch.testing.assert_close(stream, expected)
+        assert product.add_to(stream[:3], x[:3]) is not None  # few tokens
+        adapted = SlottedLinear(layer, 2, 3, SlotMask(2, 3, torch.device("cpu")))
+        assert StackedProduct(adapted).add_to(stream, x) is not None
+        assert StackedProduct(torch.nn.Linear(8, 6)).add_to(stream, x) is not None  # it has a bias
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_over_the_stream_are_float32_on_a_gpu(dtype: torch.dtype) -> None:
+    layer = torch.nn.Linear(256, 512, bias=False, device="cuda", dtype=dtype)
+    with torch.inference_mode():
+        x, stream = torch.randn(2048, 256, device="cuda", dtype=dtype), torch.randn(2048, 512, device="cuda")
+        expected = stream.double() + x.double() @ layer.weight.double().t()
+        added = StackedProduct(layer).add_to(stream, x)
+        found = stream if added is None else stream + added
+        torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-5)

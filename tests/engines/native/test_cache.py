@@ -58,3 +58,17 @@ def test_pages_are_copied_in_parts_of_bounded_size(count: int, monkeypatch: pyte
     assert all(torch.equal(cache.read([page], PAGE), kv) for page, kv in zip(targets, expected, strict=True))
     assert torch.equal(cache.read(others, 3 * PAGE), untouched)
     assert gathered.most <= 3 * page_values
+
+
+def test_many_pages_are_consecutive_again_after_others_were_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CONSECUTIVE", 4)
+    cache = KVCache(1, 1, 8, 20, torch.float32, torch.device("cpu"))
+    first, second, third = (cache.take(5) for _ in range(3))
+    assert (first, third) == ([1, 2, 3, 4, 5], [11, 12, 13, 14, 15])
+    cache.release(third)
+    cache.release(first)
+    assert cache.take(2) == [5, 4]  # few are taken as they come
+    assert cache.take(4) == [1, 2, 3, 11]
+    cache.release([5, 4])
+    cache.release(second)
+    assert cache.take(7) == [4, 5, 6, 7, 8, 9, 10]

@@ -22,6 +22,7 @@ from stretto.engines.native import graph_cache as graphs
 from stretto.engines.native import prefill
 from stretto.engines.native.cache import PAGE
 from stretto.engines.native.capture_lock import CAPTURE
+from stretto.engines.native.kernels import prefill_attention
 from stretto.engines.native.kernels.decode_work_list import DecodePlan
 from stretto.engines.native.kernels.kernel_set import TRITON
 from stretto.engines.threaded import Failed
@@ -489,24 +490,47 @@ def test_prompts_of_any_size_and_number_are_prefilled(device, monkeypatch, sizes
 
 
 def test_long_first_chunks_are_prefilled_without_pages(device, monkeypatch):
-    """Later chunks of a sequence, and chunks beside a short one, run over pages."""
+    """Later chunks of a sequence and short ones run over pages, in the same forward."""
     monkeypatch.setattr(prefill, "SIZES", (8,))
-    monkeypatch.setattr(prefill, "DENSE_TOKENS", 24)
-    monkeypatch.setattr(prefill, "DENSE_MULTIPLE", 16)
+    monkeypatch.setattr(prefill_attention, "DENSE_TOKENS", 24)
+    monkeypatch.setattr(prefill_attention, "DENSE_MULTIPLE", 16)
     monkeypatch.setattr(prefill, "dense_fits", lambda *_: True)
-    lengths = [30, 100, 5, 24, 61, 47, 90, 25]
+    lengths = [30, 5, 100, 24, 61, 47, 90, 25, 32, 32, 31, 30]
     work = [Request(i, i % 2, prompt_of(length, i), i, Sampling(4)) for i, length in enumerate(lengths)]
     engine = overlapped(device, versions=(0, 1), prefill_tokens=64, kernels=REFERENCE)
     prefills, seen = engine._steps._prefills, []
 
-    def watched(q: Any, keys: Any, values: Any, slots: Any, lengths: Any, *rest: Any) -> Any:
-        seen.append(tuple(lengths))
-        return REFERENCE.paged.dense_causal(q, keys, values, slots, lengths, *rest)
+    def watched(q: Any, keys: Any, values: Any, slots: Any, groups: Any, *rest: Any) -> Any:
+        seen.append((q.shape[0], groups))
+        return REFERENCE.paged.dense_causal(q, keys, values, slots, groups, *rest)
 
     prefills._dense_causal = watched
     agree(drive(engine, work), drive(mixed(versions=(0, 1), prefill_tokens=64), work))
-    assert {24, 30, 64} <= {length for lengths in seen for length in lengths}
-    assert all(length >= 24 for lengths in seen for length in lengths)
+    groups = [group for _, groups in seen for group in groups]
+    ran = {length for group in groups for length in group.lengths}
+    assert {30, 47, 61, 64} <= ran
+    assert not {5, 24, 25} & ran  # 24 and 25 would be padded to 32
+    assert any(len(group.lengths) > 1 for group in groups)
+    assert any(groups[-1].end < tokens for tokens, groups in seen)
+
+
+def test_the_last_layer_runs_for_the_tokens_whose_logits_are_wanted(device, monkeypatch):
+    """A chunk that does not end its prompt leaves keys and values alone behind."""
+    monkeypatch.setattr(prefill, "SIZES", (8,))
+    engine = overlapped(device, versions=(0, 1), prefill_tokens=48, kernels=REFERENCE)
+    paged, seen = engine._steps._prefills._kernels, []
+
+    def watched(q: Any, *rest: Any) -> Any:
+        seen.append(q.shape[0])
+        return paged.paged_extend(q, *rest)
+
+    engine._steps._prefills._kernels = replace(paged, paged_extend=watched)
+    work = [Request(0, 0, prompt_of(100, 0), 0, Sampling(3)), Request(1, 1, prompt_of(21, 1), 1, Sampling(3))]
+    agree(drive(engine, work), drive(mixed(versions=(0, 1), prefill_tokens=48), work))
+    layers = engine._cache.layers
+    first, between = [48] * (layers - 1), [48] * (layers - 1)
+    assert seen[: 2 * layers - 2] == first + between
+    assert seen[2 * layers - 2 :] == [25] * (layers - 1) + [2]
 
 
 def test_rows_that_have_all_of_their_tokens_are_not_decoded_once_more(device):

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from stretto.engines.native.lora_slots import SlotMask, SlottedLinear
-from stretto.models.float32_products import wide_mm
+from stretto.models.float32_products import adds_in_place, wide_mm
 
+ADDED_FROM = 1024  # tokens of a product that adds to the residual stream itself; few tokens are bound by the weights
 Linear = nn.Linear | SlottedLinear
 
 
@@ -52,6 +53,8 @@ class StackedProduct:
         masks = [linear.mask for linear in linears if isinstance(linear, SlottedLinear)]
         self._mask: SlotMask | None = masks[0] if masks else None
         self.bs = tuple(linear.lora_b if isinstance(linear, SlottedLinear) else None for linear in linears)
+        # Without adapters and a bias, the output is all that is to be added.
+        self._adds = not columns and self.bias is None and adds_in_place(whole.device, whole.dtype)
 
     @property
     def scale(self) -> float:
@@ -60,7 +63,10 @@ class StackedProduct:
     def __call__(self, x: Tensor) -> Tensor:
         return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
 
-    def add_to(self, stream: Tensor, x: Tensor) -> Tensor:
+    def add_to(self, stream: Tensor, x: Tensor) -> Tensor | None:
+        if self._adds and x.shape[0] >= ADDED_FROM:
+            torch.ops.aten.addmm.dtype_out(stream, x, self.weight, stream.dtype, out=stream)
+            return None
         return wide_mm(x, self.weight, self.bias)
 
 

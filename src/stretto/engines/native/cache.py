@@ -16,6 +16,7 @@ from torch import Tensor
 from stretto.engines.native.capture_lock import release_cached
 
 PAGE = 16  # tokens a page
+CONSECUTIVE = 32  # pages taken at once that are the lowest free ones: attention over consecutive pages needs no gather
 COPY_BYTES = 64 * 2**20  # of pages that are copied at once
 
 
@@ -38,7 +39,8 @@ class KVCache:
         self.storage = torch.zeros(shape, dtype=dtype, device=device)
         self.of_layer = [(layer[0], layer[1]) for layer in self.storage]  # keys and values, views
         self.num_pages = pages
-        self._free = list(range(pages, 0, -1))
+        self._free = list(range(pages, 0, -1))  # the next one last
+        self._is_ordered = True  # the lowest page is the next one
         self._references = [0] * (pages + 1)
         self._retained = [0] * (pages + 1)  # of these references
         self.num_idle = 0
@@ -62,8 +64,14 @@ class KVCache:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Returns free pages, with one reference each. The caller has made sure that there are enough."""
+        """Returns free pages, with one reference each. The caller has made sure that there are enough.
+
+        If they are many, they ascend, and are consecutive where the free ones are.
+        """
         assert count <= len(self._free), "the scheduler took more pages than are free"
+        if count >= CONSECUTIVE and not self._is_ordered:
+            self._free.sort(reverse=True)
+            self._is_ordered = True
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._references[page] = 1
@@ -96,6 +104,7 @@ class KVCache:
         assert self._references[page] >= self._retained[page] >= 0, "a page was released twice"
         self.num_idle += (0 < self._references[page] == self._retained[page]) - was
         if not self._references[page]:
+            self._is_ordered &= not self._free or page < self._free[-1]
             self._free.append(page)
 
     def slots(self, pages: Sequence[int], tokens: int, device: torch.device | None = None) -> Tensor:

@@ -241,9 +241,10 @@ class Decodes:
             sharing = Sharing(rows.shared.sharing.pages[:size], rows.shared.sharing.peers[:size])
         kernels.plan_items(plan, contexts, shape.chunk, shape.items, sharing)
 
-        def attend(layer: int, q: Tensor, out: Tensor, scale: float) -> None:
+        def attend(layer: int, q: Tensor, out: Tensor, scale: float) -> Tensor:
             keys, values = cache.of_layer[layer]
             kernels.paged_decode(q, keys, values, table, contexts, plan, shape.chunk, shape.items, scale, out, sharing)
+            return out
 
         logits = self._decoders[tree](ints[TOKEN], positions, writes, ints[SLOT], attend, None)
         self.draw(logits, ints, floats, drawn, tree)

@@ -7,8 +7,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-Attend = Callable[[int, Tensor, Tensor, float], None]
-"""Attention of one layer over the cache: (layer, q [tokens, heads, size], out of the same shape, scale)."""
+Attend = Callable[[int, Tensor, Tensor, float], Tensor]
+"""Attention of one layer over the cache: (layer, q [tokens, heads, size], out of the same shape, scale).
+
+Returns the result: `out`, or memory of its own.
+"""
 
 
 class Decoder(Protocol):
@@ -35,6 +38,11 @@ class Decoder(Protocol):
         slots: Tensor,  # [tokens], the slot of the weights that each token runs under
         attend: Attend,
         keep: Tensor | None,  # tokens whose logits are wanted; None: all
+        attend_kept: Attend | None = None,
     ) -> Tensor:
-        """Returns logits [kept tokens, vocabulary]."""
+        """Returns logits [kept tokens, vocabulary].
+
+        `attend_kept` is the attention of the kept tokens alone. A fused decoder that is given it computes the rest of
+        the last layer for these tokens only: of the others, no more than keys and values is ever read.
+        """
         ...

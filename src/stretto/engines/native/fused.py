@@ -90,15 +90,22 @@ class FusedDecoder:
         ]
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, writes: Tensor, slots: Tensor, attend: Attend, keep: Tensor | None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        writes: Tensor,
+        slots: Tensor,
+        attend: Attend,
+        keep: Tensor | None,
+        attend_kept: Attend | None = None,
     ) -> Tensor:
         kernels, rank, count = self._kernels, self._rank, tokens.shape[0]
         heads, kv_heads, size = self._heads, self._kv_heads, self._size
+        cut = len(self._layers) - 1 if keep is not None and attend_kept is not None else -1
         stream = F.embedding(tokens, self._embedding)
         if kernels.float32_stream:
             stream = stream.to(wide_type(stream.dtype))
         attended = self._embedding.new_empty(count, heads, size)
-        flat = attended.view(count, -1)
         angles = kernels.prepare(self._rotary, positions, slots, self._mask)
         x: Tensor | None = None  # x and q are memory that the kernels may write to again
         q: Tensor | None = None
@@ -113,8 +120,13 @@ class FusedDecoder:
                 qkv(x), heads, kv_heads, size, norm.weight, layer.key_norm.weight, norm.epsilon, angles, positions,
                 slots, qkv.bs, rank, qkv.scale, writes, keys, values, q,
             )  # fmt: skip
-            attend(number, q, attended, layer.scaling)
-            added, norm = out.add_to(stream, flat), layer.between
+            if number == cut and keep is not None and attend_kept is not None:
+                if not keep.shape[0]:
+                    return self._logits(x[:0])
+                stream, slots, q = (each.index_select(0, keep) for each in (stream, slots, q))
+                attend, attended, keep, x = attend_kept, torch.empty_like(q), None, None
+            attended = attend(number, q, attended, layer.scaling)
+            added, norm = out.add_to(stream, attended.reshape(q.shape[0], -1)), layer.between
             x = kernels.add_norm(stream, added, norm.weight, norm.epsilon, slots, out.bs[0], rank, out.scale, x)
             gated = kernels.gate(up(x), layer.width, layer.activation, slots, up.bs, rank, up.scale)
             added, b, scale = down.add_to(stream, gated), down.bs[0], down.scale

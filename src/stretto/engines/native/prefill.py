@@ -4,9 +4,12 @@ A forward of a few hundred tokens is bound by its launches. So small ones are pa
 inputs from fixed memory, and are captured. Padding tokens belong to no chunk: they write to the scratch page, and
 nothing reads them.
 
-Long prompts are bound by attention. A chunk that begins its sequence sees no pages but its own, so its keys and values
-can be gathered, and cuDNN's attention takes 0.76 of the time of the kernel over pages (8,192 tokens, H200). It builds a
-plan for each size, so such chunks are padded to a few sizes.
+Long prompts are bound by attention. A chunk that begins its sequence sees no pages but its own, so it needs no pages:
+cuDNN's attention takes 0.76 of the time of the kernel over pages (8,192 tokens, H200). Such chunks come first in a
+forward, those of one padded length side by side (`dense_groups`).
+
+Only the last token of a prompt needs logits. So the last layer writes keys and values of all tokens, and computes the
+rest for these few, each as a chunk of one token.
 """
 
 from __future__ import annotations
@@ -18,20 +21,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.engines.native.cache import KVCache
+from stretto.engines.native.cache import PAGE, KVCache, num_pages
 from stretto.engines.native.decoder_protocol import Decoder
 from stretto.engines.native.device_memory import copy_to_device, to_device
 from stretto.engines.native.graph_cache import Graphs
 from stretto.engines.native.kernels.decode_work_list import power_of_two
 from stretto.engines.native.kernels.kernel_set import PagedKernels
-from stretto.engines.native.kernels.prefill_attention import dense_fits
+from stretto.engines.native.kernels.prefill_attention import DenseGroup, dense_fits, dense_groups, dense_length
 from stretto.engines.native.rows import Rows
 from stretto.engines.native.sequence import Chunk, Prefix
 
 SIZES = (64, 128, 256, 512, 1024, 2048)  # tokens of the forwards that are captured
 CHUNKS = 32  # that such a forward has room for
-DENSE_TOKENS = 2048  # of a first chunk whose attention runs without pages
-DENSE_MULTIPLE = 512  # such chunks are padded to a multiple of this
 
 
 class Inputs(NamedTuple):
@@ -40,7 +41,7 @@ class Inputs(NamedTuple):
     packed: Tensor  # [4, tokens] int64: tokens, positions, cache slots, slots of adapters
     table: Tensor  # [chunks, pages] int32
     places: Tensor  # [2, chunks + 1] int32: position of each first token; its place, and the number of tokens
-    keep: Tensor  # [kept] int64: tokens whose logits are wanted
+    keep: Tensor  # [2, kept] int64: tokens whose logits are wanted, and the chunk of each
 
 
 class Prefills:
@@ -68,7 +69,7 @@ class Prefills:
             self._flat = torch.zeros(4 * SIZES[-1], dtype=torch.int64, device=device)
             self._table = torch.zeros(CHUNKS, pages, dtype=torch.int32, device=device)
             self._places = torch.zeros(2, CHUNKS + 1, dtype=torch.int32, device=device)
-            self._keep = torch.zeros(CHUNKS, dtype=torch.int64, device=device)
+            self._keep = torch.zeros(2, CHUNKS, dtype=torch.int64, device=device)
             self._logits = torch.zeros(CHUNKS, decoders[0].vocabulary, device=device)
 
     def run(self, tree: int, chunks: Sequence[Chunk], *, captured: bool) -> None:
@@ -91,10 +92,12 @@ class Prefills:
             # If results must not depend on neighbours, a chunk runs alone, padded to a size of its own.
             padded = max(16, power_of_two(count)) if self._deterministic else count
             widest = max(len(chunk.prefix.pages) for chunk in chunks)
-            done, given = self._pack(chunks, padded, len(chunks), widest, None)
+            dense, paged = self._divided(chunks)
+            done, given = self._pack([*dense, *paged], padded, len(chunks), widest, None)
             inputs = Inputs(*(to_device(each, self._device) for each in given))
-            longest = max(chunk.end - chunk.start for chunk in chunks)
-            logits = self._forward(tree, inputs, longest, padded=padded > count, dense=self._dense(chunks))
+            longest = max((chunk.end - chunk.start for chunk in paged), default=0)
+            groups = dense_groups([chunk.end for chunk in dense], [_first_slot(chunk) for chunk in dense], self._device)
+            logits = self._forward(tree, inputs, longest, padded=padded > count, groups=groups)
         for i, prefix in enumerate(done):
             prefix.logits = logits[i].clone()  # a view would hold its neighbours' for as long as its group runs
 
@@ -104,7 +107,7 @@ class Prefills:
     ) -> tuple[list[Prefix], Inputs]:
         """Returns the prefixes that end with these chunks, and the inputs on the host, with logits for `kept` tokens.
 
-        If `kept` is None, they are as many as the prefixes.
+        If `kept` is None, they are as many as the prefixes. Those beyond are the first token's.
         """
         packed, at = torch.zeros(4, size, dtype=torch.int64), 0
         table = np.zeros((rows, pages), dtype=np.int32)
@@ -119,10 +122,10 @@ class Prefills:
             at += chunk.end - chunk.start
             if chunk.last:
                 done.append(chunk.prefix)
-                ends.append(at - 1)
+                ends.append((at - 1, i))
         places[1, len(chunks) :] = at
-        keep = np.zeros(max(1, len(ends)) if kept is None else kept, dtype=np.int64)
-        keep[: len(ends)] = ends
+        keep = np.zeros((2, len(ends) if kept is None else kept), dtype=np.int64)
+        keep[:, : len(ends)] = np.array(ends, dtype=np.int64).reshape(-1, 2).T
         return done, Inputs(packed, *(torch.from_numpy(each) for each in (table, places, keep)))
 
     def _placed(self, given: Inputs, size: int) -> Inputs:
@@ -132,30 +135,53 @@ class Prefills:
             copy_to_device(into, each)
         return own
 
-    def _dense(self, chunks: Sequence[Chunk]) -> list[int] | None:
-        """Returns the lengths of the chunks if attention can do without pages for all of them; else None."""
-        if self._dense_causal is None or any(chunk.start or chunk.end < DENSE_TOKENS for chunk in chunks):
-            return None
-        return [chunk.end for chunk in chunks]
+    def _divided(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
+        """Returns the chunks whose attention does without pages, in the order of their padded lengths; and the rest."""
+        if self._dense_causal is None:
+            return [], list(chunks)
+        dense = [chunk for chunk in chunks if not chunk.start and dense_length(chunk.end)]
+        paged = [chunk for chunk in chunks if chunk.start or not dense_length(chunk.end)]
+        return sorted(dense, key=lambda chunk: dense_length(chunk.end)), paged
 
     def _forward(
-        self, tree: int, inputs: Inputs, longest: int, *, padded: bool, dense: Sequence[int] | None = None
+        self, tree: int, inputs: Inputs, longest: int, *, padded: bool, groups: Sequence[DenseGroup] = ()
     ) -> Tensor:
-        """Returns logits [kept, vocabulary]. `longest` bounds the chunks' lengths; `padded`: there are other tokens.
+        """Returns logits [kept, vocabulary]. `padded`: there are tokens beside the chunks'.
 
-        `dense` are the lengths of chunks whose attention runs without pages.
+        `groups` are the first chunks, whose attention runs without pages. `longest` bounds the lengths of the others.
         """
         tokens, positions, writes, slots = inputs.packed
-        starts, offsets = inputs.places[0, :-1], inputs.places[1]
-        cache, kernels = self._cache, self._kernels
+        starts, offsets, table = inputs.places[0, :-1], inputs.places[1], inputs.table
+        cache, kernels, dense_causal = self._cache, self._kernels, self._dense_causal
+        at = 0
+        if groups:
+            num_dense, at = sum(len(group.lengths) for group in groups), groups[-1].end
+            starts, offsets, table = starts[num_dense:], offsets[num_dense:] - at, table[num_dense:]
 
-        def attend(layer: int, q: Tensor, out: Tensor, scale: float) -> None:
+        def attend(layer: int, q: Tensor, out: Tensor, scale: float) -> Tensor:
             if padded:
                 out.zero_()
             keys, values = cache.of_layer[layer]
-            if dense is not None and self._dense_causal is not None:
-                self._dense_causal(q, keys, values, writes, dense, DENSE_MULTIPLE, scale, out)
-                return
-            kernels.paged_extend(q, keys, values, inputs.table, starts, offsets, longest, scale, out)
+            if groups and dense_causal is not None:
+                made: Tensor = dense_causal(q, keys, values, writes, groups, scale, out)
+                if not table.shape[0]:
+                    return made
+            kernels.paged_extend(q[at:], keys, values, table, starts, offsets, longest, scale, out[at:])
+            return out
 
-        return self._decoders[tree](tokens, positions, writes, slots, attend, inputs.keep)
+        keep, chunk_of = inputs.keep
+        kept_table, kept_starts = inputs.table.index_select(0, chunk_of), positions.index_select(0, keep)
+        kept_offsets = torch.arange(keep.shape[0] + 1, dtype=torch.int32, device=keep.device)
+
+        def attend_kept(layer: int, q: Tensor, out: Tensor, scale: float) -> Tensor:
+            keys, values = cache.of_layer[layer]
+            kernels.paged_extend(q, keys, values, kept_table, kept_starts, kept_offsets, 1, scale, out)
+            return out
+
+        return self._decoders[tree](tokens, positions, writes, slots, attend, keep, attend_kept)
+
+
+def _first_slot(chunk: Chunk) -> int:
+    """Returns the cache slot of a first chunk's first token if its pages are consecutive; else -1."""
+    pages = chunk.prefix.pages[: num_pages(chunk.end)]
+    return pages[0] * PAGE if pages == list(range(pages[0], pages[0] + len(pages))) else -1

@@ -103,8 +103,7 @@ def paged_attention(
     keys.index_copy_(0, step.writes, key[0].transpose(0, 1).to(keys.dtype))
     values.index_copy_(0, step.writes, value[0].transpose(0, 1).to(values.dtype))
     out = query.new_empty(query.shape[2], query.shape[1], query.shape[3])
-    step.attend(layer, query[0].transpose(0, 1), out, scale)
-    return out.unsqueeze(0), None
+    return step.attend(layer, query[0].transpose(0, 1), out, scale).unsqueeze(0), None
 
 
 AttentionInterface.register(NAME, paged_attention)
@@ -130,7 +129,14 @@ class StockDecoder:
         return 1.0 if self._mask is None else self._mask.scale
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, writes: Tensor, slots: Tensor, attend: Attend, keep: Tensor | None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        writes: Tensor,
+        slots: Tensor,
+        attend: Attend,
+        keep: Tensor | None,
+        attend_kept: Attend | None = None,
     ) -> Tensor:
         self._attention.step = AttentionStep(writes.to(torch.int64), attend)
         self._slots.choose(slots)

@@ -7,6 +7,7 @@ import math
 import kernel_references
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -266,23 +267,83 @@ def test_extending_packed_chunks_equals_dense_attention(
     torch.testing.assert_close(made, wanted, atol=TOLERANCE[dtype], rtol=0)
 
 
+def check_dense(
+    lengths: list[int], heads: int, kv_heads: int, size: int, dtype: torch.dtype, *, consecutive: bool
+) -> None:
+    """Compares `dense_causal` with its reference, for sequences on consecutive or on scattered pages."""
+    cached = Cached(lengths, kv_heads, size, dtype)
+    tables, firsts = list(cached.table), [-1] * len(lengths)
+    if consecutive:
+        pages = [-(-length // PAGE) for length in lengths]
+        begins = [1 + sum(pages[:i]) for i in range(len(pages))]
+        tables = [torch.arange(b, b + n, device=DEVICE) for b, n in zip(begins, pages, strict=True)]
+        firsts = [begin * PAGE for begin in begins]
+        cached.keys, cached.values = (torch.randn_like(each) for each in (cached.keys, cached.values))
+    slots = torch.cat([kernel_references.context_slots(row, n) for row, n in zip(tables, lengths, strict=True)])
+    groups = extend.dense_groups(lengths, firsts, torch.device(DEVICE))
+    whole = any(length % extend.DENSE_MULTIPLE == 0 for length in lengths)
+    assert any(group.first_slot >= 0 for group in groups) == (consecutive and whole)
+    q = queries(sum(lengths), heads, size, dtype)
+    wanted = torch.empty_like(q)
+    made = extend.dense_causal(q, cached.keys, cached.values, slots, groups, 0.1, torch.full_like(q, math.nan))
+    kernel_references.dense_causal(q, cached.keys, cached.values, slots, groups, 0.1, wanted)
+    torch.testing.assert_close(made, wanted, atol=TOLERANCE[dtype], rtol=0)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("lengths", [[2048], [3000, 2049], [4096, 2050, 2048]])
+@pytest.mark.parametrize("consecutive", [True, False])
+@pytest.mark.parametrize("lengths", [[2048], [1024] * 7, [512, 1000, 1024], [2049, 3000], [2048, 2048, 2050, 4096]])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(16, 8, 128), (12, 2, 128), (9, 3, 64)])
 def test_first_chunks_without_pages_equal_those_over_pages(
-    lengths: list[int], heads: int, kv_heads: int, size: int
+    lengths: list[int], heads: int, kv_heads: int, size: int, consecutive: bool
 ) -> None:
-    device = torch.device("cuda")
-    if not extend.dense_fits(device, torch.bfloat16, size):
+    if not extend.dense_fits(torch.device("cuda"), torch.bfloat16, size):
         pytest.skip("not on this GPU")
-    cached = Cached(lengths, kv_heads, size, torch.bfloat16)
-    slots = torch.cat([kernel_references.context_slots(row, n) for row, n in zip(cached.table, lengths, strict=True)])
-    q = queries(sum(lengths), heads, size, torch.bfloat16)
-    made, wanted = torch.full_like(q, math.nan), torch.empty_like(q)
-    operands = (q, cached.keys, cached.values, slots, lengths, 512, 0.1)
-    extend.dense_causal(*operands, made)
-    kernel_references.dense_causal(*operands, wanted)
-    torch.testing.assert_close(made, wanted, atol=TOLERANCE[torch.bfloat16], rtol=0)
+    check_dense(lengths, heads, kv_heads, size, torch.bfloat16, consecutive=consecutive)
+
+
+@pytest.mark.parametrize("consecutive", [True, False])
+@pytest.mark.parametrize("lengths", [[32], [32] * 7, [16, 31, 32], [30, 47], [32, 32, 45, 64]])
+def test_sequences_are_cut_and_padded_for_cudnn_as_they_lie(
+    lengths: list[int], consecutive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another attention of torch computes what cuDNN's does, so that the rest can be tested anywhere."""
+
+    def stand_in(q: Tensor, k: Tensor, v: Tensor, *_: object, scale: float) -> tuple[Tensor]:
+        assert q.shape[2] % 16 == 0
+        return (F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True),)
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", stand_in)
+    monkeypatch.setattr(extend, "DENSE_MULTIPLE", 16)
+    monkeypatch.setattr(extend, "DENSE_TOKENS", 16)
+    check_dense(lengths, 4, 2, 16, torch.float32, consecutive=consecutive)
+
+
+@pytest.mark.parametrize(
+    ("length", "padded"), [(511, 0), (512, 512), (700, 0), (820, 1024), (1024, 1024), (2049, 2560), (8192, 8192)]
+)
+def test_a_first_chunk_does_without_pages_if_little_pads_it(length: int, padded: int) -> None:
+    assert extend.dense_length(length) == padded
+
+
+def test_first_chunks_of_one_padded_length_are_one_call() -> None:
+    """A group has a power of two of them. It reads the cache in place if nothing pads it and its slots are one run."""
+    lengths = [512, 512, 512, 1024, 1000, 2048]
+    firsts = [16, 528, 4096, 8192, 9216, -1]
+    groups = extend.dense_groups(lengths, firsts, torch.device("cpu"))
+    assert [(group.begin, group.lengths, group.padded) for group in groups] == [
+        (0, (512, 512), 512),
+        (1024, (512,), 512),
+        (1536, (1024, 1000), 1024),
+        (3560, (2048,), 2048),
+    ]
+    assert [group.first_slot for group in groups] == [16, 4096, -1, -1]
+    assert [group.end for group in groups] == [1024, 1536, 3560, 5608]
+    padded = groups[2]
+    assert padded.rows is not None
+    assert padded.back is not None
+    assert padded.rows.tolist() == [*range(1536, 3560), *[3559] * 24]
+    assert padded.rows[padded.back].tolist() == list(range(1536, 3560))
 
 
 def test_a_chunk_does_not_see_later_tokens_or_other_chunks() -> None:

@@ -40,19 +40,19 @@ class SparsePlan:
     long: tuple[Chunk, ...]
     cache: KVCache
 
-    def attend(self, layer: int, q: Tensor, out: Tensor, scale: float) -> None:
+    def attend(self, layer: int, q: Tensor, out: Tensor, scale: float) -> Tensor:
         """Attends over the cache, in which the keys and values of all tokens are; see `Attend`."""
         keys, values = self.cache.of_layer[layer]
         query = q.transpose(0, 1).to(keys.dtype)  # [heads, tokens, size]
         if not self.long:
-            out.copy_(self._listed(query, keys, values, scale))
-            return
+            return out.copy_(self._listed(query, keys, values, scale))
         at = self.num_listed
         out[:at].copy_(self._listed(query[:, :at], keys, values, scale))
         for chunk in self.long:
             end = at + chunk.end - chunk.start
             out[at:end].copy_(_dense(chunk, query[None, :, at:end], keys, values, scale))
             at = end
+        return out
 
     def _listed(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Returns the attention of the listed tokens, [listed, heads, head size]."""

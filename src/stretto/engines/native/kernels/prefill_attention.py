@@ -14,11 +14,14 @@ have them. A short chunk after a very long context is bound by its few programs,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from stretto.engines.native.cache import PAGE
+from stretto.engines.native.device_memory import to_device
 from stretto.engines.native.kernels.decode_attention import LOG2_E, check_operands, tile_tokens
 from stretto.engines.native.kernels.decode_work_list import power_of_two
 from stretto.models.float32_products import HALF
@@ -31,6 +34,9 @@ EXTEND_WARPS = 8  # of a program of 128 pairs
 EXTEND_STAGES = 5  # the page numbers take stages too: two tiles are in flight
 DENSE_SIZE = 128  # of a head: cuDNN's attention has no larger ones on every GPU
 DENSE_CAPABILITY = (9, 0)  # where it was measured to be faster
+DENSE_TOKENS = 512  # of a sequence whose attention is worth a call of cuDNN
+DENSE_MULTIPLE = 512  # such sequences are padded to a multiple of this, because cuDNN builds a plan for each length
+DENSE_FILLED = 0.8  # of the padded length, at least
 WIDE_STAGES = 3  # of vectors of more than 256 bytes: small GPUs have 99 KiB of shared memory a program
 
 
@@ -80,35 +86,92 @@ def dense_fits(device: torch.device, dtype: torch.dtype, size: int) -> bool:
     return available and torch.cuda.get_device_capability(device) >= DENSE_CAPABILITY
 
 
+def dense_length(length: int) -> int:
+    """Returns the length that `dense_causal` pads a sequence to; 0 if the sequence should run over pages."""
+    padded = -(-length // DENSE_MULTIPLE) * DENSE_MULTIPLE
+    return padded if length >= DENSE_TOKENS and length >= DENSE_FILLED * padded else 0
+
+
+@dataclass(frozen=True, slots=True)
+class DenseGroup:
+    """Sequences of one padded length that lie side by side and are one call of cuDNN. Each begins at position 0."""
+
+    begin: int  # where the first one begins among the tokens
+    lengths: tuple[int, ...]
+    padded: int
+    first_slot: int  # keys and values of all sequences are one slice of the cache from here on; -1: they are gathered
+    rows: Tensor | None  # [sequences * padded] int64: the token of each place; None: there is nothing to pad
+    back: Tensor | None  # [tokens] int64: the place of each token
+
+    @property
+    def end(self) -> int:
+        return self.begin + sum(self.lengths)
+
+
+def dense_groups(lengths: Sequence[int], first_slots: Sequence[int], device: torch.device) -> list[DenseGroup]:
+    """Groups sequences that lie side by side, those of one `dense_length` next to each other.
+
+    `first_slots`: where the keys and values of each sequence begin, if its pages are consecutive; else -1. cuDNN builds
+    a plan for each number of sequences, so a group has a power of two of them.
+    """
+    groups, at, begin = [], 0, 0
+    while at < len(lengths):
+        padded, count = dense_length(lengths[at]), 1
+        while at + 2 * count <= len(lengths) and all(
+            dense_length(length) == padded for length in lengths[at + count : at + 2 * count]
+        ):
+            count *= 2
+        own, slots = tuple(lengths[at : at + count]), first_slots[at : at + count]
+        rows = back = None
+        first = -1
+        if sum(own) < count * padded:
+            # What pads a sequence comes last, where no real token sees it: its last token again, which is finite.
+            places = np.minimum(np.arange(padded), np.array(own)[:, None] - 1)
+            begins = begin + np.cumsum((0, *own[:-1]))
+            rows = to_device(np.ascontiguousarray((places + begins[:, None]).reshape(-1)), device)
+            real = np.concatenate([np.arange(length) + i * padded for i, length in enumerate(own)])
+            back = to_device(real, device)
+        elif slots[0] >= 0 and all(slot == slots[0] + i * padded for i, slot in enumerate(slots)):
+            first = slots[0]
+        groups.append(DenseGroup(begin, own, padded, first, rows, back))
+        begin += sum(own)
+        at += count
+    return groups
+
+
 def dense_causal(
     q: Tensor,  # [tokens, heads, size]
     keys: Tensor,  # [slots, kv heads, size]
     values: Tensor,
     slots: Tensor,  # [tokens] int64: of each token's keys and values
-    lengths: Sequence[int],  # of the sequences, which lie side by side; each begins at position 0
-    multiple: int,
+    groups: Sequence[DenseGroup],  # of the first tokens
     scale: float,
     out: Tensor,  # [tokens, heads, size]
 ) -> Tensor:
-    """Computes each sequence's causal attention over itself by cuDNN, into `out`. Half precision, on CUDA.
+    """Computes each sequence's causal attention over itself by cuDNN. Half precision, on CUDA.
 
-    A sequence is padded to a `multiple` of tokens. What pads it comes last, where no real token sees it: keys and
-    values of its last token, which are finite, and queries whose results are left out.
+    Returns `out`, of which the tokens of the groups are written, or cuDNN's own output if one group has all tokens.
     """
-    begin = 0
-    for length in lengths:
-        own = slice(begin, begin + length)
-        begin += length
-        query, where = q[own], slots[own]
-        if filling := -length % multiple:
-            query = torch.cat((query, query[-1:].expand(filling, -1, -1)))
-            where = torch.cat((where, where[-1:].expand(filling)))
-        key, value = keys.index_select(0, where), values.index_select(0, where)
+    for group in groups:
+        begin, end, count = group.begin, group.end, len(group.lengths)
+        query = q[begin:end] if group.rows is None else q.index_select(0, group.rows)
+        if group.first_slot >= 0:
+            own = slice(group.first_slot, group.first_slot + end - begin)
+            key, value = keys[own], values[own]
+        else:
+            where = slots[begin:end] if group.rows is None else slots.index_select(0, group.rows)
+            key, value = keys.index_select(0, where), values.index_select(0, where)
         # Called by its ATen name: to choose the backend of `scaled_dot_product_attention` is a setting of all threads.
-        made = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *(x.transpose(0, 1)[None] for x in (query, key, value)), None, False, 0.0, True, False, scale=scale
-        )[0]
-        out[own].copy_(made[0, :, :length].transpose(0, 1))
+        made: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *(x.view(count, group.padded, *x.shape[1:]).transpose(1, 2) for x in (query, key, value)),
+            None, False, 0.0, True, False, scale=scale,
+        )[0]  # fmt: skip
+        made = made.transpose(1, 2).flatten(0, 1)
+        if group.back is not None:
+            made = made.index_select(0, group.back)
+        if end - begin == q.shape[0]:
+            return made
+        out[begin:end].copy_(made)
     return out
 
 
