@@ -1,4 +1,4 @@
-"""Measures the processor time that callbacks cost a run: `python bench/callbacks.py [RECIPE] [--set key=value ...]`.
+"""Measures the processor time that callbacks cost a run: `python bench/callbacks.py [RECIPE] [--out FILE]`.
 
 Runs a recipe, the quickstart by default, with one callback that has every method and does nothing. Prints the processor
 time of its thread, which waits for events and copies lines, that of handing events over to it, and that of the whole
@@ -8,7 +8,10 @@ process.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import os
+import platform
 import tempfile
 import time
 from pathlib import Path
@@ -58,6 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipe", nargs="?", default="recipes/quickstart.toml")
     parser.add_argument("--set", action="append", default=[], dest="overrides")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     counts = Counts()
     with tempfile.TemporaryDirectory() as folder:
@@ -67,17 +71,22 @@ def main() -> None:
         line = run.metrics()[-1]
     handing_s = handing_over_s(line) * counts.calls
     share = (counts.thread_s + handing_s) / process_s
-    print(
-        json.dumps(
-            {
-                "calls": counts.calls,
-                "callback_thread_cpu_s": round(counts.thread_s, 4),
-                "handing_over_cpu_s": round(handing_s, 4),
-                "process_cpu_s": round(process_s, 1),
-                "share": round(share, 6),
-            }
-        )
-    )
+    result = {
+        "command": "python bench/callbacks.py",
+        "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version(),
+                    "load": os.getloadavg()},
+        "recipe": options.recipe,
+        "overrides": options.overrides,
+        "calls": counts.calls,
+        "callback_thread_cpu_s": round(counts.thread_s, 4),
+        "handing_over_cpu_s": round(handing_s, 4),
+        "process_cpu_s": round(process_s, 1),
+        "share": round(share, 6),
+    }  # fmt: skip
+    print(json.dumps(result, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,23 @@
-"""CPU time that trackers take of a run. `python bench/trackers.py`.
+"""CPU time that trackers take of a run. `python bench/trackers.py [--out FILE]`.
 
 Runs the quickstart with TensorBoard and Prometheus, whose page is read every 15 seconds. Prints the CPU seconds of all
 threads that trackers start (theirs, and those of their packages) and of the whole process, evaluations included.
 `time.thread_time` of each thread is read when the thread ends.
 
-`--samples N` sends samples of each update too. `--steps N` makes the run shorter.
+`--samples 0,4` are the runs to make, each with so many samples of each update. `--steps N` makes them shorter. The
+floor is 1 % of the CPU time.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import json
+import os
 import platform
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -24,6 +29,7 @@ from stretto.assembly.train import train
 from stretto.recipe.schema import load_recipe
 
 PORT = 9_479
+FLOOR = 0.01
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.toml"
 
 
@@ -56,18 +62,15 @@ def scrape(until: threading.Event) -> None:
             urllib.request.urlopen(f"http://127.0.0.1:{PORT}/metrics", timeout=5).read()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--samples", type=int, default=0)
-    options = parser.parse_args()
+def measure(steps: int, samples: int) -> dict[str, object]:
+    """Runs the quickstart with trackers, and returns the CPU seconds of their threads and of all."""
     recipe = load_recipe(
         RECIPE,
         [
-            f"training.steps={options.steps}",
+            f"training.steps={steps}",
             'observe.sinks=["tensorboard", "prometheus"]',
             f"observe.prometheus.port={PORT}",
-            *([f"observe.samples={options.samples}"] if options.samples else []),
+            *([f"observe.samples={samples}"] if samples else []),
         ],
     )
     ended = threading.Event()
@@ -85,18 +88,43 @@ def main() -> None:
             if name.startswith("listener") or name.partition(".")[0] in ("tensorboard", "torch", "prometheus_client")
             or "server" in name
         }  # fmt: skip
-    total = sum(trackers.values())
-    result = {
-        "machine": platform.processor() or platform.machine(),
-        "steps": options.steps,
-        "samples": options.samples,
+    return {
+        "samples": samples,
         "wall_s": round(wall_s, 2),
         "process_cpu_s": round(process_s, 2),
         "trackers_cpu_s": {name: round(spent, 4) for name, spent in sorted(trackers.items())},
-        "share": round(total / process_s, 5),
+        "share": round(sum(trackers.values()) / process_s, 5),
     }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--samples", default="0,4", help="runs to make, by the samples of each update")
+    parser.add_argument("--run", type=int, metavar="SAMPLES", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.run is not None:
+        print(json.dumps(measure(options.steps, options.run)))
+        return 0
+    runs = []
+    for samples in options.samples.split(","):  # each in a process of its own, which imports everything
+        command = [sys.executable, __file__, "--steps", str(options.steps), "--run", samples]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        runs.append(json.loads(done.stdout.splitlines()[-1]))
+    result = {
+        "command": "python bench/trackers.py",
+        "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version(),
+                    "load": os.getloadavg()},
+        "steps": options.steps,
+        "runs": runs,
+    }  # fmt: skip
     print(json.dumps(result, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 1 if any(run["share"] > FLOOR for run in runs) else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -534,7 +534,7 @@ def test_a_home_that_the_shell_left_is_expanded_on_the_command_line_and_refused_
     assert main(["train", "~/recipe.toml", "--out=~/run"]) == 2
     assert f"`{tmp_path / 'run'}` exists already" in capsys.readouterr().err
     assert main(["verify", "~nobody-of-that-name/run"]) == 2
-    assert "no run folder" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
     task = '{ type = "file", path = "~/rows.jsonl", reward = "examples.reward:names_the_capital" }'
     recipe.write_text(f'model.path = "tiny"\ntask = {task}\n')
     assert main(["check", str(recipe)]) == 2

@@ -41,3 +41,17 @@ def test_a_run_and_its_continuation_are_one_run(storage: Any, tmp_path: Path, mo
         (3, 0.25),
     ]
     assert [line["step"] for line in lines if "samples" in line] == [0, 1, 2]
+
+
+def test_a_space_that_cannot_be_reached_is_a_warning_and_the_run_goes_on(
+    storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    folder = tmp_path / "my-run"
+    options = begin(folder, sinks=["trackio"], trackio={"project": "ours", "space": "somebody/space"})
+    report(folder, options, [update(0), update(1)])
+    warnings = [record.getMessage() for record in caplog.records if record.name.startswith("stretto")]
+    assert any("`on_start` of the tracker `trackio` raised" in text for text in warnings)
+    assert any("missed 2 lines" in text for text in warnings)

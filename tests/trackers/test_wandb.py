@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +119,43 @@ def test_a_server_that_cannot_be_reached_ends_nothing(
     first, *_, last = (record.getMessage() for record in caplog.records if "tracker" in record.getMessage())
     assert first.startswith("`on_start` of the tracker `wandb` raised ")
     assert last == "the tracker `wandb` did not start, and missed 1 lines of the run"
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """A server of Weights & Biases that knows no key."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        content = b'{"errors": [{"message": "user is not logged in"}]}'
+        self.send_response(401)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_POST  # noqa: N815
+
+    def log_message(self, *args: object) -> None:
+        """Says nothing."""
+
+
+def test_a_wrong_key_is_one_warning_that_says_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import wandb
+
+    wandb.teardown()  # it keeps the address of its server for all runs of a process
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+    folder = tmp_path / "run"
+    options = begin(folder, sinks=["wandb"])
+    report(folder, options, [update(0), update(1), evaluation(2)])
+    wandb.teardown()
+    server.shutdown()
+    server.server_close()
+    warnings = [record.getMessage() for record in caplog.records if record.name.startswith("stretto")]
+    assert len([text for text in warnings if "wandb login" in text]) == 1
+    assert any("missed 3 lines" in text for text in warnings)
+    assert len(warnings) == 2, warnings

@@ -30,9 +30,11 @@ def check(
     memory plan. Raises what `train` would raise. Leaves no process behind, and writes nothing.
     """
     from stretto.recipe.schema import load_recipe
+    from stretto.recipe.shipped_recipes import refuse_missing_files
 
     given = Given.of(reward=reward, environment=environment, data=data, evaluation_data=evaluation_data)
     made = load_recipe(recipe, overrides or (), change_task=given.in_task if given.names else None)
+    refuse_missing_files(recipe, made.task)
 
     from stretto.assembly.check import check as checked
 

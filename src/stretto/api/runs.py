@@ -33,6 +33,7 @@ OUTCOMES: Mapping[State, Outcome] = {
     "failed": "failed",
     "killed": "killed",
     "damaged": "failed",
+    "other version": "failed",
 }
 SAMPLE_COLUMNS = ("update", "group", "reward", "version", "age", "num_tokens", "prompt", "text")
 
@@ -226,6 +227,45 @@ class Run:
         from stretto.api.policies import load_policy
 
         return load_policy(self, device)
+
+    def export(
+        self,
+        out: str | Path | None = None,
+        *,
+        merge: bool = False,
+        push: str | None = None,
+        public: bool = False,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        """Writes the policy to the new folder `out`, or uploads it to the hub as `push`, or both.
+
+        With `merge`, an adapter is added to its base: a whole model. `public` makes a new repository of the hub public.
+        """
+        from stretto.api.run_files import export
+
+        export(self._folder, out, merge=merge, push=push, public=public, say=say)
+
+    def report(
+        self,
+        out: str | Path = "report.html",
+        *,
+        verify: bool = True,
+        tokenizer: str | Path | None = None,
+        force: bool = False,
+    ) -> int:
+        """Writes what `stretto view` shows of the run into one HTML file. Returns its size in bytes.
+
+        `verify=False` leaves out the findings of `verify`; `force` replaces a file that exists.
+        """
+        from stretto.api.run_files import write_report
+
+        return write_report([self._folder], out, verify=verify, tokenizer=tokenizer, force=force)
+
+    def trace(self, out: str | Path = "trace.json", *, trajectories: int = 20_000, force: bool = False) -> int:
+        """Writes the timeline for Perfetto, with spans of up to so many trajectories. Returns the number of events."""
+        from stretto.api.run_files import write_trace
+
+        return write_trace(self._folder, out, trajectories=trajectories, force=force)
 
     def __repr__(self) -> str:
         return f"Run({str(self._folder)!r}, {self.outcome})"

@@ -66,12 +66,16 @@ def train(
         refuse_occupied(folder)
 
     from stretto.recipe.schema import load_recipe
+    from stretto.recipe.shipped_recipes import refuse_missing_files
     from stretto.run.recipe_changes import accepted_changes, current_recipe
 
     if resume:
         given = given.as_recorded(recorded_task(folder))
     written = current_recipe(folder) if recipe is None else recipe
-    made = load_recipe(written, overrides or (), change_task=given.in_task if given.names else None)
+    source = str(folder / "config.toml") if recipe is None else None
+    made = load_recipe(written, overrides or (), change_task=given.in_task if given.names else None, source=source)
+    if not resume:
+        refuse_missing_files(recipe, made.task)
     if resume:
         accepted_changes(made, folder)
     handle = RunHandle(folder)

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 from pathlib import Path
 
-from stretto.errors import RecipeError, RunError, shortened
+from stretto.errors import RecipeError, shortened
 
 
 def path(text: str) -> Path:
@@ -74,12 +74,6 @@ def add_file(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--force", action="store_true", help="replace the file if it exists")
 
 
-def refuse_existing_file(options: argparse.Namespace) -> None:
-    """Raises `RunError` if the file of `-o` exists and `--force` was not given."""
-    if options.out.exists() and not options.force:
-        raise RunError(f"`{options.out}` exists already; choose another `-o`, or replace it with `--force`")
-
-
 def add_tokenizer(parser: argparse.ArgumentParser) -> None:
     """Declares `--tokenizer`."""
     parser.add_argument(
@@ -88,16 +82,6 @@ def add_tokenizer(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="folder with the `tokenizer.json` of the runs (default: that of the run's policy or model)",
     )
-
-
-def tokenizer_file(folder: Path | None) -> Path | None:
-    """Returns the file of `--tokenizer`. Raises `RunError` if there is none."""
-    if folder is None:
-        return None
-    found = folder / "tokenizer.json" if folder.is_dir() else folder
-    if not found.is_file():
-        raise RunError(f"`--tokenizer {folder}` has no `tokenizer.json`: give the folder of a model")
-    return found
 
 
 LEVELS = ("debug", "info", "warning", "error")  # of the log, from the most lines to the fewest

@@ -6,7 +6,6 @@ import argparse
 import sys
 
 from stretto.cli import arguments
-from stretto.errors import RunError
 
 HELP = "write the policy of a run to a folder, or upload it to the hub; merged into its base if asked"
 
@@ -25,10 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.public and options.push is None:
-        raise RunError("`--public` has no effect without `--push NAME`; add it, or leave `--public` out")
-
-    from stretto.assembly.policy_export import export
+    from stretto.api.run_files import export
 
     export(options.run, options.out, merge=options.merge, push=options.push, public=options.public, say=_print)
     return 0

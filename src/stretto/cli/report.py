@@ -18,14 +18,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    arguments.refuse_existing_file(options)
-    tokenizer = arguments.tokenizer_file(options.tokenizer)
-    from stretto.view.report import write_report
-    from stretto.view.runs import open_runs
+    from stretto.api.run_files import write_report
 
-    runs = open_runs(options.runs)
     say = _unsaid if options.quiet else _print
-    size = write_report(runs, options.out, verified=not options.no_verify, tokenizer=tokenizer, say=say)
+    verify = not options.no_verify
+    size = write_report(
+        options.runs, options.out, verify=verify, tokenizer=options.tokenizer, force=options.force, say=say
+    )
     _print(f"{options.out} has {size / 1e6:.1f} MB")
     return 0
 

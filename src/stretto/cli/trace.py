@@ -6,7 +6,6 @@ import argparse
 import sys
 
 from stretto.cli import arguments
-from stretto.errors import RunError
 
 HELP = "write the timeline of a run for Perfetto or chrome://tracing"
 
@@ -24,12 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.trajectories < 0:
-        raise RunError(f"`--trajectories {options.trajectories}` is no number of trajectories: give 0 or more")
-    arguments.refuse_existing_file(options)
-    from stretto.view.runs import RunSource
-    from stretto.view.trace import write_trace
+    from stretto.api.run_files import write_trace
 
-    count = write_trace(RunSource(options.run), options.out, options.trajectories)
+    count = write_trace(options.run, options.out, trajectories=options.trajectories, force=options.force)
     sys.stdout.write(f"{options.out} has {count:,} events; open it at https://ui.perfetto.dev or chrome://tracing\n")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if options.resume and options.out is None:
-        raise RunError("`--resume` needs `--out RUN`: the folder of the run to continue")
+        raise RunError(f"`--resume` needs `--out RUN`: the folder of the run to continue{_newest_hint(options)}")
     if options.give_up and not options.resume:
         raise RunError("`--give-up ID` needs `--resume`: a run that begins has no trajectory to give up")
     if options.recipe is not None:
@@ -83,6 +84,7 @@ def _close(run: Run, *, part_of_compare: bool) -> int:
         return 130
     make_console().print(summary_table(summary))
     if not part_of_compare:
+        _say(f"try next: {command('view', folder)}")
         _say(f"try next: {command('verify', folder)}")
         _say(f"try next: {command('show', folder, '--update', str(steps - 1))}")
     _say(f"the trained policy is in {folder / 'policy'}")
@@ -93,6 +95,22 @@ def _say(text: str) -> None:
     from stretto.observe.console import make_console
 
     make_console().print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _newest_hint(options: argparse.Namespace) -> str:
+    """Returns the command that continues the newest run in `runs`, with the options that were typed; empty if none."""
+    from stretto.observe.run_list import runs_below
+
+    if not Path("runs").is_dir():
+        return ""
+    begun = [each for each in runs_below(Path("runs")) if each.started_at is not None]
+    can_go_on = [each for each in begun if each.state in ("stopped", "killed", "failed", "finished")]
+    if not can_go_on:
+        return ""
+    typed = [word for override in options.overrides for word in ("--set", override)]
+    own = [] if options.recipe is None else [str(options.recipe)]
+    words = ["stretto", "train", *own, "--out", str(can_go_on[-1].folder), "--resume", *typed]
+    return f"; the newest that can go on is continued by `{shlex.join(words)}`"
 
 
 def _resume_hint(folder: Path) -> str:

@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if not 0 <= options.port < 65_536:
         raise RunError(f"`--port {options.port}` is no port: give a number from 0 to 65535")
-    tokenizer = arguments.tokenizer_file(options.tokenizer)
+    from stretto.api.run_files import tokenizer_file
+
+    tokenizer = tokenizer_file(options.tokenizer)
     from stretto.view.api import Api
     from stretto.view.runs import open_runs, refuse_unreadable
     from stretto.view.server import ViewServer

@@ -29,7 +29,15 @@ REWARD_RISE = 0.1  # of a batch's standard deviation; a smaller change is no ris
 MISMATCH_GROWTH = 10.0
 MISMATCH_FLOOR = 1e-4  # of the divergence; below it, the mismatch does not matter
 
-KEYS = ("token_effective_sample_size", "effective_sample_size", "entropy", "reward_mean", "reward_std", "mismatch_kl")
+KEYS = (
+    "token_effective_sample_size",
+    "effective_sample_size",
+    "entropy",
+    "reward_mean",
+    "reward_std",
+    "mismatch_kl",
+    "teacher_kl",
+)
 
 Row = Mapping[str, float]
 
@@ -115,6 +123,9 @@ def _entropy(last: Sequence[Row]) -> Sign | None:
     if compared is None or rewards is None:
         return None
     before, now = compared
+    taught = _compared(last, "teacher_kl")
+    if taught is not None and taught[1] <= taught[0]:
+        return None  # a policy that comes nearer to its teacher becomes as certain as that
     rise = rewards[1] - rewards[0]
     if now >= ENTROPY_FALL * before or rise > REWARD_RISE * (deviations[0] if deviations else 0.0):
         return None

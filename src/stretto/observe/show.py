@@ -6,8 +6,7 @@ Reads only the journal and imports no torch, so it starts fast and works while t
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from stretto.chat.tool_calls import parse_tool_calls
+from stretto.chat.transcripts import Decode, divide
 from stretto.errors import RunError, printable
 from stretto.store.overview import described, state_of
 from stretto.store.reader import EvaluationRecord, JournalReader, SampleRecord, UpdateRecord
@@ -26,12 +25,6 @@ from stretto.types import Lineage
 
 NUM_SAMPLES = 8  # shown of an update by default
 MAX_LINES = 40  # of a prompt or a completion, so that a long sample does not push the others off the screen
-
-
-Decode = Callable[[Sequence[int]], str]
-"""Returns the text of tokens, special ones included."""
-
-END_OF_TURN = re.compile(r"\s*(<\|[^|<>]*\|>|</s>)\s*$")
 
 
 def show(
@@ -220,17 +213,16 @@ def _head(record: SampleRecord) -> list[RenderableType]:
 
 def _turns(lineage: Lineage, decode: Decode) -> list[RenderableType]:
     """Returns the turns of a lineage, with the tools that each calls, and what was observed before each."""
-    made, parts, end_before = lineage.completion, list[RenderableType](), 0
+    made, parts = lineage.completion, list[RenderableType]()
     tokens = made.tokens.tolist()
     spans = [[0, len(tokens)]] if made.turns is None else made.turns.tolist()
-    for number, (start, end) in zip(lineage.turn_numbers or range(len(spans)), spans, strict=True):
-        if start > end_before:
-            parts += [Text("  observed:"), _indented(decode(tokens[end_before:start]).strip("\n"))]
-        text = decode(tokens[start:end])
-        calls = parse_tool_calls(END_OF_TURN.sub("", text)).calls
-        called = ", ".join(f"`{printable(call.name)}`" if call.name else "what cannot be read" for call in calls)
-        parts += [Text(f"  turn {number}{', calls ' * bool(calls)}{called}:"), _indented(text.rstrip("\n"))]
-        end_before = end
+    for part in divide(tokens, spans, lineage.turn_numbers or range(len(spans)), decode):
+        if part.turn is None:
+            parts += [Text("  observed:"), _indented(part.text.strip("\n"))]
+            continue
+        names = [each.call.name for each in part.calls]
+        called = ", ".join(f"`{printable(name)}`" if name else "what cannot be read" for name in names)
+        parts += [Text(f"  turn {part.turn}{', calls ' * bool(names)}{called}:"), _indented(part.text.rstrip("\n"))]
     return parts
 
 

@@ -31,8 +31,6 @@ class TensorboardTracker(Tracker):
         return f"`tensorboard --logdir {self._folder or folder or 'RUN/tensorboard'}`"
 
     def open(self, run: TrackedRun) -> dict[str, str]:
-        import tensorboard.compat.proto.event_pb2  # noqa: F401, so that a broken package is found now
-
         if run.ids:
             self._folder = Path(run.ids["folder"])
         elif (asked := (self._options.tensorboard or TensorboardOptions()).folder) is not None:

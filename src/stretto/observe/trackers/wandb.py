@@ -54,25 +54,32 @@ class WandbTracker(Tracker):
         import wandb
 
         own = self._own
-        self._handle = wandb.init(
-            project=own.project,
-            entity=own.entity,
-            group=own.group,
-            name=own.name or run.name,
-            tags=list(own.tags) or None,
-            dir=str(run.folder.absolute()),
-            config=dict(run.recipe),
-            allow_val_change=True,  # a resumed run may have another recipe
-            mode=own.mode,
-            id=run.ids.get("id"),
-            resume="allow",
-            settings=wandb.Settings(
-                console="off",
-                silent=True,
-                init_timeout=INIT_S,
-                finish_timeout=self._options.flush_seconds,
-            ),
-        )
+        try:
+            self._handle = wandb.init(
+                project=own.project,
+                entity=own.entity,
+                group=own.group,
+                name=own.name or run.name,
+                tags=list(own.tags) or None,
+                dir=str(run.folder.absolute()),
+                config=dict(run.recipe),
+                allow_val_change=True,  # a resumed run may have another recipe
+                mode=own.mode,
+                id=run.ids.get("id"),
+                resume="allow",
+                settings=wandb.Settings(
+                    console="off",
+                    silent=True,
+                    init_timeout=INIT_S,
+                    finish_timeout=self._options.flush_seconds,
+                ),
+            )
+        except wandb.errors.CommError as error:
+            if not (isinstance(error, wandb.errors.AuthenticationError) or "error 401" in str(error)):
+                raise
+            raise ValueError(
+                f"the server refused its key; log in again with `wandb login --relogin` ({error})"
+            ) from error
         for kind, axis in STEPS.items():
             self._handle.define_metric(axis, hidden=True)
             self._handle.define_metric(f"{kind}/*", step_metric=axis)
