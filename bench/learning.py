@@ -51,7 +51,7 @@ ANSWERED = ("eval_before", "eval_after", "staleness", "effective_sample_size", "
 
 # Every objective with its defaults, but for one that is given as a function; and some with other options.
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    **{name: {"type": name} for name in OBJECTIVES if name != "custom"},
+    **{name: {"type": name} for name in OBJECTIVES if name not in ("custom", "distill")},
     "weighted-topr": {"type": "topr", "negative_weight": 0.5},
 }
 

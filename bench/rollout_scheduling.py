@@ -32,10 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from bench.gpu.cells import read_cells
 from bench.gpu.lengths import TAILS, Tail
 from bench.gpu.simulate import Costs, costs_of
-
 from stretto.core import messages as m
 from stretto.core.controller import Controller
 from stretto.core.plan import Plan, resolve_plan

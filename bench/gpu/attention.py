@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench.gpu.cells import provenance
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench.gpu.cells import provenance
 from stretto.engines.native.cache import PAGE
 from stretto.engines.native.kernels import prefill_attention
 from stretto.engines.native.kernels.decode_attention import paged_decode

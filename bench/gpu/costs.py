@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from bench.gpu.cells import Cell, add_options, from_options, integers, words
 from bench.gpu.decode import asks
 from bench.gpu.lengths import TAILS
@@ -30,7 +31,6 @@ from bench.gpu.rollout import GROUP, GROUPS
 from bench.gpu.runs import synthetic_batch
 from bench.gpu.shapes import RANK, make_model
 from bench.gpu.sides import SLOTS
-
 from stretto.models.lora_options import LoraOptions
 from stretto.training.options import TrainingOptions
 from stretto.training.trainer import LocalTrainer

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from bench.gpu.shapes import RANK, config_of, dtype_of, skeleton
 
+from bench.gpu.shapes import RANK, config_of, dtype_of, skeleton
 from stretto.models.lora import adapted_modules
 
 COPY_BYTES = 4 << 30

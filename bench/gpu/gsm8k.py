@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.gpu.cells import Cell, add_options, from_options, integers, words
-from bench.gpu.problems import load_reward, read_problems, score, write_tiny_model, write_tiny_problems
 from safetensors.torch import load_file
 
+from bench.gpu.cells import Cell, add_options, from_options, integers, words
+from bench.gpu.problems import load_reward, read_problems, score, write_tiny_model, write_tiny_problems
 from stretto.engines.native.engine import NativeEngine
 from stretto.engines.threaded import Failed
 from stretto.models.checksums import checksum
@@ -43,7 +43,7 @@ from stretto.types import Completion, Request, Sampling, Weights
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "gsm8k.toml"
 REWARD = "stretto.environments.rewards.mathematics:reward"
-TRAIN = "import sys; from stretto.cli import main; sys.exit(main(sys.argv[1:]))"
+COMMAND = (sys.executable, "-c", "import sys; from stretto.cli import main; sys.exit(main(sys.argv[1:]))")
 TEST_ROWS = 1_024  # that decode at once in the whole test
 MARGIN = 32  # tokens of context beyond the longest prompt and completion
 KEPT = (
@@ -61,8 +61,13 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
         for bound in ([0] if paradigm == "synchronous" else options.staleness)
     ]
     shared = {"model": Path(options.model).name, "updates": options.updates, "reward": options.reward.split(":")[-1]}
+    groups = {} if options.in_flight is None else {"in_flight": options.in_flight}
     return [
-        Cell("gsm8k", "native", {**shared, "paradigm": paradigm, "staleness": bound, "seed": seed})
+        Cell(
+            "gsm8k",
+            "native",
+            {**shared, "paradigm": paradigm, "staleness": bound, "seed": seed, **(groups if bound else {})},
+        )
         for seed in options.seeds
         for paradigm, bound in kinds
     ]
@@ -83,6 +88,8 @@ def recipe_of(cell: Cell, options: argparse.Namespace) -> Recipe:
     ]
     if cell.parameters["paradigm"] != "synchronous":
         given.append(f"rollout.staleness={cell.parameters['staleness']}")
+        if options.in_flight is not None:
+            given.append(f"rollout.in_flight={json.dumps(options.in_flight)}")
     return load_recipe(options.recipe, [*given, *options.set], compare_as=str(cell.parameters["paradigm"]))
 
 
@@ -94,7 +101,7 @@ def train(recipe: Recipe, folder: Path) -> float:
     path = folder.parent / f"{folder.name}.toml"
     path.write_text(recipe.source_toml(), encoding="utf-8")
     started = time.time()
-    subprocess.run([sys.executable, "-c", TRAIN, "train", str(path), "--out", str(folder)], check=True)
+    subprocess.run([*COMMAND, "train", str(path), "--out", str(folder)], check=True)
     return started
 
 
@@ -297,6 +304,7 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--reward", default=REWARD)
     parser.add_argument("--paradigms", type=words, default=["multi-version"])
     parser.add_argument("--staleness", type=integers, default=[2])
+    parser.add_argument("--in-flight", choices=["full"], help="`rollout.in_flight`; default: 1.5 batches")
     parser.add_argument("--seeds", type=integers, default=[0])
     parser.add_argument("--updates", type=int, default=60)
     parser.add_argument("--every", type=int, default=10, help="updates between evaluations")

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.cells import Cell, add_options, from_options, integers
-
 from stretto.environments.data import Row
 from stretto.environments.reasoning_problems import EXACT_REWARD
 from stretto.environments.tasks import load_task

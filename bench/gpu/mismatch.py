@@ -26,12 +26,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+
 from bench.gpu.cells import Cell, add_options, from_options, run_children, words
 from bench.gpu.native_side import lengths
 from bench.gpu.shapes import RANK, adapter, add_dtype, base_weights, config_of, dtype_of, dtype_parameter, make_model
 from bench.gpu.sides import Ask, prompts
-from numpy.typing import NDArray
-
 from stretto.engines.native.engine import NativeEngine
 from stretto.models.loading import load_model, load_tokenizer
 from stretto.models.lora_options import LoraOptions

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+
 from bench.gpu.floor import traffic
 from bench.gpu.shapes import RANK, adapter, base_weights, dtype_of, make_model
 from bench.gpu.sides import SLOTS, Ask, Outcome, expect
-
 from stretto.engines.native.engine import NativeEngine
 from stretto.engines.threaded import Failed
 from stretto.types import Request, Sampling

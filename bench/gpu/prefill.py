@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
 from bench.gpu import generation
 from bench.gpu.cells import Cell, Cells
 from bench.gpu.decode import results_of

@@ -27,11 +27,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
 from bench.gpu.cells import Cell, add_options, from_options, integers, words
 from bench.gpu.native_side import lengths, num_captured
 from bench.gpu.shapes import RANK, make_model
 from bench.gpu.sides import prompts
-
 from stretto.engines.native.engine import NativeEngine
 from stretto.models.lora_options import LoraOptions
 from stretto.training.options import TrainingOptions

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
 from bench.gpu.lengths import Tail as Lengths
 from bench.gpu.native_side import num_captured
 from bench.gpu.shapes import RANK, SHAPES, make_model
 from bench.gpu.timeline import Timeline, Watched
-
 from stretto.assembly.train import SWITCH_S
 from stretto.core.controller import Controller
 from stretto.core.plan import Plan

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.gpu.training import SHAPE, TINY, batch_of, model_of
 
+from bench.gpu.training import SHAPE, TINY, batch_of, model_of
 from stretto.objectives.dora import DoraOptions
 from stretto.training.mini_batches import micro_batch_plans, split_batch
 from stretto.training.trainer import LocalTrainer, LoraOptions, TrainingOptions

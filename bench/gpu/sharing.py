@@ -31,7 +31,6 @@ from bench.gpu.runs import synthetic_batch
 from bench.gpu.shapes import RANK
 from bench.gpu.sides import SLOTS, Ask, prompts
 from bench.gpu.timeline import Timeline
-
 from stretto.assembly.train import SWITCH_S
 from stretto.models.lora_options import LoraOptions
 from stretto.training.options import TrainingOptions

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+
 from bench.gpu.shapes import SHAPES
 
 SLOTS = 3  # adapters that either side can hold at once, as many as a recipe with K = 2 needs

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from bench.gpu.cells import integers, read_cells, words
 from bench.gpu.costs import StepCost, ideal_gain
 from bench.gpu.lengths import TAILS
@@ -30,7 +31,6 @@ from bench.gpu.sharing import shares
 from bench.gpu.tables import Record, decimal, rate, share, table
 from bench.gpu.timeline import Timeline
 from bench.gpu.update import GROUP, while_admitting
-
 from stretto.core import messages as m
 from stretto.core.controller import Controller
 from stretto.core.paradigms import PARADIGMS

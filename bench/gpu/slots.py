@@ -14,6 +14,7 @@ import gc
 from typing import Any
 
 import torch
+
 from bench.gpu.cells import Cell, add_options, from_options, integers, words
 from bench.gpu.native_side import NativeSide
 from bench.gpu.sides import Ask, prompts

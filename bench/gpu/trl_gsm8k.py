@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from bench.gpu.cells import Cell, Cells, add_options, from_options, read_cells
 from bench.gpu.problems import Problem, Score, load_reward, read_problems, score, write_tiny_model, write_tiny_problems
 

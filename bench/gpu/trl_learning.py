@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.cells import Cell, add_options, from_options, integers, run_children
-
 from stretto.environments.reasoning_problems import exact
 
 RANK = 16

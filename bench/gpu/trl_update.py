@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from bench.gpu.cells import Cell, add_options, from_options, read_cells
 from bench.gpu.runs import SyntheticPrompts
 from bench.gpu.shapes import RANK, SCALE, SHAPES, make_model

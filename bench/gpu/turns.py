@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from bench.gpu.cells import Cell, add_options, from_options, words
 from bench.gpu.native_side import NativeSide, num_captured
 from bench.gpu.shapes import config_of
-
 from stretto.engines.native import host_kv
 from stretto.engines.threaded import Failed
 from stretto.types import Completion, Request, Sampling

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from bench.gpu.cells import Cell, add_options, from_options, integers, run_children, words
 from bench.gpu.lengths import TAILS
 from bench.gpu.runs import Work, run_once
 from bench.gpu.shapes import SHAPES
 from bench.gpu.timeline import Timeline
-
 from stretto.core.paradigms import PARADIGMS
 from stretto.core.plan import resolve_plan
 from stretto.store.verify import exit_code, format_findings, verify

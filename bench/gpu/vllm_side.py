@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from bench.gpu.floor import traffic
 from bench.gpu.shapes import RANK, write_adapter_folder, write_config_folder
 from bench.gpu.sides import SLOTS, Ask, Outcome, expect

@@ -13,7 +13,8 @@ The same as the command line, from Python:
 |---|---|
 | `train` | runs a recipe, with a reward, an environment or rows of your own, and returns its `Run` |
 | `open_run` | opens the `Run` in a folder: running, stopped, killed or finished |
-| `Run` | a run: its outcome, metrics, samples and policy |
+| `Run` | a run: its outcome, metrics, samples and policy; its report, trace and export |
+| `list_runs` | returns a table of the runs in a folder and below it |
 | `compare_runs` | returns a table of runs: recipes, scores, speed |
 | `Callback` | the base class of callbacks |
 | `check` | does everything that `train` does before it builds a model, and reports the effective values |
@@ -34,6 +35,7 @@ from stretto.errors import StrettoError
 if TYPE_CHECKING:
     from stretto.api.checking import check
     from stretto.api.comparison import compare_runs
+    from stretto.api.run_files import list_runs
     from stretto.api.runs import Run, open_run, verify
     from stretto.api.tables import Table
     from stretto.api.training import train
@@ -48,6 +50,7 @@ else:
         "check": "stretto.api.checking",
         "compare": "stretto.assembly.compare",
         "compare_runs": "stretto.api.comparison",
+        "list_runs": "stretto.api.run_files",
         "load_recipe": "stretto.recipe.schema",
         "open_run": "stretto.api.runs",
         "train": "stretto.api.training",
@@ -78,6 +81,7 @@ __all__ = [
     "check",
     "compare",
     "compare_runs",
+    "list_runs",
     "load_recipe",
     "open_run",
     "train",

@@ -98,6 +98,10 @@ class JournalError(StrettoError):
     """The journal could not be written or read. Nothing is trained on that is not recorded."""
 
 
+class SchemaError(JournalError):
+    """The journal is of another version of stretto: nothing is wrong with it, and this version cannot read it."""
+
+
 class StalledError(StrettoError):
     """Nothing happened for longer than the run allows; the message says who waited for what."""
 

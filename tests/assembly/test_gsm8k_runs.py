@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from examples import gsm8k
 from run_cases import assert_verifies, run
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from examples import gsm8k
 from stretto.recipe.schema import Recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,6 @@ from bench.gpu import decode, generation, mismatch, publish, report, rollout, sh
 from bench.gpu.cells import Cell, Cells, read_cells
 from bench.gpu.costs import StepCost, batch_lengths, ideal_gain
 from bench.gpu.timeline import Timeline, Watched
-
 from stretto.training.loss_scaling import LossScale
 from stretto.types import Completion, EngineStats
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from bench.gpu import simulate
 from bench.gpu.cells import read_cells
 from bench.gpu.costs import StepCost

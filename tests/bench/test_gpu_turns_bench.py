@@ -12,7 +12,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the benches are no part of
 
 from bench.gpu import turns
 from bench.gpu.cells import read_cells
-
 from stretto.engines.native import host_kv
 
 torch.set_num_threads(1)

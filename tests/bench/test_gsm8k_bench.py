@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the benches are no part of
 
 from bench.gpu import gsm8k
 from bench.gpu.problems import read_problems, score, write_tiny_problems
-
 from stretto.environments.rewards.mathematics import reward
 
 torch.set_num_threads(1)

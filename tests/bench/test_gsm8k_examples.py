@@ -12,7 +12,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the examples are no part of the package
 
 from examples import gsm8k
-
 from stretto.environments.rewards.mathematics import reward
 
 # -- the files ---------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+
 from bench.gpu.gsm8k_picture import DARK, LIGHT, picture, read_runs, ticks
 
 ROOT = Path(__file__).parents[2]

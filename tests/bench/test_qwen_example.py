@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from examples import qwen
 
 PARTS = {"one==1.0": b"first ", "two==1.0": b"second"}

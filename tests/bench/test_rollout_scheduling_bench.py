@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+
 from bench.gpu.costs import StepCost
 from bench.gpu.simulate import Costs
 from bench.rollout_scheduling import Lengths, Run, Setting, batch_rollout, drained, figures, redundancy, replication
-
 from stretto.core.plan import resolve_plan
 
 COSTS = Costs(StepCost(1e-3, 1e-5, 0.0), training=1e-5, decode_share=1.0, training_share=1.0)

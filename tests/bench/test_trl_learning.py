@@ -7,6 +7,7 @@ import types
 from typing import Any
 
 import pytest
+
 from bench.gpu import trl_learning
 
 

@@ -67,6 +67,7 @@ VARIANTS = {
     ],
     "ppo": [{}, {"clip_low": 0.15, "clip_high": 0.35, "dual_clip": 1.4, "anchor": "proximal"}],
     "naive": [{}, {"average": "sequence"}],
+    "distill": [{}],  # without a teacher: its loss is 0
     "custom": [
         {"function": "objective_cases:square", "options": {"scale": 2.0}},
         {"function": "objective_cases:square", "options": {"scale": 0.5}, "sampled": True},

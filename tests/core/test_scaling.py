@@ -8,8 +8,8 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from bench.core import simulate
 
+from bench.core import simulate
 from stretto.core import messages as m
 from stretto.core.controller import Controller
 from stretto.core.plan import resolve_plan

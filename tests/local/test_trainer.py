@@ -247,9 +247,12 @@ def test_a_state_that_cannot_be_written_is_no_failure_of_the_trainer(error: Exce
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(("on_a_gpu", "captures"), [(True, [False, True]), (False, [True, True])])
+@pytest.mark.parametrize(
+    ("on_a_gpu", "is_warm", "captures"),
+    [(True, False, [False, True]), (True, True, [True, True]), (False, False, [True, True])],
+)
 def test_no_engine_captures_while_the_first_update_compiles(
-    monkeypatch: pytest.MonkeyPatch, on_a_gpu: bool, captures: list[bool]
+    monkeypatch: pytest.MonkeyPatch, on_a_gpu: bool, is_warm: bool, captures: list[bool]
 ) -> None:
     found: list[bool] = []
 
@@ -266,7 +269,7 @@ def test_no_engine_captures_while_the_first_update_compiles(
             return super().update(batch)
 
     async def main() -> None:
-        role = ThreadedTrainer(Watched(), 1, deadline_s=10.0)
+        role = ThreadedTrainer(Watched(), 1, deadline_s=10.0, is_warm=is_warm)
         try:
             for update in range(2):
                 await role.update(batch(update))
@@ -276,6 +279,29 @@ def test_no_engine_captures_while_the_first_update_compiles(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: on_a_gpu)
     asyncio.run(main())
     assert found == captures
+
+
+def test_an_update_that_meets_a_capture_is_run_again_when_nobody_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unlucky(FakeTrainer):
+        tries = 0
+
+        def update(self, batch: Batch) -> UpdateReport:
+            self.tries += 1
+            if self.tries == 1:
+                raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+            return super().update(batch)
+
+    async def main() -> UpdateReport:
+        role = ThreadedTrainer(trainer, 1, deadline_s=10.0, is_warm=True)
+        try:
+            return (await role.update(batch(0)))[0]
+        finally:
+            role.close()
+
+    trainer = Unlucky()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert asyncio.run(main()).update == 0
+    assert trainer.tries == 2
 
 
 def test_other_errors_are_not_tried_again() -> None:

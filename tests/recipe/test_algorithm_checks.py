@@ -7,6 +7,7 @@ import pytest
 
 from stretto.errors import RecipeError
 from stretto.objectives import OBJECTIVES
+from stretto.objectives.teacher_options import TeacherOptions, teacher_index, teacher_refusals
 from stretto.recipe.schema import PARADIGM_NAMES, paradigm_overrides, parse_recipe
 
 STALE = {"rollout": {"staleness": 2}}
@@ -26,6 +27,8 @@ def required(name: str) -> dict[str, Any]:
     found: dict[str, Any] = {"type": name}
     if kind.model_fields["average"].default == "constant":
         found["average_tokens"] = 256
+    if name == "distill":
+        found["teachers"] = [{"path": "tiny"}]
     if name == "custom":
         found["function"] = "tests.recipe.test_algorithm_checks:user_objective"
     return found
@@ -249,3 +252,54 @@ def test_compare_drops_what_is_for_older_versions_alone_where_there_are_none(par
     assert made.whiten_over == ("batch" if fresh else "version")
     made = parse_recipe(paradigm_overrides({**task, "training": {"mismatch_samples": 2}}, paradigm))
     assert made.training.mismatch_samples == (4 if fresh else 2)
+
+
+# -- teachers ----------------------------------------------------------------------------------------------------------
+
+TEACHER = {"path": "somewhere"}
+FILE = {"type": "file", "path": "prompts.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sections", "said"),
+    [
+        ({"type": "distill"}, {}, '`algorithm.type = "distill"` needs a teacher'),
+        ({"teachers": [TEACHER, TEACHER]}, {}, "`algorithm.teachers[1]` and `algorithm.teachers[0]` both teach every"),
+        ({"teachers": [{**TEACHER, "tasks": ["math"]}]}, {}, "`algorithm.teachers[0].tasks` names 'math', which is no"),
+        ({"teachers": [{**TEACHER, "coefficient": 0.0}]}, {}, "`algorithm.teachers[0].coefficient = 0.0` must be more"),
+        ({"teachers": [{**TEACHER, "coefficient": -1.0}]}, {}, "`algorithm.teachers[0].coefficient = -1.0` must be"),
+        ({"teachers": [{**TEACHER, "top_k": 0}]}, {}, "`algorithm.teachers[0].top_k = 0` must be at least 1"),
+        ({"teachers": [{}]}, {}, "`algorithm.teachers[0].path` is missing"),
+        ({"teachers": [{**TEACHER, "weight": 1.0}]}, {}, "`algorithm.teachers[0].weight` is not an option"),
+        ({"teachers": [{**TEACHER, "form": "sampled", "top_k": 4}]}, {}, "`algorithm.teachers[0].top_k = 4` has no"),
+        ({"teachers": [TEACHER]}, FILTER, '`rollout.filter = "no-signal"` is refused with `[[algorithm.teachers]]`'),
+        ({"type": "distill", "teachers": [TEACHER], "advantage": "whiten"}, {}, "`algorithm.advantage` has no effect"),
+        ({"type": "distill", "teachers": [TEACHER], "correction": {}}, {}, "`algorithm.correction` has no effect"),
+        ({"teachers": [TEACHER]}, {"task": FILE}, '`task.reward` is missing: `algorithm.type = "grpo"` learns from'),
+        ({"type": "distill", "teachers": [TEACHER]}, {"task": FILE}, "`evaluation.prompts = 64` needs `task.reward`"),
+    ],
+)
+def test_a_teacher_that_cannot_teach_is_refused_with_its_option(
+    algorithm: dict[str, Any], sections: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parsed(algorithm, **sections)
+    assert said in str(caught.value)
+
+
+def test_distillation_needs_neither_a_reward_nor_a_group() -> None:
+    algorithm = {"type": "distill", "teachers": [TEACHER]}
+    recipe = parsed(algorithm, task=FILE, evaluation={"prompts": 0}, rollout={"group": 1})
+    assert recipe.task.reward is None
+    assert parse_recipe(tomllib.loads(recipe.dumps())).model_dump() == recipe.model_dump()
+
+
+def test_a_task_with_a_label_has_the_teacher_that_names_it_and_others_the_one_that_names_none() -> None:
+    teachers = [TeacherOptions(path="a", tasks=("math", "code")), TeacherOptions(path="b")]
+    assert [teacher_index(teachers, label) for label in ("math", "code", "else", None)] == [0, 0, 1, 1]
+    assert [teacher_index(teachers[:1], label) for label in ("math", "else", None)] == [0, None, None]
+    assert not teacher_refusals(teachers, ["math", "code", "else"])
+    (said,) = teacher_refusals([teachers[0], TeacherOptions(path="c", tasks=("code",))], ["math", "code"])
+    assert "both teach the task 'code': a task has one teacher" in said
+    (said,) = teacher_refusals(teachers, ["math"])
+    assert "names 'code', which is no label of a task: the labels are 'math'" in said

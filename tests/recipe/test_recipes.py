@@ -26,6 +26,7 @@ SMALL = (
 )
 FROM_FILES = {"agent"}  # whose task has as many rows as its file
 PUNISHED = {"dapo": ("algorithm.length.cache=3",)}  # of completions of six tokens
+TAUGHT = {"distill": ('algorithm.teachers=[{path = "tiny"}]',)}  # by itself, instead of another run's policy
 PLACED = {"ray": ("runtime.address=local",)}  # not on whatever cluster this machine has
 FILTERED = {"dapo": ("rollout.filter_limit=1",)}  # an untrained policy earns nothing, so every group would be filtered
 
@@ -43,6 +44,7 @@ def test_a_recipe_on_the_tiny_model_makes_an_update(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))  # made once for all of them
     small = [change for change in SMALL if path.stem not in FROM_FILES or not change.startswith("task.size")]
     changes = (*small, *PUNISHED.get(path.stem, ()), *FILTERED.get(path.stem, ()), *PLACED.get(path.stem, ()))
+    changes += TAUGHT.get(path.stem, ())
     recipe = load_recipe(path, changes)
     summary = run(recipe, tmp_path / "run")
     assert summary["steps"] == 1

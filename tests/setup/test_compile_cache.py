@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from stretto.setup import compile_cache
 from stretto.setup.compile_cache import VARIABLES, cache_folder, keep_compiled
 from stretto.setup.device import CUDA
 
@@ -46,3 +48,18 @@ def test_a_cpu_and_a_folder_that_cannot_be_made_change_nothing(home: Path, monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
     keep_compiled(CUDA)
     assert not VARIABLES.keys() & os.environ.keys()
+
+
+def test_the_compiler_is_imported_beside_other_work(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compile_cache, "COMPILER", "wave")
+    monkeypatch.delitem(sys.modules, "wave", raising=False)
+    compile_cache.import_compiler(torch.device("cpu"))()
+    assert "wave" not in sys.modules
+    compile_cache.import_compiler(torch.device("cuda"))()
+    assert "wave" in sys.modules
+    monkeypatch.setattr(compile_cache, "COMPILER", "no_such_compiler")
+    with caplog.at_level("INFO"):
+        compile_cache.import_compiler(torch.device("cuda"))()
+    assert "`no_such_compiler` cannot be imported" in caplog.text

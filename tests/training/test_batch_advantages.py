@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from objective_cases import CASES, options_of
-from tests.training.test_trainer_objectives import gradients, relative_error
 from training_cases import UNSTEPPED, random_batch, tiny
 
 from stretto.errors import TrainerError
@@ -18,6 +17,7 @@ from stretto.training.advantages import outcome_advantages
 from stretto.training.batch_advantages import without_gradient
 from stretto.training.trainer import LocalTrainer, TrainingOptions
 from stretto.types import Batch
+from tests.training.test_trainer_objectives import gradients, relative_error
 
 TOKENS = 6
 

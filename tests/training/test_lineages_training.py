@@ -5,8 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from tests.training.test_trainer_objectives import gradients, made, objectives, relative_error
-from tests.training.test_turns_training import with_turns
 from training_cases import random_batch, reference_logprobs, tiny
 
 from stretto.objectives.gspo import GspoOptions
@@ -17,6 +15,8 @@ from stretto.training.packing import sampled_lengths
 from stretto.training.trajectories import Trajectories
 from stretto.training.update_metrics import batch_metrics
 from stretto.types import Batch, by_trajectory
+from tests.training.test_trainer_objectives import gradients, made, objectives, relative_error
+from tests.training.test_turns_training import with_turns
 
 TEMPERATURE = 0.8  # of the trainers that `made` makes
 ROWS = (2, 1, 3, 1)  # lineages of the trajectories of each group

@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from tests.training.test_trainer_objectives import gradients, relative_error
 from training_cases import random_batch, reference_logprobs, tiny
 
 from stretto.errors import RecipeError
@@ -16,6 +15,7 @@ from stretto.objectives.naive import NaiveOptions
 from stretto.training.mini_batches import trained_lengths, trained_tokens
 from stretto.training.trainer import LocalTrainer, TrainingOptions
 from stretto.types import Batch
+from tests.training.test_trainer_objectives import gradients, relative_error
 
 
 def make(algorithm, *, micro_tokens=40, version=0, **others):

@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from tests.training.test_trainer_objectives import gradients, made, objectives, relative_error
 from training_cases import VOCABULARY, random_batch, reference_logprobs, tiny
 
 from stretto.objectives.naive import NaiveOptions
@@ -16,6 +15,7 @@ from stretto.training.packing import micro_batch, sampled_lengths
 from stretto.training.turn_credit import batch_turn_advantages
 from stretto.training.update_metrics import batch_metrics
 from stretto.types import Batch, Supports
+from tests.training.test_trainer_objectives import gradients, made, objectives, relative_error
 
 TEMPERATURE = 0.8  # of the trainers that `made` makes
 

@@ -13,6 +13,7 @@ from stretto.objectives import OBJECTIVES
 from stretto.objectives.correction_options import CorrectionOptions, DiscrepancyOptions, StalenessOptions
 from stretto.objectives.length_options import OverlongOptions
 from stretto.objectives.regularizer_options import EntropyOptions, KlOptions, SupervisedOptions
+from stretto.objectives.teacher_options import TeacherOptions
 from stretto.observe.metrics import Tally
 from stretto.training.advantages import group_relative
 from stretto.training.packing import micro_batch
@@ -192,8 +193,8 @@ def documented() -> set[str]:
 
 
 def general(name: str) -> str:
-    """The documented form of a name: an age is `N`."""
-    return re.sub(r"_age_\d+$", "_age_N", name)
+    """The documented form of a name: an age is `N`, and so is the number of a teacher."""
+    return re.sub(r"^(teacher_\w+|.*_age)_\d+$", r"\1_N", name)
 
 
 def test_every_measure_of_a_batch_is_documented():
@@ -234,6 +235,7 @@ BESIDE = {
     "entropy": EntropyOptions(coefficient=0.1),
     "supervised": SupervisedOptions(coefficient=0.1),
     "length": OverlongOptions(cache=4),
+    "teachers": (TeacherOptions(path="a"), TeacherOptions(path="b", tasks=("other",))),
 }
 
 
@@ -241,13 +243,21 @@ BESIDE = {
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "custom"])
 def test_every_measure_of_an_update_is_documented_whatever_the_objective(name, corrections):
     algorithm = OBJECTIVES[name](**BESIDE, **corrections)
-    trainer = LocalTrainer(tiny(), lora=LoraOptions(rank=2), algorithm=algorithm, max_tokens=20)
+    teachers = [tiny(kind="llama"), tiny()]
+    trainer = LocalTrainer(tiny(), lora=LoraOptions(rank=2), algorithm=algorithm, teachers=teachers, max_tokens=20)
     own = trainer.weights(0)
     batch = replace(aged_batch(), versions={version: replace(own, version=version) for version in (0, 2)})
     trainer.restore({**trainer.state(), "version": torch.tensor(batch.update)})
     metrics = trainer.update(batch).metrics
     assert {general(each) for each in metrics} <= documented()
-    assert {"share_without_gradient", "staleness_kl_age_3", "mismatch_tokens", "weight_p99"} <= metrics.keys()
+    assert {
+        "staleness_kl_age_3",
+        "mismatch_tokens",
+        "weight_p99",
+        "teacher_kl_0",
+        "teacher_agreement",
+    } <= metrics.keys()
+    assert ("share_without_gradient" in metrics) == algorithm.uses_rewards
     assert {f"{table}_{what}" for table in corrections for what in ("weight", "outside")} <= metrics.keys()
     assert {"mismatch_kl_age_0", "mismatch_kl_age_1", "mismatch_kl_age_3"} <= metrics.keys()
     assert all(np.isfinite(value) for value in metrics.values())

@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from tests.training.test_trainer_objectives import gradients, relative_error
 from training_cases import random_batch
 from version_cases import UPDATES, aged, make, recorded, stock_gradients, stock_sampled, with_logprobs
 
@@ -17,6 +16,7 @@ from stretto.objectives.naive import NaiveOptions
 from stretto.training import version_scoring
 from stretto.training.packing import micro_batch
 from stretto.types import Batch
+from tests.training.test_trainer_objectives import gradients, relative_error
 
 POLICIES = pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])

@@ -18,6 +18,7 @@ from stretto.setup.inputs import check_objective, check_scoring, load_inputs
 from stretto.setup.memory_report import describe_memory
 from stretto.setup.memory_sizes import context_length
 from stretto.setup.micro_batch_size import describe_micro_tokens, with_micro_tokens
+from stretto.setup.teachers import check_teachers
 from stretto.setup.threads import thread_counts
 
 ALL_TARGETS = "all linear layers but the output layer"
@@ -52,6 +53,7 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN) -> CheckReport:
     config = tiny_config() if tiny else load_config(recipe.model.path)
     tokenizer = tiny_tokenizer() if tiny else load_tokenizer(recipe.model.path)
     inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=recipe.model.path, given=given)
+    of_teachers = check_teachers(recipe, tokenizer, inputs.longest_prompt, templated=inputs.templated)
     scored = check_scoring(recipe, inputs.task, tokenizer)
     asked, device = recipe, choose_device(recipe.runtime.device)
     recipe = with_micro_tokens(recipe, config, inputs.longest_prompt, device)
@@ -61,7 +63,7 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN) -> CheckReport:
         f"{0 if inputs.held_out is None else inputs.held_out.num_rows:,} held out, "
         f"{inputs.form}, {scored}"
     )
-    notes = (prompts, *inputs.notes(recipe), *describe_micro_tokens(asked, recipe), *trackers)
+    notes = (prompts, *inputs.notes(recipe), *of_teachers, *describe_micro_tokens(asked, recipe), *trackers)
     return CheckReport(recipe, effective(recipe), notes, memory)
 
 
@@ -103,4 +105,6 @@ def effective(recipe: Recipe) -> str:
 def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
     return value

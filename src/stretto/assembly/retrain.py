@@ -29,8 +29,9 @@ from stretto.recipe.schema import Recipe, load_recipe
 from stretto.run.folder_checks import OUT, refuse_unwritable
 from stretto.run.phases import Phases
 from stretto.run.protocols import TrainerBackend
+from stretto.setup.base_models import model_path_of
 from stretto.setup.device import choose_device, choose_dtype
-from stretto.setup.factories import make_trainer, model_path_of
+from stretto.setup.factories import make_trainer
 from stretto.setup.threads import rank_threads, thread_counts
 from stretto.setup.trainer_recovery import SampledVersions, refuse_another_base, train_again
 from stretto.store.reader import JournalReader

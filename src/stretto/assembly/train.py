@@ -70,8 +70,9 @@ from stretto.run.pool_requests import Control
 from stretto.run.protocols import Pool, TrainerBackend
 from stretto.run.recipe_changes import Change, accepted_changes
 from stretto.setup.backend import Backend, MakeBackend
+from stretto.setup.base_models import model_path_of
 from stretto.setup.device import as_begun, choose_device, resolved
-from stretto.setup.factories import DriverInputs, load_driver_inputs, model_path_of
+from stretto.setup.factories import DriverInputs, load_driver_inputs
 from stretto.setup.garbage import spare_from_collection
 from stretto.setup.inputs import passed_variables
 from stretto.setup.micro_batch_size import with_micro_tokens

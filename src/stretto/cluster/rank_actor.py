@@ -60,6 +60,7 @@ class RankTrainerFactory:
     source: ModelSource
     rates: LearningRates | None = None  # of all phases of the run; None: those of the recipe
     adapter: ModelSource | None = None  # that the policy begins with
+    teachers: tuple[ModelSource, ...] = ()
 
     def __call__(self, ranks: Ranks) -> Trainer:
         transformers_logging.disable_progress_bar()
@@ -74,6 +75,7 @@ class RankTrainerFactory:
             ranks=ranks,
             rates=self.rates,
             adapter=None if self.adapter is None else self.adapter.here(),
+            teachers=[teacher.here() for teacher in self.teachers],
         )
 
 

@@ -33,6 +33,7 @@ from stretto.cluster.weights import RayWeightsRef, WeightsStore
 from stretto.errors import RunError, StalledError, StrettoError, TrainerError, TrainerLostError, describe
 from stretto.models.adapter_config import adapter_folder
 from stretto.recipe.schema import Recipe
+from stretto.setup.teachers import teacher_sources
 from stretto.setup.threads import rank_threads
 from stretto.training.learning_rates import LearningRates
 from stretto.training.parallel import Ranks
@@ -71,8 +72,11 @@ def rank_options(
     runtime = recipe.runtime
     found = recipe.model.continued_adapter
     adapter = None if found is None else ModelSource.of(str(adapter_folder(found)), "model.adapter")
+    teachers = tuple(
+        ModelSource.of(str(each.adapter or each.model_path(recipe)), each.option) for each in teacher_sources(recipe)
+    )
     return RankOptions(
-        RankTrainerFactory(recipe, source, rates, adapter),
+        RankTrainerFactory(recipe, source, rates, adapter, teachers),
         count=runtime.trainers,
         threads=rank_threads(recipe),
         cpus=runtime.trainer_cpus,

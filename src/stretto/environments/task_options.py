@@ -105,7 +105,9 @@ class FileOptions(ScoredTaskOptions):
 
     type: Literal["file"] = "file"
     path: str = Field(description="File with a column `prompt` or `messages`")
-    reward: str = Field(description="`package.module:function`")
+    reward: str | None = Field(
+        None, description='`package.module:function`; may be left out only with `algorithm.type = "distill"`'
+    )
     evaluation_path: str | None = Field(None, description="File of held-out prompts; default: split from `path`")
     system: str | None = Field(None, description="System message; every `prompt` becomes a user message after it")
 

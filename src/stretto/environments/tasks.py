@@ -39,6 +39,7 @@ from stretto.environments.task_options import (
 )
 from stretto.errors import RecipeError
 
+NO_REWARD = "stretto.environments.rewards.none:reward"  # of a task that only a teacher trains
 AGENTS = "stretto.serve.agents:AgentEnvironment"
 AGENT_REWARDS = ("exit-status", "file", "posted")  # beside functions
 HELD_OUT_SHARE = 5  # at most one row in five of a file is held out
@@ -218,7 +219,8 @@ def _file(options: FileOptions | EnvironmentOptions, seed: int, num_evaluation: 
     rows, held_out = _file_rows(options, seed, num_evaluation, given)
     name = "`data`" if is_given(options.path) else f"`{options.path}`"
     if isinstance(options, FileOptions):
-        return Task(name, rows, held_out, without_digest(options.reward), function=given.reward)
+        reward = NO_REWARD if options.reward is None else without_digest(options.reward)
+        return Task(name, rows, held_out, reward, function=given.reward)
     environment = EnvironmentSpec(
         without_digest(options.environment), options.turns, _config(options), options.max_lineages, given.environment
     )

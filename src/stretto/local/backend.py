@@ -38,6 +38,7 @@ def local_backend(
             engine_s=recipe.runtime.instance_seconds,
             engines=pool.engines.values(),
             notice=observer.message,
+            is_warm=parts.is_warm,
         )
 
     task = driver.inputs.task

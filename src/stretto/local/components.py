@@ -8,15 +8,19 @@ from dataclasses import dataclass
 
 import torch
 
+from stretto.engines.native.capture_lock import release_cached
 from stretto.engines.native.engine import NativeEngine
 from stretto.models.loading import load_config, load_model, second_tree
 from stretto.observe.start_phases import start_phase
 from stretto.recipe.schema import Recipe
+from stretto.setup.compile_cache import import_compiler
 from stretto.setup.device import choose_device, choose_dtype, prepare_device
 from stretto.setup.factories import DriverInputs, load_driver_inputs, make_native_engine, make_trainer
 from stretto.setup.memory import footprint, out_of_memory
+from stretto.setup.threads import ThreadCounts
 from stretto.training.learning_rates import LearningRates
 from stretto.training.trainer import LocalTrainer
+from stretto.training.warm_up import compiles, warm_up
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +33,7 @@ class LocalComponents:
     engines: list[NativeEngine]  # of the instances that the run begins with
     make_engine: Callable[[], NativeEngine]  # for an instance that joins later
     trainer: LocalTrainer
+    is_warm: bool = False  # the trainer has compiled what its updates need
 
     def next_engine(self) -> NativeEngine:
         """Returns the engine of the next instance: one that was made before the run, or a new one.
@@ -52,6 +57,7 @@ class LocalComponents:
         config, device = load_config(model_path), choose_device(recipe.runtime.device)
         dtype = choose_dtype(recipe.model.dtype, device)
         prepare_device(recipe, device)
+        compiler_is_there = import_compiler(device)
         driver = load_driver_inputs(recipe, model_path) if driver is None else driver
         need = footprint(recipe, config, driver.inputs.longest_prompt, device)
         try:
@@ -65,8 +71,10 @@ class LocalComponents:
                     for _ in range(recipe.runtime.instances)
                 ]
             base = None if recipe.model.lora is None else second_tree(model, share=True)
+            compiler_is_there()
             with start_phase(log, "trainer"):
                 trainer = make_trainer(recipe, model, model_path, rates=rates)
+            is_warm = compiles(trainer) and _warmed(recipe, trainer, driver.threads)
         except torch.OutOfMemoryError as error:
             raise out_of_memory(recipe, need, error) from error
 
@@ -75,4 +83,17 @@ class LocalComponents:
             tree = load_model(model_path, dtype, device) if base is None else base
             return make_native_engine(recipe, tree, need.kv_tokens, driver.decode)
 
-        return cls(driver, engines, make_engine, trainer)
+        return cls(driver, engines, make_engine, trainer, is_warm)
+
+
+def _warmed(recipe: Recipe, trainer: LocalTrainer, threads: ThreadCounts) -> bool:
+    """Warms the trainer up, before any engine captures a graph. Returns False if there was no memory for that."""
+    tokens = recipe.rollout.prompts * recipe.rollout.group * recipe.rollout.max_tokens
+    torch.set_num_threads(threads.trainer)  # with another number, the thread of the trainer would compile again
+    try:
+        with start_phase(log, "first pass of the trainer, which compiles, or loads what was compiled"):
+            return warm_up(trainer, tokens) > 0
+    finally:
+        torch.set_num_threads(threads.engine)
+        if trainer.device.type == "cuda":
+            release_cached()

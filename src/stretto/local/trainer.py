@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -37,6 +37,7 @@ Result = TypeVar("Result")
 HALVINGS = 2  # of the micro-batch of an update that ran out of memory
 LEAST_MICRO_TOKENS = 1_024
 RETRIES = 3  # of such an update, after that
+CAPTURING = "stream is capturing"  # in CUDA's error for what is not permitted then
 KEPT_SHARE = 0.7  # of the KV cache, at each retry
 
 
@@ -48,7 +49,8 @@ class ThreadedTrainer:
 
     Weights that are returned are complete: on CUDA the trainer's stream was synchronized, so any stream may read them.
     `engines` share the trainer's device. Each has `engine_s` to give memory back; one that does not, or is lost, is
-    skipped. `notice` gets a sentence whenever memory was given back.
+    skipped. `notice` gets a sentence whenever memory was given back. `is_warm`: the trainer has compiled what updates
+    need (`training/warm_up.py`).
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class ThreadedTrainer:
         engine_s: float = 120.0,
         engines: Collection[Engine] = (),
         notice: Callable[[str], None] = log.warning,
+        is_warm: bool = False,
     ) -> None:
         self.trainer = trainer
         self.kv_given_back = 0  # tokens of KV cache that the engines gave up for updates
@@ -72,7 +75,7 @@ class ThreadedTrainer:
         self._micro_tokens: int | None = None  # smaller than the trainer's own, after an update ran out of memory
         self._doing = "nothing"
         self._hangs = False
-        self._has_compiled = False
+        self._has_compiled = is_warm
         self._thread = threading.Thread(target=self._run, name="trainer", daemon=True)
         self._thread.start()
 
@@ -88,9 +91,7 @@ class ThreadedTrainer:
         def work() -> Weights | str:
             try:
                 if not report:  # else the update was done, and only the copy ran out of memory
-                    with self._while_compiling():
-                        report.append(self.trainer.update(batch))
-                    self._has_compiled = True
+                    report.append(self._update(batch))
                 return self._weights(batch.update + 1)
             except torch.OutOfMemoryError as error:
                 # As text: the exception would keep alive what the update had allocated.
@@ -166,13 +167,24 @@ class ThreadedTrainer:
         """Writes the policy for others to load."""
         await self.call(lambda: self.trainer.export(folder), "exporting the policy")
 
-    def _while_compiling(self) -> AbstractContextManager[object]:
-        """Returns the lock that keeps engines from capturing graphs, if this update compiles.
+    def _update(self, batch: Batch) -> UpdateReport:
+        """Runs an update, and keeps engines from capturing graphs if it compiles.
 
-        The first update on a GPU does, and its compiler synchronizes the whole device.
+        The first update on a GPU does, and its compiler synchronizes the whole device, which is an error while somebody
+        captures. A later one may compile too, for a shape that needs a graph of its own; it is then run again.
         """
-        compiles = not self._has_compiled and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return CAPTURE if compiles else nullcontext()
+        on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        try:
+            with CAPTURE if on_gpu and not self._has_compiled else nullcontext():
+                report = self.trainer.update(batch)
+        except RuntimeError as error:
+            if not on_gpu or not self._has_compiled or CAPTURING not in str(error):
+                raise
+            log.info("update %d met the capture of a graph and is run again: %s", batch.update, _reason(error))
+            with CAPTURE:
+                report = self.trainer.update(batch)
+        self._has_compiled = True
+        return report
 
     def _weights(self, version: int) -> Weights:
         weights = self.trainer.weights(version)

@@ -7,6 +7,7 @@ float32. Factors that are float32 or wider are multiplied as usual.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -32,6 +33,25 @@ def wide_mm(x: Tensor, factor: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = x.float()
         y = torch.cat([rows @ part.float() for part in torch.split(factor, BLOCK, 1)], 1)
     return y if bias is None else y.add_(bias)
+
+
+@functools.cache
+def adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if `aten::addmm.dtype_out` adds a product of half precision to a float32 matrix in place, on `device`.
+
+    Not every version of torch has it, and it is not documented that the sum may be written over the summand. So it is
+    tried once.
+    """
+    if device.type != "cuda" or dtype not in HALF:
+        return False
+    try:
+        x, factor = (torch.arange(64 * 64, device=device).view(64, 64).remainder(n).to(dtype) for n in (7, 5))
+        into = torch.full((64, 64), 2.0**-9, device=device)  # which half precision would round away
+        wanted = into + x.float() @ factor.float()
+        torch.ops.aten.addmm.dtype_out(into, x, factor, torch.float32, out=into)
+        return bool(torch.equal(into, wanted))
+    except (AttributeError, RuntimeError, TypeError):
+        return False
 
 
 @library.custom_op("stretto::wide_linear", mutates_args=(), schema="(Tensor x, Tensor weight) -> Tensor")

@@ -44,9 +44,9 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, *, option: s
     return result
 
 
-def load_tokenizer(path: str) -> Any:
+def load_tokenizer(path: str, *, option: str = "model.path") -> Any:
     """The tokenizer that belongs to a model."""
-    return _load(AutoTokenizer, path, "has no tokenizer that can be loaded", "model.path")
+    return _load(AutoTokenizer, path, "has no tokenizer that can be loaded", option)
 
 
 def load_config(path: str, *, option: str = "model.path") -> Any:

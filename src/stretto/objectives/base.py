@@ -25,6 +25,7 @@ from pydantic import Field, model_validator
 from stretto.objectives.correction_options import CorrectionOptions, DiscrepancyOptions, StalenessOptions
 from stretto.objectives.length_options import LengthOptions
 from stretto.objectives.regularizer_options import EntropyOptions, KlOptions, SupervisedOptions
+from stretto.objectives.teacher_options import TeacherOptions
 from stretto.objectives.turn_options import TurnOptions
 from stretto.options import Options
 
@@ -110,6 +111,7 @@ class ObjectiveOptions(Options):
     ratio_options: ClassVar[tuple[str, ...]] = ()  # options that act only through a ratio other than 1
     uses_critic: ClassVar[bool] = False
     zero_without_advantage: ClassVar[bool] = False  # a token with advantage 0 has no gradient, whatever the rest
+    uses_rewards: ClassVar[bool] = True  # advantages are part of the loss
 
     type: str
     average: Average = Field(
@@ -151,6 +153,9 @@ class ObjectiveOptions(Options):
         description="Of a trajectory with tokens of several versions, train only on those of its newest version",
     )
     kl: KlOptions | None = Field(None, description="Penalizes the divergence from a reference policy")
+    teachers: tuple[TeacherOptions, ...] = Field(
+        (), description="Models to imitate on the policy's own samples, each a table `[[algorithm.teachers]]`"
+    )
     entropy: EntropyOptions | None = Field(None, description="Entropy bonus")
     supervised: SupervisedOptions | None = Field(None, description="Imitates trajectories with a high reward")
     length: LengthOptions | None = Field(None, description="Changes the reward by the length of the completion")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from stretto.objectives.critic_options import CriticOptions
 from stretto.objectives.length_options import length_refusals
+from stretto.objectives.teacher_options import teacher_index, teacher_refusals
 
 if TYPE_CHECKING:
     from stretto.recipe.schema import Recipe
@@ -90,6 +91,7 @@ def impossible_algorithm(recipe: Recipe) -> Iterable[str]:
     yield from _never_clips(recipe)
     yield from _correction_levels(recipe)
     yield from _reference(recipe)
+    yield from _teachers(recipe)
     yield from _filtered_signal(recipe)
     yield from _replay(recipe)
     algorithm, rollout, steps = recipe.algorithm, recipe.rollout, recipe.training.optimizer_steps
@@ -98,7 +100,7 @@ def impossible_algorithm(recipe: Recipe) -> Iterable[str]:
             f"`training.optimizer_steps = {steps}` needs a group for each step, and `rollout.prompts = "
             f"{rollout.prompts}`; use at most {rollout.prompts}"
         )
-    if rollout.group == 1 and algorithm.advantage in COMPARED_IN_GROUPS:
+    if rollout.group == 1 and algorithm.advantage in COMPARED_IN_GROUPS and algorithm.uses_rewards:
         yield (
             f"`rollout.group = 1` gives every trajectory an advantage of 0 under `{algorithm.type}`: "
             f'`algorithm.advantage = "{algorithm.advantage}"` compares the members of a group; use at least 2, or '
@@ -195,6 +197,43 @@ def _reference(recipe: Recipe) -> Iterable[str]:
         )
 
 
+def _teachers(recipe: Recipe) -> Iterable[str]:
+    """Refuses teachers that cannot teach, and distillation or a task without what trains it."""
+    algorithm, task = recipe.algorithm, recipe.task
+    labels = [getattr(task, "label", None)]
+    yield from teacher_refusals(algorithm.teachers, labels)
+    rewarded = getattr(task, "reward", "") is not None or task.type == "agent"
+    if not algorithm.uses_rewards:
+        if not algorithm.teachers:
+            yield (
+                f'`algorithm.type = "{algorithm.type}"` needs a teacher: add a table `[[algorithm.teachers]]` with a '
+                "`path`"
+            )
+        for label in labels:
+            if algorithm.teachers and teacher_index(algorithm.teachers, label) is None:
+                yield f"the task {label!r} has no teacher, so nothing trains it; add it to the `tasks` of one"
+        if algorithm.kl is not None and algorithm.kl.place == "reward":
+            yield (
+                '`algorithm.kl.place = "reward"` has no effect with `algorithm.type = "distill"`, which no reward '
+                'trains; choose `place = "loss"`'
+            )
+    if not rewarded:
+        if algorithm.uses_rewards:
+            yield (
+                f'`task.reward` is missing: `algorithm.type = "{algorithm.type}"` learns from rewards; name a '
+                'function, `package.module:function`, or choose `algorithm.type = "distill"`'
+            )
+        if recipe.evaluation.prompts:
+            yield (
+                f"`evaluation.prompts = {recipe.evaluation.prompts}` needs `task.reward`, which scores the answers; "
+                "name a function, or set `evaluation.prompts = 0`"
+            )
+        if task.order == "pass-rate":
+            yield '`task.order = "pass-rate"` needs `task.reward`; name a function, or leave the order out'
+        if algorithm.supervised is not None:
+            yield "`[algorithm.supervised]` needs `task.reward`, which says what is imitated; name a function"
+
+
 def _filtered_signal(recipe: Recipe) -> Iterable[str]:
     """Refuses the filter together with options that learn from a group of equal rewards, which it discards.
 
@@ -215,6 +254,8 @@ def _filtered_signal(recipe: Recipe) -> Iterable[str]:
         found['algorithm.length.type = "relative"'] = "distinguishes trajectories of equal rewards by their lengths", ""
     if algorithm.turns is not None:
         found["[algorithm.turns]"] = "distinguishes the turns of trajectories of equal rewards", ""
+    if algorithm.teachers:
+        found["[[algorithm.teachers]]"] = "teach on every group, whatever its rewards", ""
     for option, (effect, instead) in found.items():
         yield (
             f'`rollout.filter = "no-signal"` is refused with `{option}`, which {effect}: the filter would replace '

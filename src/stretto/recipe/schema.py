@@ -361,14 +361,17 @@ def load_recipe(
     *,
     compare_as: str | None = None,
     change_task: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
+    source: str | None = None,
 ) -> Recipe:
     """Reads and validates a recipe: a TOML file, the name of a shipped one, its tables, or one that was read.
 
     `overrides` are dotted keys with their values, None removes a key; or strings `key=value`, where `key=` removes one.
-    `compare_as` changes the recipe to another paradigm, and `change_task` its table `[task]`. Raises `RecipeError`,
-    which names the overrides as the cause if the recipe alone is valid.
+    `compare_as` changes the recipe to another paradigm, and `change_task` its table `[task]`. `source` is the
+    name of the recipe in errors, by default its file. Raises `RecipeError`, which names the overrides as the cause if
+    the recipe alone is valid.
     """
-    raw, source = _tables(recipe)
+    raw, own = _tables(recipe)
+    source = source or own
     if overrides:
         written, raw = raw, _overridden(raw, overrides)
         typed = described(overrides)
@@ -479,6 +482,8 @@ def _tuples(value: Any) -> Any:
 def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
     return value
 
 

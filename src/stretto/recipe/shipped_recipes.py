@@ -1,6 +1,7 @@
 """The recipes that come with the package, by name: `stretto train quickstart` works from any folder.
 
-They are the files of `recipes/` in the repository. Imports nothing heavy.
+They are the files of `recipes/` in the repository. Some need data or code of the repository, and say so elsewhere.
+Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import difflib
 import os
 from pathlib import Path
+
+from stretto.errors import RecipeError
 
 FOLDER = Path(__file__).parent / "shipped"  # a link to `recipes/` in the repository, a folder of files in a wheel
 
@@ -33,3 +36,18 @@ def missing(recipe: Path) -> str:
     near = difflib.get_close_matches(recipe.stem, names(), n=1, cutoff=0.6)
     hint = f"; `{near[0]}` is one that comes with the package" if near else ""
     return f"recipe `{recipe}` does not exist{hint}"
+
+
+def refuse_missing_files(recipe: object, task: object) -> None:
+    """Raises `RecipeError` if a shipped recipe names a data file of the repository that is not below this folder."""
+    if not isinstance(recipe, str | Path) or found(Path(recipe)).resolve().parent != FOLDER.resolve():
+        return
+    name = found(Path(recipe)).stem
+    for key in ("path", "evaluation_path"):
+        file = getattr(task, key, None)
+        if isinstance(file, str | Path) and not Path(file).is_absolute() and not Path(file).exists():
+            raise RecipeError(
+                f"the recipe `{name}` needs `{file}` (`task.{key}`), which is not in this folder: it is for a checkout "
+                f"of the repository of stretto, and `recipes/{name}.toml` there says how to get its files; go there, "
+                f"or name a file of yours with `--set task.{key}=FILE`"
+            )

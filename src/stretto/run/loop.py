@@ -70,6 +70,7 @@ from stretto.errors import EngineError
 from stretto.observe.metrics import Tally
 from stretto.observe.progress import Observer, Status
 from stretto.observe.tail_latency import Tail
+from stretto.run.admission_record import AdmissionRecord
 from stretto.run.checkpoint_schedule import CheckpointSchedule
 from stretto.run.evaluation import Evaluator
 from stretto.run.evaluation_requests import Evaluations
@@ -411,8 +412,10 @@ class Loop:
 
     async def _report_status(self) -> None:
         recorded: Mapping[str, Any] = {}
+        admission = AdmissionRecord(self._journal)
         while True:
             waits = self.controller.waits()
+            admission.note(waits)
             self._updates.note_wait(waits)
             status = Status(
                 update=self.controller.next_update,

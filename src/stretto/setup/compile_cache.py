@@ -7,13 +7,20 @@ user's cache folder, one for each combination of what the code was compiled for.
 
 from __future__ import annotations
 
+import importlib
+import logging
 import os
 import platform
 import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+log = logging.getLogger(__name__)
+
+COMPILER = "torch._inductor.compile_fx"  # its import takes seconds
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
@@ -33,6 +40,25 @@ def keep_compiled(device: torch.device) -> None:
         except OSError:
             continue
         os.environ[variable] = str(folder / name)
+
+
+def import_compiler(device: torch.device) -> Callable[[], None]:
+    """Starts to import torch's compiler in a thread; returns a function that waits for it. Nothing on the CPU.
+
+    Nobody may import a part of it meanwhile.
+    """
+    if device.type != "cuda":
+        return lambda: None
+
+    def work() -> None:
+        try:
+            importlib.import_module(COMPILER)
+        except Exception as error:  # whoever needs it meets the same, and says so
+            log.info("`%s` cannot be imported: %s", COMPILER, error)
+
+    thread = threading.Thread(target=work, name="import of the compiler", daemon=True)
+    thread.start()
+    return thread.join
 
 
 def cache_folder(device_name: str) -> Path:

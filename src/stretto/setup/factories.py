@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,14 +17,14 @@ from stretto.environments.single_turn import Decode
 from stretto.models.adapters import read_adapter, refuse_another_base
 from stretto.models.hub import hub_options
 from stretto.models.loading import load_config, load_model, load_tokenizer
-from stretto.models.tiny import WarmStart, tiny_model
-from stretto.observe.progress import Observer, Silent
+from stretto.observe.progress import Silent
 from stretto.recipe.schema import Recipe
+from stretto.setup.base_models import base_path_of
 from stretto.setup.device import choose_device, choose_dtype, prepare_device
 from stretto.setup.inputs import Inputs, check_objective, load_inputs
 from stretto.setup.memory import footprint, free_for_instance, out_of_memory
 from stretto.setup.memory_sizes import context_length, engine_rows
-from stretto.setup.merged_models import merged_model
+from stretto.setup.teachers import check_teachers, load_teachers, policy_vocabulary
 from stretto.setup.threads import ThreadCounts, thread_counts
 from stretto.training.learning_rates import LearningRates
 from stretto.training.parallel import Ranks
@@ -50,6 +49,7 @@ def load_driver_inputs(recipe: Recipe, model_path: str, given: Given = NOTHING_G
     check_objective(recipe)
     tokenizer, config = load_tokenizer(model_path), load_config(model_path)
     inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=model_path, given=given)
+    check_teachers(recipe, tokenizer, inputs.longest_prompt)
     sampling = Sampling(
         max_tokens=recipe.rollout.max_tokens,
         temperature=recipe.rollout.temperature,
@@ -118,15 +118,17 @@ def make_trainer(
     ranks: Ranks | None = None,
     rates: LearningRates | None = None,
     adapter: str | None = None,
+    teachers: Sequence[str] | None = None,
 ) -> LocalTrainer:
     """Makes the trainer of a policy that begins as `model`, and that it changes in place. `ranks`: one of several.
 
     `base` is the name of the base model in an exported adapter; None: `model_path`. `rates` are the learning rates of
     a run with several phases; None: those of the recipe. `adapter` is where the adapter of the recipe lies on this
-    machine; None: where the recipe says.
+    machine; None: where the recipe says. `teachers` are where its teachers lie, likewise.
     """
-    found = recipe.model.continued_adapter
+    found, device = recipe.model.continued_adapter, choose_device(recipe.runtime.device)
     continued = None if found is None else read_adapter(adapter or found)
+    tokenizer = load_tokenizer(model_path)
     trainer = LocalTrainer(
         model,
         lora=recipe.model.lora,
@@ -134,8 +136,10 @@ def make_trainer(
         options=recipe.training,
         rates=rates,
         algorithm=recipe.algorithm,
-        reference=_reference(recipe, model_path, choose_device(recipe.runtime.device)),
-        tokenizer=load_tokenizer(model_path),
+        reference=_reference(recipe, model_path, device),
+        teachers=list(load_teachers(recipe, model, device, teachers)),
+        vocabulary=policy_vocabulary(recipe, tokenizer),
+        tokenizer=tokenizer,
         base=base or model_path,
         ranks=ranks,
         temperature=recipe.rollout.temperature,
@@ -156,31 +160,6 @@ def _reference(recipe: Recipe, model_path: str, device: torch.device) -> nn.Modu
     if path == recipe.model.path:
         path = base_path_of(recipe, Silent()) if recipe.model.merge_adapter else model_path
     return load_model(path, choose_dtype(recipe.model.dtype, device), device, option="algorithm.kl.reference")
-
-
-def model_path_of(recipe: Recipe, observer: Observer) -> str:
-    """Returns where the model is loaded from. Makes the tiny model or a merged model if the recipe names one."""
-    base = base_path_of(recipe, observer)
-    if not recipe.model.merge_adapter or recipe.model.adapter is None:
-        return base
-    return str(merged_model(base, recipe.model.adapter, observer.message, name=recipe.model.path))
-
-
-def base_path_of(recipe: Recipe, observer: Observer) -> str:
-    """Returns where `model.path` is loaded from. Makes the tiny model, and shows its progress."""
-    if recipe.model.path != "tiny":
-        return recipe.model.path
-    options = recipe.model.warm_start
-    shown_at = time.monotonic()
-
-    def progress(step: int, steps: int, loss: float) -> None:
-        nonlocal shown_at
-        if time.monotonic() - shown_at >= 5.0 or step == steps:
-            shown_at = time.monotonic()
-            observer.message(f"warm start of the tiny model: step {step}/{steps}, loss {loss:.3f}")
-
-    warm_start = WarmStart() if options is None or options.steps is None else WarmStart(steps=options.steps)
-    return str(tiny_model(seed=0 if options is None else options.seed, warm_start=warm_start, progress=progress))
 
 
 def stop_tokens(model_path: str, config: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -10,6 +10,8 @@ On CUDA the KV cache gets the memory that the rest leaves free. The rest is:
 | weight store  | a copy of every live version, and of the one that is being published                             |
 | trained       | float32 adapters and their rounded copies, or float32 masters                                    |
 | reference     | a second model, if the KL penalty is measured against one                                        |
+| teachers      | the models to imitate; those with `keep = "host"` only while they score a batch, when there are  |
+|               | no activations to train                                                                          |
 | undo          | a copy of the trained weights and AdamW's averages, if an update has several steps or a critic   |
 | optimizer     | AdamW's two averages, float32                                                                    |
 | gradients     | float32; with full half-precision weights also those of one backward pass                        |
@@ -54,6 +56,7 @@ from stretto.setup.memory_sizes import (
     reference_bytes,
     scored_ahead_bytes,
 )
+from stretto.setup.teacher_memory import teachers_footprint
 
 KV_BYTES_BY_DEFAULT = 4 * GIB  # cap of the KV cache on the CPU, unless the recipe sets one
 SLACK_SHARE = 0.05  # of the memory that is free at the start
@@ -69,6 +72,7 @@ class Footprint:
     store: int
     trained: int  # 0 if the base itself is trained in float32
     reference: int
+    teachers: int
     undo: int
     optimizer: int
     gradients: int
@@ -92,6 +96,7 @@ class Footprint:
         yield "weight store", self.store
         yield "trained", self.trained
         yield "reference", self.reference
+        yield "teachers", self.teachers
         yield "undo", self.undo
         yield "optimizer", self.optimizer
         yield "gradients", self.gradients
@@ -138,7 +143,7 @@ def footprint(
         free = free_bytes(recipe, device)
     need = without_kv(recipe, config, count_weights(recipe, config, device), longest_prompt, device, free or 0)
     if not trains:
-        need = replace(need, store=0, trained=0, reference=0, undo=0, optimizer=0, gradients=0, working=0)
+        need = replace(need, store=0, trained=0, reference=0, teachers=0, undo=0, optimizer=0, gradients=0, working=0)
     text = config.get_text_config()
     if free is not None and on_cuda:
         per_token = kv_bytes_per_token(text, choose_dtype(recipe.model.dtype, device))
@@ -194,16 +199,18 @@ def without_kv(
         trains_head=full,
         checkpointing=recipe.training.checkpointing,
     )
+    teachers = teachers_footprint(recipe, dtype, device, longest_trajectory(recipe, longest_prompt))
     return Footprint(
         base=counted.base,
         versions=instances * recipe.num_slots * version,
         store=(recipe.plan.slots + 1) * version,
         trained=(trained if half else 0) if full else trained + (version if half else 0),
         reference=reference_bytes(recipe, counted.one_base, dtype),
+        teachers=teachers.resident,
         undo=3 * trained if recipe.training.optimizer_steps > 1 or recipe.algorithm.uses_critic else 0,
         optimizer=2 * trained,
         gradients=trained + (version if half and full else 0),
-        working=activations + scored_ahead_bytes(recipe),
+        working=max(activations + teachers.training, teachers.scoring) + scored_ahead_bytes(recipe) + teachers.scores,
         engine=instances * engine_bytes(recipe, text, counted.model, dtype) if on_cuda else 0,
         slack=int(SLACK_SHARE * free) if on_cuda else 0,
         kv=0,

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from stretto.errors import JournalError
 from stretto.store.blobs import sampled_values
 from stretto.store.schema import (
+    ADMISSION,
     LAWS_GIVEN_UP,
     RESTORE,
     RESTORE_OR_BEGIN,
@@ -437,8 +438,9 @@ class JournalReader:
 
     @_decodes
     def notes(self) -> list[tuple[float, str, str]]:
-        """Returns (at, kind, text) of every note, in order."""
-        return [(at, kind, text) for at, kind, text in self._rows("SELECT at, kind, text FROM notes ORDER BY id")]
+        """Returns (at, kind, text) of every note, in order; without those of admission, which are many."""
+        rows = self._rows(f"SELECT at, kind, text FROM notes WHERE kind != '{ADMISSION}' ORDER BY id")
+        return [(at, kind, text) for at, kind, text in rows]
 
     @_decodes
     def failures(self) -> list[tuple[int, str, str]]:

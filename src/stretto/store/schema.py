@@ -48,7 +48,8 @@
                    `lost`; NULL while it is there, and where the session ended first)
     moves          every time that a trajectory changed its instance: its context then, the bytes of KV that it took
                    along, the tokens that are prefilled again instead, and why; `source` is NULL after a resume
-    notes          waits and moves in words, for people
+    notes          what happened besides, in words. Of the kind `admission` are waits over time, looked at twice a
+                   second: from then on no group could start, for the reason in the text; if it is empty, one could
 
 States, the same words as in `core/ledger.py`: `waiting` (on no instance, or its run was stopped), `running` (on an
 instance, or queued there), `scoring` (has its last token), `scored`, `training` (in the batch of an update that is not
@@ -73,7 +74,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from stretto.errors import JournalError, RunError, StrettoError, first_line
+from stretto.errors import JournalError, RunError, SchemaError, StrettoError, first_line
 
 JOURNAL_NAME = "journal.sqlite"
 RESTORE = "put the journal back from a copy, with its `-wal` file if it had one"
@@ -233,14 +234,17 @@ def journal_path(run_folder: str | Path) -> Path:
     path = Path(run_folder)
     if path.is_dir():
         path = path / JOURNAL_NAME
+    if not path.exists() and not Path(run_folder).is_dir():
+        raise RunError(f"`{run_folder}` does not exist; give the folder that `stretto train` made")
     if not path.is_file():
         if path.name == JOURNAL_NAME and (path.parent / "config.toml").is_file():
             raise RunError(f"the run in `{path.parent}` has no `{path.name}`: {RESTORE_OR_BEGIN}")
-        reason = "it has no `journal.sqlite`" if path.parent.is_dir() else "there is no such folder"
         if inside := sorted(str(journal.parent) for journal in Path(run_folder).glob(f"*/{JOURNAL_NAME}")):
             named = ", ".join(f"`{folder}`" for folder in inside[:NUM_NAMED]) + (", ..." if inside[NUM_NAMED:] else "")
             raise RunError(f"`{run_folder}` is no run folder, it holds runs; give one of them: {named}")
-        raise RunError(f"`{run_folder}` is no run folder: {reason}; give the folder that `stretto train` made")
+        raise RunError(
+            f"`{run_folder}` is no run folder: it has no `journal.sqlite`; give the folder that `stretto train` made"
+        )
     if path.name != JOURNAL_NAME and not _is_database(path):
         raise RunError(
             f"`{run_folder}` is no run: it is a file, and no journal; give the folder that `stretto train` made"
@@ -257,9 +261,20 @@ def _is_database(path: Path) -> bool:
         return True
 
 
+ADMISSION = "admission"  # the kind of notes that the timeline draws, and nobody lists
+
+
 def wal_path(journal: Path) -> Path:
     """The file of commits that are not in the journal's own file yet: without it these are lost."""
     return Path(f"{journal}-wal")
+
+
+def holds_commits(journal: Path) -> bool:
+    """True if commits are in the `-wal` file of a journal. Readers make an empty one too."""
+    try:
+        return wal_path(journal).stat().st_size > 0
+    except OSError:
+        return False
 
 
 # What a wrong value may raise where it is decoded or used.
@@ -298,8 +313,9 @@ def open_readonly(path: Path) -> sqlite3.Connection:
         writable, wal = os.access(path.parent, os.W_OK), wal_path(path).exists()
         # Whoever may only read leaves a new `-wal` file behind, and cannot roll back what was half written when a
         # process was killed before the journal had its first table. Whoever may write takes a `-wal` file away that
-        # holds commits, which changes the journal's own file.
-        mode = "rw" if writable and not wal else "ro"
+        # holds commits, which changes the journal's own file. One that holds none is that of another reader: the last
+        # of them to close takes it away.
+        mode = "rw" if writable and not holds_commits(path) else "ro"
         uri = f"{path.as_uri()}?mode={mode}"
         if not writable and not wal:
             uri += "&immutable=1"  # readers of a WAL file need its index beside it, which nobody can create here
@@ -338,7 +354,7 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> None:
     if found == 0:  # that of every file which nobody gave another
         raise JournalError(f"`{path}` is a SQLite file without the tables of a journal: {RESTORE_OR_BEGIN}")
     if found != SCHEMA_VERSION:
-        raise JournalError(
+        raise SchemaError(
             f"journal `{path}` was written with schema version {found}, and this version of stretto reads schema "
             f"version {SCHEMA_VERSION}: use the version of stretto that wrote it, or start a new run in another folder"
         )

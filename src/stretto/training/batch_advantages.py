@@ -19,6 +19,7 @@ from stretto.training.advantages import LARGEST, Advantages, join_advantages, ou
 from stretto.training.mini_batches import trained_lengths
 from stretto.training.packing import sampled_lengths
 from stretto.training.reward_shaping import ShapedRewards, shape_rewards
+from stretto.training.taught_samples import taught_by
 from stretto.training.trajectories import Trajectories
 from stretto.training.turn_credit import batch_turn_advantages
 from stretto.types import Batch, Sample
@@ -80,15 +81,18 @@ def without_gradient(batch: Batch, algorithm: ObjectiveOptions, advantages: Adva
     """Returns a mask of the samples that cannot change the policy [n], so that they need not be computed.
 
     The gradient of their loss is exactly zero: none of their tokens is trained, or all advantages are 0 in an objective
-    that is proportional to them. A group whose rewards are equal is of the second kind. A divergence needs every
-    sample.
+    that is proportional to them. A group whose rewards are equal is of the second kind, unless a teacher teaches it. A
+    divergence needs every sample.
     """
     if algorithm.kl is not None:
         return np.zeros(len(batch.samples), dtype=np.bool_)
     masked: NDArray[np.bool_] = trained_lengths(batch.samples, algorithm) == 0
     if not algorithm.zero_without_advantage or algorithm.entropy is not None or algorithm.supervised is not None:
         return masked
-    found: NDArray[np.bool_] = masked | (largest_by_sample(batch, advantages) == 0.0)
+    equal: NDArray[np.bool_] = largest_by_sample(batch, advantages) == 0.0
+    if not algorithm.uses_rewards:
+        equal = np.ones_like(equal)
+    found: NDArray[np.bool_] = masked | (equal & (taught_by(batch.samples, algorithm.teachers) < 0))
     for sample in (batch.samples[index] for index in np.flatnonzero(found).tolist()):
         if not np.isfinite(sample.completion.logprobs).all():
             raise TrainerError(untrainable(batch, sample, "a log-probability of the engine is not finite"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,6 +22,9 @@ from stretto.training.regularizers import imitation_weights
 from stretto.training.trajectories import Trajectories
 from stretto.types import Sample
 
+if TYPE_CHECKING:
+    from stretto.training.teachers import TeacherScores
+
 
 @dataclass(slots=True)
 class MicroBatchPlan:
@@ -31,6 +35,7 @@ class MicroBatchPlan:
     sampled: torch.Tensor | None = None  # log-probabilities under the versions that sampled, where `is_scored`
     is_scored: torch.Tensor | None = None  # bool; None with `sampled`: no token is
     reference: torch.Tensor | None = None  # log-probabilities under the reference, if a divergence is measured
+    teachers: tuple[TeacherScores, ...] = ()  # what teachers say of the tokens
     values: torch.Tensor | None = None  # the critic's values at the start of the update
     returns: torch.Tensor | None = None  # the targets of the critic's values
 

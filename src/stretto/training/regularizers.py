@@ -5,7 +5,7 @@ The entropy bonus needs no function of its own: entropies come with the log-prob
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from stretto.objectives.base import MAX_LOG_RATIO, ratio
+from stretto.objectives.regularizer_options import KlOptions
+from stretto.training.trajectories import Trajectories
 from stretto.types import Batch
 
 if TYPE_CHECKING:
@@ -65,6 +67,23 @@ def sampled_divergences(batch: Batch, plans: Iterable[MicroBatchPlan], estimator
         for index, tokens in zip(plan.samples, np.split(values, ends), strict=True):
             sums[index] = tokens.sum()
     return sums
+
+
+def reward_penalties(
+    batch: Batch,
+    plans: Iterable[MicroBatchPlan],
+    kl: KlOptions | None,
+    total: Callable[[NDArray[np.float64]], NDArray[np.float64]],
+) -> NDArray[np.float64]:
+    """The divergence that is subtracted from the reward of each sample's trajectory [n]; zeros if it is not.
+
+    `total` sums over the ranks.
+    """
+    if kl is None or kl.place != "reward":
+        return np.zeros(len(batch.samples))
+    trajectories = Trajectories.of(batch.samples)
+    own = trajectories.summed(total(sampled_divergences(batch, plans, kl.estimate)))
+    return kl.coefficient * own[trajectories.owners]
 
 
 def imitation_weights(

@@ -65,11 +65,11 @@ from stretto.training.parallel import Ranks
 from stretto.training.policy_weights import PolicyWeights
 from stretto.training.protocol import Trainer
 from stretto.training.reference_policy import Reference, make_reference
-from stretto.training.regularizers import sampled_divergences
+from stretto.training.regularizers import reward_penalties
 from stretto.training.reward_shaping import ShapedRewards
 from stretto.training.sharding import Sharding, wants_sharding
+from stretto.training.teachers import Teachers, teacher_metrics
 from stretto.training.token_reports import token_reports
-from stretto.training.trajectories import Trajectories
 from stretto.training.update_metrics import (
     TokenCollector,
     TokenValues,
@@ -131,6 +131,8 @@ class LocalTrainer:
         tokenizer: Any = None,  # exported with the model
         base: str | None = None,  # the base model that an exported adapter names; None: the model's `name_or_path`
         reference: nn.Module | None = None,  # of the divergence; None: the policy that training begins with
+        teachers: Sequence[nn.Module] = (),  # those of the algorithm, in its order
+        vocabulary: int | None = None,  # tokens that teachers and policy share; None: all that a model has
         ranks: Ranks | None = None,  # that train this policy together; None: this process alone
         sharded: bool | None = None,  # full weights over the ranks; None: if they are many
         temperature: float = 1.0,  # that the engine samples with
@@ -176,6 +178,9 @@ class LocalTrainer:
         self.reference: Reference | None = None
         if self.algorithm.kl is not None:
             self.reference = make_reference(self.packed, reference, self.ranks, starts_from_adapter=adapter is not None)
+        self.teachers = Teachers(
+            self.algorithm, teachers, self.packed, self.ranks, vocabulary=vocabulary, temperature=temperature
+        )
         self.critic = make_critic(
             self.algorithm,
             self.packed.head.in_features,
@@ -319,7 +324,7 @@ class LocalTrainer:
             "loss": sum(each.loss for each in gradients) / len(gradients),
             "grad_norm": sum(each.norm_value for each in gradients) / len(gradients),
             "learning_rate": self.optimizer.rates.at(batch.update),
-            **batch_metrics(batch, advantages),
+            **batch_metrics(batch, advantages, uses_rewards=self.algorithm.uses_rewards),
             **metrics,
             **staleness_metrics(batch, tokens),
             **engine.metrics,
@@ -329,12 +334,12 @@ class LocalTrainer:
             "optimizer_steps": float(len(mini_batches)),
             **({} if self.scale is None else {"loss_scale": self.scale.value}),
         }
-        metrics = merge(token_metrics(tokens), metrics)
-        reference = None if self.reference is None else self.reference.costs
+        of_tokens = token_metrics(tokens, uses_rewards=self.algorithm.uses_rewards)
+        metrics = merge({**of_tokens, **teacher_metrics(batch, self.algorithm, tokens)}, metrics)
         flops = update_flops(
             self.costs, batch, computed, num_steps=len(mini_batches), critic=self.critic is not None,
-            reference=reference, scored=self._scored,
-        )  # fmt: skip
+            reference=None if self.reference is None else self.reference.costs, scored=self._scored,
+        ) + self.teachers.flops(batch, computed)  # fmt: skip
         scale = None if self.scale is None else self.scale.value
         reports = token_reports(batch, tokens, advantages, scale) if batch.reports_tokens else ()
         return _Measurements(metrics, engine.kl_sum, engine.tokens, flops, advantages.digest(), reports)
@@ -357,11 +362,8 @@ class LocalTrainer:
                 for _ in range(sum(self._num_empty_passes(mini_batch) for mini_batch in mini_batches)):
                     self._empty_pass(batch)
         if self.reference is not None:
-            with self.reference.active() as packed, packed.as_in_training():
-                for plan in micro_batch_plans(mini_batches):
-                    micro = self._pack(batch, plan, packed=packed)
-                    reference, _ = packed.logprobs(micro, self.temperature)
-                    plan.reference = reference.detach()
+            self.reference.score(batch, micro_batch_plans(mini_batches), self._pack, self.temperature)
+        self.teachers.score(batch, micro_batch_plans(mini_batches), self._pack)
 
     def _compute_advantages(
         self, batch: Batch, mini_batches: list[MiniBatch], rewards: NDArray[np.float64]
@@ -370,12 +372,7 @@ class LocalTrainer:
 
         Subtracts a divergence that is placed in the reward.
         """
-        kl = self.algorithm.kl
-        penalties = np.zeros(len(batch.samples))
-        if kl is not None and kl.place == "reward":
-            own = sampled_divergences(batch, micro_batch_plans(mini_batches), kl.estimate)
-            trajectories = Trajectories.of(batch.samples)
-            penalties = kl.coefficient * trajectories.summed(self.ranks.total(own))[trajectories.owners]
+        penalties = reward_penalties(batch, micro_batch_plans(mini_batches), self.algorithm.kl, self.ranks.total)
         refuse_large_rewards(batch, rewards - penalties)
         try:
             if self.critic is None:
@@ -391,9 +388,9 @@ class LocalTrainer:
         self,
         batch: Batch,
         plan: MicroBatchPlan,
+        packed: PackedModel | None = None,  # None: the policy's
         advantages: NDArray[np.float64] | None = None,  # [n]
         weights: NDArray[np.float64] | None = None,  # [n]
-        packed: PackedModel | None = None,
     ) -> MicroBatch:
         zeros = np.zeros(len(batch.samples))
         packed = packed or self.packed
@@ -484,13 +481,17 @@ class LocalTrainer:
         collector: TokenCollector,
     ) -> None:
         """Runs the forward and the backward pass of a micro-batch, which adds to the gradient."""
-        micro = masked(self.algorithm, batch, self._pack(batch, plan, advantages.values, mini_batch.weights))
+        packed = self._pack(batch, plan, advantages=advantages.values, weights=mini_batch.weights)
+        micro = masked(self.algorithm, batch, packed)
         states = self.packed.states(micro)
         logprobs, entropies = self.packed.logprobs(
             micro, self.temperature, entropy_gradient=self.algorithm.entropy is not None, states=states
         )
         tokens = objective_tokens(self.algorithm, batch, plan, micro, advantages, logprobs)
         loss, diagnostics = micro_batch_loss(self.algorithm, tokens, entropies, micro, mini_batch, plan)
+        if self.teachers.members:
+            teacher_loss, measured = self.teachers.loss(plan, micro, states, tokens)
+            loss, diagnostics = loss + teacher_loss, merge(diagnostics, measured)
         if self.critic is not None:
             critic_loss, values = self.critic.micro_batch_loss(states, micro, plan)
             loss, diagnostics = loss + critic_loss, merge(diagnostics, {"value_loss": values})
@@ -559,7 +560,7 @@ class LocalTrainer:
         """An entry of a checkpoint of adapters: the checksum of their base, named by its type."""
         if (found := self.base_checksum()) is None:
             return {}
-        dtype = str(self.packed.head.weight.dtype).removeprefix("torch.")
+        dtype = str(self.weights_dtype).removeprefix("torch.")
         return {f"base/{dtype}": torch.tensor(list(bytes.fromhex(found)), dtype=torch.uint8)}
 
     def save(self, folder: Path) -> None:

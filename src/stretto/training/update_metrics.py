@@ -24,6 +24,7 @@ from stretto.types import Batch, by_trajectory
 Values = NDArray[np.float64]
 
 
+TEACHER_KL, TEACHER_AGREEMENT = PARTIAL = ("teacher_kl", "teacher_agreement")  # diagnostics that not every token has
 QUANTILES = (("p01", 0.01), ("p50", 0.5), ("p99", 0.99))
 
 
@@ -155,20 +156,19 @@ class TokenCollector:
         return float(read[0]), float(read[1]), tokens
 
 
-def batch_metrics(batch: Batch, advantages: Advantages) -> dict[str, float]:
-    """Metrics of the batch itself, before it is trained on. Rewards and turns are those of trajectories."""
+def batch_metrics(batch: Batch, advantages: Advantages, *, uses_rewards: bool = True) -> dict[str, float]:
+    """Metrics of the batch itself, before it is trained on. Rewards and turns are those of trajectories.
+
+    An objective that does not use rewards has no advantages to measure.
+    """
     rewards = np.array([own[0].reward for own in by_trajectory(batch.samples)])
     lengths = sampled_lengths(batch.samples)
     ages = batch.update - np.array([s.oldest_version for s in batch.samples])
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
-        "advantage_mean": float(advantages.values.mean()),
-        "advantage_std": float(advantages.values.std()),
-        "advantage_min": float(advantages.values.min()),
-        "advantage_max": float(advantages.values.max()),
+        **(_advantage_metrics(advantages, ages) if uses_rewards else {}),
         "groups": float(advantages.num_groups),
-        "groups_without_signal": float(advantages.num_without_signal),
         "tokens": float(lengths.sum()),
         "num_sequences": float(len(lengths)),
         "length_mean": float(lengths.mean()),
@@ -177,6 +177,16 @@ def batch_metrics(batch: Batch, advantages: Advantages) -> dict[str, float]:
         **_turn_metrics(batch),
         "staleness_mean": float(ages.mean()),
         "staleness_max": float(ages.max()),
+    }
+
+
+def _advantage_metrics(advantages: Advantages, ages: NDArray[np.int64]) -> dict[str, float]:
+    return {
+        "advantage_mean": float(advantages.values.mean()),
+        "advantage_std": float(advantages.values.std()),
+        "advantage_min": float(advantages.values.min()),
+        "advantage_max": float(advantages.values.max()),
+        "groups_without_signal": float(advantages.num_without_signal),
         **_metrics_by_age(ages, advantages.values),
     }
 
@@ -206,8 +216,12 @@ def _metrics_by_age(ages: NDArray[np.int64], advantages: Values) -> dict[str, fl
     return found
 
 
-def token_metrics(tokens: TokenValues) -> dict[str, float]:
-    """Metrics of the ratios between the policy and those that sampled the batch, and the objective's diagnostics."""
+def token_metrics(tokens: TokenValues, *, uses_rewards: bool = True) -> dict[str, float]:
+    """Metrics of the ratios between the policy and those that sampled the batch, and the objective's diagnostics.
+
+    If the objective does not use rewards, tokens learn by more than their own log-probabilities, whose gradient says
+    nothing.
+    """
     if len(tokens.log_ratios) == 0:
         return {}
     weights = _ratios(tokens.log_ratios)
@@ -225,9 +239,11 @@ def token_metrics(tokens: TokenValues) -> dict[str, float]:
         "effective_sample_size": effective_sample_size(np.bincount(owners, tokens.log_ratios).astype(np.float64)),
         "token_effective_sample_size": effective_sample_size(tokens.log_ratios),
     }
-    if len(tokens.gradients):
+    if len(tokens.gradients) and uses_rewards:
         measured["share_without_gradient"] = float(np.mean(tokens.gradients == 0.0))
-    return merge({name: float(values.mean()) for name, values in tokens.diagnostics.items()}, measured)
+    # Values of some tokens alone are NaN at the others; whoever measures them averages them.
+    whole = {name: values for name, values in tokens.diagnostics.items() if name not in PARTIAL}
+    return merge({name: float(values.mean()) for name, values in whole.items()}, measured)
 
 
 def _ratios(log_ratios: Values) -> Values:
