@@ -33,7 +33,9 @@ def test_a_machine_that_runs_these_tests_has_nothing_broken(capsys: pytest.Captu
 def test_the_tables_are_those_of_the_package() -> None:
     needs = dict(re.fullmatch(r"([\w-]+)>=([\d.]+)", each).groups() for each in PROJECT["dependencies"])  # type: ignore[union-attr]
     assert needs == REQUIRED
-    assert EXTRAS.keys() == PROJECT["optional-dependencies"].keys() - {"test", "browser"}, "those two are for our tests"
+    assert EXTRAS.keys() == PROJECT["optional-dependencies"].keys() - {"test", "browser", "docs"}, (
+        "these serve our tests and pages"
+    )
 
 
 def test_what_is_required_and_missing_or_old_is_broken_and_an_extra_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

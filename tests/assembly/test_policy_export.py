@@ -109,7 +109,7 @@ def test_what_cannot_be_exported_is_refused_by_name_and_leaves_nothing(
         export(finished, tmp_path / "out", push="me/policy")
     with pytest.raises(RunError, match=r"`--merge` has no effect: the policy of .* is a whole model already"):
         export(model, tmp_path / "out", merge=True)
-    with pytest.raises(RunError, match="is no run folder"):
+    with pytest.raises(RunError, match=r"`.*nowhere` does not exist; give the folder that `stretto train` made"):
         export(tmp_path / "nowhere", tmp_path / "out")
     assert main(["export", str(finished), "-o", "out", "--public"]) == 2
     assert set(tmp_path.iterdir()) == entries
