@@ -128,7 +128,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(model: Path, tmp_path: 
 def test_a_run_that_is_stopped_goes_on_with_its_turns_and_loses_nothing(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = talking(model, tmp_path, "rollout.in_flight=9", "task.config.pause_s=0.02", "evaluation.prompts=0")
+    made = talking(model, tmp_path, "rollout.in_flight=9", "task.config.pause_s=0.1", "evaluation.prompts=0")
     assert run(made, tmp_path / "run", observer=Stops())["stopped"]
     assert run(made, tmp_path / "run", resume=True)["trained_trajectories"] == 72
     assert_verifies(tmp_path / "run")
