@@ -250,6 +250,9 @@ def test_what_the_overrides_or_the_recipe_itself_leave_without_effect_is_an_erro
     path.write_text(EVALUATES)
     with pytest.raises(RecipeError, match=r"`evaluation.every` has no effect with `evaluation.prompts = 0`"):
         load_recipe(path, ["evaluation.prompts=0", "evaluation.every=5"])
+    for nested in ("observe.wandb.project=mine", 'observe.wandb={project="mine"}', 'observe={wandb={project="mine"}}'):
+        with pytest.raises(RecipeError, match=r"`observe.wandb` has no effect: `observe.sinks = \[\]` does not name"):
+            load_recipe(path, [nested])
     path.write_text(EVALUATES + "prompts = 0\n")
     with pytest.raises(RecipeError, match=r"`evaluation.every` has no effect"):
         load_recipe(path, ["training.steps=7"])

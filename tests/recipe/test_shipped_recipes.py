@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import stretto
 from stretto.cli import main
 from stretto.errors import RecipeError
 from stretto.recipe.schema import load_recipe
@@ -42,3 +43,15 @@ def test_a_recipe_that_does_not_exist_names_the_shipped_one_that_was_meant(
         assert f"recipe `{typed}` does not exist; `quickstart` is one that comes with" in capsys.readouterr().err
     with pytest.raises(RecipeError, match=r"recipe `nothing-like-it.toml` does not exist$"):
         load_recipe("nothing-like-it.toml")
+
+
+def test_a_shipped_recipe_takes_rows_that_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"{number}=", "answer": number} for number in range(400)]
+
+    def reward(prompt: str, completion: str, answer: int) -> float:
+        return float(completion == str(answer))
+
+    for recipe in ("quickstart", RECIPES / "quickstart.toml"):
+        report = stretto.check(recipe, {"training.steps": 40}, reward=reward, data=rows)
+        assert "python:data@" in str(report)

@@ -16,10 +16,10 @@ def test_keys_that_differ_are_listed_and_seeds_belong_together(tmp_path: Path) -
         record_run(tmp_path / name, updates=1, config=config)
     found = comparison(open_runs([tmp_path / name for name in "abc"]))
     assert found["seeds"] == [[0, 1], [2]]
-    assert {each["key"]: each["values"] for each in found["differences"]} == {
-        "seed": [7, 8, 7],
-        "training.learning_rate": [0.001, 0.001, 0.002],
-    }
+    assert [(each["key"], each["values"]) for each in found["differences"]] == [
+        ("training.learning_rate", [0.001, 0.001, 0.002]),
+        ("seed", [7, 8, 7]),
+    ], "what makes another experiment comes first"
 
 
 def test_a_run_without_a_recipe_is_named(tmp_path: Path) -> None:

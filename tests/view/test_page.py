@@ -294,6 +294,7 @@ def test_every_view_fits_its_window_in_light_and_dark(
     page.on("pageerror", lambda error: problems.append(str(error)))
     for view, shown in (
         ("overview", ".charts canvas"),
+        ("overview?run=1", ".charts canvas"),
         ("timeline", ".lanes canvas"),
         ("trajectories", ".list tbody tr"),
         ("trajectories?run=2&id=7", ".tokens span.call"),
@@ -304,7 +305,10 @@ def test_every_view_fits_its_window_in_light_and_dark(
         page.wait_for_selector(shown)
         wide = page.evaluate("document.documentElement.scrollWidth")
         assert wide <= width, f"{view} is {wide} pixels wide in a window of {width}"
-        assert page.evaluate("document.querySelector('header').offsetHeight") <= (115 if width < 760 else 60), view
+        assert page.evaluate("document.querySelector('header').offsetHeight") <= (95 if width < 760 else 60), view
+        lies_over = "document.querySelector('.headline > *').getBoundingClientRect().left"
+        brand = "document.querySelector('.brand > :first-child').getBoundingClientRect().right"
+        assert page.evaluate(f"{lies_over} >= {brand}"), f"{view}: the name of the run lies over the mark"
         assert page.evaluate("document.documentElement.dataset.theme") == theme
     assert problems == []
     context.close()

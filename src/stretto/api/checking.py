@@ -34,7 +34,7 @@ def check(
 
     given = Given.of(reward=reward, environment=environment, data=data, evaluation_data=evaluation_data)
     made = load_recipe(recipe, overrides or (), change_task=given.in_task if given.names else None)
-    refuse_missing_files(recipe, made.task)
+    refuse_missing_files(recipe, made.task, given.names)
 
     from stretto.assembly.check import check as checked
 

@@ -75,7 +75,7 @@ def train(
     source = str(folder / "config.toml") if recipe is None else None
     made = load_recipe(written, overrides or (), change_task=given.in_task if given.names else None, source=source)
     if not resume:
-        refuse_missing_files(recipe, made.task)
+        refuse_missing_files(recipe, made.task, given.names)
     if resume:
         accepted_changes(made, folder)
     handle = RunHandle(folder)

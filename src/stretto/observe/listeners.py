@@ -112,7 +112,7 @@ class Listeners:
         """
         assert not self._started
         called = name or getattr(listener, "__name__", None) or type(listener).__name__
-        self._channels.append(_Channel(f"{word} `{called}`", methods_of(listener, called), self._most_queued))
+        self._channels.append(_Channel(f"{word} `{called}`", methods_of(listener, called, word), self._most_queued))
 
     def wait_at_most(self, seconds: float) -> None:
         """Sets how long the end of the run waits for all listeners together."""
@@ -162,11 +162,14 @@ def abandoned() -> list[str]:
     return [thread.name for thread in threading.enumerate() if isinstance(thread, _Deliverer) and thread.is_abandoned]
 
 
-def methods_of(listener: object, name: str) -> dict[str, Callable[[Any], object]]:
-    """Returns the methods of a listener that it defines. Raises `RunError` if it is none, or has none."""
+def methods_of(listener: object, name: str, word: str = "callback") -> dict[str, Callable[[Any], object]]:
+    """Returns the methods of a listener that it defines. Raises `RunError` if it is none, or has none.
+
+    `word` and `name` stand in the error.
+    """
     known = ", ".join(f"`{method}`" for method in METHODS)
     if isinstance(listener, type):
-        raise RunError(f"the callback `{name}` is a class; give an object of it, such as `{name}()`")
+        raise RunError(f"the {word} `{name}` is a class; give an object of it, such as `{name}()`")
     found = {method: own for method in METHODS if callable(own := getattr(listener, method, None))}
     near = {
         other: close[0]
@@ -177,13 +180,11 @@ def methods_of(listener: object, name: str) -> dict[str, Callable[[Any], object]
     }
     for other, method in near.items():
         if method not in found or getattr(type(listener), method, None) is getattr(Callback, method):
-            raise RunError(
-                f"the callback `{name}` has a method `{other}`, which nothing calls; did you mean `{method}`?"
-            )
+            raise RunError(f"the {word} `{name}` has a method `{other}`, which nothing calls; did you mean `{method}`?")
     if not found and callable(listener):
         found = {"on_update": listener}
     if not found:
-        raise RunError(f"the callback `{name}` is no function and has none of the methods {known}")
+        raise RunError(f"the {word} `{name}` is no function and has none of the methods {known}")
     found = {
         method: own
         for method, own in found.items()
@@ -192,10 +193,10 @@ def methods_of(listener: object, name: str) -> dict[str, Callable[[Any], object]
     for method, own in found.items():
         if inspect.iscoroutinefunction(own) or inspect.iscoroutinefunction(type(own).__call__):
             raise RunError(
-                f"the callback `{name}` is asynchronous in `{method}`; write it with `def`: it has a thread of its own "
+                f"the {word} `{name}` is asynchronous in `{method}`; write it with `def`: it has a thread of its own "
                 "and may block"
             )
-        _refuse_signature(own, name, method)
+        _refuse_signature(own, f"{word} `{name}`", method)
     return found
 
 
@@ -203,7 +204,7 @@ def _refuse_signature(method: Callable[[Any], object], name: str, called: str) -
     try:
         inspect.signature(method).bind(None)
     except TypeError as error:
-        raise RunError(f"the callback `{name}` cannot be called as `{called}` with one argument: {error}") from error
+        raise RunError(f"the {name} cannot be called as `{called}` with one argument: {error}") from error
     except ValueError:  # a builtin without a signature
         return
 

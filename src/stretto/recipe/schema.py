@@ -456,9 +456,10 @@ def paradigm_overrides(raw: Mapping[str, Any], paradigm: str) -> dict[str, Any]:
 def _overridden(raw: Mapping[str, Any], overrides: Overrides) -> dict[str, Any]:
     """Applies overrides to a recipe. Removes keys that lost their effect by that, unless they were set with it."""
     result = copy.deepcopy(dict(raw))
-    asked = apply_overrides(result, overrides)
-    for section, key in ineffective_in(result) - ineffective_in(raw) - asked:
-        del result[section][key]
+    asked = {path[:2] for path in apply_overrides(result, overrides)}  # of `observe.wandb.project`, `observe.wandb`
+    for section, key in ineffective_in(result) - ineffective_in(raw):
+        if asked.isdisjoint({(section,), (section, key)}):
+            del result[section][key]
     return result
 
 

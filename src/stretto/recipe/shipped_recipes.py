@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from stretto.errors import RecipeError
@@ -38,13 +39,18 @@ def missing(recipe: Path) -> str:
     return f"recipe `{recipe}` does not exist{hint}"
 
 
-def refuse_missing_files(recipe: object, task: object) -> None:
-    """Raises `RecipeError` if a shipped recipe names a data file of the repository that is not below this folder."""
+def refuse_missing_files(recipe: object, task: object, given: Collection[str] = ()) -> None:
+    """Raises `RecipeError` if a shipped recipe names a data file of the repository that is not below this folder.
+
+    `given` has the keys of the task whose values came from Python: they are no files.
+    """
     if not isinstance(recipe, str | Path) or found(Path(recipe)).resolve().parent != FOLDER.resolve():
         return
     name = found(Path(recipe)).stem
     for key in ("path", "evaluation_path"):
         file = getattr(task, key, None)
+        if key in given:
+            continue
         if isinstance(file, str | Path) and not Path(file).is_absolute() and not Path(file).exists():
             raise RecipeError(
                 f"the recipe `{name}` needs `{file}` (`task.{key}`), which is not in this folder: it is for a checkout "

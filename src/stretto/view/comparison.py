@@ -15,10 +15,11 @@ FREE = ("seed", "runtime.", "observe.", "training.micro_tokens")  # keys that ma
 def comparison(runs: Sequence[RunSource]) -> dict[str, Any]:
     """Returns each key whose value differs between runs, and the sets of runs that differ by their seed alone.
 
+    Keys that make another experiment come first.
     A key that changed as a run was resumed has all of its values, as text.
     """
     recipes = [recipe_values(run.recipe_parts()) for run in runs]
-    keys = sorted(set().union(*recipes))
+    keys = sorted(set().union(*recipes), key=lambda key: (key.startswith(FREE), key))
     different = [
         {"key": key, "values": [recipe.get(key) for recipe in recipes]}
         for key in keys

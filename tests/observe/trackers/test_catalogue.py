@@ -71,13 +71,19 @@ def test_a_class_of_the_users_gets_whole_lines_and_samples(
         ("our_trackers:Our", "`our_trackers` has no `Our`; did you mean `Ours`?"),
         ("their_trackers:Ours", "there is no module `their_trackers`"),
         ("our_trackers:Needy", "could not be created without arguments: TypeError"),
-        ("our_trackers:Silent", "is no function and has none of the methods"),
+        ("our_trackers:Silent", "the tracker `our_trackers:Silent` is no function and has none of the methods"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_refused_before_the_run(ours: Any, sink: str, words: str) -> None:
     with pytest.raises(RecipeError, match=re.escape(words)) as raised:
         check_trackers(ObserveOptions(sinks=(sink,)))
     assert f'`observe.sinks` names "{sink}"' in str(raised.value)
+
+
+def test_samples_that_no_tracker_takes_are_refused(ours: Any) -> None:
+    with pytest.raises(RecipeError, match=r"`observe.samples = 2` has no effect: .* a method `on_samples"):
+        check_trackers(ObserveOptions(sinks=("our_trackers:Broken", "prometheus"), samples=2))
+    assert len(check_trackers(ObserveOptions(sinks=("our_trackers:Broken", "our_trackers:Ours"), samples=2))) == 2
 
 
 @pytest.mark.parametrize("name", TRACKERS)

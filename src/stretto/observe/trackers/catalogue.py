@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from stretto.errors import RecipeError
 from stretto.observe.listeners import Listeners
 from stretto.observe.options import TRACKERS, ObserveOptions
-from stretto.observe.trackers.custom import make_custom
+from stretto.observe.trackers.custom import WithSamples, make_custom
 from stretto.observe.trackers.tracker import Tracker
 
 
@@ -61,6 +61,16 @@ def _checked(options: ObserveOptions, say: Callable[[str], None]) -> dict[str, o
     for tracker in trackers.values():
         if isinstance(tracker, Tracker):
             tracker.check()
+    takers = [
+        each
+        for each in trackers.values()
+        if (each.takes_tables if isinstance(each, Tracker) else isinstance(each, WithSamples))
+    ]
+    if options.samples and options.sinks and not takers:
+        raise RecipeError(
+            f"`observe.samples = {options.samples}` has no effect: no tracker of `observe.sinks` takes samples; leave "
+            "it out, or give your class a method `on_samples(rows)`"
+        )
     return trackers
 
 

@@ -32,14 +32,14 @@ def make_custom(spec: str, samples: int) -> object:
     except BaseException as error:
         raise RecipeError(f"{said}, which could not be created without arguments: {last_line(error)}") from error
     try:
-        methods = methods_of(made, spec)
+        methods = methods_of(made, spec, "tracker")
     except RunError as error:
         raise RecipeError(f"{said}: {error}") from error
     on_samples = getattr(made, "on_samples", None)
-    return made if not samples or on_samples is None else _WithSamples(methods, on_samples, samples)
+    return made if not samples or on_samples is None else WithSamples(methods, on_samples, samples)
 
 
-class _WithSamples(Callback):
+class WithSamples(Callback):
     """Calls the methods of a listener, and `on_samples` after each update."""
 
     def __init__(

@@ -53,7 +53,7 @@
         S.axisControls(draw), S.h("div", { class: "charts" }, charts.map((chart) => chart.element)),
         S.h("section", { class: "card" }, S.h("h2", {}, "Results"), results),
         S.h("section", { class: "card" }, S.h("h2", {}, "Recipes"), recipe.without_recipe.length ? S.h("p", { class: "notice" }, `no \`config.toml\`: ${recipe.without_recipe.join(", ")}`) : null,
-          recipe.differences.length ? S.h("div", { class: "scroll" }, S.h("table", { class: "data values" }, S.h("thead", {}, S.h("tr", {}, S.h("th", {}, "key that differs"), recipe.runs.map((name) => S.h("th", { class: "num" }, name)))), S.h("tbody", {}, recipe.differences.map((each) => S.h("tr", {}, S.h("td", { class: "mono" }, each.key), each.values.map((value) => S.h("td", { class: "num mono" }, value === null || value === undefined ? "-" : typeof value === "string" ? value : JSON.stringify(value)))))))) : S.h("p", { class: "muted" }, `The ${S.integer(recipe.num_keys)} keys of their recipes are the same.`))));
+          recipe.differences.length ? S.h("div", { class: "scroll" }, S.h("table", { class: "data values" }, S.h("thead", {}, S.h("tr", {}, S.h("th", {}, "key that differs"), recipe.runs.map((name) => S.h("th", { class: "num" }, name)))), S.h("tbody", {}, recipe.differences.map((each) => S.h("tr", {}, S.h("td", { class: "mono" }, each.key.split(/(?<=\.)/).map((part, index) => (index ? [S.h("wbr"), part] : part))), each.values.map((value) => S.h("td", { class: "num mono" }, value === null || value === undefined ? "-" : typeof value === "string" ? value : JSON.stringify(value)))))))) : S.h("p", { class: "muted" }, `The ${S.integer(recipe.num_keys)} keys of their recipes are the same.`))));
       draw();
       return { draw };
     },

@@ -131,7 +131,7 @@
         ["length", `${S.plural(length, "token")}${t.lineages.some((each) => each.finish === "length") ? ", cut at the limit" : ""}`], turns > 1 ? ["turns", turns] : null, tools, ["instance", t.instance ?? "-"], t.limit ? ["limit reached", t.limit] : null, t.spent !== null ? ["spent", S.number(t.spent)] : null];
       const start = t.admitted_at;
       S.fill(this.details, S.h("div", { class: "card stack" },
-        S.h("div", { class: "row" }, S.h("h2", {}, answer ? `Answer to held-out prompt ${t.index}${t.greedy ? ", greedy" : ""}` : `Trajectory ${t.trajectory}`), S.h("span", { class: "spacer" }),
+        S.h("div", { class: "row title" }, S.h("h2", {}, answer ? `Answer to held-out prompt ${t.index}${t.greedy ? ", greedy" : ""}` : `Trajectory ${t.trajectory}`), S.h("span", { class: "spacer" }),
           answer ? null : S.h("button", { type: "button", on: { click: () => this.openGroup(t.group) } }, `Group ${t.group} side by side`), S.h("button", { type: "button", class: "quiet", "aria-label": "close", on: { click: () => this.close() } }, "✕")),
         S.h("dl", { class: "facts pairs" }, facts.filter(Boolean).map(([name, value]) => [S.h("dt", {}, name), S.h("dd", {}, value)])),
         t.error ? S.h("p", { class: "notice bad" }, t.error) : null,
@@ -157,7 +157,7 @@
       const rewards = found.members.map((each) => each.reward), [low, high] = S.rewardBounds(rewards), known = rewards.filter((each) => each !== null);
       const mean = known.reduce((a, b) => a + b, 0) / Math.max(1, known.length);
       S.fill(this.details, S.h("div", { class: "card stack" },
-        S.h("div", { class: "row" }, S.h("h2", {}, `Group ${found.group}`), S.h("span", { class: "muted" }, `version ${found.version}, due by update ${found.deadline}, mean reward ${known.length ? S.number(mean) : "-"}`), S.h("span", { class: "spacer" }), S.h("button", { type: "button", class: "quiet", "aria-label": "close", on: { click: () => this.close() } }, "✕")),
+        S.h("div", { class: "row title" }, S.h("h2", {}, `Group ${found.group}`), S.h("span", { class: "muted" }, `version ${found.version}, due by update ${found.deadline}, mean reward ${known.length ? S.number(mean) : "-"}`), S.h("span", { class: "spacer" }), S.h("button", { type: "button", class: "quiet", "aria-label": "close", on: { click: () => this.close() } }, "✕")),
         S.h("pre", { class: "text" }, found.prompt),
         S.h("div", { class: "members" }, found.members.map((each) => S.h("article", {}, S.h("div", { class: "row" }, S.h("a", { href: "#", on: { click: (event) => { event.preventDefault(); this.open(each.trajectory); } } }, `Trajectory ${each.trajectory}`), S.h("span", { class: "spacer" }), S.h("span", { class: "reward", style: { background: S.shade(each.reward, low, high, (low + high) / 2, 0.3) } }, S.number(each.reward))),
           S.h("div", { class: "small muted" }, `${each.state}, ${S.plural(each.length, "token")}${each.finish === "length" ? ", cut" : ""}${each.update !== null ? `, update ${each.update}` : ""}`), each.error ? S.h("p", { class: "small verdict bad" }, each.error) : null,
