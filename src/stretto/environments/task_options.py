@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from stretto.environments.sandbox import Limits
 from stretto.options import Options
@@ -192,6 +192,30 @@ class AgentOptions(EpisodeTaskOptions, ProcessTaskOptions):
     @property
     def max_lineages(self) -> int:
         return min(self.lineages, self.turns)
+
+
+class EndpointOptions(Options):
+    """The endpoint that the agents of `task.type = "agent"` call while the run lasts. May change at `--resume`."""
+
+    host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description='Address that it listens on; "0.0.0.0": all of this machine, for agents on others. It does not '
+        "encrypt",
+    )
+    port: int = Field(0, ge=0, le=65_535, description="Port that it listens on; 0: any that is free")
+    url: str | None = Field(
+        None,
+        description="URL that agents get, if they reach the endpoint by another than `http://HOST:PORT`, such as that "
+        "of a proxy or of this machine as others see it",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _refuse_other_urls(cls, url: str | None) -> str | None:
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise ValueError(f'`serve.url = "{url}"` must begin with `http://` or `https://`')
+        return url
 
 
 TaskOptions = Annotated[
