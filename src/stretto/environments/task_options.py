@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -34,6 +35,11 @@ class SharedTaskOptions(Options):
     def max_lineages(self) -> int:
         """The most lineages of one episode, each of which has a turn."""
         return 1
+
+    @property
+    def template_options(self) -> Mapping[str, Any]:
+        """The options of the chat template, for tasks that render chats with others than its own."""
+        return {}
 
 
 class SandboxOptions(Options):
@@ -155,6 +161,11 @@ class EnvironmentOptions(EpisodeTaskOptions, ProcessTaskOptions):
     def max_lineages(self) -> int:
         return min(self.lineages, self.turns)
 
+    @property
+    def template_options(self) -> Mapping[str, Any]:
+        given = self.config.get("template_options")
+        return given if isinstance(given, Mapping) else {}
+
 
 class AgentOptions(EpisodeTaskOptions, ProcessTaskOptions):
     """A JSONL or Parquet file of prompts with an agent: a program, or a function, that calls the policy over HTTP."""
@@ -192,6 +203,10 @@ class AgentOptions(EpisodeTaskOptions, ProcessTaskOptions):
     @property
     def max_lineages(self) -> int:
         return min(self.lineages, self.turns)
+
+    @property
+    def template_options(self) -> Mapping[str, Any]:
+        return self.template
 
 
 class EndpointOptions(Options):
