@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,12 @@ from typing import Any
 import pytest
 from agent_cases import agents
 from run_cases import assert_verifies, rows, run, story
+from transformers import AutoTokenizer
 
+from stretto.api.runs import open_run
 from stretto.assembly.check import check
+from stretto.assembly.policy_export import export
+from stretto.assembly.serve import PolicyFolder
 from stretto.observe.progress import Silent
 
 pytest.importorskip("stretto.chat")
@@ -32,6 +37,24 @@ def test_a_program_that_knows_nothing_of_us_is_trained_and_evaluated(model: Path
     assert_verifies(tmp_path / "run")
     rewards = {reward for (reward,) in rows(tmp_path / "run", "SELECT reward FROM trajectories")}
     assert len(rewards) > 1
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_policy_is_asked_as_it_was_trained(merge: bool, model: Path, tmp_path: Path) -> None:
+    template = "{% for message in messages %}{{ opening }}{{ message['content'] }}{% endfor %}"
+    options = f"task.template={{chat_template = {json.dumps(template)}, opening = '>'}}"
+    folder = tmp_path / "run"
+    run(agents(model, tmp_path, options, "training.steps=1", "evaluation.prompts=0"), folder)
+    export(folder, tmp_path / "out", merge=merge)
+    question: Any = [{"role": "user", "content": "1+2?"}]
+    for place in (folder, tmp_path / "out"):
+        policy = PolicyFolder.find(place)
+        tokenizer = policy.tokenizer()
+        assert tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True) == ">1+2?"
+        assert "trained on chats" in (policy.path / "README.md").read_text()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True) == ">1+2?"
+    assert open_run(folder).policy(device="cpu")._prompt("1+2?") == (">1+2?", False)
 
 
 def test_a_run_of_agents_that_is_killed_goes_on_with_the_same_bits(model: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def completed(tables: dict[str, Any]) -> dict[str, Any]:
     """Returns a whole recipe: a model and a task are added where the tables have none."""
     tables = copy.deepcopy(tables)
     tables.setdefault("model", {}).setdefault("path", "tiny")
-    task = tables.setdefault("task", {"type": "countdown-chain"})
+    task = tables.setdefault("task", {"type": "agent" if "serve" in tables else "countdown-chain"})
     if isinstance(task, dict):
         for key, value in TASKS.get(task.setdefault("type", "file"), {}).items():
             task.setdefault(key, value)

@@ -114,6 +114,14 @@ def test_an_unknown_key_names_the_nearest_real_one() -> None:
             {"model": {"path": "somewhere", "warm_start": {"steps": 3}}},
             "`model.warm_start` has no effect on `model.path = 'somewhere'`",
         ),
+        (
+            {"task": {"type": "guess"}, "serve": {"port": 8_000}},
+            '`serve.port` has no effect with `task.type = "guess"`',
+        ),
+        (
+            {"task": {"type": "agent", "path": "rows", "command": ["true"], "sandbox": {}}, "serve": {"host": "::"}},
+            "`serve.host` has no effect with `task.sandbox`",
+        ),
     ],
 )
 def test_a_key_without_effect_is_an_error(sections: dict[str, Any], words: str) -> None:
@@ -156,6 +164,14 @@ def test_a_key_without_effect_is_an_error(sections: dict[str, Any], words: str) 
         (
             {"runtime": {"type": "ray", "trainers": 2, "trainer_gpus": 0.5}},
             "`runtime.trainer_gpus = 0.5` with `runtime.trainers = 2`",
+        ),
+        (
+            {"task": {"type": "agent", "path": "rows"}, "serve": {"url": "http://here:80"}},
+            '`serve.url = "http://here:80"` leads nowhere with `serve.port = 0`',
+        ),
+        (
+            {"task": {"type": "agent", "path": "rows"}, "serve": {"url": "here:80"}},
+            '`serve.url = "here:80"` must begin with',
         ),
     ],
 )

@@ -19,7 +19,7 @@ from endpoint_cases import FakeConversations, ScriptedPolicy, text_of
 
 from stretto.environments.episode_faults import in_own_task
 from stretto.environments.sandbox_processes import held_parts
-from stretto.environments.task_options import AgentOptions, SandboxOptions
+from stretto.environments.task_options import AgentOptions, EndpointOptions, SandboxOptions
 from stretto.environments.tasks import load_task
 from stretto.errors import LateRewardError, RecipeError, RewardError, SuspendedError
 from stretto.serve import agents
@@ -61,9 +61,9 @@ def program(code: str, **options) -> AgentEnvironment:
     return environment(command=command, **options)
 
 
-def environment(**options) -> AgentEnvironment:
+def environment(endpoint: EndpointOptions | None = None, **options) -> AgentEnvironment:
     return AgentEnvironment(
-        Characters(), AgentOptions(path="unused.jsonl", **options), lambda prompt_tokens: FakeConversations()
+        Characters(), AgentOptions(path="unused.jsonl", **options), lambda prompt_tokens: FakeConversations(), endpoint
     )
 
 
@@ -326,6 +326,47 @@ def test_a_function_that_would_end_the_run_fails_its_episode_alone(here, name, s
 
 
 # -- the task ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_the_endpoint_listens_where_the_recipe_says(host: str):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = f"http://127.0.0.1:{port}"
+    code = f"assert os.environ['OPENAI_BASE_URL'] == '{where}/v1'; ask('a')"
+    agent = program(code, endpoint=EndpointOptions(host=host, port=port))
+
+    async def run():
+        endpoint = await agent.start()
+        try:
+            assert endpoint.url == f"http://{host}:{port}"
+            return await agent.episode(PROMPT, ScriptedPolicy())
+        finally:
+            await agent.close()
+
+    assert asyncio.run(run()) == 1.0
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_agents_that_come_by_another_way_get_the_url_of_the_recipe(end: str):
+    code = """
+assert os.environ["OPENAI_BASE_URL"] == "https://proxy.example/run/v1", os.environ["OPENAI_BASE_URL"]
+assert os.environ["ANTHROPIC_BASE_URL"] == "https://proxy.example/run"
+assert os.environ["STRETTO_SESSION_URL"].startswith("https://proxy.example/run/sessions/")
+sys.exit("here")
+"""
+    agent = program(code, endpoint=EndpointOptions(url=f"https://proxy.example/run{end}"))
+    with pytest.raises(RewardError, match=r"never called the model.*here"):
+        played(agent)
+
+
+def test_a_recipe_gives_its_endpoint_to_its_agents(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}')
+    told = EndpointOptions(port=8_123)
+    task = load_task(AgentOptions(path=str(path), command=("true",)), num_evaluation=0, endpoint=told)
+    assert task.environment.config["endpoint"] == told
 
 
 def test_rows_are_tasks(tmp_path: Path):

@@ -8,14 +8,19 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
+from stretto.chat.rendering import template_with
 from stretto.errors import RunError
 from stretto.models.adapter_config import BASE_FOLDER, CONFIG_FILE
 from stretto.recipe.schema import Recipe
 from stretto.run.protocols import TrainerBackend
+
+TEMPLATE_FILE = "chat_template.jinja"  # of a tokenizer, as transformers names it
 
 
 async def export_policy(trainer: TrainerBackend, folder: Path, recipe: Recipe, *, templated: bool) -> None:
@@ -34,8 +39,11 @@ def _complete(folder: Path, recipe: Recipe, *, templated: bool) -> None:
         _copy_base(folder)
     if is_tiny and not templated:
         # The model never saw this template, so tools must not apply it.
-        for path in folder.rglob("chat_template.jinja"):
+        for path in folder.rglob(TEMPLATE_FILE):
             path.unlink()
+    if recipe.task.template_options:
+        _write_template(folder / TEMPLATE_FILE, recipe.task.template_options)
+        templated = True
     base = None if recipe.model.lora is None else recipe.model.path
     written = folder / "README.md"
     written.write_text(readme(folder, base=base, with_base=(folder / BASE_FOLDER).is_dir(), templated=templated))
@@ -43,6 +51,12 @@ def _complete(folder: Path, recipe: Recipe, *, templated: bool) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(written.stat().st_mode & 0o777)
+
+
+def _write_template(path: Path, options: Mapping[str, Any]) -> None:
+    """Writes the template that the policy was trained with: the tokenizer's own, with the options of the recipe."""
+    own = path.read_text(encoding="utf-8") if path.is_file() else ""
+    path.write_text(template_with(own, options), encoding="utf-8")
 
 
 def _copy_base(folder: Path) -> None:

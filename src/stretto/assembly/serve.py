@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
+from stretto.assembly.export import TEMPLATE_FILE
 from stretto.engines.native.engine import NativeEngine
 from stretto.engines.protocol import Engine
 from stretto.engines.threaded import ThreadedEngine
@@ -71,6 +72,14 @@ class PolicyFolder:
         raise RunError(
             f"`{folder}` holds no policy: name a run folder that is finished, its folder `policy`, or a model folder"
         )
+
+    def tokenizer(self) -> Any:
+        """Loads the tokenizer, with the chat template that the policy was trained with."""
+        tokenizer = load_tokenizer(self.base)
+        template = self.path / TEMPLATE_FILE
+        if template.is_file():
+            tokenizer.chat_template = template.read_text(encoding="utf-8")
+        return tokenizer
 
     def weights(self, model: Any) -> Weights:
         """Reads the weights that the engine is given: of the adapter, or all of the model's own."""
@@ -148,7 +157,7 @@ async def load(
     """
     device = choose_device(options.device)
     dtype = choose_dtype("auto", device)
-    config, tokenizer = load_config(policy.base), load_tokenizer(policy.base)
+    config, tokenizer = load_config(policy.base), policy.tokenizer()
     model: Any = await asyncio.to_thread(load_model, policy.base, dtype, device)
     weights = await asyncio.to_thread(policy.weights, model)
     context = context_length(config)

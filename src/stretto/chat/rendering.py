@@ -15,6 +15,13 @@ from stretto.chat.messages import Message, for_template
 from stretto.errors import ChatError, RecipeError
 
 
+def template_with(template: str, options: Mapping[str, Any]) -> str:
+    """Returns a template that renders without options as `template` does with these (`chat_template` replaces it)."""
+    named = {name: json.dumps(value, ensure_ascii=False) for name, value in options.items() if name != "chat_template"}
+    values = (f"{{%- set {name} = {value} %}}" for name, value in named.items())
+    return "".join(values) + str(options.get("chat_template", template))
+
+
 class Renderer:
     """Renders chats for one model. Holds no state of a chat: all episodes may share it."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from stretto.environments.sandbox import Limits
 from stretto.options import Options
@@ -34,6 +35,11 @@ class SharedTaskOptions(Options):
     def max_lineages(self) -> int:
         """The most lineages of one episode, each of which has a turn."""
         return 1
+
+    @property
+    def template_options(self) -> Mapping[str, Any]:
+        """The options of the chat template, for tasks that render chats with others than its own."""
+        return {}
 
 
 class SandboxOptions(Options):
@@ -155,6 +161,11 @@ class EnvironmentOptions(EpisodeTaskOptions, ProcessTaskOptions):
     def max_lineages(self) -> int:
         return min(self.lineages, self.turns)
 
+    @property
+    def template_options(self) -> Mapping[str, Any]:
+        given = self.config.get("template_options")
+        return given if isinstance(given, Mapping) else {}
+
 
 class AgentOptions(EpisodeTaskOptions, ProcessTaskOptions):
     """A JSONL or Parquet file of prompts with an agent: a program, or a function, that calls the policy over HTTP."""
@@ -192,6 +203,34 @@ class AgentOptions(EpisodeTaskOptions, ProcessTaskOptions):
     @property
     def max_lineages(self) -> int:
         return min(self.lineages, self.turns)
+
+    @property
+    def template_options(self) -> Mapping[str, Any]:
+        return self.template
+
+
+class EndpointOptions(Options):
+    """The endpoint that the agents of `task.type = "agent"` call while the run lasts. May change at `--resume`."""
+
+    host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description='Address that it listens on; "0.0.0.0": all of this machine, for agents on others. It does not '
+        "encrypt",
+    )
+    port: int = Field(0, ge=0, le=65_535, description="Port that it listens on; 0: any that is free")
+    url: str | None = Field(
+        None,
+        description="URL that agents get, if they reach the endpoint by another than `http://HOST:PORT`, such as that "
+        "of a proxy or of this machine as others see it",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _refuse_other_urls(cls, url: str | None) -> str | None:
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise ValueError(f'`serve.url = "{url}"` must begin with `http://` or `https://`')
+        return url
 
 
 TaskOptions = Annotated[

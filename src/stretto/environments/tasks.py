@@ -31,6 +31,7 @@ from stretto.environments.given import (
 from stretto.environments.task_options import (
     AgentOptions,
     CountdownChainOptions,
+    EndpointOptions,
     EnvironmentOptions,
     FileOptions,
     GuessOptions,
@@ -70,11 +71,18 @@ class Task:
         return 1 if self.environment is None else self.environment.max_lineages
 
 
-def load_task(options: TaskOptions, *, seed: int = 0, num_evaluation: int = 128, given: Given = NOTHING_GIVEN) -> Task:
+def load_task(
+    options: TaskOptions,
+    *,
+    seed: int = 0,
+    num_evaluation: int = 128,
+    given: Given = NOTHING_GIVEN,
+    endpoint: EndpointOptions | None = None,
+) -> Task:
     """Makes the task that the options describe, with up to `num_evaluation` rows to evaluate on.
 
     `seed` draws the rows of a generated task, and those that are held out of a file. `given` has what the options name
-    as given from Python; `RunError` is raised if it lacks something.
+    as given from Python; `RunError` is raised if it lacks something. `endpoint`: the one that agents call.
     """
     refuse_missing(options.model_dump(include=set(ARGUMENTS)), given.names)
     match options:
@@ -83,7 +91,7 @@ def load_task(options: TaskOptions, *, seed: int = 0, num_evaluation: int = 128,
         case ReasoningGymOptions():
             return _reasoning_gym(options, seed, num_evaluation)
         case AgentOptions():
-            return _agent(options, seed, num_evaluation, given)
+            return _agent(options, seed, num_evaluation, given, endpoint or EndpointOptions())
         case FileOptions() | EnvironmentOptions():
             return _file(options, seed, num_evaluation, given)
         case GuessOptions():
@@ -275,7 +283,7 @@ def _with_system(row: Row, system: str | None) -> Row:
 # -- agent -------------------------------------------------------------------------------------------------------------
 
 
-def _agent(options: AgentOptions, seed: int, num_evaluation: int, given: Given) -> Task:
+def _agent(options: AgentOptions, seed: int, num_evaluation: int, given: Given, endpoint: EndpointOptions) -> Task:
     if (options.command is None) == (options.function is None):
         raise RecipeError(
             "an agent is a program or a function: set `task.command` or `task.function`, and not both"
@@ -295,7 +303,8 @@ def _agent(options: AgentOptions, seed: int, num_evaluation: int, given: Given) 
             "post its reward, `task.reward = 'posted'`"
         )
     rows, held_out = _file_rows(options, seed, num_evaluation, given)
-    spec = EnvironmentSpec(AGENTS, options.turns, {"options": options}, options.max_lineages)
+    config = {"options": options, "endpoint": endpoint}
+    spec = EnvironmentSpec(AGENTS, options.turns, config, options.max_lineages)
     name = "`data`" if is_given(options.path) else f"`{options.path}`"
     return Task(name, [*map(_as_task, rows)], [*map(_as_task, held_out)], None, spec)
 

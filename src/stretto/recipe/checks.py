@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from stretto.environments.given import is_given
-from stretto.environments.task_options import EnvironmentOptions, ProcessTaskOptions
+from stretto.environments.task_options import AgentOptions, EndpointOptions, EnvironmentOptions, ProcessTaskOptions
 from stretto.observe.options import TRACKERS
 from stretto.recipe.algorithm_checks import impossible_algorithm, options_without_effect
 from stretto.recipe.error_messages import as_toml
@@ -113,7 +113,17 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
                 f'`runtime.{name}` has no effect with `runtime.type = "local"`: it is for a cluster; '
                 'choose `type = "ray"`, or leave it out'
             )
-    return found | _observe_without_effect(recipe) | options_without_effect(recipe)
+    return found | _serve_without_effect(recipe) | _observe_without_effect(recipe) | options_without_effect(recipe)
+
+
+def _serve_without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
+    if not isinstance(recipe.task, AgentOptions):
+        reason = f'has no effect with `task.type = "{recipe.task.type}"`: only agents call an endpoint; leave it out'
+    elif recipe.task.sandbox is not None:
+        reason = "has no effect with `task.sandbox`, which reaches the endpoint through a socket; leave one of them out"
+    else:
+        return {}
+    return {("serve", name): f"`serve.{name}` {reason}" for name in EndpointOptions.model_fields}
 
 
 def _observe_without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
@@ -190,6 +200,11 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
         yield (
             f"`task.pass_env = {as_toml(task.pass_env)}` would hand these variables to the code in `task.sandbox`, "
             "which has no network to use them; leave one of the two out"
+        )
+    if recipe.serve.url is not None and recipe.serve.port == 0:
+        yield (
+            f'`serve.url = "{recipe.serve.url}"` leads nowhere with `serve.port = 0`, which is another port in every '
+            "run; name the port"
         )
     advantage = recipe.algorithm.advantage
     if rollout.filter == "no-signal" and advantage in ("whiten", "gae"):

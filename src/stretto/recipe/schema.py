@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError, ValidationInfo, model_validator
 from stretto.core.paradigms import PARADIGMS, Paradigm
 from stretto.core.plan import Plan, resolve_plan
 from stretto.core.spreading import Spread
-from stretto.environments.task_options import TaskOptions
+from stretto.environments.task_options import EndpointOptions, TaskOptions
 from stretto.errors import RecipeError
 from stretto.models.adapter_config import lora_of_adapter
 from stretto.models.lora_options import LoraOptions
@@ -280,6 +280,7 @@ class Recipe(Options):
     training: TrainingSection = TrainingSection()
     evaluation: EvaluationSection = EvaluationSection()
     runtime: RuntimeSection = RuntimeSection()
+    serve: EndpointOptions = EndpointOptions()
     observe: ObserveOptions = ObserveOptions()
 
     @model_validator(mode="after")

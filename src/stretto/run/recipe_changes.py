@@ -56,6 +56,7 @@ MAY_CHANGE: Mapping[str, str] = {
     "task.seconds": "the deadline of later episodes",
     "task.wait_seconds": "the time that the world of later turns takes",
     "runtime": "the execution of the run",
+    "serve": "where agents find the endpoint",
     "observe": "the reports of the run",
 }
 _SAMPLED = "trajectories in progress were sampled with it, and a batch is scored with one value"
@@ -118,6 +119,7 @@ FIXED: Mapping[str, str] = {
 # Keys of a machine, whose change makes no difference to what is trained: `compare` goes on with others too.
 OF_THE_MACHINE = (
     "runtime",
+    "serve",
     "rollout.spread",
     "task.pass_env",
     "task.workers",

@@ -35,7 +35,7 @@ from stretto.environments.reward_environment import named_variables, worker_envi
 from stretto.environments.reward_pool import RewardPool
 from stretto.environments.sandbox import missing
 from stretto.environments.sandbox_processes import held_parts, sandbox_folder, sandboxed
-from stretto.environments.task_options import AgentOptions
+from stretto.environments.task_options import AgentOptions, EndpointOptions
 from stretto.errors import LateRewardError, RecipeError, RewardError
 from stretto.serve.conversations import MakeConversations, chat_conversations
 from stretto.serve.http import Endpoint, Model
@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 MODEL = "policy"
 GRACE_S = 10.0  # for a program to end by itself after it has given its reward
+ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # hosts that stand for all, and where one is reached from here
 FORWARDED_PORT = 8_000  # of the endpoint inside of a sandbox, whose network is its own
 TRACEBACK = "Traceback (most recent call last)"  # of Python
 PROMPT_COLUMNS = ("prompt", "messages")  # of a task: for the program, not for the reward function
@@ -91,12 +92,14 @@ class AgentEnvironment:
         tokenizer: Any,
         options: AgentOptions,
         conversations: MakeConversations | None = None,
+        endpoint: EndpointOptions | None = None,
     ) -> None:
-        """`conversations` makes those of one session; None: the chat template does.
+        """`conversations` makes those of one session; None: the chat template does. `endpoint` says where it listens.
 
         Raises `RecipeError` if the agent or its reward cannot be used.
         """
         self._options = options
+        self._listen = endpoint or EndpointOptions()
         self._tokenizer = tokenizer
         self._conversations = conversations or chat_conversations(tokenizer, options.template)
         self._command = _checked_command(options)
@@ -126,7 +129,9 @@ class AgentEnvironment:
                     await asyncio.to_thread(_check_sandbox, self._options)
                     self._socket = Path(tempfile.mkdtemp(prefix="stretto-endpoint-")) / "socket"
                 model = Model(MODEL, lambda token: str(self._tokenizer.decode([token])))
-                endpoint = Endpoint(self._sessions, model, socket=self._socket)
+                endpoint = Endpoint(
+                    self._sessions, model, host=self._listen.host, port=self._listen.port, socket=self._socket
+                )
                 await endpoint.start()
                 self._endpoint = endpoint
             return self._endpoint
@@ -140,7 +145,7 @@ class AgentEnvironment:
             deadline_s=self._options.seconds,
             max_tokens=len(prompt.tokens) + policy.left,
         )
-        url = endpoint.url if self._socket is None else f"http://127.0.0.1:{FORWARDED_PORT}"
+        url = self._url(endpoint)
         access = ModelAccess(f"{url}/v1", session.key, MODEL, f"{url}/sessions/{session.id}")
         try:
             reward = await self._run(prompt, session, access)
@@ -153,6 +158,15 @@ class AgentEnvironment:
         if session.failure is not None:  # of a call that outlived the program
             raise session.failure
         return reward if isinstance(reward, float) else await self._scored(prompt, reward)
+
+    def _url(self, endpoint: Endpoint) -> str:
+        """Returns the address that an agent gets."""
+        if self._socket is not None:
+            return f"http://127.0.0.1:{FORWARDED_PORT}"
+        if self._listen.url is not None:
+            return self._listen.url.rstrip("/").removesuffix("/v1")
+        loopback = ALL_ADDRESSES.get(self._listen.host)
+        return endpoint.url if loopback is None else f"http://{loopback}:{endpoint.port}"
 
     async def close(self) -> None:
         """Ends the sessions, the endpoint and the processes of the reward function."""

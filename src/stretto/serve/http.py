@@ -106,6 +106,11 @@ class Endpoint:
         self._runner: web.AppRunner | None = None
 
     @property
+    def port(self) -> int:
+        """The port that it listens on, once it has started."""
+        return self._port
+
+    @property
     def url(self) -> str:
         """`http://host:port`, once it has started."""
         host = f"[{self._host}]" if ":" in self._host else self._host

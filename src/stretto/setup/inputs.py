@@ -124,7 +124,13 @@ def load_inputs(
 ) -> Inputs:
     """Reads the data set and checks it against the tokenizer and the model's `context`. Raises `RecipeError`."""
     limits = _prompt_limits(recipe, model_path, context)
-    task = load_task(recipe.task, seed=recipe.seed, num_evaluation=recipe.evaluation.prompts, given=given)
+    task = load_task(
+        recipe.task,
+        seed=recipe.seed,
+        num_evaluation=recipe.evaluation.prompts,
+        given=given,
+        endpoint=recipe.serve,
+    )
     rates = None
     if recipe.task.order == "pass-rate":
         rates = PassRates(len(task.train), seed=recipe.seed, pass_reward=recipe.task.pass_reward or 1.0)
