@@ -100,7 +100,7 @@ def load_policy(run: Run, device: str = "auto") -> TrainedPolicy:
     if folder.rank is not None:
         merge_adapter(model, read_adapter(folder.path))
     model.eval()
-    tokenizer = load_tokenizer(folder.base)
+    tokenizer = load_tokenizer(folder.tokenizer)
     with JournalReader(run.folder) as reader:
         templated = reader.facts().templated
     stops = stop_tokens(folder.base, load_config(folder.base), tokenizer)

@@ -12,27 +12,35 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from stretto.chat.templates import Template, write_template
 from stretto.errors import RunError
 from stretto.models.adapter_config import BASE_FOLDER, CONFIG_FILE
 from stretto.recipe.schema import Recipe
 from stretto.run.protocols import TrainerBackend
 
 
-async def export_policy(trainer: TrainerBackend, folder: Path, recipe: Recipe, *, templated: bool) -> None:
-    """Writes the trained policy for other tools to load. `templated`: a chat template made the prompts."""
+async def export_policy(
+    trainer: TrainerBackend, folder: Path, recipe: Recipe, *, templated: bool, chat_template: Template | None = None
+) -> None:
+    """Writes the trained policy for other tools to load.
+
+    `templated`: a chat template made the prompts; `chat_template`: that of the recipe, if it is not the model's own.
+    """
     try:
         await trainer.export(folder)
-        await asyncio.to_thread(_complete, folder, recipe, templated=templated)
+        if chat_template is not None:
+            await asyncio.to_thread(write_template, chat_template, folder)
+        await asyncio.to_thread(_complete, folder, recipe, templated=templated, asked=chat_template is not None)
     except (OSError, SafetensorError) as error:
         raise RunError(f"the trained policy cannot be written to `{folder}`: {error}") from error
 
 
-def _complete(folder: Path, recipe: Recipe, *, templated: bool) -> None:
-    """Adds what other tools need to load the policy."""
+def _complete(folder: Path, recipe: Recipe, *, templated: bool, asked: bool) -> None:
+    """Adds what other tools need to load the policy. `asked`: the recipe asks for a chat template."""
     is_tiny = recipe.model.path == "tiny"
     if (is_tiny or recipe.model.merge_adapter) and recipe.model.lora is not None:
         _copy_base(folder)
-    if is_tiny and not templated:
+    if is_tiny and not templated and not asked:
         # The model never saw this template, so tools must not apply it.
         for path in folder.rglob("chat_template.jinja"):
             path.unlink()
