@@ -55,8 +55,8 @@ class RowsOptions(ChatTemplateOptions):
 
     path: Name | tuple[Name, ...] | None = Field(
         None,
-        description="File with a column `prompt` or `messages`: `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet`; also a "
-        "pattern such as `data/*.parquet`, or a list of both",
+        description="File with a column `prompt` or `messages`: `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet`; also "
+        "a pattern such as `data/*.parquet`, or a list of both",
     )
     dataset: DatasetOptions | None = Field(None, description="Data set of the hub, instead of `path`")
     columns: dict[str, str] = Field(

@@ -150,7 +150,7 @@ def _loaded(datasets: Any, options: DatasetOptions, option: str) -> Any:
             f"{named}: the hub has no such data set, or it is private or gated: check the name, or log in with "
             f"`hf auth login` ({said})"
         ) from error
-    except (datasets.exceptions.DataFilesNotFoundError, datasets.exceptions.EmptyDatasetError) as error:
+    except datasets.exceptions.DataFilesNotFoundError as error:
         raise RecipeError(f"{named} has no files of rows: {first_line(error)}") from error
     except ValueError as error:
         raise _of_value_error(options, option, split, error) from error
@@ -215,7 +215,8 @@ def _of_value_error(options: DatasetOptions, option: str, split: str, error: Val
         if options.config is None:
             return RecipeError(f"`{option}.config` is missing: `{options.name}` has several configurations: {choices}")
         return RecipeError(
-            f"`{option}.config = {options.config!r}` is none of `{options.name}`, which has {choices}{_near(options.config, listed)}"
+            f"`{option}.config = {options.config!r}` is none of `{options.name}`, which has {choices}"
+            + _near(options.config, listed)
         )
     return RecipeError(f"`{option}.name = {options.name!r}` cannot be loaded: {first_line(error)}")
 
