@@ -16,6 +16,7 @@ from stretto.api.runs import open_run
 from stretto.assembly.check import check
 from stretto.assembly.policy_export import export
 from stretto.assembly.serve import PolicyFolder
+from stretto.models.loading import load_tokenizer
 from stretto.observe.progress import Silent
 
 pytest.importorskip("stretto.chat")
@@ -42,14 +43,14 @@ def test_a_program_that_knows_nothing_of_us_is_trained_and_evaluated(model: Path
 @pytest.mark.parametrize("merge", [False, True])
 def test_a_policy_is_asked_as_it_was_trained(merge: bool, model: Path, tmp_path: Path) -> None:
     template = "{% for message in messages %}{{ opening }}{{ message['content'] }}{% endfor %}"
-    options = f"task.template={{chat_template = {json.dumps(template)}, opening = '>'}}"
+    options = [f"task.chat_template={json.dumps(template)}", "task.template={opening = '>'}"]
     folder = tmp_path / "run"
-    run(agents(model, tmp_path, options, "training.steps=1", "evaluation.prompts=0"), folder)
+    run(agents(model, tmp_path, *options, "training.steps=1", "evaluation.prompts=0"), folder)
     export(folder, tmp_path / "out", merge=merge)
     question: Any = [{"role": "user", "content": "1+2?"}]
     for place in (folder, tmp_path / "out"):
         policy = PolicyFolder.find(place)
-        tokenizer = policy.tokenizer()
+        tokenizer = load_tokenizer(policy.tokenizer)
         assert tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True) == ">1+2?"
         assert "trained on chats" in (policy.path / "README.md").read_text()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")

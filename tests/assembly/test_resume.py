@@ -215,6 +215,12 @@ def test_what_is_under_way_keeps_its_prompts_and_other_columns_are_refused(
     path = tmp_path / "prompts.jsonl"
     before = path.read_text()
     path.write_text(before.replace('"answer": ', '"answer": 7'))
+    with pytest.raises(
+        RunError, match=r"the data is not what the run in .* began with:\n  `prompts.jsonl` has changed"
+    ):
+        run(made, tmp_path / "run", resume=True)
+    with sqlite3.connect(tmp_path / "run" / "journal.sqlite") as db:  # as a run that is older than this record
+        db.execute("DELETE FROM run WHERE key = 'data'")
     with pytest.raises(RunError, match=r"the data is not what .* was \{'answer': \d+\} and is now \{'answer': 7\d+\}"):
         run(made, tmp_path / "run", resume=True)
     sessions = "SELECT session, outcome FROM sessions"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from stretto.environments import data
 from stretto.environments.data import PromptStream, Row, load_rows, split_held_out
+from stretto.environments.prompt_order import PassRates
 from stretto.errors import RecipeError
 from stretto.models.tiny import tiny_tokenizer
 
@@ -83,7 +84,7 @@ def test_tools_of_a_row_are_shown_by_the_chat_template_and_refused_if_it_does_no
     it = PromptStream(rows, shows, seed=0, max_prompt_tokens=100, shuffle=False)
     assert [it.prompt(number).text for number in range(3)] == ["add|hi", "|hi", "|hi"]
     assert it.prompt(0).row["tools"] == [TOOL]
-    with pytest.raises(RecipeError, match=r"rows.jsonl:1 has `tools`, but the chat template"):
+    with pytest.raises(RecipeError, match=r"rows.jsonl:1: it has `tools`, but the chat template"):
         stream(rows)
 
 
@@ -101,7 +102,7 @@ def test_without_a_chat_template_the_text_is_used_or_the_row_refused():
     messages = ({"role": "user", "content": "hi"},)
     it = PromptStream([Row(text="plain", messages=messages)], bare, seed=0, max_prompt_tokens=10)
     assert it.prompt(0).text == "plain"
-    with pytest.raises(RecipeError, match=r"row 1 of the data set has `messages`.*no chat template"):
+    with pytest.raises(RecipeError, match=r"row 1 of the data set: it has `messages`.*no chat template"):
         PromptStream([Row(messages=messages)], bare, seed=0, max_prompt_tokens=10)
 
 
@@ -111,6 +112,79 @@ def test_a_prompt_that_is_too_long_is_refused_at_the_start():
         RecipeError, match=r"row 8 of `f.jsonl`: its prompt has 30 tokens, more than the 20 .*max_tokens"
     ):
         stream(rows, limit=20, name="`f.jsonl`")
+
+
+def long_rows(num, lengths):
+    """Rows of three characters, but for some."""
+    return [Row(text="x" * lengths.get(number, 3), columns={"number": number}) for number in range(num)]
+
+
+def test_all_prompts_that_are_too_long_are_reported_at_once():
+    rows = long_rows(40, {3: 30, 7: 50, **dict.fromkeys(range(20, 30), 25)})
+    with pytest.raises(RecipeError) as caught:
+        stream(rows, limit=20, choices=("drop", "truncate"), shuffle=False)
+    said = str(caught.value)
+    assert said.startswith("12 prompts have more tokens than the 20 that the context")
+    assert "row 4 of the data set (30 tokens), row 8 of the data set (50 tokens)" in said
+    assert "and 7 more; the longest has 50" in said
+    assert 'or set `task.too_long = "drop" or "truncate"`' in said
+
+
+def test_dropped_rows_are_never_drawn_and_the_others_keep_their_numbers():
+    lengths = {3: 30, 7: 50}
+    it = stream(long_rows(10, lengths), limit=20, too_long="drop")
+    assert (it.num_rows, it.num_dropped, it.num_checked, it.longest_checked) == (8, 2, 10, 3)
+    for epoch in range(3):
+        numbers = [it.draw(index).row_number for index in range(8 * epoch, 8 * epoch + 8)]
+        assert sorted(numbers) == [0, 1, 2, 4, 5, 6, 8, 9]
+        assert [it.prompt(index).row["number"] for index in range(8 * epoch, 8 * epoch + 8)] == numbers
+    assert it.epoch(8) == 1
+    again = stream(long_rows(10, lengths), limit=20, too_long="drop")
+    assert [again.row_number(index) for index in range(40)] == [it.row_number(index) for index in range(40)]
+    in_order = stream(long_rows(10, lengths), limit=20, too_long="drop", shuffle=False)
+    assert [in_order.row_number(index) for index in range(4)] == [0, 1, 2, 4]
+    untouched = stream(long_rows(10, {}), limit=20, too_long="drop")
+    assert [untouched.row_number(i) for i in range(30)] == [stream(long_rows(10, {})).row_number(i) for i in range(30)]
+    with pytest.raises(RecipeError, match=r"all 2 prompts of the data set are too long: row 1 .*the longest has 40"):
+        stream(long_rows(2, {0: 30, 1: 40}), limit=20, too_long="drop")
+
+
+def test_dropped_rows_are_not_drawn_by_their_pass_rates_either():
+    rates = PassRates(6, seed=1)
+    it = stream(long_rows(6, {0: 30, 5: 30}), limit=20, too_long="drop", pass_rates=rates)
+    drawn = {it.draw(index).row_number for index in range(200)}
+    assert drawn == {1, 2, 3, 4}
+
+
+def test_rows_are_dropped_wherever_they_are_in_a_large_data_set(monkeypatch):
+    monkeypatch.setattr(data, "CHECKED_ROWS", 10)
+    monkeypatch.setattr(data, "CHECK_S", 0.0)
+    it = stream(long_rows(2_000, {1_990: 30}), limit=20, too_long="drop")
+    assert it.num_rows == 1_999
+
+
+def test_a_prompt_that_is_cut_keeps_its_end():
+    rows = [Row(text="0123456789" * 3), Row(messages=({"role": "user", "content": "abc" * 10},))]
+    it = stream(rows, limit=12, too_long="truncate", shuffle=False)
+    assert it.prompt(0).text == TOKENIZER.decode(it.prompt(0).tokens) == "890123456789"
+    assert it.prompt(1).text == "\nassistant: "
+    assert (it.longest_checked, it.too_long.num, it.num_dropped) == (12, 2, 0)
+
+
+def test_rows_that_the_template_refuses_are_all_named_with_what_it_says():
+    template = "{% if 'bad' in messages[0].content %}{{ raise_exception('no bad words') }}{% endif %}ok"
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    rows = [
+        Row(messages=({"role": "user", "content": text},), where=f"rows.jsonl:{line}")
+        for line, text in enumerate(["fine", "bad", "fine", "bad too"], start=1)
+    ]
+    with pytest.raises(RecipeError) as caught:
+        PromptStream(rows, tokenizer, seed=0, max_prompt_tokens=20, shuffle=False)
+    assert str(caught.value).splitlines() == [
+        "2 rows cannot be used:",
+        "  rows.jsonl:2, rows.jsonl:4: the chat template refused it: no bad words",
+    ]
 
 
 class Generated:
@@ -128,7 +202,7 @@ class Generated:
 
 
 def test_every_prompt_of_a_generated_set_is_checked_at_the_start():
-    with pytest.raises(RecipeError, match=r"row 701 of .* has 30 tokens"):
+    with pytest.raises(RecipeError, match=r"100 prompts have more tokens than the 20 .*row 701 of .* \(30 tokens\)"):
         stream(Generated(800, 700), limit=20, shuffle=False)
     it = stream(Generated(800, 800), limit=20)
     assert it.num_checked == it.num_rows == 800
@@ -209,7 +283,7 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
         ('{"prompt": null, "answer": 1}', r"rows.jsonl:2: `prompt` is null"),
         ('{"prompt": "\\ud800 hi"}', r"rows.jsonl:2: `\\ud800` is half of a character"),
         ("[" * 100_000 + "]" * 100_000, r"rows.jsonl:2: this line is not JSON"),
-        ('{"prompt": 3}', r"rows.jsonl:2: `prompt` is a string, this is int"),
+        ('{"prompt": 3}', r"rows.jsonl:2: `prompt` is a string, or a list of messages, this is int"),
         ('{"prompt": "?", "completion": "!"}', r"rows.jsonl:2: the name `completion`"),
         ('{"messages": []}', r"rows.jsonl:2: `messages` is a list"),
         ('{"messages": [{"role": "user"}]}', r"rows.jsonl:2: a message has a `role` and a `content`"),
@@ -248,9 +322,9 @@ def test_a_file_that_is_none_is_refused(tmp_path):
         load_rows(tmp_path / "folder.jsonl")
     with pytest.raises(RecipeError, match=r"is not a file; `task.evaluation_path` names"):
         load_rows(tmp_path / "rows.jsonl", "task.evaluation_path")
-    (tmp_path / "rows.csv").touch()
-    with pytest.raises(RecipeError, match=r"ends in `\.csv`"):
-        load_rows(tmp_path / "rows.csv")
+    (tmp_path / "rows.txt").touch()
+    with pytest.raises(RecipeError, match=r"ends in `\.txt`; `task.path` names files that end in `.jsonl`, `.json`"):
+        load_rows(tmp_path / "rows.txt")
     (tmp_path / "rows.parquet").write_text("no")
     with pytest.raises(RecipeError, match="cannot be read as Parquet"):
         load_rows(tmp_path / "rows.parquet")

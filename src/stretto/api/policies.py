@@ -12,7 +12,7 @@ from stretto.assembly.serve import PolicyFolder
 from stretto.environments.single_turn import Decode
 from stretto.errors import RunError
 from stretto.models.adapters import merge_adapter, read_adapter
-from stretto.models.loading import load_config, load_model
+from stretto.models.loading import load_config, load_model, load_tokenizer
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import choose_device, choose_dtype
 from stretto.setup.factories import decoder_of, stop_tokens
@@ -100,8 +100,8 @@ def load_policy(run: Run, device: str = "auto") -> TrainedPolicy:
     if folder.rank is not None:
         merge_adapter(model, read_adapter(folder.path))
     model.eval()
-    tokenizer = folder.tokenizer()
+    tokenizer = load_tokenizer(folder.tokenizer)
     with JournalReader(run.folder) as reader:
-        templated = reader.facts().templated or bool(run.recipe.task.template_options)
+        templated = reader.facts().templated
     stops = stop_tokens(folder.base, load_config(folder.base), tokenizer)
     return TrainedPolicy(model, tokenizer, run.recipe, templated, stops, decoder_of(tokenizer))

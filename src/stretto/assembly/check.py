@@ -14,7 +14,7 @@ from stretto.observe.trackers.catalogue import check_trackers
 from stretto.recipe.checks import without_effect
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import choose_device, resolved
-from stretto.setup.inputs import check_objective, check_scoring, load_inputs
+from stretto.setup.inputs import check_objective, check_scoring, load_inputs, prompt_tokenizer
 from stretto.setup.memory_report import describe_memory
 from stretto.setup.memory_sizes import context_length
 from stretto.setup.micro_batch_size import describe_micro_tokens, with_micro_tokens
@@ -51,7 +51,7 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN) -> CheckReport:
     trackers = check_trackers(recipe.observe)
     tiny = recipe.model.path == "tiny"
     config = tiny_config() if tiny else load_config(recipe.model.path)
-    tokenizer = tiny_tokenizer() if tiny else load_tokenizer(recipe.model.path)
+    tokenizer = prompt_tokenizer(recipe, tiny_tokenizer() if tiny else load_tokenizer(recipe.model.path))
     inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=recipe.model.path, given=given)
     of_teachers = check_teachers(recipe, tokenizer, inputs.longest_prompt, templated=inputs.templated)
     scored = check_scoring(recipe, inputs.task, tokenizer)

@@ -53,6 +53,7 @@ REQUIRED = {
 EXTRAS = {
     "reasoning-gym": ("reasoning_gym", 'tasks of reasoning-gym: `task.type = "reasoning-gym"`'),
     "parquet": ("pyarrow", "data sets in Parquet files"),
+    "datasets": ("datasets", "data sets of the Hugging Face hub: `task.dataset`"),
     "math-verify": ("math_verify", "comparing mathematical answers as expressions"),
     "gguf": ("gguf", "models in GGUF files"),
     "ray": ("ray", 'runs on a cluster: `runtime.type = "ray"`'),

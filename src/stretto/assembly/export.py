@@ -8,42 +8,42 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
-from stretto.chat.rendering import template_with
+from stretto.chat.templates import Template, write_template
 from stretto.errors import RunError
 from stretto.models.adapter_config import BASE_FOLDER, CONFIG_FILE
 from stretto.recipe.schema import Recipe
 from stretto.run.protocols import TrainerBackend
 
-TEMPLATE_FILE = "chat_template.jinja"  # of a tokenizer, as transformers names it
 
+async def export_policy(
+    trainer: TrainerBackend, folder: Path, recipe: Recipe, *, templated: bool, chat_template: Template | None = None
+) -> None:
+    """Writes the trained policy for other tools to load.
 
-async def export_policy(trainer: TrainerBackend, folder: Path, recipe: Recipe, *, templated: bool) -> None:
-    """Writes the trained policy for other tools to load. `templated`: a chat template made the prompts."""
+    `templated`: a chat template made the prompts; `chat_template`: that of the recipe, if it is not the model's own.
+    """
     try:
         await trainer.export(folder)
-        await asyncio.to_thread(_complete, folder, recipe, templated=templated)
+        if chat_template is not None:
+            await asyncio.to_thread(write_template, chat_template, folder)
+        await asyncio.to_thread(_complete, folder, recipe, templated=templated, asked=chat_template is not None)
     except (OSError, SafetensorError) as error:
         raise RunError(f"the trained policy cannot be written to `{folder}`: {error}") from error
 
 
-def _complete(folder: Path, recipe: Recipe, *, templated: bool) -> None:
-    """Adds what other tools need to load the policy."""
+def _complete(folder: Path, recipe: Recipe, *, templated: bool, asked: bool) -> None:
+    """Adds what other tools need to load the policy. `asked`: the recipe asks for a chat template."""
     is_tiny = recipe.model.path == "tiny"
     if (is_tiny or recipe.model.merge_adapter) and recipe.model.lora is not None:
         _copy_base(folder)
-    if is_tiny and not templated:
+    if is_tiny and not templated and not asked:
         # The model never saw this template, so tools must not apply it.
-        for path in folder.rglob(TEMPLATE_FILE):
+        for path in folder.rglob("chat_template.jinja"):
             path.unlink()
-    if recipe.task.template_options:
-        _write_template(folder / TEMPLATE_FILE, recipe.task.template_options)
-        templated = True
     base = None if recipe.model.lora is None else recipe.model.path
     written = folder / "README.md"
     written.write_text(readme(folder, base=base, with_base=(folder / BASE_FOLDER).is_dir(), templated=templated))
@@ -51,12 +51,6 @@ def _complete(folder: Path, recipe: Recipe, *, templated: bool) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(written.stat().st_mode & 0o777)
-
-
-def _write_template(path: Path, options: Mapping[str, Any]) -> None:
-    """Writes the template that the policy was trained with: the tokenizer's own, with the options of the recipe."""
-    own = path.read_text(encoding="utf-8") if path.is_file() else ""
-    path.write_text(template_with(own, options), encoding="utf-8")
 
 
 def _copy_base(folder: Path) -> None:

@@ -14,12 +14,14 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
-from stretto.assembly.export import TEMPLATE_FILE, export_policy, name_base, readme
+from stretto.assembly.data_record import recorded_template
+from stretto.assembly.export import export_policy, name_base, readme
 from stretto.assembly.hub_upload import refuse_no_login, upload
 from stretto.assembly.retrain import made_trainer, recorded_recipe
 from stretto.errors import RunError
 from stretto.local.trainer import ThreadedTrainer
 from stretto.models.adapter_config import BASE_FOLDER, CONFIG_FILE, read_adapter_config
+from stretto.models.loading import has_tokenizer, load_tokenizer
 from stretto.run.folder_checks import refuse_unwritable, standing
 from stretto.run.phases import Phases
 from stretto.setup.merged_models import write_merged
@@ -94,8 +96,8 @@ def _write(run: Path, made: Path, scratch: Path, *, merge: bool, place: str | Pa
             raise RunError(f"the adapter in `{policy}` does not say which base it is of, so it cannot be merged")
         say(f"merging the adapter in {policy} with its base {config.base_path}; both stay as they are")
         write_merged(config.base_path, policy, made)
-        if (policy / TEMPLATE_FILE).is_file():
-            shutil.copyfile(policy / TEMPLATE_FILE, made / TEMPLATE_FILE)
+        if has_tokenizer(policy):  # with the chat template of the training
+            load_tokenizer(str(policy)).save_pretrained(made)
     elif policy.is_relative_to(scratch):
         policy.rename(made)
     else:
@@ -139,7 +141,7 @@ async def _newest_version(run: Path, journal: Path, folder: Path, say: Callable[
         async for made in way:
             if made.checksum != checksums[newest]:
                 say(f"version {newest} was trained again with other bits than the run had: it differs by rounding")
-        await export_policy(trainer, folder, recipe, templated=templated)
+        await export_policy(trainer, folder, recipe, templated=templated, chat_template=recorded_template(journal))
     finally:
         files.close()
         trainer.close()
@@ -147,10 +149,10 @@ async def _newest_version(run: Path, journal: Path, folder: Path, say: Callable[
 
 def _readme(run: Path, made: Path, place: str | Path) -> str:
     """Returns the README of a policy that is loaded from `place`."""
-    templated = (made / TEMPLATE_FILE).is_file()
+    templated = (made / "chat_template.jinja").is_file()
     if (run / JOURNAL_NAME).is_file():
         with JournalReader(run) as reader:
-            templated = reader.facts().templated or bool(recorded_recipe(run).task.template_options)
+            templated = reader.facts().templated
     config = read_adapter_config(made) if (made / CONFIG_FILE).is_file() else None
     base = None if config is None else config.base or "its base"
     return readme(place, base=base, with_base=(made / BASE_FOLDER).is_dir(), templated=templated)

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from transformers.utils import logging as transformers_logging
 
+from stretto.assembly.data_record import recorded_template
 from stretto.assembly.export import export_policy
 from stretto.errors import RunError
 from stretto.local.trainer import ThreadedTrainer
@@ -88,7 +89,8 @@ def retrain(
         if out is not None:
             with JournalReader(journal) as reader:
                 templated = reader.facts().templated
-            asyncio.run(export_policy(trainer, out, recipe, templated=templated))
+            template = recorded_template(journal)
+            asyncio.run(export_policy(trainer, out, recipe, templated=templated, chat_template=template))
         return done
     finally:
         trainer.close()

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from stretto.assembly.export import TEMPLATE_FILE
 from stretto.engines.native.engine import NativeEngine
 from stretto.engines.protocol import Engine
 from stretto.engines.threaded import ThreadedEngine
@@ -21,7 +20,7 @@ from stretto.errors import RequestError, RoomError, RunError
 from stretto.models.adapter_config import CONFIG_FILE, read_adapter_config
 from stretto.models.adapters import read_adapter
 from stretto.models.checksums import checksum
-from stretto.models.loading import load_config, load_model, load_tokenizer
+from stretto.models.loading import has_tokenizer, load_config, load_model, load_tokenizer
 from stretto.run.interrupts import stopped_by_interrupts
 from stretto.serve.conversations import MakeConversations, chat_conversations
 from stretto.serve.http import Endpoint, Model, refuse_missing_library
@@ -73,13 +72,10 @@ class PolicyFolder:
             f"`{folder}` holds no policy: name a run folder that is finished, its folder `policy`, or a model folder"
         )
 
-    def tokenizer(self) -> Any:
-        """Loads the tokenizer, with the chat template that the policy was trained with."""
-        tokenizer = load_tokenizer(self.base)
-        template = self.path / TEMPLATE_FILE
-        if template.is_file():
-            tokenizer.chat_template = template.read_text(encoding="utf-8")
-        return tokenizer
+    @property
+    def tokenizer(self) -> str:
+        """The folder or hub name of its tokenizer, which has the chat template of the training."""
+        return str(self.path) if has_tokenizer(self.path) else self.base
 
     def weights(self, model: Any) -> Weights:
         """Reads the weights that the engine is given: of the adapter, or all of the model's own."""
@@ -157,7 +153,7 @@ async def load(
     """
     device = choose_device(options.device)
     dtype = choose_dtype("auto", device)
-    config, tokenizer = load_config(policy.base), policy.tokenizer()
+    config, tokenizer = load_config(policy.base), load_tokenizer(policy.tokenizer)
     model: Any = await asyncio.to_thread(load_model, policy.base, dtype, device)
     weights = await asyncio.to_thread(policy.weights, model)
     context = context_length(config)

@@ -32,6 +32,7 @@ from transformers.utils import logging as transformers_logging
 
 from stretto import clock
 from stretto.assembly.checkpoint_writer import begin_folder, claimed_folder, take_checkpoint, write_json
+from stretto.assembly.data_record import data_record, recorded_limit, refuse_other_data
 from stretto.assembly.export import export_policy
 from stretto.assembly.resume import Resumed, take_up, tries_to_score
 from stretto.core.controller import Controller
@@ -74,7 +75,7 @@ from stretto.setup.base_models import model_path_of
 from stretto.setup.device import as_begun, choose_device, resolved
 from stretto.setup.factories import DriverInputs, load_driver_inputs
 from stretto.setup.garbage import spare_from_collection
-from stretto.setup.inputs import passed_variables
+from stretto.setup.inputs import asked_template, passed_variables
 from stretto.setup.micro_batch_size import with_micro_tokens
 from stretto.store.checkpoint_files import keep_newest_checkpoint
 from stretto.store.journal import Journal
@@ -148,7 +149,10 @@ def train(
 
             observer.message(stack.enter_context(connected(recipe)))
         with start_phase(log, "data and prompts"):
-            driver, device = load_driver_inputs(recipe, model_path, given), choose_device(recipe.runtime.device)
+            limit = recorded_limit(folder) if resume else None
+            driver, device = load_driver_inputs(recipe, model_path, given, limit), choose_device(recipe.runtime.device)
+        if resume and (changed := refuse_other_data(folder, recipe, data_record(recipe, driver))) is not None:
+            observer.message(changed)
         recipe = with_micro_tokens(recipe, load_config(model_path), driver.inputs.longest_prompt, device)
         changes = accepted_changes(recipe, folder) if resume else []
         phases = _phases(recipe, folder, changes)
@@ -360,7 +364,8 @@ async def _run(run: _Run) -> dict[str, Any]:
         if not await loop.run():
             await loop.checkpoints.save()
             return await _conclude(run, tally, loop.controller, stopped=True)
-    await export_policy(run.trainer, run.folder / "policy", recipe, templated=inputs.templated)
+    template = asked_template(recipe, run.backend.driver.tokenizer)
+    await export_policy(run.trainer, run.folder / "policy", recipe, templated=inputs.templated, chat_template=template)
     if recipe.runtime.final_checkpoint:
         await loop.checkpoints.save()  # for `--resume` with more updates
         await asyncio.to_thread(keep_newest_checkpoint, run.folder / "checkpoints")
@@ -392,6 +397,8 @@ async def _take_up(run: _Run) -> Resumed:
             data_rows=inputs.prompts.num_rows,
             templated=inputs.templated,
             vocabulary=run.backend.driver.vocabulary,
+            dropped_rows=inputs.prompts.num_dropped,
+            prompt_limit=inputs.prompt_limit,
         ),
         journal=run.journal,
         trainer=run.trainer,
@@ -410,6 +417,7 @@ async def _take_up(run: _Run) -> Resumed:
         run.journal.note("recipe changed", f"from update {resumed.updates} on: {said}", at=clock.now())
         run.observer.message(f"from update {resumed.updates} on: {said}")
     _compare_sources(run)
+    run.journal.read_from(data_record(run.recipe, run.backend.driver))
     return resumed
 
 

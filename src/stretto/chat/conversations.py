@@ -86,7 +86,7 @@ class Conversations:
             raise ChatError("a request was answered after another one of its lineage: await one call after the other")
         stop = sampled[-1] if sampled and finish == "stop" and self._renderer.special(sampled[-1]) is not None else None
         written = self._renderer.decode(sampled if stop is None else sampled[:-1])
-        prefill = match[0] if (match := _PREFILL.search(request.text)) else ""
+        prefill = self._prefill(request.text)
         answer = self._parsed(request, prefill + written, sampled, finish)
         structured = for_template(answer.message)
         lineage = _Lineage(
@@ -104,6 +104,15 @@ class Conversations:
     def take(self, lineage: int) -> None:
         """Notes that a lineage was opened or continued by somebody who speaks tokens. No chat continues it."""
         self._lineages[lineage : lineage + 1] = [None]
+
+    def _prefill(self, context: str) -> str:
+        """Returns what an answer begins with in its context: thinking that the template opens, and the task's prefill.
+
+        It is part of the answer's message, because the template does not write it again for an earlier turn.
+        """
+        own = self._renderer.prefill if context.endswith(self._renderer.prefill) else ""
+        opened = _PREFILL.search(context.removesuffix(own))
+        return (opened[0] if opened else "") + own
 
     def _length(self, number: int) -> int:
         lineage = self._lineages[number]

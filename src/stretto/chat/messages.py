@@ -104,7 +104,11 @@ def _text(content: Any) -> str:
     for part in content:
         text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") in TEXT_PARTS else part
         if not isinstance(text, str):
-            raise ChatError(f"a part of the `content` of a message is no text: {part!r:.80}; only text can be rendered")
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            named = f" of type `{kind}`" if isinstance(kind, str) and kind not in TEXT_PARTS else ""
+            raise ChatError(
+                f"a part{named} of the `content` of a message is no text: {part!r:.80}; only text can be rendered"
+            )
         parts.append(text)
     return "".join(parts)
 

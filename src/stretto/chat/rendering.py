@@ -12,18 +12,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stretto.chat.messages import Message, for_template
+from stretto.chat.templates import prefill_of
 from stretto.errors import ChatError, RecipeError
 
 
-def template_with(template: str, options: Mapping[str, Any]) -> str:
-    """Returns a template that renders without options as `template` does with these (`chat_template` replaces it)."""
-    named = {name: json.dumps(value, ensure_ascii=False) for name, value in options.items() if name != "chat_template"}
-    values = (f"{{%- set {name} = {value} %}}" for name, value in named.items())
-    return "".join(values) + str(options.get("chat_template", template))
-
-
 class Renderer:
-    """Renders chats for one model. Holds no state of a chat: all episodes may share it."""
+    """Renders chats for one model. Holds no state of a chat: all episodes may share it.
+
+    `prefill` is the text that a task lets every answer begin with, behind the template's own generation prompt.
+    """
 
     def __init__(self, tokenizer: Any, template_options: Mapping[str, Any] | None = None) -> None:
         """`template_options` go to the template, such as `enable_thinking`; `chat_template` replaces the template.
@@ -35,8 +32,9 @@ class Renderer:
         if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in self._options:
             raise RecipeError(
                 "the tokenizer of `model.path` has no chat template, so it cannot chat; use a model that was tuned to "
-                "chat, or give a template in `template_options = { chat_template = ... }`"
+                "chat, or give a template in `task.chat_template`"
             )
+        self.prefill = prefill_of(self._options.get("chat_template", getattr(tokenizer, "chat_template", None)))
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._special = {int(number): str(token) for number, token in added.items() if token.special}
         self._special |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=False))

@@ -111,6 +111,9 @@ class Given:
             options = EnvironmentOptions if wanted == "environment" else FileOptions
             result = {key: value for key, value in table.items() if key in options.model_fields}
             result["type"] = wanted
+        for key, other in (("path", "dataset"), ("evaluation_path", "evaluation_dataset")):
+            if key in self.names:
+                result.pop(other, None)
         return result | dict(self.names)
 
     def _type(self, kind: object, asked: Sequence[str]) -> object:
@@ -224,12 +227,29 @@ def source_digest(thing: Any) -> str | None:
     return _short(hashlib.sha256(source.encode()))
 
 
+class RowsDigest:
+    """A digest of rows in their order. A value that JSON does not have counts by its `repr`."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def add(self, row: Any) -> Any:
+        """Adds a row, and returns it."""
+        self._digest.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
+        return row
+
+    @property
+    def value(self) -> str:
+        """The digest of all rows that were added."""
+        return _short(self._digest)
+
+
 def rows_digest(rows: Rows) -> str:
-    """Returns a digest of rows in their order. A value that JSON does not have counts by its `repr`."""
-    digest = hashlib.sha256()
+    """Returns a digest of rows in their order."""
+    digest = RowsDigest()
     for row in rows:
-        digest.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
-    return _short(digest)
+        digest.add(row)
+    return digest.value
 
 
 def _short(digest: Any) -> str:
@@ -237,15 +257,21 @@ def _short(digest: Any) -> str:
 
 
 def collected(data: Any, argument: str) -> list[dict[str, Any]]:
-    """Returns rows as a list, from any iterable of mappings or a data frame. Raises `RecipeError` for all else."""
+    """Returns rows as a list. Raises `RecipeError` for what has none.
+
+    `data` is an iterable of mappings, a split of the package datasets, or a data frame of pandas or polars, in which a
+    missing value is None.
+    """
     if isinstance(data, str) or hasattr(data, "__fspath__"):
         raise RecipeError(f"`{argument} = {str(data)!r}` is a path: name a file in the recipe, as `task.path`")
-    if hasattr(data, "to_dict") and hasattr(data, "columns"):  # a data frame, whose iteration gives its columns
-        data = data.to_dict("records")
-    if isinstance(data, Mapping) or not isinstance(data, Iterable):
+    if isinstance(data, Mapping):
+        splits = list(data) if hasattr(data, "column_names") else []  # a data set with its splits
+        hint = f"choose one of its splits, such as `{argument}[{splits[0]!r}]`" if splits else "give rows"
+        raise RecipeError(f"`{argument}` is a {type(data).__name__}; {hint}, as a list of mappings")
+    if not isinstance(data, Iterable) and not hasattr(data, "columns"):
         raise RecipeError(f"`{argument}` is a {type(data).__name__}; give rows, as a list of mappings")
     rows = []
-    for number, row in enumerate(data, start=1):
+    for number, row in enumerate(_records(data), start=1):
         if not isinstance(row, Mapping) or not all(isinstance(key, str) for key in row):
             raise RecipeError(
                 f"row {number} of `{argument}` is {row!r:.80}; a row is a mapping, such as "
@@ -255,3 +281,14 @@ def collected(data: Any, argument: str) -> list[dict[str, Any]]:
     if not rows:
         raise RecipeError(f"`{argument}` has no rows; there is nothing to ask the model")
     return rows
+
+
+def _records(data: Any) -> Iterable[Any]:
+    """Returns the rows of data. Iterating a data frame itself would give its columns."""
+    if hasattr(data, "columns") and hasattr(data, "to_dicts"):  # polars
+        return data.to_dicts()  # type: ignore[no-any-return]
+    if hasattr(data, "columns") and hasattr(data, "to_dict"):  # pandas
+        if hasattr(data, "notna"):
+            data = data.astype(object).where(data.notna(), None)
+        return data.to_dict("records")  # type: ignore[no-any-return]
+    return data  # type: ignore[no-any-return]

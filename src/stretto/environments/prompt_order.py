@@ -12,6 +12,7 @@ were scored does not matter. So a synchronous run is reproducible, and a resumed
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,17 +44,24 @@ class PassRates:
         self._scored = np.zeros(num_rows)
         self._waiting: list[tuple[int, float]] = []  # (row, share of the reward), since the last batch was taken
         self._settled = -1  # the last update whose batch was taken
+        self._drawable = np.ones(num_rows)  # 0: the row is never drawn
+        self._last = num_rows - 1  # that may be drawn
 
     def draw(self, index: int) -> Draw:
         """Draws the row of position `index` with the current rates. Each position is drawn once, in order."""
         rates = np.divide(self._solved, self._scored, out=np.zeros_like(self._solved), where=self._scored > 0)
-        ends = np.cumsum(FLOOR + 1.0 - rates)
+        ends = np.cumsum((FLOOR + 1.0 - rates) * self._drawable)
         spot = np.random.default_rng([self._seed, index]).random() * ends[-1]
-        row = min(int(np.searchsorted(ends, spot, side="right")), len(ends) - 1)
+        row = min(int(np.searchsorted(ends, spot, side="right")), self._last)
         known = f"pass rate {rates[row]:.4f}" if self._scored[row] > 0 else "not scored yet"
         share = (FLOOR + 1.0 - rates[row]) / ends[-1]
         self.drawn(row)
         return Draw(row, None, f"{known}, drawn with probability {share:.3g}")
+
+    def leave_out(self, rows: Sequence[int]) -> None:
+        """Notes rows that are never drawn. One row at least is left."""
+        self._drawable[list(rows)] = 0.0
+        self._last = int(np.flatnonzero(self._drawable)[-1])
 
     def drawn(self, row_number: int) -> None:
         """Notes that a row was drawn: its old rewards count less from now on."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from stretto.environments.data_options import ChatTemplateOptions, RowsOptions
 from stretto.environments.sandbox import Limits
 from stretto.options import Options
 
@@ -35,11 +35,6 @@ class SharedTaskOptions(Options):
     def max_lineages(self) -> int:
         """The most lineages of one episode, each of which has a turn."""
         return 1
-
-    @property
-    def template_options(self) -> Mapping[str, Any]:
-        """The options of the chat template, for tasks that render chats with others than its own."""
-        return {}
 
 
 class SandboxOptions(Options):
@@ -91,7 +86,7 @@ class CountdownChainOptions(ScoredTaskOptions):
     size: int = Field(4_096, ge=1, le=MAX_ROWS, description="Number of rows")
 
 
-class ReasoningGymOptions(ScoredTaskOptions):
+class ReasoningGymOptions(ScoredTaskOptions, ChatTemplateOptions):
     """Any task of the package reasoning-gym."""
 
     type: Literal["reasoning-gym"] = "reasoning-gym"
@@ -106,16 +101,18 @@ class ReasoningGymOptions(ScoredTaskOptions):
     )
 
 
-class FileOptions(ScoredTaskOptions):
-    """A JSONL or Parquet file of prompts with a reward function."""
+class FileOptions(ScoredTaskOptions, RowsOptions):
+    """Rows of files, or of a data set of the hub, with a reward function."""
 
     type: Literal["file"] = "file"
-    path: str = Field(description="File with a column `prompt` or `messages`")
     reward: str | None = Field(
         None, description='`package.module:function`; may be left out only with `algorithm.type = "distill"`'
     )
-    evaluation_path: str | None = Field(None, description="File of held-out prompts; default: split from `path`")
-    system: str | None = Field(None, description="System message; every `prompt` becomes a user message after it")
+    too_long: Literal["refuse", "drop", "truncate"] = Field(
+        "refuse",
+        description="Prompts that the context has no room for: refuse the run, leave them out, or keep their last "
+        "tokens",
+    )
 
 
 class GuessOptions(EpisodeTaskOptions):
@@ -129,11 +126,10 @@ class GuessOptions(EpisodeTaskOptions):
     )
 
 
-class EnvironmentOptions(EpisodeTaskOptions, ProcessTaskOptions):
-    """A JSONL or Parquet file of prompts with your own environment."""
+class EnvironmentOptions(EpisodeTaskOptions, ProcessTaskOptions, RowsOptions):
+    """Rows of files, or of a data set of the hub, with your own environment."""
 
     type: Literal["environment"] = "environment"
-    path: str = Field(description="File with a column `prompt` or `messages`")
     environment: str = Field(description="`package.module:Class`")
     lineages: int = Field(
         16, ge=1, le=4_096, description="Most lineages of an episode: contexts of its own, such as that of a sub-agent"
@@ -154,24 +150,20 @@ class EnvironmentOptions(EpisodeTaskOptions, ProcessTaskOptions):
         None, gt=0, description="Seconds of an episode outside of generation, after which it is cut"
     )
     budget: float | None = Field(None, ge=0, description="Most that an episode may spend with `policy.spend`")
-    evaluation_path: str | None = Field(None, description="File of held-out prompts; default: split from `path`")
-    system: str | None = Field(None, description="System message; every `prompt` becomes a user message after it")
+    too_long: Literal["refuse", "drop"] = Field(
+        "refuse", description="Prompts that the context has no room for: refuse the run, or leave them out"
+    )
 
     @property
     def max_lineages(self) -> int:
         return min(self.lineages, self.turns)
 
-    @property
-    def template_options(self) -> Mapping[str, Any]:
-        given = self.config.get("template_options")
-        return given if isinstance(given, Mapping) else {}
 
-
-class AgentOptions(EpisodeTaskOptions, ProcessTaskOptions):
-    """A JSONL or Parquet file of prompts with an agent: a program, or a function, that calls the policy over HTTP."""
+class AgentOptions(EpisodeTaskOptions, ProcessTaskOptions, RowsOptions):
+    """Rows of files, or of a data set of the hub, with an agent: a program, or a function, that calls the policy over
+    HTTP. A program gets its row as its task."""
 
     type: Literal["agent"] = "agent"
-    path: str = Field(description="File with a column `prompt` or `messages`; a program gets its row as its task")
     command: tuple[str, ...] | None = Field(
         None, min_length=1, description="The program and its arguments, such as `['python', 'agent.py']`"
     )
@@ -196,17 +188,13 @@ class AgentOptions(EpisodeTaskOptions, ProcessTaskOptions):
     sandbox: SandboxOptions | None = Field(
         None, description="Runs the program in a sandbox, from which it reaches the endpoint and nothing else"
     )
-    template: dict[str, Any] = Field(default_factory=dict, description="Options of the chat template")
-    evaluation_path: str | None = Field(None, description="File of held-out prompts; default: split from `path`")
-    system: str | None = Field(None, description="System message; every `prompt` becomes a user message after it")
+    too_long: Literal["refuse", "drop"] = Field(
+        "refuse", description="Prompts that the context has no room for: refuse the run, or leave them out"
+    )
 
     @property
     def max_lineages(self) -> int:
         return min(self.lineages, self.turns)
-
-    @property
-    def template_options(self) -> Mapping[str, Any]:
-        return self.template
 
 
 class EndpointOptions(Options):

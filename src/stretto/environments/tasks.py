@@ -13,21 +13,18 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, overload
 
 from stretto.environments import countdown, guess, reasoning_problems
 from stretto.environments.custom import EnvironmentSpec
-from stretto.environments.data import Row, load_rows, split_held_out, to_row
 from stretto.environments.given import (
     ARGUMENTS,
     NOTHING_GIVEN,
     Given,
-    Rows,
-    is_given,
     refuse_missing,
     without_digest,
 )
+from stretto.environments.rows import Row
 from stretto.environments.task_options import (
     AgentOptions,
     CountdownChainOptions,
@@ -38,12 +35,12 @@ from stretto.environments.task_options import (
     ReasoningGymOptions,
     TaskOptions,
 )
+from stretto.environments.task_rows import NOTHING_READ, DataRead, read_rows
 from stretto.errors import RecipeError
 
 NO_REWARD = "stretto.environments.rewards.none:reward"  # of a task that only a teacher trains
 AGENTS = "stretto.serve.agents:AgentEnvironment"
 AGENT_REWARDS = ("exit-status", "file", "posted")  # beside functions
-HELD_OUT_SHARE = 5  # at most one row in five of a file is held out
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +56,7 @@ class Task:
     reward: str | None  # `package.module:function`, which scores the single completion of an episode
     environment: EnvironmentSpec | None = None  # plays the episodes; a task has either a reward or an environment
     function: Callable[..., Any] | None = None  # a reward that was given from Python; None: it is imported by its name
+    data: DataRead = NOTHING_READ  # where its rows are from
 
     @property
     def max_turns(self) -> int:
@@ -224,15 +222,14 @@ def _reasoning_dataset(name: str, config: Mapping[str, Any], datasets: Mapping[s
 
 
 def _file(options: FileOptions | EnvironmentOptions, seed: int, num_evaluation: int, given: Given) -> Task:
-    rows, held_out = _file_rows(options, seed, num_evaluation, given)
-    name = "`data`" if is_given(options.path) else f"`{options.path}`"
+    name, rows, held_out, data = read_rows(options, seed, num_evaluation, given)
     if isinstance(options, FileOptions):
         reward = NO_REWARD if options.reward is None else without_digest(options.reward)
-        return Task(name, rows, held_out, reward, function=given.reward)
+        return Task(name, rows, held_out, reward, function=given.reward, data=data)
     environment = EnvironmentSpec(
         without_digest(options.environment), options.turns, _config(options), options.max_lineages, given.environment
     )
-    return Task(name, [*map(_with_column, rows)], [*map(_with_column, held_out)], None, environment)
+    return Task(name, [*map(_with_column, rows)], [*map(_with_column, held_out)], None, environment, data=data)
 
 
 def _with_column(row: Row) -> Row:
@@ -242,42 +239,10 @@ def _with_column(row: Row) -> Row:
     return dataclasses.replace(row, columns={**row.columns, "messages": [dict(message) for message in row.messages]})
 
 
-def _file_rows(
-    options: FileOptions | EnvironmentOptions | AgentOptions, seed: int, num_evaluation: int, given: Given
-) -> tuple[list[Row], list[Row]]:
-    """Returns the rows to train on and those to evaluate on."""
-    all_rows = _given_rows(given.rows, "data") if is_given(options.path) else load_rows(Path(options.path))
-    rows = [_with_system(row, options.system) for row in all_rows]
-    if options.evaluation_path is not None:
-        if is_given(options.evaluation_path):
-            rows_there = _given_rows(given.evaluation_rows, "evaluation_data")
-        else:
-            rows_there = load_rows(Path(options.evaluation_path), "task.evaluation_path")
-        return rows, [_with_system(row, options.system) for row in rows_there][:num_evaluation]
-    return split_held_out(rows, min(num_evaluation, len(rows) // HELD_OUT_SHARE), seed)
-
-
-def _given_rows(records: Rows | None, argument: str) -> list[Row]:
-    assert records is not None, "refused before"
-    return [to_row(dict(record), f"row {number} of `{argument}`") for number, record in enumerate(records, start=1)]
-
-
 def _config(options: ReasoningGymOptions | EnvironmentOptions) -> dict[str, Any]:
     """The table `config` with arrays as lists: a recipe holds them as tuples."""
     config: dict[str, Any] = options.model_dump(mode="json")["config"]
     return config
-
-
-def _with_system(row: Row, system: str | None) -> Row:
-    if system is None:
-        return row
-    messages = row.messages if row.messages is not None else ({"role": "user", "content": row.text or ""},)
-    if messages[0]["role"] == "system":
-        raise RecipeError(
-            f"`task.system` is given, but {row.where or 'a row'} already begins with a system message; remove one of "
-            "them"
-        )
-    return dataclasses.replace(row, text=None, messages=({"role": "system", "content": system}, *messages))
 
 
 # -- agent -------------------------------------------------------------------------------------------------------------
@@ -302,11 +267,10 @@ def _agent(options: AgentOptions, seed: int, num_evaluation: int, given: Given, 
             "`task.reward = 'file'` cannot be used with `task.sandbox`, whose files are gone with it: let the agent "
             "post its reward, `task.reward = 'posted'`"
         )
-    rows, held_out = _file_rows(options, seed, num_evaluation, given)
+    name, rows, held_out, data = read_rows(options, seed, num_evaluation, given)
     config = {"options": options, "endpoint": endpoint}
     spec = EnvironmentSpec(AGENTS, options.turns, config, options.max_lineages)
-    name = "`data`" if is_given(options.path) else f"`{options.path}`"
-    return Task(name, [*map(_as_task, rows)], [*map(_as_task, held_out)], None, spec)
+    return Task(name, [*map(_as_task, rows)], [*map(_as_task, held_out)], None, spec, data=data)
 
 
 def _as_task(row: Row) -> Row:

@@ -45,8 +45,13 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, *, option: s
 
 
 def load_tokenizer(path: str, *, option: str = "model.path") -> Any:
-    """The tokenizer that belongs to a model."""
+    """The tokenizer that belongs to a model. A folder may hold a tokenizer and no model, as that of an adapter does."""
     return _load(AutoTokenizer, path, "has no tokenizer that can be loaded", option)
+
+
+def has_tokenizer(path: str | Path) -> bool:
+    """True if a folder holds the files of a tokenizer."""
+    return (Path(path) / "tokenizer_config.json").is_file()
 
 
 def load_config(path: str, *, option: str = "model.path") -> Any:
@@ -58,7 +63,7 @@ def _load(kind: Any, path: str, failure: str, option: str, **options: Any) -> An
     """Calls `from_pretrained` of a class. Code in a model folder or on the hub is never run."""
     if not Path(path).exists():
         _refuse_missing_folder(path, option)
-    elif not (Path(path) / "config.json").exists():
+    elif not (Path(path) / "config.json").exists() and not (kind is AutoTokenizer and has_tokenizer(path)):
         raise ModelError(f"`{option} = {path!r}` is no model: the folder has no `config.json`")
     options |= hub_options(path, option)
     try:

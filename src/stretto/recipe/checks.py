@@ -86,7 +86,8 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
     if recipe.evaluation.prompts == 0:
         for name in ("every", "temperature", "greedy", "max_tokens"):
             found["evaluation", name] = f"`evaluation.{name}` has no effect with `evaluation.prompts = 0`"
-        found["task", "evaluation_path"] = "`task.evaluation_path` has no effect with `evaluation.prompts = 0`"
+        for name in ("evaluation_path", "evaluation_dataset"):
+            found["task", name] = f"`task.{name}` has no effect with `evaluation.prompts = 0`"
     elif recipe.evaluation.every >= recipe.training.steps:
         found["evaluation", "every"] = (
             f"`evaluation.every = {recipe.evaluation.every}` has no effect in a run of `training.steps = "

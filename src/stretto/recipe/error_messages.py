@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from stretto.recipe.foreign_names import foreign_hint
 
-_KINDS = {"constrained-int"}  # pydantic's names of union members that are not tables
+_KINDS = {"constrained-int", "constrained-str"}  # pydantic's names of union members that are not tables
 
 # What an option must be, by pydantic's name of the error; the braces are filled from the error's context.
 _EXPECTED = {

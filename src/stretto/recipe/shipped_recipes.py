@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Collection
+from glob import glob
 from pathlib import Path
 
 from stretto.errors import RecipeError
@@ -48,10 +49,10 @@ def refuse_missing_files(recipe: object, task: object, given: Collection[str] = 
         return
     name = found(Path(recipe)).stem
     for key in ("path", "evaluation_path"):
-        file = getattr(task, key, None)
-        if key in given:
-            continue
-        if isinstance(file, str | Path) and not Path(file).is_absolute() and not Path(file).exists():
+        value = None if key in given else getattr(task, key, None)
+        for file in value if isinstance(value, tuple) else (value,):
+            if not isinstance(file, str | Path) or Path(file).is_absolute() or Path(file).exists() or glob(str(file)):
+                continue
             raise RecipeError(
                 f"the recipe `{name}` needs `{file}` (`task.{key}`), which is not in this folder: it is for a checkout "
                 f"of the repository of stretto, and `recipes/{name}.toml` there says how to get its files; go there, "

@@ -124,7 +124,15 @@ def refuse_lost(folder: Path) -> None:
     raise RunError("\n  ".join([*lines, "nothing was changed"]))
 
 
-def facts_of(recipe: Recipe, *, data_rows: int, templated: bool, vocabulary: int) -> RunFacts:
+def facts_of(
+    recipe: Recipe,
+    *,
+    data_rows: int,
+    templated: bool,
+    vocabulary: int,
+    dropped_rows: int = 0,
+    prompt_limit: int = 0,
+) -> RunFacts:
     """Returns the facts that the journal records of a run: from its recipe, its data and its model."""
     plan = recipe.plan
     return RunFacts(
@@ -146,4 +154,6 @@ def facts_of(recipe: Recipe, *, data_rows: int, templated: bool, vocabulary: int
         laws_broken=plan.paradigm.breaks,
         reserve_groups=plan.reserve_groups,
         reserve_members=plan.reserve_members,
+        dropped_rows=dropped_rows,
+        prompt_limit=prompt_limit,
     )

@@ -46,6 +46,8 @@ MAY_CHANGE: Mapping[str, str] = {
     "evaluation.greedy": "later evaluations",
     "evaluation.max_tokens": "later evaluations",
     "task.evaluation_path": "later evaluations, if it was set before and is set now",
+    "task.evaluation_dataset": "later evaluations, as `task.evaluation_path`",
+    "task.dataset.revision": "where the data set is read from: its rows must be those that the run began with",
     "task.pass_env": "the processes of the task",
     "task.workers": "the processes of the task",
     "task.worker_gib": "the processes of the task",
@@ -77,7 +79,12 @@ FIXED: Mapping[str, str] = {
     "task.order": "the rows that were drawn follow from it",
     "task.pass_reward": "the rows that were drawn follow from it",
     "task.sandbox": "code that passed within its limits may fail within others",
-    "task.path": "the rows that were drawn are those of this file",
+    "task.path": "the rows that were drawn are those of these files",
+    "task.dataset": "the rows that were drawn are those of this data set",
+    "task.columns": _TASK,
+    "task.too_long": "the rows that were drawn are among those that it keeps",
+    "task.chat_template": _TASK,
+    "task.prefill": _TASK,
     "task.reward": _TASK,
     "task.environment": _TASK,
     "task.config": _TASK,
@@ -233,7 +240,14 @@ def _refuse_another_journal(recipe: Recipe, folder: Path, name: str) -> None:
 
     with JournalReader(folder) as reader:
         found = reader.facts()
-    wanted = facts_of(recipe, data_rows=found.data_rows, templated=found.templated, vocabulary=found.vocabulary)
+    wanted = facts_of(
+        recipe,
+        data_rows=found.data_rows,
+        templated=found.templated,
+        vocabulary=found.vocabulary,
+        dropped_rows=found.dropped_rows,
+        prompt_limit=found.prompt_limit,
+    )
     names = [
         each.name
         for each in fields(RunFacts)
@@ -266,10 +280,10 @@ def _refused(before: Recipe, now: Recipe, folder: Path, changes: Sequence[Change
     for key, line in zip(*_causes_and_lines(now, before, folder, fixed), strict=True):
         yield f"{line}: {reason_against(key) or 'other keys lose their effect by that'}"
     changed = {each.key for each in changes}
-    if changed & {"evaluation.prompts", "task.evaluation_path"} and not (_holds_out(before) and _holds_out(now)):
-        key = "task.evaluation_path" if "task.evaluation_path" in changed else "evaluation.prompts"
-        (line,) = _lines(now, before, folder, [key])
-        yield f"{line}: held-out rows are split from `task.path`, so other rows would be trained on"
+    held_out = [each.key for each in changes if each.key.startswith(("task.evaluation_", "evaluation.prompts"))]
+    if held_out and not (_holds_out(before) and _holds_out(now)):
+        for line in _lines(now, before, folder, held_out[-1:]):
+            yield f"{line}: held-out rows are split from those to train on, so other rows would be trained on"
     if "training.steps" in changed and now.training.schedule != "constant" and now.training.schedule_end is None:
         steps, (_, end) = now.training.steps, before.training.schedule_bounds
         yield (
@@ -283,7 +297,10 @@ def _refused(before: Recipe, now: Recipe, folder: Path, changes: Sequence[Change
 
 def _holds_out(recipe: Recipe) -> bool:
     """True if the rows to evaluate on are not taken from those to train on."""
-    return getattr(recipe.task, "path", None) is None or getattr(recipe.task, "evaluation_path", None) is not None
+    from stretto.environments.data_options import RowsOptions
+
+    task = recipe.task
+    return not isinstance(task, RowsOptions) or task.evaluation_name is not None
 
 
 def _refuse_too_few_updates(recipe: Recipe, folder: Path, done: int, *, changed: bool) -> None:

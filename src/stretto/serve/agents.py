@@ -101,7 +101,7 @@ class AgentEnvironment:
         self._options = options
         self._listen = endpoint or EndpointOptions()
         self._tokenizer = tokenizer
-        self._conversations = conversations or chat_conversations(tokenizer, options.template)
+        self._conversations = conversations or chat_conversations(tokenizer)
         self._command = _checked_command(options)
         self._function = _resolved(options)
         self._variables = named_variables(options.pass_env)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from stretto.chat.conversations import Conversations as ChatConversations
@@ -13,12 +13,9 @@ MakeConversations = Callable[[Sequence[int] | None], Conversations]
 """Makes the conversations of one session, from the tokens of its prompt if it has one."""
 
 
-def chat_conversations(tokenizer: Any, template: Mapping[str, Any] | None = None) -> MakeConversations:
-    """Returns what makes the conversations of a session. Raises `RecipeError` if the model has no chat template.
-
-    `template`: options of the template.
-    """
-    renderer = Renderer(tokenizer, template)
+def chat_conversations(tokenizer: Any) -> MakeConversations:
+    """Returns what makes the conversations of a session. Raises `RecipeError` if the model has no chat template."""
+    renderer = Renderer(tokenizer)
 
     def make(prompt_tokens: Sequence[int] | None) -> Conversations:
         made: Conversations = ChatConversations(renderer, prompt_tokens=prompt_tokens)

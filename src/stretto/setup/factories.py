@@ -21,7 +21,7 @@ from stretto.observe.progress import Silent
 from stretto.recipe.schema import Recipe
 from stretto.setup.base_models import base_path_of
 from stretto.setup.device import choose_device, choose_dtype, prepare_device
-from stretto.setup.inputs import Inputs, check_objective, load_inputs
+from stretto.setup.inputs import Inputs, check_objective, load_inputs, prompt_tokenizer
 from stretto.setup.memory import footprint, free_for_instance, out_of_memory
 from stretto.setup.memory_sizes import context_length, engine_rows
 from stretto.setup.teachers import check_teachers, load_teachers, policy_vocabulary
@@ -44,11 +44,23 @@ class DriverInputs:
     tokenizer: Any
 
 
-def load_driver_inputs(recipe: Recipe, model_path: str, given: Given = NOTHING_GIVEN) -> DriverInputs:
-    """Reads the inputs of a run and checks them against tokenizer and configuration. Does not read the weights."""
+def load_driver_inputs(
+    recipe: Recipe, model_path: str, given: Given = NOTHING_GIVEN, prompt_limit: int | None = None
+) -> DriverInputs:
+    """Reads the inputs of a run and checks them against tokenizer and configuration. Does not read the weights.
+
+    `prompt_limit` is that of a run that is resumed (`load_inputs`).
+    """
     check_objective(recipe)
-    tokenizer, config = load_tokenizer(model_path), load_config(model_path)
-    inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=model_path, given=given)
+    tokenizer, config = prompt_tokenizer(recipe, load_tokenizer(model_path)), load_config(model_path)
+    inputs = load_inputs(
+        recipe,
+        tokenizer,
+        context=context_length(config),
+        model_path=model_path,
+        given=given,
+        prompt_limit=prompt_limit,
+    )
     check_teachers(recipe, tokenizer, inputs.longest_prompt)
     sampling = Sampling(
         max_tokens=recipe.rollout.max_tokens,

@@ -7,18 +7,20 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from stretto.chat.templates import Template, with_template
 from stretto.environments.custom import (
     EnvironmentSpec,
     close_environment,
     load_environment,
     start_environment,
 )
-from stretto.environments.data import PromptStream
+from stretto.environments.data import PromptStream, Row, TooLong
+from stretto.environments.data_options import ChatTemplateOptions, RowsOptions
 from stretto.environments.episode_pool import EpisodePool, EpisodePoolOptions, default_workers, pickled_tokenizer
 from stretto.environments.given import NOTHING_GIVEN, Given, is_given
 from stretto.environments.prompt_order import PassRates
@@ -28,7 +30,12 @@ from stretto.environments.reward_pool import RewardPool
 from stretto.environments.reward_worker import Columns
 from stretto.environments.sandbox import PARTS, RESERVED_NUMBERS, missing
 from stretto.environments.sandbox_processes import held_parts
-from stretto.environments.task_options import EnvironmentOptions, ProcessTaskOptions, ScoredTaskOptions
+from stretto.environments.task_options import (
+    EnvironmentOptions,
+    ProcessTaskOptions,
+    ScoredTaskOptions,
+    TaskOptions,
+)
 from stretto.environments.tasks import Task, load_task
 from stretto.environments.thread_episodes import ThreadEpisodes
 from stretto.environments.thread_rewards import ThreadRewards
@@ -58,6 +65,11 @@ class Inputs:
         return max(self.prompts.longest_checked, 0 if self.held_out is None else self.held_out.longest_checked)
 
     @property
+    def prompt_limit(self) -> int:
+        """Tokens, beyond which prompts of rollout are dropped or cut; 0: none is."""
+        return self.prompts.too_long.limit if self.prompts.bends_long else 0
+
+    @property
     def templated(self) -> bool:
         """True if the tokenizer's chat template makes most of the prompts; otherwise they are raw text."""
         return 2 * self.prompts.num_templated > self.prompts.num_rows
@@ -73,11 +85,13 @@ class Inputs:
     def notes(self, recipe: Recipe) -> Iterator[str]:
         """Yields sentences that the user should read before the run, although nothing is wrong."""
         yield from _sandbox_notes(recipe)
+        yield from self._data_notes(recipe)
         yield from self._given_notes()
         wanted = recipe.evaluation.prompts
         if self.held_out is not None and self.held_out.num_rows < wanted:
-            path = getattr(recipe.task, "evaluation_path", None)
-            why = f"{self.task.name} has no more to spare" if path is None else f"`{path}` has no more"
+            why = f"{self.task.name} has no more to spare"
+            if isinstance(recipe.task, RowsOptions) and (source := recipe.task.evaluation_name) is not None:
+                why = f"{source} has no more"
             yield (
                 f"{self.held_out.num_rows} prompts are held out for evaluation, fewer than `evaluation.prompts = "
                 f"{wanted}`: {why}"
@@ -107,6 +121,21 @@ class Inputs:
                 "a later one that is too long fails, is counted, and the next takes its place"
             )
 
+    def _data_notes(self, recipe: Recipe) -> Iterator[str]:
+        """Says which revision of a data set was read, and what was done with prompts that are too long."""
+        for key, revision in self.task.data.revisions.items():
+            if getattr(recipe.task, key.removeprefix("task.")).revision != revision:
+                yield f'`{key}` is at revision {revision}; `{key}.revision = "{revision}"` keeps it there'
+        done = {"drop": "are left out", "truncate": "are cut at their beginning"}.get(_too_long(recipe.task))
+        for stream in (self.prompts, self.held_out):
+            if stream is not None and stream.too_long.num and done is not None:
+                held = "" if stream is self.prompts else "held-out "
+                long = stream.too_long
+                yield (
+                    f"{long.num:,} {held}prompts of {self.task.name} have more than {long.limit:,} tokens and {done} "
+                    f'(`task.too_long = "{_too_long(recipe.task)}"`): {long.places}'
+                )
+
     def _given_notes(self) -> Iterator[str]:
         """Says where a reward or an environment runs that no worker process can import."""
         spec = self.task.environment
@@ -119,11 +148,39 @@ class Inputs:
             )
 
 
+def prompt_tokenizer(recipe: Recipe, tokenizer: Any) -> Any:
+    """Returns the tokenizer with the chat template that the task asks for, which all that chats is given."""
+    task = recipe.task
+    if not isinstance(task, ChatTemplateOptions):
+        return tokenizer
+    variables = task.model_dump(mode="json", include={"template"})["template"]
+    return with_template(tokenizer, chat_template=task.chat_template, variables=variables, prefill=task.prefill)
+
+
+def asked_template(recipe: Recipe, tokenizer: Any) -> Template | None:
+    """Returns the template of a tokenizer from `prompt_tokenizer`; None if it is the model's own."""
+    task = recipe.task
+    asks = isinstance(task, ChatTemplateOptions) and (task.chat_template or task.template or task.prefill)
+    return tokenizer.chat_template if asks else None
+
+
 def load_inputs(
-    recipe: Recipe, tokenizer: Any, *, context: int, model_path: str, given: Given = NOTHING_GIVEN
+    recipe: Recipe,
+    tokenizer: Any,
+    *,
+    context: int,
+    model_path: str,
+    given: Given = NOTHING_GIVEN,
+    prompt_limit: int | None = None,
 ) -> Inputs:
-    """Reads the data set and checks it against the tokenizer and the model's `context`. Raises `RecipeError`."""
+    """Reads the data set and checks it against the tokenizer and the model's `context`. Raises `RecipeError`.
+
+    The `tokenizer` is that of `prompt_tokenizer`. `prompt_limit`: tokens, beyond which a run that is resumed began to
+    drop or cut prompts; it goes on so.
+    """
     limits = _prompt_limits(recipe, model_path, context)
+    if prompt_limit is not None:
+        limits = _limit_as_begun(prompt_limit, limits[0]), limits[1]
     task = load_task(
         recipe.task,
         seed=recipe.seed,
@@ -134,9 +191,22 @@ def load_inputs(
     rates = None
     if recipe.task.order == "pass-rate":
         rates = PassRates(len(task.train), seed=recipe.seed, pass_reward=recipe.task.pass_reward or 1.0)
-    prompts = PromptStream(
-        task.train, tokenizer, seed=recipe.seed, max_prompt_tokens=limits[0], pass_rates=rates, name=task.name
-    )
+    choices = recipe.task.other_too_long if isinstance(recipe.task, RowsOptions) else ()
+
+    def stream(rows: Sequence[Row], limit: int, name: str, **options: Any) -> PromptStream:
+        return PromptStream(
+            rows,
+            tokenizer,
+            seed=recipe.seed,
+            max_prompt_tokens=limit,
+            name=name,
+            too_long=_too_long(recipe.task),
+            choices=choices,
+            **options,
+        )
+
+    prompts = stream(task.train, limits[0], task.name, pass_rates=rates)
+    _refuse_raw_text(recipe, prompts, task.name)
     held_out = None
     if recipe.evaluation.prompts:
         if not task.evaluation:
@@ -144,11 +214,45 @@ def load_inputs(
                 f"`evaluation.prompts = {recipe.evaluation.prompts}`, but {task.name} has too few rows to hold any "
                 "out; name a file of them in `task.evaluation_path`, or set `evaluation.prompts = 0`"
             )
-        name = f"the held-out rows of {task.name}"
-        held_out = PromptStream(
-            task.evaluation, tokenizer, seed=recipe.seed, max_prompt_tokens=limits[1], shuffle=False, name=name
-        )
+        held_out = stream(task.evaluation, limits[1], f"the held-out rows of {task.name}", shuffle=False)
     return Inputs(task, prompts, held_out)
+
+
+def _too_long(task: TaskOptions) -> TooLong:
+    choice: TooLong = getattr(task, "too_long", "refuse")
+    return choice
+
+
+def _limit_as_begun(begun: int, now: int) -> int:
+    if begun > now:
+        raise RecipeError(
+            f"the run began with prompts of up to {begun:,} tokens, and context and `rollout.kv_tokens` leave room for "
+            f"{now:,} now: give the engines as much KV as before, or start a new run"
+        )
+    return begun
+
+
+def _refuse_raw_text(recipe: Recipe, prompts: PromptStream, name: str) -> None:
+    """Raises `RecipeError` if options of the chat template have no effect, because rows are raw text.
+
+    An environment may chat whatever the rows are.
+    """
+    task = recipe.task
+    if not isinstance(task, ChatTemplateOptions) or isinstance(task, EnvironmentOptions):
+        return
+    raw, set_keys = prompts.num_rows - prompts.num_templated, task.model_fields_set
+    if task.prefill is not None and raw:
+        raise RecipeError(
+            f"`task.prefill = {task.prefill!r}` follows the chat template, and {raw:,} of {prompts.num_rows:,} rows of "
+            f"{name} are raw text (`prompt`): give `messages` instead, set `task.system`, or write it at the end of "
+            "each `prompt`"
+        )
+    for key in ("chat_template", "template"):
+        if key in set_keys and getattr(task, key) and raw == prompts.num_rows:
+            raise RecipeError(
+                f"`task.{key}` has no effect: all rows of {name} are raw text (`prompt`); give `messages`, for example "
+                'with `task.columns = { messages = "prompt" }`, set `task.system`, or leave it out'
+            )
 
 
 def reward_columns(task: Task) -> Columns:

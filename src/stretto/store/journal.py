@@ -143,7 +143,7 @@ class Journal:
 
     def refuse_another_run(self, facts: RunFacts) -> None:
         """Raises `RunError` if a resumed run has another paradigm, batch, group, redundancy, seed or data."""
-        for name in ("paradigm", "batch", "group", *RESERVES, "seed", "data_rows", "order"):
+        for name in ("paradigm", "batch", "group", *RESERVES, "seed", "data_rows", "dropped_rows", "order"):
             if self._stored is not None and getattr(self._stored, name) != getattr(facts, name):
                 raise RunError(
                     f"`{name} = {getattr(facts, name)!r}` cannot resume `{self.path}`, which was recorded with "
@@ -159,6 +159,7 @@ class Journal:
     # One line for each other change. Its parameters and its documentation are those of the function.
     based_on = _recorded(journal_writes.based_on)
     scored_by = _recorded(journal_writes.scored_by)
+    read_from = _recorded(journal_writes.read_from)
     finished = _recorded(journal_writes.finished)
     settle = _recorded(journal_writes.settle)
 

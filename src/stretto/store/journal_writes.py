@@ -68,6 +68,14 @@ def scored_by(db: sqlite3.Connection, sources: Mapping[str, str]) -> None:
     db.execute("INSERT OR REPLACE INTO run VALUES ('sources', ?)", (json_or_null(sources),))
 
 
+def read_from(db: sqlite3.Connection, data: Mapping[str, Any]) -> None:
+    """Records what the prompts are made from: `train` and `evaluation`, digests by name, and `chat_template`.
+
+    The last is the text of the template that the recipe asks for, or None.
+    """
+    db.execute("INSERT OR REPLACE INTO run VALUES ('data', ?)", (json_or_null(data),))
+
+
 def finished(db: sqlite3.Connection, stopped: bool, at: float, totals: Mapping[str, Any] | None = None) -> None:
     """Ends the session: all updates are done, or (`stopped`) the run was asked to stop. `totals` are its sums."""
     db.execute(

@@ -155,8 +155,8 @@ CHECKS: tuple[tuple[str, str], ...] = (
     ),
     (
         "2",
-        """SELECT 'group ' || group_id || ' is drawn from row ' || row_number || ' of ' || :data_rows
-        FROM groups WHERE row_number NOT BETWEEN 0 AND :data_rows - 1""",
+        """SELECT 'group ' || group_id || ' is drawn from row ' || row_number || ' of ' || (:data_rows + :dropped_rows)
+        FROM groups WHERE row_number NOT BETWEEN 0 AND :data_rows + :dropped_rows - 1""",
     ),
     (
         "2",

@@ -33,7 +33,10 @@ _KEYS = {
     "order": ("task", "order"),
 }
 # Keys of `config.toml` that may be edited, because they say where a run finds its files and how it is executed.
-_OF_THE_MACHINE = ("runtime.", "model.path", "model.adapter", "task.path", "task.evaluation_path")
+_OF_THE_MACHINE = (
+    *("runtime.", "model.path", "model.adapter", "task.path", "task.evaluation_path", "task.chat_template"),
+    *("task.dataset.name", "task.evaluation_dataset.name"),
+)
 
 
 @dataclass(frozen=True, slots=True)

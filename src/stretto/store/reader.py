@@ -227,6 +227,12 @@ class JournalReader:
         return {name: str(value) for name, value in _mapping(rows[0][0]).items()} if rows else {}
 
     @_decodes
+    def data(self) -> dict[str, Any]:
+        """Returns what the prompts are made from (`Journal.read_from`); empty if that is not recorded."""
+        rows = self._rows("SELECT value FROM run WHERE key = 'data'")
+        return dict(_mapping(rows[0][0])) if rows else {}
+
+    @_decodes
     def phases(self) -> list[PhaseRecord]:
         """Returns the phases of the run, in order."""
         rows = self._rows("SELECT phase, first_update, first_group, began_at, recipe FROM phases ORDER BY phase")

@@ -213,7 +213,7 @@ class RunFacts:
     group: int  # G, trajectories per group
     updates: int  # N
     seed: int
-    data_rows: int  # in the data set, which is one epoch
+    data_rows: int  # that are drawn, which is one epoch
     retries: int  # tries after the first, to generate a trajectory and again to score it
     filter_limit: int = 0  # groups without signal that are replaced before one batch, at most; 0: none
     order: Order = "shuffled"  # of the rows
@@ -224,6 +224,8 @@ class RunFacts:
     laws_broken: tuple[int, ...] = ()  # the laws that the paradigm gives up by design
     reserve_groups: int = 0  # groups that are started beyond those that the batches need, at most, at once
     reserve_members: int = 0  # trajectories that a group is started with beyond `group`
+    dropped_rows: int = 0  # of the data set, beside `data_rows`: they are never drawn, and count in row numbers
+    prompt_limit: int = 0  # tokens, beyond which prompts are dropped or cut; 0: none is
 
 
 HEADER = b"SQLite format 3\0"

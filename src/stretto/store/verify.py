@@ -172,7 +172,7 @@ def _read_run(db: sqlite3.Connection, path: Path) -> _Run:
             f"journal `{path}` says that its paradigm `{paradigm}` gives up laws {facts['laws_broken']}, and it gives "
             f"up laws {list(given_up)}: {RESTORE}"
         )
-    params |= {name: facts.get(name, 0) for name in RESERVES}  # a run may be older than redundancy
+    params |= {name: facts.get(name, 0) for name in (*RESERVES, "dropped_rows")}  # a run may be older than these
     params |= {"members": params["group"] + params["reserve_members"], "drains": paradigm == "one-step-off"}
     params |= {"finished": outcome == "finished", "continues": 1 in given_up, "drops": 2 in given_up}
     how = f"run {state_of(path.resolve().parent, outcome)}"
