@@ -14,19 +14,16 @@ tool calls. Either is right if it gives back the text. So a tool call keeps its 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stretto.chat.answers import PREFILL, split_reasoning
 from stretto.chat.messages import AssistantMessage, Message, fingerprint, for_template, reasoning_of
 from stretto.chat.rendering import Renderer
 from stretto.chat.tool_calls import ParsedCalls, parse_tool_calls
 from stretto.errors import ChatError
 from stretto.types import FinishReason
-
-THINK, END_OF_THINK = "<think>", "</think>"
-_PREFILL = re.compile(rf"{THINK}\s*({END_OF_THINK}\s*)?\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +83,7 @@ class Conversations:
             raise ChatError("a request was answered after another one of its lineage: await one call after the other")
         stop = sampled[-1] if sampled and finish == "stop" and self._renderer.special(sampled[-1]) is not None else None
         written = self._renderer.decode(sampled if stop is None else sampled[:-1])
-        prefill = match[0] if (match := _PREFILL.search(request.text)) else ""
+        prefill = match[0] if (match := PREFILL.search(request.text)) else ""
         answer = self._parsed(request, prefill + written, sampled, finish)
         structured = for_template(answer.message)
         lineage = _Lineage(
@@ -155,7 +152,7 @@ class Conversations:
     def _parsed(
         self, request: ChatRequest, text: str, sampled: tuple[int, ...], finish: FinishReason
     ) -> AssistantMessage:
-        reasoning, content = _split_reasoning(text)
+        reasoning, content = split_reasoning(text)
         parsed = parse_tool_calls(content) if request.tools else ParsedCalls(content, ())
         first = self._num_calls
         self._num_calls += len(parsed.calls)  # nine letters and digits: some templates take no other ids
@@ -195,12 +192,3 @@ class _Lineage:
     def is_past(self, request: ChatRequest) -> bool:
         """Tells if a request for the next turn is out of date."""
         return request.tokens[: len(self.tokens)] != self.tokens
-
-
-def _split_reasoning(text: str) -> tuple[str | None, str]:
-    """Returns the thinking that an answer begins with, and what follows it. Thinking that was cut has nothing after."""
-    begun = text.lstrip()
-    if not begun.startswith(THINK):
-        return None, text
-    reasoning, _, content = begun.removeprefix(THINK).partition(END_OF_THINK)
-    return reasoning.strip() or None, content.lstrip("\n")

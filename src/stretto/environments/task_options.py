@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from stretto.environments.reward_options import RewardTable, SharedRewardOptions
 from stretto.environments.sandbox import Limits
 from stretto.options import Options
 
@@ -106,7 +107,13 @@ class FileOptions(ScoredTaskOptions):
     type: Literal["file"] = "file"
     path: str = Field(description="File with a column `prompt` or `messages`")
     reward: str | None = Field(
-        None, description='`package.module:function`; may be left out only with `algorithm.type = "distill"`'
+        None,
+        description="`package.module:function`; may be left out only with `task.rewards`, or with "
+        '`algorithm.type = "distill"`',
+    )
+    rewards: tuple[RewardTable, ...] = Field(
+        (),
+        description="Several rewards instead of `reward`, each a table `[[task.rewards]]`; their weighted sum counts",
     )
     evaluation_path: str | None = Field(None, description="File of held-out prompts; default: split from `path`")
     system: str | None = Field(None, description="System message; every `prompt` becomes a user message after it")
@@ -198,3 +205,8 @@ TaskOptions = Annotated[
     CountdownChainOptions | ReasoningGymOptions | FileOptions | GuessOptions | EnvironmentOptions | AgentOptions,
     Field(discriminator="type"),
 ]
+
+
+def rewards_of(task: TaskOptions) -> tuple[SharedRewardOptions, ...]:
+    """Returns the tables `[[task.rewards]]` of a task; empty if it has none."""
+    return task.rewards if isinstance(task, FileOptions) else ()

@@ -78,6 +78,7 @@ FIXED: Mapping[str, str] = {
     "task.sandbox": "code that passed within its limits may fail within others",
     "task.path": "the rows that were drawn are those of this file",
     "task.reward": _TASK,
+    "task.rewards": "the members of a group may be scored before and after, and are compared by one sum of rewards",
     "task.environment": _TASK,
     "task.config": _TASK,
     "task.name": _TASK,
