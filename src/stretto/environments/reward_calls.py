@@ -52,6 +52,7 @@ DEFAULT_BATCH = 512  # completions of one call
 SINGLE_NAMES = frozenset(("prompt", "completion"))
 BATCH_NAMES = frozenset(("prompts", "completions"))
 DETAILS = frozenset((MESSAGES, "completion_message", "completion_ids"))
+SEES_COMPLETION = DETAILS - {MESSAGES}
 OF_TRAINER = frozenset(("trainer_state", "log_extra", "log_metric"))
 
 
@@ -229,9 +230,9 @@ class RewardCall:
         self.batch_size = spec.batch_size or DEFAULT_BATCH
         own = BATCH_NAMES if self.batched else SINGLE_NAMES
         # By name, if the function uses a name of its form. Else by position, whatever they are called.
-        self._by_name = bool(parameters.names & own) or (
-            self.batched and (parameters.takes_all or "completion_ids" in parameters.names)
-        )
+        seen = own & parameters.names - {"prompt", "prompts"} | parameters.names & SEES_COMPLETION
+        named = bool(parameters.names & own) and (parameters.takes_all or bool(seen))
+        self._by_name = named or (self.batched and (parameters.takes_all or "completion_ids" in parameters.names))
         self._own = frozenset(name for name in own if parameters.takes(name)) if self._by_name else frozenset()
         known = frozenset() if columns is None else frozenset(columns) - {MESSAGES}
         extras = DETAILS | OF_TRAINER if self.batched else DETAILS
@@ -391,7 +392,7 @@ class RewardCall:
             raise SpecError(f"the rows have a column `{taken[0]}`, which the call itself uses; rename the column")
         first, second = ("prompts", "completions") if self.batched else ("prompt", "completion")
         names = [name for name in columns if name != MESSAGES and parameters.takes(name)]
-        names += sorted(name for name in self._extras if name != MESSAGES or columns.get(MESSAGES, "") is None)
+        names += sorted(name for name in self._extras if name != MESSAGES or name in columns)
         positional = () if self._by_name else (first, second)
         own = [name for name in (first, second) if name in self._own]
         name = self.spec.target.partition(":")[2]
@@ -413,7 +414,7 @@ class RewardCall:
             ) from error
         if self.batched:
             return
-        for column in (*names, MESSAGES) if MESSAGES in self._extras else names:
+        for column in names:
             if (lacking := columns.get(column)) is not None:
                 try:
                     rest = [each for each in (*own, *names) if each != column]

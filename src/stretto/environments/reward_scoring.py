@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from stretto.environments.function_specs import SpecError
@@ -122,6 +123,9 @@ def _number(call: RewardCall, value: Any) -> float | str:
         return call.failure(error)
 
 
+_Share = Callable[[], Awaitable[float | str]]  # begins to compute one reward of a completion
+
+
 class AsyncScoring:
     """Scores with functions of which one or more are `async`, on the running event loop."""
 
@@ -144,16 +148,16 @@ class AsyncScoring:
 
     def begin(self, items: Sequence[Item]) -> None:
         """Starts to score completions that have arrived together."""
-        shares: dict[int, list[Awaitable[float | str]]] = {item[0]: [] for item in items}
+        shares: dict[int, list[_Share]] = {item[0]: [] for item in items}
         for call in self._calls:
             if call.batched:
                 for chunk in call.chunks(items, _details):
                     batch = self._start(self._batch(call, chunk), f"rewards of {len(chunk)} completions")
                     for item in chunk:
-                        shares[item[0]].append(_share(batch, item[0]))
+                        shares[item[0]].append(partial(_share, batch, item[0]))
             else:
                 for item in items:
-                    shares[item[0]].append(self._single(call, item))
+                    shares[item[0]].append(partial(self._single, call, item))
         for identity, own in shares.items():
             self._start(self._finish(identity, own), f"reward {identity}")
 
@@ -168,8 +172,8 @@ class AsyncScoring:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _finish(self, identity: int, shares: Sequence[Awaitable[float | str]]) -> None:
-        outcomes = [await shares[0]] if len(shares) == 1 else await asyncio.gather(*shares)
+    async def _finish(self, identity: int, shares: Sequence[_Share]) -> None:
+        outcomes = [await shares[0]()] if len(shares) == 1 else await asyncio.gather(*(share() for share in shares))
         scores = tuple(outcome for outcome in outcomes if not isinstance(outcome, str))
         error = next((outcome for outcome in outcomes if isinstance(outcome, str)), None)
         self._done((identity, scores, None) if error is None else (identity, None, error))

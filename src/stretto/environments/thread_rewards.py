@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import os
 import threading
 import time
@@ -57,7 +58,10 @@ class _PlainThread:
     """Scores from a queue that all threads share: one after the other, or all that wait if a reward is batched."""
 
     def __init__(
-        self, calls: Sequence[RewardCall], queue: SimpleQueue[_Asked | None], done: Callable[[_Asked, Result], None]
+        self,
+        calls: Sequence[RewardCall],
+        queue: SimpleQueue[list[_Asked] | None],
+        done: Callable[[_Asked, Result], None],
     ) -> None:
         self.abandoned = False
         self.asked: dict[int, _Asked] = {}  # those that it scores, by id
@@ -71,17 +75,16 @@ class _PlainThread:
         self.thread.start()
 
     def _run(self) -> None:
-        while not self.abandoned and (asked := self._queue.get()) is not None:
-            some = [asked]
-            while not some[-1].alone and len(some) < self._most:
+        while not self.abandoned and (some := self._queue.get()) is not None:
+            while not some[0].alone and len(some) < self._most:
                 try:
-                    another = self._queue.get_nowait()
+                    more = self._queue.get_nowait()
                 except Empty:
                     break
-                if another is None or another.alone:
-                    self._queue.put(another)  # of another thread, or for a call of its own
+                if more is None or more[0].alone:
+                    self._queue.put(more)  # the end of another thread, or for a call of its own
                     break
-                some.append(another)
+                some = [*some, *more]
             self.asked = {each.item[0]: each for each in some}
             self._scoring.score([each.item for each in some])
             self._calling, self.asked = (0.0, ()), {}
@@ -110,7 +113,6 @@ class _AsyncThread:
     def __init__(self, calls: Sequence[RewardCall], deadline_s: float, done: Callable[[_Asked, Result], None]) -> None:
         self.abandoned = False
         self.asked: dict[int, _Asked] = {}
-        self._arrived: list[_Asked] = []
         self._scoring = AsyncScoring(
             calls, deadline_s=deadline_s, mark=lambda _: None, left=lambda _: None, done=self._ended
         )
@@ -119,10 +121,12 @@ class _AsyncThread:
         self.thread = threading.Thread(target=self._run, name="reward", daemon=True)
         self.thread.start()
 
-    def send(self, asked: _Asked) -> None:
-        asked.since = time.monotonic()
-        self.asked[asked.item[0]] = asked
-        self._loop.call_soon_threadsafe(self._arrive, asked)
+    def send(self, asked: list[_Asked]) -> None:
+        now = time.monotonic()
+        for each in asked:
+            each.since = now
+            self.asked[each.item[0]] = each
+        self._loop.call_soon_threadsafe(self._scoring.begin, [each.item for each in asked])
 
     def late(self, now: float, limit_s: float) -> list[_Asked]:
         """Returns those that it has had for longer than the limit."""
@@ -138,20 +142,6 @@ class _AsyncThread:
         self._scoring.cancel()
         with contextlib.suppress(BaseException):
             self._loop.run_until_complete(asyncio.sleep(0))
-
-    def _arrive(self, asked: _Asked) -> None:
-        if not self._arrived:
-            self._loop.call_soon(self._begin)
-        self._arrived.append(asked)
-
-    def _begin(self) -> None:
-        some, self._arrived = self._arrived, []
-        together = [each.item for each in some if not each.alone]
-        if together:
-            self._scoring.begin(together)
-        for each in some:
-            if each.alone:
-                self._scoring.begin([each.item])
 
     def _ended(self, result: Result) -> None:
         self._done(self.asked.pop(result[0]), result)
@@ -187,7 +177,8 @@ class ThreadRewards:
         self._late = late_text(specs, deadline_s)
         self._late_texts = {self._late, *(late_text([spec], deadline_s) for spec in specs)}
         self._ids = itertools.count()
-        self._queue: SimpleQueue[_Asked | None] = SimpleQueue()
+        self._queue: SimpleQueue[list[_Asked] | None] = SimpleQueue()
+        self._arrived: list[_Asked] = []  # in this turn of the event loop
         self._threads: list[_PlainThread | _AsyncThread] = []
         self._abandoned: list[threading.Thread] = []
         self._pending: set[_Asked] = set()
@@ -232,7 +223,9 @@ class ThreadRewards:
         asked = _Asked((next(self._ids), prompt, completion, row, details), self._loop.create_future())
         self._pending.add(asked)
         self._work.set()
-        self._send(asked)
+        if not self._arrived:
+            self._loop.call_soon(self._send_arrived)
+        self._arrived.append(asked)
         try:
             return graded(self._specs, await asked.future)
         finally:
@@ -267,10 +260,21 @@ class ThreadRewards:
             return _AsyncThread(self._calls, self._deadline_s, self._done)
         return _PlainThread(self._calls, self._queue, self._done)
 
-    def _send(self, asked: _Asked) -> None:
+    def _send_arrived(self) -> None:
+        """Sends what has arrived in one turn of the event loop: together to an event loop or for a batch."""
+        some, self._arrived = self._arrived, []
+        if self._is_async or any(call.batched for call in self._calls):
+            size = math.ceil(len(some) / self._most_threads)
+            for start in range(0, len(some), size):
+                self._send(some[start : start + size])
+        else:
+            for asked in some:
+                self._send([asked])
+
+    def _send(self, asked: list[_Asked]) -> None:
         if not self._threads:
             self._fail(
-                [asked],
+                asked,
                 RewardError(f"{self.num_abandoned} calls of {self._shown} hang in this process, which is the limit"),
             )
         elif isinstance(first := self._threads[0], _AsyncThread):
@@ -329,7 +333,7 @@ class ThreadRewards:
             self._threads.append(self._new_thread())
         for each in again:
             each.alone = True
-            self._send(each)
+            self._send([each])
 
     def _fail(self, items: set[_Asked] | list[_Asked], error: RewardError) -> None:
         for asked in items:
