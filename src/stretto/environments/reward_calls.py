@@ -68,12 +68,11 @@ class Details(NamedTuple):
 
     def only(self, wants: int) -> Details | None:
         """Returns what is wanted of it; None: nothing."""
-        if not wants:
+        messages = self.messages if wants & WANTS_MESSAGES else None
+        if messages is None and not wants & (WANTS_TOKENS | WANTS_VERSION):
             return None
         return Details(
-            self.messages if wants & WANTS_MESSAGES else None,
-            self.tokens if wants & WANTS_TOKENS else b"",
-            self.version if wants & WANTS_VERSION else 0,
+            messages, self.tokens if wants & WANTS_TOKENS else b"", self.version if wants & WANTS_VERSION else 0
         )
 
 
