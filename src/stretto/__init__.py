@@ -16,6 +16,7 @@ The same as the command line, from Python:
 | `Run` | a run: its outcome, metrics, samples and policy; its report, trace and export |
 | `list_runs` | returns a table of the runs in a folder and below it |
 | `compare_runs` | returns a table of runs: recipes, scores, speed |
+| `Reward` | a reward function with a weight, for a task that has several |
 | `Callback` | the base class of callbacks |
 | `check` | does everything that `train` does before it builds a model, and reports the effective values |
 | `load_recipe` | reads and validates a recipe, with overrides |
@@ -40,11 +41,13 @@ if TYPE_CHECKING:
     from stretto.api.tables import Table
     from stretto.api.training import train
     from stretto.assembly.compare import compare
+    from stretto.environments.python_rewards import Reward
     from stretto.observe.listeners import Callback
     from stretto.recipe.schema import load_recipe
 else:
     _MODULES = {
         "Callback": "stretto.observe.listeners",
+        "Reward": "stretto.environments.python_rewards",
         "Run": "stretto.api.runs",
         "Table": "stretto.api.tables",
         "check": "stretto.api.checking",
@@ -74,6 +77,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "Callback",
+    "Reward",
     "Run",
     "StrettoError",
     "Table",

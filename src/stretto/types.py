@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -243,6 +243,14 @@ class EngineStats:
     kv_on_host: int = 0  # tokens that wait in host memory for their next turn
 
 
+class RewardPart(NamedTuple):
+    """One of several rewards of a trajectory, which is their weighted sum."""
+
+    name: str
+    weight: float
+    value: float | None  # None: it does not apply to this trajectory, and is left out of the sum
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One lineage of a finished trajectory as the trainer sees it. Most trajectories have one."""
@@ -258,6 +266,7 @@ class Sample:
     turn_rewards: tuple[float, ...] | None = None
     lineage: int = 0
     turn_numbers: tuple[int, ...] | None = None  # as in `Lineage`
+    reward_parts: tuple[RewardPart, ...] | None = None  # if `reward` is the weighted sum of several
 
     @property
     def oldest_version(self) -> int:
@@ -287,6 +296,19 @@ class Sample:
         if self.completion.token_versions is None:
             return np.full(self.completion.num_sampled, self.version, dtype=np.int64)
         return self.completion.token_versions[self.completion.sampled].astype(np.int64)
+
+
+def part_means(parts: Iterable[Sequence[RewardPart] | None]) -> dict[str, float]:
+    """Returns the mean value of each reward by its name, over those that it applies to; `parts` of one trajectory each.
+
+    A reward that applies to none is left out.
+    """
+    values: dict[str, list[float]] = {}
+    for own in parts:
+        for name, _, value in own or ():
+            if value is not None:
+                values.setdefault(name, []).append(value)
+    return {name: math.fsum(found) / len(found) for name, found in values.items()}
 
 
 def older_versions(samples: Iterable[Sample], update: int) -> list[int]:
@@ -374,6 +396,7 @@ class HeldOutAnswer:
     contexts: tuple[str | None, ...]  # one a lineage; None: it begins with the prompt
     reward: float | None
     error: str | None
+    reward_parts: tuple[RewardPart, ...] | None = None  # if `reward` is the weighted sum of several
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,3 +416,4 @@ class EvaluationResult:
     at: float  # when it ended
     seconds: float
     greedy: HeldOutScore | None = None  # of the answers at temperature 0; None: not asked for
+    rewards: Mapping[str, float] | None = None  # mean of each part of `score`; None: the task has one reward

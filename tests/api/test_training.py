@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from api_cases import ROWS, Stops, letters, tables
 from run_cases import assert_verifies, rows
 
 import stretto
@@ -20,25 +21,6 @@ from stretto.errors import RecipeError, RunError
 from stretto.observe.listeners import Callback, LiveRun
 from stretto.recipe.schema import Recipe
 from stretto.view.runs import RunSource
-
-ROWS = [{"prompt": f"{number}+{number}=", "answer": number} for number in range(24)]
-
-
-def tables(model: Path, **sections: Any) -> dict[str, Any]:
-    """A recipe without a task: three updates of 3 groups of 4."""
-    return {
-        "seed": 5,
-        "model": {"path": str(model), "lora": {"rank": 4}},
-        "rollout": {"prompts": 3, "group": 4, "max_tokens": 12},
-        "training": {"steps": 3, "learning_rate": 1e-3},
-        "evaluation": {"prompts": 2},
-        "runtime": {"device": "cpu", "engine_threads": 1, "trainer_threads": 1, "stall_seconds": 60.0},
-        **sections,
-    }
-
-
-def letters(prompt: str, completion: str, answer: int) -> float:
-    return sum(character in "aeiou0123456789" for character in completion) / 8
 
 
 def local_letters() -> Any:
@@ -61,24 +43,6 @@ def other_letters() -> Any:
 
 def recorded(folder: Path) -> dict[str, Any]:
     return tomllib.loads((folder / "config.toml").read_text())
-
-
-class Stops(Callback):
-    """Stops its run after an update."""
-
-    def __init__(self, after: int = 0) -> None:
-        self.after = after
-        self.messages: list[str] = []
-
-    def on_start(self, run: LiveRun) -> None:
-        self.run = run
-
-    def on_update(self, line: dict[str, Any]) -> None:
-        if line["update"] == self.after:
-            self.run.stop()
-
-    def on_message(self, text: str) -> None:
-        self.messages.append(text)
 
 
 def test_a_function_and_rows_of_a_notebook_make_a_run_like_any_other(model: Path, tmp_path: Path) -> None:

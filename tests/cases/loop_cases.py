@@ -68,7 +68,7 @@ def direct(score: Callable[[str], float] | None = None) -> SingleTurn:
     """An environment of one turn, scored in the loop's own thread: rollouts take the direct path."""
 
     class Scores:
-        async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+        async def score(self, prompt: str, completion: str, row: Mapping[str, Any], details: object = None) -> float:
             return float(sum(map(ord, completion)) % 5) if score is None else score(completion)
 
     return SingleTurn(Scores(), lambda tokens: " ".join(map(str, tokens)))

@@ -29,6 +29,10 @@ def only_answer(prompt, completion, answer):
     return completion == answer
 
 
+def only_text(text):
+    return 1.0
+
+
 def only_completion(completion):
     return len(completion)
 

@@ -43,7 +43,7 @@ class Host(Line):
     """A host of rewards, which dies as it starts or does not."""
 
     def __init__(self, dies: bool) -> None:
-        async def score(prompt: str, completion: str, row: Any) -> float:
+        async def score(prompt: str, completion: str, row: Any, details: object = None) -> float:
             return 2.0
 
         async def listen() -> list[str]:

@@ -95,7 +95,7 @@ def test_the_rows_of_a_task_are_those_that_were_given() -> None:
     task = load_task(options, given=given)
     assert [row.text for row in task.train] == ["2+2=", "3+3="] * 5
     assert [row.columns for row in task.evaluation] == [{"answer": "4"}]
-    assert task.function is given.reward
+    assert task.functions == given.rewards != {}
     assert task.reward == "python:<lambda>"
     assert task.name == "`data`"
     with pytest.raises(RunError, match="this was given from Python and cannot be found by its name"):

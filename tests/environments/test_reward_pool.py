@@ -24,11 +24,12 @@ from stretto.environments.reward_pipes import (
     LENGTH,
     MAX_REASON,
     BrokenFrameError,
-    greeting_frame,
+    Greeting,
     max_frame_bytes,
-    read_greeting,
     read_results,
+    read_reward_greeting,
     results_frame,
+    reward_greeting_frame,
 )
 from stretto.environments.reward_pool import RewardPool
 from stretto.errors import LateRewardError, RecipeError, RewardError
@@ -446,7 +447,8 @@ def test_completions_that_wait_behind_ones_that_hang_are_told_of_the_deadline_no
         ),
         ("only_answer", {"question": None}, r"missing a required argument: 'answer'; rows have the columns question"),
         ("only_answer", {"answer": "rows.jsonl:7"}, r"takes the column `answer`, which rows.jsonl:7 does not"),
-        ("only_completion", {}, r"too many positional arguments; rows have no other columns"),
+        ("only_text", {}, r"too many positional arguments; rows have no other columns"),
+        ("only_text", {}, r"or, for batches, `def only_text\(prompts, completions, \*\*columns\)`"),
     ],
 )
 def test_a_function_that_cannot_be_called_with_the_rows_is_refused_at_the_start(function, columns, words):
@@ -456,7 +458,12 @@ def test_a_function_that_cannot_be_called_with_the_rows_is_refused_at_the_start(
 
 @pytest.mark.parametrize(
     ("function", "columns"),
-    [("only_answer", {"answer": None, "more": "rows.jsonl:7"}), ("length", {}), ("later", {"a": "rows.jsonl:7"})],
+    [
+        ("only_answer", {"answer": None, "more": "rows.jsonl:7"}),
+        ("length", {}),
+        ("only_completion", {}),
+        ("later", {"a": "rows.jsonl:7"}),
+    ],
 )
 def test_a_function_that_can_be_called_with_the_rows_starts(function, columns):
     async def run():
@@ -602,7 +609,7 @@ def test_of_a_large_batch_only_the_item_fails_that_breaks_its_worker(function):
 def test_whatever_comes_back_is_results_of_what_was_asked_or_a_broken_frame(body, counts):
     for made in (body, struct.pack("<II", *counts) + body):
         with contextlib.suppress(BrokenFrameError):
-            read_greeting(made)
+            read_reward_greeting(made)
         try:
             results = read_results(made, {0, 1, 2})
         except BrokenFrameError:
@@ -612,16 +619,30 @@ def test_whatever_comes_back_is_results_of_what_was_asked_or_a_broken_frame(body
         for identity, reward, error in results:
             assert identity in (0, 1, 2)
             assert (reward is None) != (error is None)
-            assert reward is None or abs(reward) <= 1e9
+            assert reward is None or all(abs(each) <= 1e9 for each in reward)
 
 
 def test_results_come_back_as_they_were():
-    results = [(3, 0.1, None), (1, None, "no \u00e9"), (2, -0.0, None), (7, None, "")]
+    results = [(3, (0.1, 0.5), None), (1, None, "no \u00e9"), (2, (-0.0, 1.0), None), (7, None, "")]
     body = results_frame(results)[LENGTH.size :]
-    assert sorted(read_results(body, {1, 2, 3, 7})) == sorted(results)
-    assert len(body) <= max_frame_bytes(4)
-    for error, asynchronous in ((None, True), (None, False), ("wrong", False)):
-        assert read_greeting(greeting_frame(error, asynchronous)[LENGTH.size :]) == (error, asynchronous)
+    assert sorted(read_results(body, {1, 2, 3, 7}, 2)) == sorted(results)
+    assert len(body) <= max_frame_bytes(4, 2)
+    for greeting in (
+        Greeting(),
+        Greeting("wrong"),
+        Greeting(None, True, False, 7, ("one at a time",)),
+        Greeting(None, False, True, 2, ("in batches", "one at a time")),
+    ):
+        assert read_reward_greeting(reward_greeting_frame(greeting)[LENGTH.size :]) == greeting
+
+
+def test_a_score_that_is_absent_is_a_broken_frame_unless_there_are_several_rewards():
+    body = results_frame([(3, (float("nan"), 0.5), None)])[LENGTH.size :]
+    with pytest.raises(BrokenFrameError, match="not finite"):
+        read_results(body, {3}, 2)
+    ((identity, scores, error),) = read_results(body, {3}, 2, may_lack=True)
+    assert (identity, scores[1], error) == (3, 0.5, None)
+    assert scores[0] != scores[0]
 
 
 def test_an_error_of_any_length_is_told_and_costs_no_worker():

@@ -187,7 +187,8 @@ def test_a_system_message_makes_prompts_a_conversation(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", 2)
     row = load_task(FileOptions(path=str(path), reward="reward:reward", system="be brief")).train[0]
     assert row.messages == ({"role": "system", "content": "be brief"}, {"role": "user", "content": "0?"})
-    assert (row.columns, row.where) == ({"answer": "0"}, f"{path}:1")
+    assert row.columns == {"answer": "0", "messages": list(row.messages)}, "for rewards that ask for them"
+    assert row.where == f"{path}:1"
 
 
 def test_an_episode_asks_once_and_scores_the_decoded_answer():

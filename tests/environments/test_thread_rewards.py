@@ -20,7 +20,7 @@ def scores(reward: Callable[..., Any], rows: list[Mapping[str, Any]], **options:
     """Scores all rows at once, and returns rewards and errors."""
 
     async def story() -> list[float | BaseException]:
-        rewards = ThreadRewards("python:mine", reward, **options)
+        rewards = ThreadRewards("python:mine", {"": reward}, **options)
         await rewards.start()
         try:
             async with asyncio.timeout(PATIENCE_S):
@@ -130,7 +130,7 @@ def test_an_async_reward_that_blocks_costs_its_thread_and_the_others_are_scored_
         return 1.0
 
     async def story() -> tuple[BaseException | float, float]:
-        rewards = ThreadRewards("python:mine", mine, deadline_s=0.3)
+        rewards = ThreadRewards("python:mine", {"": mine}, deadline_s=0.3)
         await rewards.start()
         try:
             blocked = asyncio.create_task(rewards.score("p", "c", {"blocks": True}))
@@ -171,7 +171,7 @@ def test_what_is_not_scored_at_the_end_fails() -> None:
         return 1.0
 
     async def story() -> None:
-        rewards = ThreadRewards("python:mine", mine)
+        rewards = ThreadRewards("python:mine", {"": mine})
         with pytest.raises(RewardError, match="not running"):
             await rewards.score("p", "c", {})
         await rewards.start()

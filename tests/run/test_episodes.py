@@ -236,7 +236,7 @@ class Scores:
         self._takes_s, self._raises = takes_s, raises
         self.asked: list[tuple[str, str]] = []
 
-    async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    async def score(self, prompt: str, completion: str, row: Mapping[str, Any], details: object = None) -> float:
         self.asked.append((prompt, completion))
         await asyncio.sleep(self._takes_s)
         if self._raises is not None:

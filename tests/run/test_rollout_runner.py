@@ -194,7 +194,7 @@ def test_few_calls_lie_between_a_single_turn_rollout_and_the_queue_of_its_engine
             return super()._begin(apply, trajectory)
 
     class Scores:
-        async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+        async def score(self, prompt: str, completion: str, row: Mapping[str, Any], details: object = None) -> float:
             return 0.5
 
     rollout = Rollout(0, 7, 0, 9, PROMPT, 0)

@@ -170,8 +170,8 @@ def test_an_episode_that_never_asked_earns_nothing() -> None:
 
 
 def test_an_outcome_earns_the_sum_of_its_turns() -> None:
-    assert earned(0.5, 3) == (0.5, None)
-    assert earned(Outcome((0.1, 0.2, 0.3)), 3) == (pytest.approx(0.6), (0.1, 0.2, 0.3))
+    assert earned(0.5, 3) == (0.5, None, None)
+    assert earned(Outcome((0.1, 0.2, 0.3)), 3) == (pytest.approx(0.6), (0.1, 0.2, 0.3), None)
 
 
 @pytest.mark.parametrize("outcome", [None, "1", float("nan"), Outcome((float("inf"),)), [1.0]])
@@ -198,8 +198,8 @@ def test_a_reward_that_cannot_be_trained_on_is_refused_with_the_bound(outcome: o
 
 
 def test_the_largest_rewards_are_rewards() -> None:
-    assert earned(-1e9, 1) == (-1e9, None)
-    assert earned(Outcome((1e9, -1e9, 1e9)), 3) == (1e9, (1e9, -1e9, 1e9))
+    assert earned(-1e9, 1) == (-1e9, None, None)
+    assert earned(Outcome((1e9, -1e9, 1e9)), 3) == (1e9, (1e9, -1e9, 1e9), None)
 
 
 def test_an_outcome_of_another_number_of_turns_is_refused() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.api.event_loops import call_apart
 from stretto.environments.given import Given
+from stretto.environments.python_rewards import Rewards
 from stretto.recipe.overrides import Overrides
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def check(
     recipe: str | Path | Mapping[str, Any] | Recipe,
     overrides: Overrides | None = None,
     *,
-    reward: Callable[..., Any] | None = None,
+    reward: Rewards | None = None,
     data: Iterable[Mapping[str, Any]] | None = None,
     evaluation_data: Iterable[Mapping[str, Any]] | None = None,
     environment: Any = None,

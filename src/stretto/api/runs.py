@@ -176,11 +176,13 @@ class Run:
         """Returns samples that were trained on, in the order of training, with prompts, texts and rewards.
 
         `update` chooses one update; a negative number counts from the last. `text` is contained in the prompt or the
-        text. `limit` is the most rows. A trajectory of several lineages has a row for each.
+        text. `limit` is the most rows. A trajectory of several lineages has a row for each. If the task has several
+        rewards, each has a column `reward/NAME`, without its weight; None: it does not apply.
         """
         from stretto.store.reader import JournalReader
 
         rows: list[dict[str, Any]] = []
+        names: dict[str, None] = {}  # the columns of several rewards
         with JournalReader(self._folder) as reader, reader.moment():
             taken = [record.update for record in reader.updates()]
             for number in self._chosen(update, taken):
@@ -193,8 +195,12 @@ class Run:
                         text in part for part in (record.prompt, record.text, record.context or "")
                     )
                     if lowest and highest and found:
-                        rows.append({"update": number, **asdict(record)})
-        return Table(rows, shown=SAMPLE_COLUMNS, title=f"samples of {self.name}")
+                        parts = {f"reward/{name}": value for name, value in record.rewards.items()}
+                        names |= dict.fromkeys(parts)
+                        rows.append({"update": number, **asdict(record), **parts})
+        place = SAMPLE_COLUMNS.index("reward") + 1
+        shown = (*SAMPLE_COLUMNS[:place], *names, *SAMPLE_COLUMNS[place:])
+        return Table(rows, shown=shown, title=f"samples of {self.name}")
 
     def _chosen(self, update: int | None, taken: Sequence[int]) -> Sequence[int]:
         if update is None:

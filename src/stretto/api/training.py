@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.api.event_loops import call_apart
 from stretto.api.runs import Run
 from stretto.environments.given import Given
+from stretto.environments.python_rewards import Rewards
 from stretto.errors import RecipeError, RunError
 from stretto.observe.listeners import Listeners
 from stretto.recipe.overrides import Overrides
@@ -29,7 +30,7 @@ def train(
     *,
     out: str | Path | None = None,
     resume: bool = False,
-    reward: Callable[..., Any] | None = None,
+    reward: Rewards | None = None,
     data: Iterable[Mapping[str, Any]] | None = None,
     evaluation_data: Iterable[Mapping[str, Any]] | None = None,
     environment: Any = None,
@@ -42,7 +43,8 @@ def train(
     - `recipe`: a TOML file, its tables as nested mappings, or a `Recipe`. None, with `resume`: the run's own.
     - `overrides`: dotted keys with their values (None removes a key), or strings as after `--set`.
     - `out`: the run folder; by default a new one in `runs/`. With `resume`, the run in it is continued.
-    - `reward`: a function `reward(prompt, completion, **row)`, plain or `async`, for a task of rows.
+    - `reward`: a function `reward(prompt, completion, **row)`, plain or `async`, for a task of rows; one of batches, as
+      TRL calls it; or a list of such functions and of `Reward`, which has a weight: then their weighted sum counts.
     - `data`: the rows, each a mapping with `prompt` or `messages`; `evaluation_data`: rows to evaluate on, by default
       split from `data`. With `data` and `reward` the recipe needs no `[task]`.
     - `environment`: a class or an object that plays episodes, instead of `reward`.

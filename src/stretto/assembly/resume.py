@@ -284,6 +284,7 @@ def _rollout(
     return Rollout(
         record.trajectory, group.group, group.version, record.seed, prompt, group.row_number,
         lineages=lineages, reward=reward, turn_rewards=turn_rewards,
+        reward_parts=None if reward is None else record.reward_parts,
     )  # fmt: skip
 
 

@@ -14,19 +14,16 @@ tool calls. Either is right if it gives back the text. So a tool call keeps its 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stretto.chat.answers import PREFILL, split_reasoning
 from stretto.chat.messages import AssistantMessage, Message, fingerprint, for_template, reasoning_of
 from stretto.chat.rendering import Renderer
 from stretto.chat.tool_calls import ParsedCalls, parse_tool_calls
 from stretto.errors import ChatError
 from stretto.types import FinishReason
-
-THINK, END_OF_THINK = "<think>", "</think>"
-_PREFILL = re.compile(rf"{THINK}\s*({END_OF_THINK}\s*)?\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +108,7 @@ class Conversations:
         It is part of the answer's message, because the template does not write it again for an earlier turn.
         """
         own = self._renderer.prefill if context.endswith(self._renderer.prefill) else ""
-        opened = _PREFILL.search(context.removesuffix(own))
+        opened = PREFILL.search(context.removesuffix(own))
         return (opened[0] if opened else "") + own
 
     def _length(self, number: int) -> int:
@@ -164,7 +161,7 @@ class Conversations:
     def _parsed(
         self, request: ChatRequest, text: str, sampled: tuple[int, ...], finish: FinishReason
     ) -> AssistantMessage:
-        reasoning, content = _split_reasoning(text)
+        reasoning, content = split_reasoning(text)
         parsed = parse_tool_calls(content) if request.tools else ParsedCalls(content, ())
         first = self._num_calls
         self._num_calls += len(parsed.calls)  # nine letters and digits: some templates take no other ids
@@ -204,12 +201,3 @@ class _Lineage:
     def is_past(self, request: ChatRequest) -> bool:
         """Tells if a request for the next turn is out of date."""
         return request.tokens[: len(self.tokens)] != self.tokens
-
-
-def _split_reasoning(text: str) -> tuple[str | None, str]:
-    """Returns the thinking that an answer begins with, and what follows it. Thinking that was cut has nothing after."""
-    begun = text.lstrip()
-    if not begun.startswith(THINK):
-        return None, text
-    reasoning, _, content = begun.removeprefix(THINK).partition(END_OF_THINK)
-    return reasoning.strip() or None, content.lstrip("\n")

@@ -91,13 +91,12 @@ def cluster_backend(
         instance_seconds=runtime.instance_seconds,
     )
     rewards: Rewards = NoRewards()
-    if driver.inputs.task.function is not None:
+    if driver.inputs.task.functions:
         rewards = make_rewards(recipe, driver.inputs.task, said)  # it cannot leave this process
     elif isinstance(recipe.task, ScoredTaskOptions):
-        assert driver.inputs.task.reward is not None
         rewards = RayRewards(
             RewardOptions(
-                driver.inputs.task.reward,
+                driver.inputs.task.rewards,
                 workers=recipe.task.reward_workers,
                 deadline_s=recipe.task.reward_seconds,
                 columns=reward_columns(driver.inputs.task),

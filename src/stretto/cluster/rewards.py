@@ -13,8 +13,9 @@ from typing import Any
 
 from stretto.cluster.actor_calls import ActorCalls
 from stretto.cluster.worker_host import Handlers, HostActor, HostLostError, WorkerHost, WorkerPool
-from stretto.environments.reward_pool import RewardPool
-from stretto.environments.reward_worker import Columns
+from stretto.environments.grades import Grade
+from stretto.environments.reward_calls import Columns, Details, RewardSpec
+from stretto.environments.reward_pool import RewardPool, longest_reward_s
 from stretto.environments.sandbox import Limits
 from stretto.environments.worker_process import START_S
 from stretto.errors import RewardError
@@ -28,7 +29,7 @@ RESCORES = 3  # of one completion, each because its actor was lost
 class RewardOptions:
     """The options of the `RewardPool`, wherever it runs."""
 
-    spec: str
+    rewards: tuple[RewardSpec, ...]
     workers: int
     deadline_s: float
     columns: Columns | None
@@ -46,7 +47,7 @@ class RewardActor(HostActor):
     def make_pool(self) -> tuple[WorkerPool, Handlers]:
         options = self._options
         pool = RewardPool(
-            options.spec,
+            options.rewards,
             workers=options.workers,
             deadline_s=options.deadline_s,
             columns=options.columns,
@@ -87,26 +88,28 @@ class RayRewards:
     @property
     def longest_s(self) -> float:
         """The longest that a reward takes if its actor is not lost on the way; if it is, twice as long."""
-        deadline_s = self._options.deadline_s
-        return deadline_s + max(1.0, deadline_s) + START_S
+        return longest_reward_s(len(self._options.rewards), self._options.deadline_s, batched=True) + START_S
 
     async def start(self) -> None:
         """Starts the actor. Raises `RecipeError` if the function cannot be imported or called."""
         await self._host.ready()
 
-    async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    async def score(
+        self, prompt: str, completion: str, row: Mapping[str, Any], details: Details | None = None
+    ) -> float | Grade:
         """Returns the reward of one completion, or raises `RewardError`."""
+        shown = ", ".join(spec.shown for spec in self._options.rewards)
         lost: ActorCalls | None = None
         for _ in range(RESCORES + 1):
             remote = await self._host.ready(lost)
             try:
-                reward: float = await remote.call("score", prompt, completion, row, bounded=False)
+                reward: float | Grade = await remote.call("score", prompt, completion, row, details, bounded=False)
                 return reward
             except HostLostError as error:
                 lost = remote
                 if self._host.closed:
-                    raise RewardError(f"`{self._options.spec}` was stopped before it returned") from error
-        raise RewardError(f"`{self._options.spec}` lost its process {RESCORES + 1} times while it computed one reward")
+                    raise RewardError(f"{shown} was stopped before it returned") from error
+        raise RewardError(f"{shown} lost its process {RESCORES + 1} times while it computed one reward")
 
     async def close(self) -> None:
         """Ends the actor. Pending calls raise `RewardError`. Safe to call twice."""

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from stretto.environments.function_specs import last_line
-from stretto.environments.protocol import Outcome
 from stretto.errors import RewardError
 
+Earnings = TypeVar("Earnings")  # what an episode returns
 
-async def in_own_task(work: Coroutine[Any, Any, float | Outcome]) -> float | Outcome:
+
+async def in_own_task(work: Coroutine[Any, Any, Earnings]) -> Earnings:
     """Returns what an environment returns. Whatever it does to the current task, the caller's is untouched."""
     try:
         return await asyncio.create_task(contained(work), name="episode")
@@ -22,7 +23,7 @@ async def in_own_task(work: Coroutine[Any, Any, float | Outcome]) -> float | Out
         work.close()  # if the task was cancelled before it began
 
 
-async def contained(work: Coroutine[Any, Any, float | Outcome]) -> float | Outcome:
+async def contained(work: Coroutine[Any, Any, Earnings]) -> Earnings:
     """Returns what an environment returns. If it would end the process or cancel the run, only its episode fails."""
     try:
         return await work

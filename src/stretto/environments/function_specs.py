@@ -9,6 +9,7 @@ import difflib
 import importlib
 import inspect
 import os
+import re
 import reprlib
 import traceback
 from collections.abc import Callable
@@ -24,6 +25,12 @@ def is_spec(text: str) -> bool:
     """Tells if a text has the form `package.module:function`."""
     module, _, function = text.partition(":")
     return all(part.isidentifier() for part in [*module.split("."), *function.split(".")])
+
+
+def function_name(target: str) -> str:
+    """Returns the name of a function without its module; one that has none, such as a lambda, is a `reward`."""
+    last = re.split(r"[:.]", target)[-1]
+    return last if last.isidentifier() else "reward"
 
 
 def resolve(spec: str) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ else stays in this process and is recorded as `python:NAME@DIGEST`:
 | given                             | recorded in `config.toml`               | digest of        |
 |-----------------------------------|-----------------------------------------|------------------|
 | a reward of a notebook or script  | `task.reward = "python:exact@3fd0..."`  | its source       |
+| several, one of them such a reward | `task.rewards`, with such a `function` | its source       |
 | an environment, class or object   | `task.environment = "python:Game@..."`  | its class's code |
 | rows                              | `task.path = "python:data@..."`         | all rows         |
 
@@ -27,12 +28,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stretto.environments.function_specs import is_spec
+from stretto.environments.python_rewards import Rewards, several
 from stretto.errors import RecipeError, RunError
 
 PREFIX = "python:"
 DIGITS = 12  # of a digest
 
-ARGUMENTS = {"reward": "reward", "environment": "environment", "path": "data", "evaluation_path": "evaluation_data"}
+ARGUMENTS = {
+    "reward": "reward",
+    "rewards": "reward",
+    "environment": "environment",
+    "path": "data",
+    "evaluation_path": "evaluation_data",
+}
 """Key of `[task]` -> the argument of `stretto.train` that gives it."""
 
 Rows = Sequence[Mapping[str, Any]]
@@ -41,6 +49,13 @@ Rows = Sequence[Mapping[str, Any]]
 def is_given(value: object) -> bool:
     """Tells if a value of a recipe stands for something that was given from Python."""
     return isinstance(value, str) and value.startswith(PREFIX)
+
+
+def functions_of(value: Any) -> list[str]:
+    """Returns the names that a value of `[task]` has: those of the functions of `rewards`, or itself."""
+    if isinstance(value, list | tuple):
+        return [str(each.get("function", "")) for each in value if isinstance(each, Mapping)]
+    return [value] if isinstance(value, str) else []
 
 
 def without_digest(value: str) -> str:
@@ -52,18 +67,19 @@ def without_digest(value: str) -> str:
 class Given:
     """All that a caller has given for the task of a run. `names` has the values for the keys of `[task]`."""
 
-    reward: Callable[..., Any] | None = None  # None: not given, or imported by its name
+    # The rewards that are not imported by their names, by the name that each has; an only one has none.
+    rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     environment: Any = None  # a class, or an object that plays episodes; None: as above
     rows: Rows | None = None
     evaluation_rows: Rows | None = None
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, Any] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)  # `python:NAME` -> digest of its source now, if it has one
 
     @classmethod
     def of(
         cls,
         *,
-        reward: Callable[..., Any] | None = None,
+        reward: Rewards | None = None,
         environment: Any = None,
         data: Iterable[Mapping[str, Any]] | None = None,
         evaluation_data: Iterable[Mapping[str, Any]] | None = None,
@@ -71,28 +87,30 @@ class Given:
         """Takes the arguments of a caller. Raises `RecipeError` for one that cannot be used."""
         if reward is not None and environment is not None:
             raise RecipeError("`reward` and `environment` are both given: an environment rewards its episodes itself")
-        if reward is not None and not callable(reward):
-            raise RecipeError(f"`reward` is {reward!r:.80}, which cannot be called: give a function")
-        names: dict[str, str] = {}
-        for key, thing in (("reward", reward), ("environment", environment)):
-            if thing is not None:
-                names[key] = importable_name(thing) or given_name(thing)
+        rewards = several(reward)
+        names: dict[str, Any] = {}
+        functions: dict[str, Callable[..., Any]] = {}
+        if rewards is not None:
+            names["rewards"] = tuple(each.table(_name(each.function)) for each in rewards)
+            functions = {each.shown_name: each.function for each in rewards if is_given(_name(each.function))}
+        elif callable(reward):
+            names["reward"] = _name(reward)
+            functions = {"": reward} if is_given(names["reward"]) else {}
+        if environment is not None:
+            names["environment"] = _name(environment)
+        own = [each for value in names.values() for each in functions_of(value)]
         rows = None if data is None else collected(data, "data")
         held_out = None if evaluation_data is None else collected(evaluation_data, "evaluation_data")
         for key, some in (("path", rows), ("evaluation_path", held_out)):
             if some is not None:
                 names[key] = f"{PREFIX}{ARGUMENTS[key]}@{rows_digest(some)}"
         return cls(
-            reward if is_given(names.get("reward")) else None,
+            functions,
             environment if is_given(names.get("environment")) else None,
             rows,
             held_out,
             names,
-            {
-                without_digest(name): digest
-                for name in (names.get("reward", ""), names.get("environment", ""))
-                if is_given(name) and (digest := name.partition("@")[2])
-            },
+            {without_digest(name): digest for name in own if is_given(name) and (digest := name.partition("@")[2])},
         )
 
     def in_task(self, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,6 +132,9 @@ class Given:
         for key, other in (("path", "dataset"), ("evaluation_path", "evaluation_dataset")):
             if key in self.names:
                 result.pop(other, None)
+        if "reward" in asked:
+            for key in ("reward", "rewards"):
+                result.pop(key, None)
         return result | dict(self.names)
 
     def _type(self, kind: object, asked: Sequence[str]) -> object:
@@ -150,6 +171,9 @@ class Given:
         names = dict(self.names)
         for key, name in self.names.items():
             before = recorded.get(key)
+            if key == "rewards":
+                names[key] = _as_before(name, before)
+                continue
             if not is_given(name) or not is_given(before) or before == name:
                 continue
             if without_digest(str(before)) != without_digest(name):
@@ -169,16 +193,33 @@ class Given:
 NOTHING_GIVEN = Given()
 
 
-def refuse_missing(task: Mapping[str, Any], names: Mapping[str, str]) -> None:
+def _as_before(now: Sequence[Mapping[str, Any]], before: Any) -> tuple[Mapping[str, Any], ...]:
+    """Returns the tables of rewards with the functions of then, where only their digests differ."""
+    recorded = functions_of(before)
+    if len(recorded) != len(now):
+        return tuple(now)  # `refuse_another_recipe` names both
+    return tuple(
+        {**table, "function": old} if without_digest(old) == without_digest(table["function"]) else table
+        for table, old in zip(now, recorded, strict=True)
+    )
+
+
+def refuse_missing(task: Mapping[str, Any], names: Mapping[str, Any]) -> None:
     """Raises `RunError` if a table `[task]` needs something that was given from Python and is not given now."""
-    missing = [key for key in ARGUMENTS if is_given(task.get(key)) and key not in names]
+    missing = [key for key in ARGUMENTS if any(map(is_given, functions_of(task.get(key)))) and key not in names]
     if missing:
-        needs = ", ".join(f"`task.{key} = {task[key]!r}`" for key in missing)
+        said = {key: next(filter(is_given, functions_of(task[key]))) for key in missing}
+        needs = ", ".join(f"`task.{key} = {said[key]!r}`" for key in missing)
         call = ", ".join(f"{ARGUMENTS[key]}=..." for key in missing)
         raise RunError(
             f"{needs}: this was given from Python and cannot be found by its name; use "
             f"`stretto.train(..., {call})` with the same again"
         )
+
+
+def _name(thing: Any) -> str:
+    """Returns the name of a function or class in a recipe: by its import, or as given."""
+    return importable_name(thing) or given_name(thing)
 
 
 def importable_name(thing: Any) -> str | None:

@@ -40,11 +40,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from operator import index
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from stretto.environments.grades import Grade
 from stretto.environments.reward_range import BEYOND, is_trainable
 from stretto.errors import RewardError
-from stretto.types import Completion, Prompt
+from stretto.types import Completion, Prompt, RewardPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class Policy(Protocol):
 class Environment(Protocol):
     """Plays the episodes of a task."""
 
-    async def episode(self, prompt: Prompt, policy: Policy) -> float | Outcome:
+    async def episode(self, prompt: Prompt, policy: Policy) -> float | Outcome | Grade:
         """Runs one episode to its end and returns its reward."""
         ...
 
@@ -97,15 +98,25 @@ def is_deterministic(environment: Environment) -> bool:
     return bool(getattr(environment, "deterministic", True))
 
 
-def earned(outcome: object, num_turns: int) -> tuple[float, tuple[float, ...] | None]:
-    """Returns the reward of an episode of `num_turns` turns and, if it returned an `Outcome`, the reward of each turn.
+class Earned(NamedTuple):
+    """The reward of an episode, and what it is made of."""
+
+    reward: float
+    turns: tuple[float, ...] | None = None  # of each turn, if the episode returned an `Outcome`
+    parts: tuple[RewardPart, ...] | None = None  # if it returned a `Grade`
+
+
+def earned(outcome: object, num_turns: int) -> Earned:
+    """Returns what an episode of `num_turns` turns has earned.
 
     Raises `RewardError` if the episode returned anything that cannot be trained on.
     """
     if not num_turns:
         raise RewardError("the environment returned without asking for a token: call `policy.generate`")
+    if isinstance(outcome, Grade):
+        return Earned(outcome.reward, parts=outcome.parts)
     if not isinstance(outcome, Outcome):
-        return trainable(outcome), None
+        return Earned(trainable(outcome))
     if len(outcome.turns) != num_turns:
         raise RewardError(
             f"the environment returned an outcome of {len(outcome.turns)} turns, but the episode had {num_turns}: "
@@ -115,7 +126,7 @@ def earned(outcome: object, num_turns: int) -> tuple[float, tuple[float, ...] | 
     total = math.fsum(rewards)
     if not is_trainable(total):
         raise RewardError(f"the rewards of the environment's {num_turns} turns add up to {total:g}, {BEYOND}")
-    return total, rewards
+    return Earned(total, turns=rewards)
 
 
 def trainable(reward: object) -> float:

@@ -4,10 +4,12 @@ A worker trusts its pool, so a request is a pickle: rows may hold any type. The 
 reward function and its imports run there and can write anything to the pipe. So a reply consists of numbers and text at
 fixed places. Reading it executes nothing, and the pool checks a whole frame before it uses any part of it.
 
-    greeting   the reply to the first request, which names the function: one byte (1 if the function is async), then an
-               error text, empty if the function can be used
-    results    the number of rewards and of errors; the ids of the rewards, the rewards; the ids of the errors, their
-               lengths in bytes, their texts. Each id is of an item that the worker has, and occurs once.
+    greeting   the reply to the first request, which names the rewards: one byte of bits (1: one of them is async; 2,
+               4, 8: the details that they need; 32: one of them is batched), then the form of each as text, one a line;
+               or, if that bit (16) is set, an error text: they cannot be used
+    results    the number of scored items and of errors; the ids of the scored, their scores (one for each reward, NaN
+               if it does not apply); the ids of the errors, their lengths in bytes, their texts. Each id is of an item
+               that the worker has, and occurs once.
 
 Imports only the standard library: reward workers load this module.
 """
@@ -18,17 +20,31 @@ import pickle
 import struct
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Any
 
+from stretto.environments.reward_calls import Details
 from stretto.environments.reward_range import is_trainable
 
 LENGTH = struct.Struct("<Q")
 MAX_REASON = 8_000  # bytes of an error text
-_COUNTS = struct.Struct("<II")  # rewards, errors
-_PER_ITEM = 16  # bytes of a result beside its text, at most
+_COUNTS = struct.Struct("<II")  # scored items, errors
+_ASYNC, _ERROR, _BATCHED = 1, 16, 32  # bits of a greeting; between the first two are those of the details
 
-Item = tuple[int, str, str, Mapping[str, Any]]  # id, prompt, completion, row
-Result = tuple[int, float | None, str | None]  # id, reward or error
+Item = tuple[int, str, str, Mapping[str, Any], Details | None]  # id, prompt, completion, row, details
+Scores = tuple[float, ...]  # of each reward, in their order; NaN: the reward does not apply
+Result = tuple[int, Scores | None, str | None]  # id, scores or error
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """The rewards as a worker has made them."""
+
+    error: str | None = None  # why they cannot be used
+    asynchronous: bool = False  # one of them is async
+    batched: bool = False  # one of them is called with batches
+    wants: int = 0  # the details that they need, as bits
+    forms: tuple[str, ...] = ()  # how each is called
 
 
 class BrokenFrameError(Exception):
@@ -40,28 +56,9 @@ def request_frame(message: Any) -> bytes:
     return framed(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
 
-def greeting_frame(error: str | None, asynchronous: bool) -> bytes:
-    """Returns a worker's first frame: why the function cannot be used (or None), and if it is async."""
-    return framed(bytes([asynchronous]) + (b"" if error is None else as_text(error)))
-
-
-def results_frame(results: Sequence[Result]) -> bytes:
-    """Returns the frame of a worker's results."""
-    rewards = [(identity, reward) for identity, reward, _ in results if reward is not None]
-    errors = [(identity, as_text(error or "")) for identity, reward, error in results if reward is None]
-    return framed(
-        _COUNTS.pack(len(rewards), len(errors))
-        + struct.pack(f"<{len(rewards)}q", *(identity for identity, _ in rewards))
-        + struct.pack(f"<{len(rewards)}d", *(reward for _, reward in rewards))
-        + struct.pack(f"<{len(errors)}q", *(identity for identity, _ in errors))
-        + struct.pack(f"<{len(errors)}I", *(len(text) for _, text in errors))
-        + b"".join(text for _, text in errors)
-    )
-
-
-def max_frame_bytes(num_items: int) -> int:
-    """Returns the length limit of a frame from a worker that has `num_items` items (0: of its greeting)."""
-    return _COUNTS.size + max(1, num_items) * (_PER_ITEM + MAX_REASON)
+def greeting_frame(error: str | None, flag: bool) -> bytes:
+    """Returns the first frame of a worker of episodes: why it cannot be used (or None), and a flag."""
+    return framed(bytes([flag]) + (b"" if error is None else as_text(error)))
 
 
 def read_greeting(body: bytes) -> tuple[str | None, bool]:
@@ -71,26 +68,69 @@ def read_greeting(body: bytes) -> tuple[str | None, bool]:
     return read_text(body[1:]) or None, body[0] == 1
 
 
-def read_results(body: bytes, asked: AbstractSet[int]) -> list[Result]:
-    """Returns the results of one or more of the items `asked`. Raises `BrokenFrameError` for an invalid frame."""
+def reward_greeting_frame(greeting: Greeting) -> bytes:
+    """Returns the first frame of a reward worker."""
+    bits = _ASYNC * greeting.asynchronous | greeting.wants << 1 | _BATCHED * greeting.batched
+    bits |= _ERROR * (greeting.error is not None)
+    return framed(bytes([bits]) + as_text("\n".join(greeting.forms) if greeting.error is None else greeting.error))
+
+
+def results_frame(results: Sequence[Result]) -> bytes:
+    """Returns the frame of a worker's results."""
+    scored = [(identity, scores) for identity, scores, _ in results if scores is not None]
+    errors = [(identity, as_text(error or "")) for identity, scores, error in results if scores is None]
+    numbers = [number for _, scores in scored for number in scores]
+    return framed(
+        _COUNTS.pack(len(scored), len(errors))
+        + struct.pack(f"<{len(scored)}q", *(identity for identity, _ in scored))
+        + struct.pack(f"<{len(numbers)}d", *numbers)
+        + struct.pack(f"<{len(errors)}q", *(identity for identity, _ in errors))
+        + struct.pack(f"<{len(errors)}I", *(len(text) for _, text in errors))
+        + b"".join(text for _, text in errors)
+    )
+
+
+def max_frame_bytes(num_items: int, num_rewards: int = 1) -> int:
+    """Returns the length limit of a frame from a worker that has `num_items` items (0: of its greeting)."""
+    return _COUNTS.size + max(1, num_items) * (8 + 8 * num_rewards + MAX_REASON)
+
+
+def read_reward_greeting(body: bytes) -> Greeting:
+    """Returns the argument of `reward_greeting_frame`. Raises `BrokenFrameError` for an invalid frame."""
+    if not body or body[0] >= 2 * _BATCHED:
+        raise BrokenFrameError(f"a frame of {len(body)} bytes that is not a greeting")
+    bits, text = body[0], read_text(body[1:])
+    if bits & _ERROR:
+        return Greeting(text)
+    return Greeting(None, bool(bits & _ASYNC), bool(bits & _BATCHED), bits >> 1 & 7, tuple(text.splitlines()))
+
+
+def read_results(body: bytes, asked: AbstractSet[int], num_rewards: int = 1, *, may_lack: bool = False) -> list[Result]:
+    """Returns the results of one or more of the items `asked`. Raises `BrokenFrameError` for an invalid frame.
+
+    Each has the scores of `num_rewards` rewards; `may_lack`: NaN is one.
+    """
     try:
-        num_rewards, num_errors = _COUNTS.unpack_from(body)
-        if not 0 < num_rewards + num_errors <= len(asked):
-            raise BrokenFrameError(f"a frame of {num_rewards + num_errors} results for {len(asked)} items")
-        numbers = struct.Struct(f"<{num_rewards}q{num_rewards}d{num_errors}q{num_errors}I")
+        num_scored, num_errors = _COUNTS.unpack_from(body)
+        if not 0 < num_scored + num_errors <= len(asked):
+            raise BrokenFrameError(f"a frame of {num_scored + num_errors} results for {len(asked)} items")
+        numbers = struct.Struct(f"<{num_scored}q{num_scored * num_rewards}d{num_errors}q{num_errors}I")
         found = numbers.unpack_from(body, _COUNTS.size)
     except struct.error as error:
         raise BrokenFrameError(f"a frame of {len(body)} bytes that does not hold results") from error
-    scored, rewards = found[:num_rewards], found[num_rewards : 2 * num_rewards]
-    failed = found[2 * num_rewards : 2 * num_rewards + num_errors]
+    ends = num_scored * (1 + num_rewards)
+    scored, scores, failed = found[:num_scored], found[num_scored:ends], found[ends : ends + num_errors]
     identities = {*scored, *failed}
-    if len(identities) != num_rewards + num_errors or not identities <= asked:
+    if len(identities) != num_scored + num_errors or not identities <= asked:
         raise BrokenFrameError("a result of an item that the worker does not have")
-    if not all(map(is_trainable, rewards)):
+    if not all(is_trainable(each) or (may_lack and each != each) for each in scores):
         raise BrokenFrameError("a reward that is not finite or too large")
-    results: list[Result] = [(identity, reward, None) for identity, reward in zip(scored, rewards, strict=True)]
+    results: list[Result] = [
+        (identity, scores[num_rewards * place : num_rewards * (place + 1)], None)
+        for place, identity in enumerate(scored)
+    ]
     at = _COUNTS.size + numbers.size
-    for identity, size in zip(failed, found[2 * num_rewards + num_errors :], strict=True):
+    for identity, size in zip(failed, found[ends + num_errors :], strict=True):
         results.append((identity, None, read_text(body[at : at + size])))
         at += size
     if at != len(body):

@@ -1,4 +1,4 @@
-"""Runs the reward function in a pool of processes and enforces its deadline, `task.reward_seconds`.
+"""Runs the reward functions in a pool of processes and enforces their deadline, `task.reward_seconds`.
 
 The deadline is enforced here and nowhere else: a worker whose reward runs past it is killed, and that one item fails
 with a `RewardError`. Processes also keep a slow reward from delaying decoding and training, which need this process.
@@ -11,7 +11,7 @@ with a `RewardError`. Processes also keep a slow reward from delaying decoding a
   fails, the other items of the batch are queued again, and a new worker replaces the old one.
 - A worker that writes anything but results to its pipe (`reward_pipes.py`) is killed too.
 - If it is unknown which item cost a worker, its items are sent again in smaller batches, finally one by one, until the
-  item that does it fails alone.
+  item that does it fails alone. If a call with several items (`reward_calls.py`) hangs, they are sent one by one.
 - An `async def` reward is cancelled at its deadline inside the worker. The pool kills the worker only if the function
   blocks the event loop or ignores the cancellation.
 - `worker_process.py` says what a worker sees, where its output goes and how it ends.
@@ -29,20 +29,33 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stretto.environments.function_specs import is_spec, last_line
+from stretto.environments.function_specs import SpecError, last_line
+from stretto.environments.grades import Grade, graded
+from stretto.environments.reward_calls import (
+    Columns,
+    Details,
+    RewardSpec,
+    as_specs,
+    late_text,
+    refuse_specs,
+    refuse_targets,
+)
 from stretto.environments.reward_pipes import (
     BrokenFrameError,
+    Greeting,
     Item,
+    Scores,
     max_frame_bytes,
-    read_greeting,
     read_results,
+    read_reward_greeting,
     request_frame,
 )
-from stretto.environments.reward_worker import MARK, NOTHING, Columns
+from stretto.environments.reward_scoring import IN_BATCH
+from stretto.environments.reward_worker import MARK, NOTHING
 from stretto.environments.sandbox import Limits
 from stretto.environments.worker_process import START_S, WorkerOptions, WorkerProcess, how_it_ended
 from stretto.errors import LateRewardError, RecipeError, RewardError, StrettoError
@@ -55,6 +68,7 @@ MAX_CONCURRENT = 512  # items of an `async def` reward in one worker
 # The batch size for items that were in flight on 0, 1, 2 workers that were lost for an unknown reason.
 BATCH_AFTER_DEATHS = (MAX_BATCH, 16, 1)
 MAX_UNEXPLAINED_DEATHS = len(BATCH_AFTER_DEATHS)
+ALONE = MAX_UNEXPLAINED_DEATHS - 1  # the deaths from which on an item is sent alone
 RETRY_S = 1.0  # between attempts to start a worker
 
 
@@ -63,7 +77,7 @@ class _Pending:
     """An item without a result."""
 
     item: Item
-    future: asyncio.Future[float]
+    future: asyncio.Future[Scores]
     sent_at: float = 0.0
     deaths: int = 0  # workers lost for an unknown reason while they held this item
 
@@ -77,6 +91,7 @@ class _Worker:
     in_flight: dict[int, _Pending] = field(default_factory=dict)
     last_mark: int = NOTHING  # the mark at the previous check
     killed_for: frozenset[int] | None = None  # the late items that it was killed for; None: it was not killed
+    late_batch: bool = False  # it was killed because a call with several items was late
     broken: str | None = None  # what it wrote instead of results
 
     def send(self, batch: list[_Pending]) -> None:
@@ -90,16 +105,16 @@ class _Worker:
 
 
 class RewardPool:
-    """Scores completions with `spec`, a `def` or `async def` called as `reward(prompt, completion, **row)`.
+    """Scores completions with the rewards of a task. `reward_calls.py` says how a function is called.
 
-    A function without `**row` gets only the columns that it has parameters for. It returns a finite number whose
-    magnitude is at most `MAX_REWARD`; anything else is a `RewardError` of that one item. Every item gets exactly one
-    result. Only the items that share a batch with one that hangs or kills the worker may be scored more than once.
+    A reward is a finite number whose magnitude is at most `MAX_REWARD`, or None where there are several; anything else
+    is a `RewardError` of that one item. Every item gets exactly one result. Only the items that share a batch with one
+    that hangs or kills the worker may be scored more than once.
     """
 
     def __init__(
         self,
-        spec: str,
+        rewards: str | Sequence[RewardSpec],
         *,
         workers: int = 1,
         deadline_s: float = 10.0,
@@ -111,25 +126,32 @@ class RewardPool:
     ) -> None:
         """Checks the options; `start` starts the workers.
 
+        `rewards` are those of the task; a text is the `package.module:function` of its only one.
         `columns` maps each column of the rows to a row that lacks it, or to None if all rows have it. With it, `start`
         refuses a function that cannot be called with these columns.
-        `on_output` gets every line that the function prints; by default lines are logged.
+        `on_output` gets every line that the functions print; by default lines are logged.
         `extra_environment` holds variables for the workers beside those that every worker gets.
         `sandbox` holds the limits of a sandbox for each worker; None: no sandbox. If `strict_sandbox`, `start` refuses
         a machine on which a part of the sandbox does not hold.
         """
-        if not is_spec(spec):
-            raise RecipeError(f"`task.reward = {spec!r}` is not a function: write it as `package.module:function`")
+        self._specs = as_specs(rewards)
+        try:
+            refuse_targets(self._specs)
+            refuse_specs(self._specs)
+        except SpecError as error:
+            raise RecipeError(str(error)) from error
         if workers < 1:
             raise RecipeError(f"`task.reward_workers = {workers}` must be at least 1")
         if not deadline_s > 0:
             raise RecipeError(f"`task.reward_seconds = {deadline_s}` must be more than 0")
-        self._spec = spec
+        self._shown = ", ".join(spec.shown for spec in self._specs)
         self._num_workers = workers
         self._deadline_s = deadline_s
         self._columns = None if columns is None else dict(sorted(columns.items()))
         self._options = WorkerOptions(on_output or _log_line, dict(extra_environment or {}), sandbox, strict_sandbox)
-        self._late = f"`{spec}` did not return within `task.reward_seconds = {deadline_s:g}`"
+        self._late = late_text(self._specs, deadline_s)
+        self._late_texts = {self._late, *(late_text([spec], deadline_s) for spec in self._specs)}
+        self._greeting = Greeting()  # of the first worker
         self._ids = itertools.count()
         self._queue: deque[_Pending] = deque()
         self._workers: dict[int, _Worker] = {}  # by slot
@@ -144,8 +166,21 @@ class RewardPool:
 
     @property
     def longest_s(self) -> float:
-        """The longest that one item can occupy a worker, in seconds, including the start of a replacement."""
-        return self._deadline_s + max(1.0, self._deadline_s) + START_S
+        """The longest that one item can occupy a worker, in seconds, including the start of a replacement.
+
+        With several rewards, each may take its time, twice if its batch failed.
+        """
+        return self._longest_s + START_S
+
+    @property
+    def _longest_s(self) -> float:
+        batched = self._greeting.batched if self._greeting.forms else self._specs[0].batched is not False
+        return longest_reward_s(len(self._specs), self._deadline_s, batched=batched)
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """How each reward is called, in words, once the pool has started."""
+        return self._greeting.forms
 
     async def start(self) -> None:
         """Starts the workers. Raises `RecipeError` if `spec` cannot be imported or called."""
@@ -167,16 +202,19 @@ class RewardPool:
             await self.close()
             raise
 
-    async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    async def score(
+        self, prompt: str, completion: str, row: Mapping[str, Any], details: Details | None = None
+    ) -> float | Grade:
         """Returns the reward of one completion. Raises `RewardError`, which names the cause, if it has none."""
         if self._failure is not None:
             raise self._failure
         if self._closed or not self._tasks:
-            raise RewardError(f"`{self._spec}` was asked for a reward while its workers were not running")
-        future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        self._queue.append(_Pending((next(self._ids), prompt, completion, row), future))
+            raise RewardError(f"{self._shown} was asked for a reward while its workers were not running")
+        future: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
+        more = None if details is None else details.only(self._greeting.wants)
+        self._queue.append(_Pending((next(self._ids), prompt, completion, row, more), future))
         self._schedule()
-        return await future
+        return graded(self._specs, await future)
 
     async def close(self) -> None:
         """Kills the workers. Pending calls raise `RewardError`. Safe to call twice."""
@@ -187,7 +225,7 @@ class RewardPool:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)  # errors are in `_failure`
         self._tasks = []
-        self._fail_all(RewardError(f"`{self._spec}` was stopped before it returned"))
+        self._fail_all(RewardError(f"{self._shown} was stopped before it returned"))
         self._workers.clear()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -241,7 +279,7 @@ class RewardPool:
             worker.send(batch)
         except Exception as error:  # pickling a row can raise anything
             if len(batch) == 1:
-                _fail(batch[0], RewardError(f"a row cannot be sent to `{self._spec}`: {last_line(error)}"))
+                _fail(batch[0], RewardError(f"a row cannot be sent to {self._shown}: {last_line(error)}"))
                 return
             for pending in batch:
                 self._send(worker, [pending])
@@ -299,11 +337,12 @@ class RewardPool:
     async def _spawn(self) -> _Worker:
         marks = MARK.pack(time.monotonic(), NOTHING)
         process = await WorkerProcess.spawn("stretto.environments.reward_worker", marks, self._options)
-        asynchronous = False
+        greeting, error = Greeting(), None
         try:
-            process.write(request_frame((self._spec, self._columns, self._deadline_s, self._late)))
+            process.write(request_frame((self._specs, self._columns, self._deadline_s)))
             async with asyncio.timeout(START_S):
-                error, asynchronous = read_greeting(await process.read(lambda: max_frame_bytes(0)))
+                greeting = read_reward_greeting(await process.read(lambda: max_frame_bytes(0)))
+            error = greeting.error
         except TimeoutError:
             error = f"it could not be imported within {START_S:g} s"
         except BrokenFrameError as broken:
@@ -317,26 +356,30 @@ class RewardPool:
         if error is not None:
             process.kill()
             await process.ended()
-            raise RecipeError(f"`task.reward = {self._spec!r}` cannot be used: {error}")
-        return _Worker(process, asynchronous)
+            only = self._specs[0]
+            named = "task.rewards" if only.name else f"task.reward = {only.target!r}"
+            raise RecipeError(f"`{named}` cannot be used: {error}")
+        self._greeting = greeting
+        return _Worker(process, greeting.asynchronous)
 
     async def _deliver(self, worker: _Worker) -> None:
         """Delivers results until the worker's output ends. Raises `BrokenFrameError` for anything but results."""
         while True:
             try:
-                body = await worker.process.read(lambda: max_frame_bytes(len(worker.in_flight)))
+                body = await worker.process.read(lambda: max_frame_bytes(len(worker.in_flight), len(self._specs)))
             except asyncio.IncompleteReadError:
                 return
-            results = read_results(body, worker.in_flight.keys())
+            results = read_results(body, worker.in_flight.keys(), len(self._specs), may_lack=bool(self._specs[0].name))
             self._measure(worker, len(results))
-            for identity, value, error in results:
+            for identity, scores, error in results:
                 pending = worker.in_flight.pop(identity)
                 if pending.future.done():
                     continue
-                if value is None:
-                    pending.future.set_exception((LateRewardError if error == self._late else RewardError)(error))
+                if scores is None:
+                    late = error in self._late_texts
+                    pending.future.set_exception((LateRewardError if late else RewardError)(error))
                 else:
-                    pending.future.set_result(value)
+                    pending.future.set_result(scores)
             if self._queue:
                 self._schedule()
 
@@ -361,7 +404,7 @@ class RewardPool:
         elif worker.broken is not None:  # perhaps an earlier item wrote to the pipe
             died, blamed = self._broken_text(worker), no_item
         else:
-            died = f"`{self._spec}` {how_it_ended(code)}"
+            died = f"{self._shown} {how_it_ended(code)}"
             blamed = frozenset([marked]) if worker.killed_for is None else no_item
         found = not blamed.isdisjoint(worker.in_flight)  # if not, any of them may be the cause
         again = []
@@ -372,7 +415,10 @@ class RewardPool:
                 else:
                     _fail(pending, RewardError(f"{died} while it scored this completion"))
                 continue
-            pending.deaths += not found
+            if worker.late_batch and len(worker.in_flight) > 1:
+                pending.deaths = max(pending.deaths, ALONE)
+            else:
+                pending.deaths += not found
             if pending.deaths >= MAX_UNEXPLAINED_DEATHS:
                 lost = f"{MAX_UNEXPLAINED_DEATHS} workers were lost while they had this completion"
                 _fail(pending, RewardError(f"{died}; {lost}"))
@@ -381,7 +427,7 @@ class RewardPool:
         self._queue.extendleft(reversed(again))
 
     def _broken_text(self, worker: _Worker) -> str:
-        return f"`{self._spec}` wrote something else than results to its pipe ({worker.broken})"
+        return f"{self._shown} wrote something else than results to its pipe ({worker.broken})"
 
     # -- deadlines ----------------------------------------------------------------------------------------------------
 
@@ -407,14 +453,22 @@ class RewardPool:
         now = time.monotonic()
         # The mark is two words and may be read half written, so an item counts only if two checks in a row see it.
         previous, worker.last_mark = worker.last_mark, marked
+        if marked == IN_BATCH:
+            worker.late_batch = marked == previous and now - since > self._deadline_s
+            return frozenset() if worker.late_batch else None
         if marked != NOTHING:
             return frozenset([marked]) if marked == previous and now - since > self._deadline_s else None
-        limit_s = self._deadline_s + max(1.0, self._deadline_s)
+        limit_s = self._longest_s
         overdue = frozenset(i for i, pending in worker.in_flight.items() if now - pending.sent_at > limit_s)
         if not overdue:
             return None
         # An `async def` that ignores its cancellation is the cause; a `def` that was never started is not.
         return overdue if worker.asynchronous else frozenset()
+
+
+def longest_reward_s(num_rewards: int, deadline_s: float, *, batched: bool) -> float:
+    """The longest that the calls for one item can take, in seconds; a batch that fails is tried again."""
+    return num_rewards * (1 + batched) * deadline_s + max(1.0, deadline_s)
 
 
 def _log_line(line: str) -> None:

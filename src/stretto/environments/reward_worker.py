@@ -9,11 +9,8 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-import math
 import mmap
 import os
-import reprlib
 import select
 import struct
 import sys
@@ -21,18 +18,17 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from stretto.environments.function_specs import SpecError, defined_at, last_line, resolve
-from stretto.environments.reward_pipes import Item, Result, greeting_frame, results_frame
-from stretto.environments.reward_range import BEYOND, is_trainable
+from stretto.environments.function_specs import SpecError
+from stretto.environments.reward_pipes import Greeting, Item, Result, results_frame, reward_greeting_frame
+from stretto.environments.reward_scoring import AsyncScoring, PlainScoring, make_calls
 from stretto.environments.worker_child import (
     SandboxArguments,
     end,
     end_copy,
-    marked,
     open_pipes,
     read_frame,
     send,
@@ -40,93 +36,7 @@ from stretto.environments.worker_child import (
 
 MARK = struct.Struct("<dq")  # the time (`time.monotonic()`) since which this item is being scored
 NOTHING = -1
-NOT_FINITE = "; a reward is a finite number"
 TICK_S = 0.05  # finished results wait no longer than this for their batch
-
-Reward = Callable[..., Any]
-Columns = Mapping[str, str | None]  # each column of a task's rows -> a row that lacks it; None: all rows have it
-
-
-def is_async(reward: Reward) -> bool:
-    """Tells if calling it returns a coroutine. Works for `functools.partial` and callable objects too."""
-    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
-
-
-class Scorer:
-    """Calls the reward function and turns what it returns into a result: a reward or an error text."""
-
-    def __init__(self, spec: str, reward: Reward) -> None:
-        self.spec = spec
-        self._reward = reward
-        self._columns = named_columns(reward)
-
-    def call(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Any:
-        """Calls the function, without the columns that it has no parameter for, and returns what it returns."""
-        if self._columns is not None:
-            row = {name: value for name, value in row.items() if name in self._columns}
-        return self._reward(prompt, completion, **row)
-
-    def check(self, identity: int, value: Any) -> Result:
-        """Returns the result for a returned value: the value as a number, or why it is not a reward."""
-        if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
-            if inspect.iscoroutine(value):
-                value.close()
-            return self._refuse(identity, value)
-        try:
-            number = float(value)
-        except Exception as error:
-            return self.failed(identity, error)
-        if is_trainable(number):
-            return identity, number, None
-        return self._refuse(identity, value, f", {BEYOND}" if math.isfinite(number) else NOT_FINITE)
-
-    def failed(self, identity: int, error: BaseException) -> Result:
-        return identity, None, f"`{self.spec}` raised {last_line(error)}"
-
-    def _refuse(self, identity: int, value: Any, why: str = NOT_FINITE) -> Result:
-        return identity, None, f"`{self.spec}` returned {reprlib.repr(value)} ({type(value).__name__}){why}"
-
-
-def named_columns(reward: Reward) -> frozenset[str] | None:
-    """Returns the parameters of a function without `**row`; None if the function takes all columns."""
-    try:
-        parameters = list(inspect.signature(reward).parameters.values())
-    except (TypeError, ValueError):  # a builtin without a signature
-        return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return frozenset(parameter.name for parameter in parameters)
-
-
-def refuse_signature(spec: str, reward: Reward, columns: Columns) -> None:
-    """Raises `SpecError` if a function cannot be called with a prompt, a completion and rows of these columns."""
-    try:
-        signature = inspect.signature(reward)
-    except (TypeError, ValueError):  # a builtin without a signature
-        return
-    named = named_columns(reward)
-    given = [name for name in columns if named is None or name in named]
-    name = spec.partition(":")[2]
-    written = name if name.isidentifier() else "reward"  # a lambda has no name
-    where = defined_at(reward)
-    try:
-        signature.bind("prompt", "completion", **dict.fromkeys(given))
-    except TypeError as error:
-        called = ", ".join(["prompt", "completion", *(f"{name}=..." for name in given)])
-        have = f"rows have the columns {', '.join(columns)}" if columns else "rows have no other columns"
-        raise SpecError(
-            f"`def {name}{signature}`{where} cannot be called as `{name}({called})`: {error}; {have}; "
-            f"write `def {written}(prompt, completion, **row)`"
-        ) from error
-    for column in given:
-        if (lacking := columns[column]) is not None:
-            try:
-                signature.bind("prompt", "completion", **dict.fromkeys(other for other in given if other != column))
-            except TypeError as error:
-                raise SpecError(
-                    f"`def {name}{signature}`{where} takes the column `{column}`, which {lacking} does not "
-                    "have; add it to that row, or give the parameter a default"
-                ) from error
 
 
 class Outbox:
@@ -170,60 +80,22 @@ def receive(pipe: BinaryIO, outbox: Outbox, deliver: Callable[[list[Item]], None
         end()
 
 
-def run_plain(scorer: Scorer, pipe: BinaryIO, outbox: Outbox, mark: Callable[[int], None], owner: int) -> None:
-    """Scores one item after the other. If an item hangs, the pool kills this process."""
+def run_plain(scoring: PlainScoring, pipe: BinaryIO, outbox: Outbox, mark: Callable[[int], None]) -> None:
+    """Scores one batch after the other. If a call hangs, the pool kills this process."""
     batches: SimpleQueue[list[Item]] = SimpleQueue()
     threading.Thread(target=receive, args=(pipe, outbox, batches.put), name="receive", daemon=True).start()
     while True:
-        for identity, prompt, completion, row in batches.get():
-            mark(identity)
-            try:
-                result = scorer.check(identity, scorer.call(prompt, completion, row))
-            except BaseException as error:  # also `sys.exit()`: the reward fails, not the worker
-                end_copy(owner, error)
-                result = scorer.failed(identity, error)
-            end_copy(owner)
-            outbox.add(result)
+        scoring.score(batches.get())
         mark(NOTHING)
         outbox.flush()
 
 
-async def run_async(
-    scorer: Scorer,
-    pipe: BinaryIO,
-    outbox: Outbox,
-    mark: Callable[[int], None],
-    owner: int,
-    deadline_s: float,
-    late: str,
-) -> None:
-    """Scores all items concurrently, each with its own deadline."""
+async def run_async(scoring: AsyncScoring, pipe: BinaryIO, outbox: Outbox) -> None:
+    """Scores all items concurrently."""
     loop = asyncio.get_running_loop()
-    tasks: set[asyncio.Task[None]] = set()
-
-    def leave(error: BaseException | None) -> None:
-        end_copy(owner, error)
-        mark(NOTHING)
-
-    async def score(item: Item) -> None:
-        identity, prompt, completion, row = item
-        try:
-            async with asyncio.timeout(deadline_s) as limit:
-                value = await marked(scorer.call(prompt, completion, row), lambda: mark(identity), leave)
-            outbox.add(scorer.check(identity, value))
-        except BaseException as error:
-            expired = limit.expired() and isinstance(error, TimeoutError)
-            outbox.add((identity, None, late) if expired else scorer.failed(identity, error))
-        loop.call_soon(outbox.flush)  # one frame for all items that finished in this turn of the event loop
-
-    def begin(items: list[Item]) -> None:
-        for item in items:
-            task = loop.create_task(score(item), name=f"reward {item[0]}")
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
 
     def deliver(items: list[Item]) -> None:
-        loop.call_soon_threadsafe(begin, items)
+        loop.call_soon_threadsafe(scoring.begin, items)
 
     threading.Thread(target=receive, args=(pipe, outbox, deliver), name="receive", daemon=True).start()
     await asyncio.Event().wait()  # the receiving thread ends the process
@@ -233,8 +105,8 @@ def main(mark_fd: int, sandbox: SandboxArguments | None = None) -> None:
     """Serves until the pool is gone.
 
     `sandbox` is None, or the folder and the limits of a sandbox to enter first, and True if it must hold in all parts.
-    The first request is (spec, columns of the rows or None, deadline in seconds, error text of a late item). The reply
-    is the greeting (`reward_pipes.py`).
+    The first request is (specs, columns of the rows or None, deadline in seconds). The reply is the greeting
+    (`reward_pipes.py`).
     """
     requests, answers, refusal = open_pipes(sandbox)
     outbox = Outbox(answers)
@@ -244,22 +116,35 @@ def main(mark_fd: int, sandbox: SandboxArguments | None = None) -> None:
         MARK.pack_into(memory, 0, time.monotonic(), identity)
 
     owner = os.getpid()
-    spec, columns, deadline_s, late = read_frame(requests)
+    specs, columns, deadline_s = read_frame(requests)
     try:
         if refusal is not None:
             raise SpecError(refusal)
-        reward = resolve(spec)
+        calls = make_calls(specs, columns)
         end_copy(owner)
-        if columns is not None:
-            refuse_signature(spec, reward, columns)
     except SpecError as error:
         end_copy(owner, error)
-        outbox.send(greeting_frame(str(error), False))
+        outbox.send(reward_greeting_frame(Greeting(str(error))))
         sys.exit(0)
-    asynchronous = is_async(reward)
-    outbox.send(greeting_frame(None, asynchronous))
-    scorer = Scorer(spec, reward)
-    if asynchronous:
-        asyncio.run(run_async(scorer, requests, outbox, mark, owner, deadline_s, late))
-    else:
-        run_plain(scorer, requests, outbox, mark, owner)
+    asynchronous = any(call.asynchronous for call in calls)
+    batched, wants = any(call.batched for call in calls), 0
+    for call in calls:
+        wants |= call.wants
+    outbox.send(reward_greeting_frame(Greeting(None, asynchronous, batched, wants, tuple(call.form for call in calls))))
+
+    def left(error: BaseException | None) -> None:
+        end_copy(owner, error)
+
+    if not asynchronous:
+        run_plain(PlainScoring(calls, mark=mark, left=left, done=outbox.add), requests, outbox, mark)
+
+    def left_step(error: BaseException | None) -> None:
+        end_copy(owner, error)
+        mark(NOTHING)
+
+    def done(result: Result) -> None:
+        outbox.add(result)
+        asyncio.get_running_loop().call_soon(outbox.flush)  # one frame for all that finish in this turn of the loop
+
+    scoring = AsyncScoring(calls, deadline_s=deadline_s, mark=mark, left=left_step, done=done)
+    asyncio.run(run_async(scoring, requests, outbox))

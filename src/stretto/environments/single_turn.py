@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from stretto.environments.grades import Grade
 from stretto.environments.protocol import Policy
+from stretto.environments.reward_calls import MESSAGES, Details
 from stretto.types import Completion, Prompt
 
 Decode = Callable[[Sequence[int]], str]
@@ -13,9 +15,11 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class RewardSource(Protocol):
-    """RewardSource completions, in this process or elsewhere."""
+    """Scores completions, in this process or elsewhere."""
 
-    async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    async def score(
+        self, prompt: str, completion: str, row: Mapping[str, Any], details: Details | None = None
+    ) -> float | Grade:
         """Returns the reward of one completion. Raises `RewardError`, which names the cause, if it has none."""
         ...
 
@@ -27,9 +31,15 @@ class SingleTurn:
         self._rewards = rewards
         self._decode = decode
 
-    async def episode(self, prompt: Prompt, policy: Policy) -> float:
+    async def episode(self, prompt: Prompt, policy: Policy) -> float | Grade:
         return await self.score(prompt, await policy.generate(prompt.tokens))
 
-    async def score(self, prompt: Prompt, completion: Completion) -> float:
+    async def score(self, prompt: Prompt, completion: Completion) -> float | Grade:
         """Returns the reward of the only turn. The run loop generates that turn itself and calls this alone."""
-        return await self._rewards.score(prompt.text, self._decode(completion.tokens.tolist()), prompt.row)
+        row = prompt.row
+        messages = row.get(MESSAGES)
+        if messages is not None:  # a reward gets them only if it asks for them
+            row = {name: value for name, value in row.items() if name != MESSAGES}
+        tokens = completion.tokens
+        details = Details(messages, tokens.astype("<i4").tobytes(), completion.version)
+        return await self._rewards.score(prompt.text, self._decode(tokens.tolist()), row, details)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from stretto.environments.function_specs import is_spec
 from stretto.environments.given import is_given
-from stretto.environments.task_options import TaskOptions
+from stretto.environments.task_options import TaskOptions, rewards_of
 
 SPECS = ("reward", "environment", "function")  # keys of a task that may name `package.module:function`
 
@@ -35,8 +35,8 @@ def source_digests(task: TaskOptions) -> dict[str, str]:
 
 
 def _sources(task: TaskOptions) -> Iterator[tuple[str, Path]]:
-    for key in SPECS:
-        spec = getattr(task, key, None)
+    named = [getattr(task, key, None) for key in SPECS]
+    for spec in (*named, *(each.spec().target for each in rewards_of(task))):
         if not isinstance(spec, str) or is_given(spec) or not is_spec(spec):
             continue
         if (path := _module_file(spec.partition(":")[0])) is not None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from stretto.environments.data_options import ChatTemplateOptions, RowsOptions
+from stretto.environments.reward_options import RewardTable, SharedRewardOptions
 from stretto.environments.sandbox import Limits
 from stretto.options import Options
 
@@ -106,7 +107,13 @@ class FileOptions(ScoredTaskOptions, RowsOptions):
 
     type: Literal["file"] = "file"
     reward: str | None = Field(
-        None, description='`package.module:function`; may be left out only with `algorithm.type = "distill"`'
+        None,
+        description="`package.module:function`; may be left out only with `task.rewards`, or with "
+        '`algorithm.type = "distill"`',
+    )
+    rewards: tuple[RewardTable, ...] = Field(
+        (),
+        description="Several rewards instead of `reward`, each a table `[[task.rewards]]`; their weighted sum counts",
     )
     too_long: Literal["refuse", "drop", "truncate"] = Field(
         "refuse",
@@ -225,3 +232,8 @@ TaskOptions = Annotated[
     CountdownChainOptions | ReasoningGymOptions | FileOptions | GuessOptions | EnvironmentOptions | AgentOptions,
     Field(discriminator="type"),
 ]
+
+
+def rewards_of(task: TaskOptions) -> tuple[SharedRewardOptions, ...]:
+    """Returns the tables `[[task.rewards]]` of a task; empty if it has none."""
+    return task.rewards if isinstance(task, FileOptions) else ()

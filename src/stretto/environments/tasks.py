@@ -11,7 +11,7 @@ import difflib
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, overload
 
@@ -24,6 +24,7 @@ from stretto.environments.given import (
     refuse_missing,
     without_digest,
 )
+from stretto.environments.reward_calls import RewardSpec, as_specs
 from stretto.environments.rows import Row
 from stretto.environments.task_options import (
     AgentOptions,
@@ -54,9 +55,15 @@ class Task:
     train: Sequence[Row]
     evaluation: Sequence[Row]  # empty: no evaluation
     reward: str | None  # `package.module:function`, which scores the single completion of an episode
-    environment: EnvironmentSpec | None = None  # plays the episodes; a task has either a reward or an environment
-    function: Callable[..., Any] | None = None  # a reward that was given from Python; None: it is imported by its name
+    environment: EnvironmentSpec | None = None  # plays the episodes; a task has either rewards or an environment
+    several: tuple[RewardSpec, ...] = ()  # the rewards of a task that has several, instead of `reward`
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # given from Python, by reward
     data: DataRead = NOTHING_READ  # where its rows are from
+
+    @property
+    def rewards(self) -> tuple[RewardSpec, ...]:
+        """The rewards that score the single completion of an episode; empty if an environment does."""
+        return self.several or (() if self.reward is None else as_specs(self.reward))
 
     @property
     def max_turns(self) -> int:
@@ -224,8 +231,10 @@ def _reasoning_dataset(name: str, config: Mapping[str, Any], datasets: Mapping[s
 def _file(options: FileOptions | EnvironmentOptions, seed: int, num_evaluation: int, given: Given) -> Task:
     name, rows, held_out, data = read_rows(options, seed, num_evaluation, given)
     if isinstance(options, FileOptions):
-        reward = NO_REWARD if options.reward is None else without_digest(options.reward)
-        return Task(name, rows, held_out, reward, function=given.reward, data=data)
+        several = tuple(table.spec() for table in options.rewards)
+        reward = None if several else NO_REWARD if options.reward is None else without_digest(options.reward)
+        chats = [*map(_with_column, rows)], [*map(_with_column, held_out)]
+        return Task(name, *chats, reward, several=several, functions=given.rewards, data=data)
     environment = EnvironmentSpec(
         without_digest(options.environment), options.turns, _config(options), options.max_lineages, given.environment
     )
@@ -233,7 +242,7 @@ def _file(options: FileOptions | EnvironmentOptions, seed: int, num_evaluation: 
 
 
 def _with_column(row: Row) -> Row:
-    """Returns a row whose messages are also a column: an environment may render them again, a reward may not."""
+    """Returns a row whose messages are also a column, for environments and for rewards that ask for them."""
     if row.messages is None:
         return row
     return dataclasses.replace(row, columns={**row.columns, "messages": [dict(message) for message in row.messages]})

@@ -8,6 +8,7 @@ trainer: while it computes in Python, they wait for the interpreter. It has no s
 - `MOST_ABANDONED` threads that hang at once are the limit. Until one of them returns, every further item fails at once.
 - An `async def` reward runs on the event loop of one thread, many items at once, and is cancelled at its deadline. If
   it blocks that event loop, the thread is abandoned; its late items fail, and the others are scored again.
+- A batched reward gets all items that wait. If that call is late, each of them is scored alone.
 """
 
 from __future__ import annotations
@@ -15,79 +16,121 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from stretto.environments.function_specs import SpecError
-from stretto.environments.reward_pipes import Result
-from stretto.environments.reward_worker import Columns, Scorer, is_async, refuse_signature
+from stretto.environments.grades import Grade, graded
+from stretto.environments.reward_calls import (
+    Columns,
+    Details,
+    RewardCall,
+    RewardSpec,
+    as_specs,
+    late_text,
+    refuse_specs,
+)
+from stretto.environments.reward_pipes import Item, Result, Scores
+from stretto.environments.reward_pool import longest_reward_s
+from stretto.environments.reward_scoring import AsyncScoring, PlainScoring, make_calls
 from stretto.errors import LateRewardError, RecipeError, RewardError
 
 MOST_ABANDONED = 64
 
 
 @dataclass(slots=True, eq=False)
-class _Item:
-    identity: int
-    prompt: str
-    completion: str
-    row: Mapping[str, Any]
-    future: asyncio.Future[float]
-    since: float | None = None  # when its call began
+class _Asked:
+    """A completion without a result."""
+
+    item: Item
+    future: asyncio.Future[Scores]
+    since: float = 0.0  # when an event loop took it up
+    alone: bool = False  # a batch that it was in was late: it is scored alone
 
 
 class _PlainThread:
-    """Scores one item after the other, from a queue that all threads share."""
+    """Scores from a queue that all threads share: one after the other, or all that wait if a reward is batched."""
 
-    def __init__(self, scorer: Scorer, items: SimpleQueue[_Item | None], done: Callable[[_Item, Result], None]) -> None:
+    def __init__(
+        self,
+        calls: Sequence[RewardCall],
+        queue: SimpleQueue[list[_Asked] | None],
+        done: Callable[[_Asked, Result], None],
+    ) -> None:
         self.abandoned = False
-        self.items: set[_Item] = set()  # the one that it scores
-        self._scorer = scorer
-        self._queue = items
+        self.asked: dict[int, _Asked] = {}  # those that it scores, by id
+        self._calling: tuple[float, tuple[_Asked, ...]] = (0.0, ())  # since when, and those that the call is for
+        self._most = max((call.batch_size for call in calls if call.batched), default=1)
+        self._scoring = PlainScoring(calls, mark=self._began, left=self._left, done=self._ended)
+        self._queue = queue
         self._done = done
         self._process = os.getpid()
         self.thread = threading.Thread(target=self._run, name="reward", daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
-        while not self.abandoned and (item := self._queue.get()) is not None:
-            item.since = time.monotonic()
-            self.items = {item}
-            try:
-                value = self._scorer.call(item.prompt, item.completion, item.row)
-                result = self._scorer.check(item.identity, value)
-            except BaseException as error:  # also `sys.exit()`: the reward fails, not the run
-                result = self._scorer.failed(item.identity, error)
-            if os.getpid() != self._process:  # a copy that the function forked: it would be a second driver
-                os._exit(1)
-            self.items = set()
-            self._done(item, result)
+        while not self.abandoned and (some := self._queue.get()) is not None:
+            while not some[0].alone and len(some) < self._most:
+                try:
+                    more = self._queue.get_nowait()
+                except Empty:
+                    break
+                if more is None or more[0].alone:
+                    self._queue.put(more)  # the end of another thread, or for a call of its own
+                    break
+                some = [*some, *more]
+            self.asked = {each.item[0]: each for each in some}
+            self._scoring.score([each.item for each in some])
+            self._calling, self.asked = (0.0, ()), {}
+
+    def late(self, now: float, limit_s: float) -> list[_Asked]:
+        """Returns those whose call has taken longer than the limit."""
+        since, called = self._calling
+        return list(called) if now - since > limit_s else []
+
+    def _began(self, identity: int) -> None:
+        """Notes that a call begins: of one completion, or of several."""
+        asked = self.asked
+        self._calling = time.monotonic(), (asked[identity],) if identity in asked else tuple(asked.values())
+
+    def _left(self, error: BaseException | None) -> None:
+        if os.getpid() != self._process:  # a copy that the function forked: it would be a second driver
+            os._exit(1)
+
+    def _ended(self, result: Result) -> None:
+        self._done(self.asked[result[0]], result)
 
 
 class _AsyncThread:
-    """Scores all items at once on an event loop of its own."""
+    """Scores all that has arrived at once, on an event loop of its own."""
 
-    def __init__(self, scorer: Scorer, deadline_s: float, late: str, done: Callable[[_Item, Result], None]) -> None:
+    def __init__(self, calls: Sequence[RewardCall], deadline_s: float, done: Callable[[_Asked, Result], None]) -> None:
         self.abandoned = False
-        self.items: set[_Item] = set()
-        self._scorer = scorer
-        self._deadline_s = deadline_s
-        self._late = late
+        self.asked: dict[int, _Asked] = {}
+        self._scoring = AsyncScoring(
+            calls, deadline_s=deadline_s, mark=lambda _: None, left=lambda _: None, done=self._ended
+        )
         self._done = done
         self._loop = asyncio.new_event_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
         self.thread = threading.Thread(target=self._run, name="reward", daemon=True)
         self.thread.start()
 
-    def send(self, item: _Item) -> None:
-        item.since = time.monotonic()
-        self.items.add(item)
-        self._loop.call_soon_threadsafe(self._begin, item)
+    def send(self, asked: list[_Asked]) -> None:
+        now = time.monotonic()
+        for each in asked:
+            each.since = now
+            self.asked[each.item[0]] = each
+        self._loop.call_soon_threadsafe(self._scoring.begin, [each.item for each in asked])
+
+    def late(self, now: float, limit_s: float) -> list[_Asked]:
+        """Returns those that it has had for longer than the limit."""
+        return [asked for asked in list(self.asked.values()) if now - asked.since > limit_s]
 
     def end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -96,63 +139,63 @@ class _AsyncThread:
         asyncio.set_event_loop(self._loop)
         with contextlib.suppress(BaseException):
             self._loop.run_forever()
-        for task in self._tasks:
-            task.cancel()
+        self._scoring.cancel()
         with contextlib.suppress(BaseException):
             self._loop.run_until_complete(asyncio.sleep(0))
 
-    def _begin(self, item: _Item) -> None:
-        task = self._loop.create_task(self._score(item), name=f"reward {item.identity}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _score(self, item: _Item) -> None:
-        try:
-            async with asyncio.timeout(self._deadline_s) as limit:
-                value = await self._scorer.call(item.prompt, item.completion, item.row)
-            result = self._scorer.check(item.identity, value)
-        except BaseException as error:
-            expired = limit.expired() and isinstance(error, TimeoutError)
-            result = (item.identity, None, self._late) if expired else self._scorer.failed(item.identity, error)
-        self.items.discard(item)
-        self._done(item, result)
+    def _ended(self, result: Result) -> None:
+        self._done(self.asked.pop(result[0]), result)
 
 
 class ThreadRewards:
-    """Scores completions with a function of this process, a `def` or `async def`. `RewardPool` has the contract."""
+    """Scores completions with functions of this process, `def` or `async def`. `RewardPool` has the contract."""
 
     def __init__(
         self,
-        name: str,
-        reward: Callable[..., Any],
+        rewards: str | Sequence[RewardSpec],
+        functions: Mapping[str, Callable[..., Any]],
         *,
         threads: int = 1,
         deadline_s: float = 10.0,
         columns: Columns | None = None,
         most_abandoned: int = MOST_ABANDONED,
     ) -> None:
-        """`name` stands in errors. `columns` are those of the rows, which `start` compares with the parameters."""
-        self._name = name
-        self._reward = reward
+        """`rewards` are those of the task; a text is the name of its only one.
+
+        `functions` are those that were given, by the names of their specs; others are imported.
+
+        `columns` are those of the rows, which `start` compares with the parameters.
+        """
+        self._specs = specs = as_specs(rewards)
+        self._functions = functions
         self._num_threads = threads
         self._deadline_s = deadline_s
         self._columns = None if columns is None else dict(sorted(columns.items()))
         self._most_abandoned = most_abandoned
-        self._scorer = Scorer(name, reward)
-        self._late = f"`{name}` did not return within `task.reward_seconds = {deadline_s:g}`"
+        self._calls: list[RewardCall] = []
+        self._shown = ", ".join(spec.shown for spec in specs)
+        self._late = late_text(specs, deadline_s)
+        self._late_texts = {self._late, *(late_text([spec], deadline_s) for spec in specs)}
         self._ids = itertools.count()
-        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
+        self._queue: SimpleQueue[list[_Asked] | None] = SimpleQueue()
+        self._arrived: list[_Asked] = []  # in this turn of the event loop
         self._threads: list[_PlainThread | _AsyncThread] = []
         self._abandoned: list[threading.Thread] = []
-        self._pending: set[_Item] = set()
+        self._pending: set[_Asked] = set()
         self._work = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def longest_s(self) -> float:
-        """The longest that one item can occupy a thread, in seconds."""
-        return self._deadline_s + max(1.0, self._deadline_s)
+        """The longest that one completion can occupy a thread, in seconds."""
+        batched = any(call.batched for call in self._calls) or not self._calls
+        return longest_reward_s(len(self._specs), self._deadline_s, batched=batched)
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """How each reward is called, in words, once the threads have started."""
+        return tuple(call.form for call in self._calls)
 
     @property
     def num_abandoned(self) -> int:
@@ -161,28 +204,32 @@ class ThreadRewards:
         return len(self._abandoned)
 
     async def start(self) -> None:
-        """Starts the threads. Raises `RecipeError` if the function cannot be called with the columns of the rows."""
-        if self._columns is not None:
-            try:
-                refuse_signature(self._name, self._reward, self._columns)
-            except SpecError as error:
-                raise RecipeError(f"`reward` cannot be used: {error}") from error
+        """Starts the threads. Raises `RecipeError` if a function cannot be called with the columns of the rows."""
+        try:
+            refuse_specs(self._specs)
+            self._calls = make_calls(self._specs, self._columns, self._functions)
+        except SpecError as error:
+            raise RecipeError(f"`reward` cannot be used: {error}") from error
         self._loop = asyncio.get_running_loop()
-        self._threads = [self._new_thread() for _ in range(1 if is_async(self._reward) else self._num_threads)]
+        self._threads = [self._new_thread() for _ in range(self._most_threads)]
         self._watching = asyncio.create_task(self._watch(), name="reward deadlines")
 
-    async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    async def score(
+        self, prompt: str, completion: str, row: Mapping[str, Any], details: Details | None = None
+    ) -> float | Grade:
         """Returns the reward of one completion. Raises `RewardError`, which names the cause, if it has none."""
         if self._loop is None or self._watching is None:
-            raise RewardError(f"`{self._name}` was asked for a reward while its threads were not running")
-        item = _Item(next(self._ids), prompt, completion, row, self._loop.create_future())
-        self._pending.add(item)
+            raise RewardError(f"{self._shown} was asked for a reward while its threads were not running")
+        asked = _Asked((next(self._ids), prompt, completion, row, details), self._loop.create_future())
+        self._pending.add(asked)
         self._work.set()
-        self._send(item)
+        if not self._arrived:
+            self._loop.call_soon(self._send_arrived)
+        self._arrived.append(asked)
         try:
-            return await item.future
+            return graded(self._specs, await asked.future)
         finally:
-            self._pending.discard(item)
+            self._pending.discard(asked)
 
     async def close(self) -> None:
         """Ends the threads without waiting for them. Pending calls raise `RewardError`. Safe to call twice."""
@@ -191,7 +238,7 @@ class ThreadRewards:
             return
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-        self._fail(self._pending, RewardError(f"`{self._name}` was stopped before it returned"))
+        self._fail(self._pending, RewardError(f"{self._shown} was stopped before it returned"))
         for thread in self._threads:
             thread.abandoned = True
             if isinstance(thread, _AsyncThread):
@@ -200,36 +247,55 @@ class ThreadRewards:
                 self._queue.put(None)
         self._threads.clear()
 
-    def _new_thread(self) -> _PlainThread | _AsyncThread:
-        if is_async(self._reward):
-            return _AsyncThread(self._scorer, self._deadline_s, self._late, self._done)
-        return _PlainThread(self._scorer, self._queue, self._done)
+    @property
+    def _is_async(self) -> bool:
+        return any(call.asynchronous for call in self._calls)
 
-    def _send(self, item: _Item) -> None:
+    @property
+    def _most_threads(self) -> int:
+        return 1 if self._is_async else self._num_threads
+
+    def _new_thread(self) -> _PlainThread | _AsyncThread:
+        if self._is_async:
+            return _AsyncThread(self._calls, self._deadline_s, self._done)
+        return _PlainThread(self._calls, self._queue, self._done)
+
+    def _send_arrived(self) -> None:
+        """Sends what has arrived in one turn of the event loop: together to an event loop or for a batch."""
+        some, self._arrived = self._arrived, []
+        if self._is_async or any(call.batched for call in self._calls):
+            size = math.ceil(len(some) / self._most_threads)
+            for start in range(0, len(some), size):
+                self._send(some[start : start + size])
+        else:
+            for asked in some:
+                self._send([asked])
+
+    def _send(self, asked: list[_Asked]) -> None:
         if not self._threads:
             self._fail(
-                [item],
-                RewardError(f"{self.num_abandoned} calls of `{self._name}` hang in this process, which is the limit"),
+                asked,
+                RewardError(f"{self.num_abandoned} calls of {self._shown} hang in this process, which is the limit"),
             )
         elif isinstance(first := self._threads[0], _AsyncThread):
-            first.send(item)
+            first.send(asked)
         else:
-            self._queue.put(item)
+            self._queue.put(asked)
 
-    def _done(self, item: _Item, result: Result) -> None:
+    def _done(self, asked: _Asked, result: Result) -> None:
         """Takes a result, in the thread that has it. The run of an abandoned thread may be over."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._deliver, item, result)
+            self._loop.call_soon_threadsafe(self._deliver, asked, result)
 
-    def _deliver(self, item: _Item, result: Result) -> None:
-        _, value, error = result
-        if item.future.done():
+    def _deliver(self, asked: _Asked, result: Result) -> None:
+        _, scores, error = result
+        if asked.future.done():
             return
-        if value is None:
-            item.future.set_exception((LateRewardError if error == self._late else RewardError)(str(error)))
+        if scores is None:
+            asked.future.set_exception((LateRewardError if error in self._late_texts else RewardError)(str(error)))
         else:
-            item.future.set_result(value)
+            asked.future.set_result(scores)
 
     async def _watch(self) -> None:
         """Abandons threads that are stuck, and replaces them. Sleeps while nothing is to be scored."""
@@ -238,7 +304,7 @@ class ThreadRewards:
             await asyncio.sleep(min(1.0, self._deadline_s / 10))
             for thread in list(self._threads):
                 self._check(thread)
-            while len(self._threads) < (1 if is_async(self._reward) else self._num_threads):
+            while len(self._threads) < self._most_threads:
                 if self.num_abandoned + len(self._threads) >= self._most_abandoned:
                     break  # those that work may hang too
                 self._threads.append(self._new_thread())
@@ -248,24 +314,28 @@ class ThreadRewards:
                 self._work.clear()
 
     def _check(self, thread: _PlainThread | _AsyncThread) -> None:
-        limit_s = self._deadline_s + (max(1.0, self._deadline_s) if isinstance(thread, _AsyncThread) else 0.0)
-        now, items = time.monotonic(), set(thread.items)
-        late = {item for item in items if item.since is not None and now - item.since > limit_s}
+        limit_s = self.longest_s if isinstance(thread, _AsyncThread) else self._deadline_s
+        late = thread.late(time.monotonic(), limit_s)
         if not late:
             return
+        again = [each for each in list(thread.asked.values()) if each not in late]
         thread.abandoned = True
         self._threads.remove(thread)
         self._abandoned.append(thread.thread)
-        self._fail(late, LateRewardError(self._late))
         if isinstance(thread, _AsyncThread):
             thread.end()
-            again = [item for item in items - late if not item.future.done()]
-            if again and self.num_abandoned < self._most_abandoned:
-                self._threads.append(self._new_thread())
-            for item in again:
-                self._send(item)
+        if len(late) > 1 and any(call.batched for call in self._calls):  # one of a batch: each is tried alone
+            again += [each for each in late if not each.alone]
+            late = [each for each in late if each.alone]
+        self._fail(late, LateRewardError(self._late))
+        again = [each for each in again if not each.future.done()]
+        if again and not self._threads and self.num_abandoned < self._most_abandoned:
+            self._threads.append(self._new_thread())
+        for each in again:
+            each.alone = True
+            self._send([each])
 
-    def _fail(self, items: set[_Item] | list[_Item], error: RewardError) -> None:
-        for item in items:
-            if not item.future.done():
-                item.future.set_exception(error)
+    def _fail(self, items: set[_Asked] | list[_Asked], error: RewardError) -> None:
+        for asked in items:
+            if not asked.future.done():
+                asked.future.set_exception(error)

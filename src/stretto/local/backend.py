@@ -9,7 +9,7 @@ from stretto.local.pool import LocalPool
 from stretto.local.trainer import ThreadedTrainer
 from stretto.observe.progress import Observer
 from stretto.recipe.schema import Recipe
-from stretto.run.protocols import NoRewards, TrainerBackend
+from stretto.run.protocols import NoRewards, Rewards, TrainerBackend
 from stretto.setup.backend import Backend
 from stretto.setup.device import on_device
 from stretto.setup.environments import local_environment
@@ -42,7 +42,7 @@ def local_backend(
         )
 
     task = driver.inputs.task
-    rewards = NoRewards() if task.reward is None else make_rewards(recipe, task, said)
+    rewards: Rewards = make_rewards(recipe, task, said) if task.rewards else NoRewards()
     environment = local_environment(recipe, driver, rewards, said)
     return Backend(
         driver, rewards, environment, pool, make_trainer, lambda weights: on_device(weights, parts.trainer.device)

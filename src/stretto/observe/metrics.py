@@ -23,7 +23,17 @@ from stretto.errors import RunError
 from stretto.observe.collapse import History
 from stretto.observe.reward_trend import RewardTrend
 from stretto.observe.symptoms import Symptoms, is_without_signal
-from stretto.types import Completion, EngineStats, EpisodeLimit, EvaluationResult, Sample, UpdateReport, by_trajectory
+from stretto.types import (
+    Completion,
+    EngineStats,
+    EpisodeLimit,
+    EvaluationResult,
+    RewardPart,
+    Sample,
+    UpdateReport,
+    by_trajectory,
+    part_means,
+)
 
 
 class Sink(Protocol):
@@ -247,6 +257,7 @@ class Tally:
         """Records an evaluation and returns its line of `metrics.jsonl`."""
         elapsed = self.totals.wall_s + (result.at - self._opened_at if self._opened_at is not None else 0.0)
         record = asdict(result) | {"elapsed_s": elapsed}
+        record |= {f"reward/{name}": mean for name, mean in (record.pop("rewards") or {}).items()}
         self.totals.evaluations.append(record)
         line = {"kind": "evaluation", **record}
         self._sink.write(line)
@@ -291,6 +302,7 @@ class Tally:
             "kind": "update",
             "update": report.update,
             **report.metrics,
+            **reward_means(own[0].reward_parts for own in uses),
             "at": ended,
             "tokens": tokens,
             "tokens_per_second": tokens / cycle_s if cycle_s > 0 else 0.0,
@@ -411,6 +423,11 @@ class Tally:
             "mismatch_kl": totals.mismatch_kl_sum / totals.mismatch_tokens if totals.mismatch_tokens else None,
             "mismatch_tokens": totals.mismatch_tokens,
         }
+
+
+def reward_means(parts: Iterable[Sequence[RewardPart] | None]) -> dict[str, float]:
+    """Returns the metrics of a task with several rewards: the mean of each, `reward/NAME`."""
+    return {f"reward/{name}": mean for name, mean in part_means(parts).items()}
 
 
 def is_mixed(completion: Completion) -> bool:

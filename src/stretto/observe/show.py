@@ -21,7 +21,7 @@ from stretto.errors import RunError, printable
 from stretto.store.overview import described, state_of
 from stretto.store.reader import EvaluationRecord, JournalReader, SampleRecord, UpdateRecord
 from stretto.store.schema import ENDS, UNDER_WAY, reading
-from stretto.types import Lineage
+from stretto.types import Lineage, RewardPart, part_means
 
 NUM_SAMPLES = 8  # shown of an update by default
 MAX_LINES = 40  # of a prompt or a completion, so that a long sample does not push the others off the screen
@@ -152,8 +152,11 @@ def _update(reader: JournalReader, update: int, samples: int, decode: Decode | N
     shown = ordered[:samples]
     rewards = [own[0].reward for own in trajectories if own[0].reward is not None]
     mean = sum(rewards) / len(rewards) if rewards else math.nan
+    means = "".join(
+        f", {name} {value:.4f}" for name, value in part_means(own[0].reward_parts for own in trajectories).items()
+    )
     parts: list[RenderableType] = [
-        Text(f"update {update}: {len(shown)} of {len(trajectories)} samples, mean reward {mean:.4f}")
+        Text(f"update {update}: {len(shown)} of {len(trajectories)} samples, mean reward {mean:.4f}{means}")
     ]
     for group, members in groupby(shown, _group_of):
         sharing = list(members)
@@ -188,6 +191,8 @@ def _describe(trajectory: Sequence[SampleRecord]) -> str:
     again = f", use {record.use}" if record.use else ""
     if record.turn_rewards is not None:
         reward += f" ({' + '.join(f'{each:g}' for each in record.turn_rewards)})"
+    if record.reward_parts is not None:
+        reward += f" ({' + '.join(map(_part, record.reward_parts))})"
     num_turns = sum(each.turns for each in trajectory)
     turns = f" in {num_turns} turns" if num_turns > 1 else ""
     limit = f", reached the limit of its {record.limit}" if record.limit in ("seconds", "budget") else ""
@@ -197,6 +202,12 @@ def _describe(trajectory: Sequence[SampleRecord]) -> str:
         f"trajectory {record.trajectory}: reward {reward}, version {record.version}, age {record.age}, "
         f"{sum(each.num_tokens for each in trajectory)} tokens{turns}, {end}{limit}{again}"
     )
+
+
+def _part(part: RewardPart) -> str:
+    """Describes one of several rewards: its name, its value and its weight."""
+    name = printable(part.name)
+    return f"{name} none" if part.value is None else f"{part.weight:g} x {name} {part.value:g}"
 
 
 def _head(record: SampleRecord) -> list[RenderableType]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from stretto.environments.task_options import rewards_of
 from stretto.objectives.critic_options import CriticOptions
 from stretto.objectives.length_options import length_refusals
 from stretto.objectives.teacher_options import teacher_index, teacher_refusals
@@ -202,7 +203,7 @@ def _teachers(recipe: Recipe) -> Iterable[str]:
     algorithm, task = recipe.algorithm, recipe.task
     labels = [getattr(task, "label", None)]
     yield from teacher_refusals(algorithm.teachers, labels)
-    rewarded = getattr(task, "reward", "") is not None or task.type == "agent"
+    rewarded = getattr(task, "reward", "") is not None or task.type == "agent" or bool(rewards_of(task))
     if not algorithm.uses_rewards:
         if not algorithm.teachers:
             yield (

@@ -7,7 +7,15 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from stretto.environments.given import is_given
-from stretto.environments.task_options import AgentOptions, EndpointOptions, EnvironmentOptions, ProcessTaskOptions
+from stretto.environments.reward_options import refused_rewards
+from stretto.environments.task_options import (
+    AgentOptions,
+    EndpointOptions,
+    EnvironmentOptions,
+    ProcessTaskOptions,
+    TaskOptions,
+    rewards_of,
+)
 from stretto.observe.options import TRACKERS
 from stretto.recipe.algorithm_checks import impossible_algorithm, options_without_effect
 from stretto.recipe.error_messages import as_toml
@@ -69,7 +77,7 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
                 f"`task.{name}` has no effect with `task.workers = 0`, where the driver plays the episodes; leave one "
                 "of the two out"
             )
-    if is_given(getattr(recipe.task, "reward", None)) or is_given(getattr(recipe.task, "environment", None)):
+    if _runs_given(recipe.task):
         for name in ("workers", "worker_gib", "worker_episodes", "pass_env", "sandbox"):
             if name in type(recipe.task).model_fields:
                 found["task", name] = (
@@ -183,8 +191,15 @@ def refusals(recipe: Recipe) -> list[str]:
     return [*ineffective_keys(recipe).values(), *_impossible(recipe)]
 
 
+def _runs_given(task: TaskOptions) -> bool:
+    """True if code that was given from Python scores or plays the task."""
+    named = (getattr(task, "reward", None), getattr(task, "environment", None))
+    return any(map(is_given, named)) or any(is_given(getattr(each, "function", None)) for each in rewards_of(task))
+
+
 def _impossible(recipe: Recipe) -> Iterable[str]:
     rollout = recipe.rollout
+    yield from refused_rewards(getattr(recipe.task, "reward", None), rewards_of(recipe.task))
     if rollout.filter == "no-signal" and rollout.group == 1:
         yield (
             '`rollout.filter = "no-signal"` with `rollout.group = 1` would filter everything: the rewards of a group '

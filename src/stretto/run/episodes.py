@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from stretto.environments.episode_faults import asked_after_end, asked_early, contained, given_up, in_own_task
+from stretto.environments.grades import Grade
 from stretto.environments.protocol import Environment, Outcome, token_ids
 from stretto.environments.single_turn import SingleTurn
 from stretto.environments.spending import Spending
@@ -94,7 +95,7 @@ class Episode:
         """True while the environment does anything but wait for tokens."""
         return not (self._over or self._direct or self._turn_in_progress)
 
-    async def play(self, environment: Environment, prompt: Prompt) -> float | Outcome:
+    async def play(self, environment: Environment, prompt: Prompt) -> float | Outcome | Grade:
         """Runs the episode to its end. An error that kept it from a turn is raised, whatever the environment did."""
         if not isinstance(environment, SingleTurn):
             return await self._bounded(in_own_task(self._played(environment, prompt)))
@@ -109,7 +110,7 @@ class Episode:
         self.num_asked = 1
         return await self._bounded(environment.score(prompt, completion))
 
-    async def _played(self, environment: Environment, prompt: Prompt) -> float | Outcome:
+    async def _played(self, environment: Environment, prompt: Prompt) -> float | Outcome | Grade:
         try:
             return await environment.episode(prompt, self)
         finally:
@@ -152,7 +153,7 @@ class Episode:
     def _turn_in_progress(self) -> bool:
         return self._turn is not None and not self._turn.done()
 
-    async def _bounded(self, work: Coroutine[Any, Any, float | Outcome]) -> float | Outcome:
+    async def _bounded(self, work: Coroutine[Any, Any, float | Outcome | Grade]) -> float | Outcome | Grade:
         """Awaits the environment's `work` within its deadline."""
         try:
             async with asyncio.timeout_at(self._start_clock()) as self._limit:

@@ -25,7 +25,7 @@ from stretto import clock
 from stretto.engines.protocol import Engine
 from stretto.environments.data import PromptStream
 from stretto.environments.function_specs import last_line
-from stretto.environments.protocol import Environment, earned
+from stretto.environments.protocol import Earned, Environment, earned
 from stretto.environments.single_turn import Decode
 from stretto.errors import EngineError, RequestError, RewardError, StalledError, StrettoError, VersionNotResidentError
 from stretto.run.episodes import Episode, TakeTurn
@@ -44,6 +44,7 @@ from stretto.types import (
     Prompt,
     Request,
     Sampling,
+    part_means,
 )
 
 log = logging.getLogger(__name__)
@@ -154,11 +155,12 @@ class Evaluator:
             at=ended,
             seconds=ended - started,
             greedy=of_greedy if self._greedy else None,
+            rewards=_means(outcomes[: self._count]),
         )
         self._answers = (result, [_answer(*each) for each in zip(answers, outcomes, strict=True)])
         return result
 
-    async def _episode(self, held_out: _HeldOut, take_turn: TakeTurn) -> float:
+    async def _episode(self, held_out: _HeldOut, take_turn: TakeTurn) -> Earned:
         max_tokens = held_out.sampling.max_tokens
         episode = Episode(
             held_out.turns, take_turn,
@@ -167,9 +169,9 @@ class Evaluator:
         )  # fmt: skip
         try:
             outcome = await episode.play(self._environment, held_out.prompt)
-            reward, _ = earned(outcome, len(held_out.turns.done))
+            found = earned(outcome, len(held_out.turns.done))
             self._first_reward.scored()
-            return reward
+            return found
         except StrettoError as error:
             if isinstance(error, RewardError):
                 self._first_reward.failed(held_out.id, -1 - held_out.index, error)
@@ -252,15 +254,25 @@ class Evaluator:
         return kept[1] if self._decode is not None and kept is not None and kept[0] is result else ()
 
 
-def _answer(held_out: _HeldOut, outcome: float | Exception) -> HeldOutAnswer:
-    failed = isinstance(outcome, Exception)
+def _answer(held_out: _HeldOut, outcome: Earned | Exception) -> HeldOutAnswer:
+    reward, error, parts = None, None, None
+    if isinstance(outcome, Exception):
+        error = str(outcome)
+    else:
+        reward, parts = outcome.reward, outcome.parts
     return HeldOutAnswer(
         held_out.index, held_out.prompt, held_out.is_greedy, held_out.lineages, held_out.texts, held_out.contexts,
-        reward=None if isinstance(outcome, Exception) else outcome, error=str(outcome) if failed else None,
+        reward=reward, error=error, reward_parts=parts,
     )  # fmt: skip
 
 
-def _score(answers: Sequence[_HeldOut], outcomes: Sequence[float | Exception], where: str) -> HeldOutScore:
+def _means(outcomes: Sequence[Earned | Exception]) -> dict[str, float] | None:
+    """Returns the mean of each reward; None if the task has one."""
+    parts = [outcome.parts for outcome in outcomes if isinstance(outcome, Earned)]
+    return part_means(parts) if any(own is not None for own in parts) else None
+
+
+def _score(answers: Sequence[_HeldOut], outcomes: Sequence[Earned | Exception], where: str) -> HeldOutScore:
     """Returns the score of answers with these outcomes, and logs what failed. Raises an error that is no failure."""
     rewards: list[float] = []
     failures: list[RewardError | RequestError] = []
@@ -270,7 +282,7 @@ def _score(answers: Sequence[_HeldOut], outcomes: Sequence[float | Exception], w
             continue
         if isinstance(outcome, Exception):
             raise outcome
-        rewards.append(outcome)
+        rewards.append(outcome.reward)
     if failures:
         failed = f"{len(failures)} of {len(outcomes)} held-out prompts failed"
         log.warning("%s %s, the first of them: %s", failed, where, failures[0])
@@ -283,10 +295,10 @@ def _score(answers: Sequence[_HeldOut], outcomes: Sequence[float | Exception], w
     )
 
 
-async def _outcomes(episodes: Sequence[Coroutine[Any, Any, float]]) -> list[float | Exception]:
-    """Returns the reward or the error of each episode. Cancels all of them and raises the first `StalledError`."""
+async def _outcomes(episodes: Sequence[Coroutine[Any, Any, Earned]]) -> list[Earned | Exception]:
+    """Returns what each episode has earned, or its error. Cancels all of them and raises the first `StalledError`."""
 
-    async def outcome(episode: Coroutine[Any, Any, float]) -> float | Exception:
+    async def outcome(episode: Coroutine[Any, Any, Earned]) -> Earned | Exception:
         try:
             return await episode
         except StalledError:

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from stretto.engines.protocol import Engine
+from stretto.environments.grades import Grade
+from stretto.environments.reward_calls import Details
 from stretto.errors import EngineError
 from stretto.run.pool_base import InstancePool
 from stretto.types import Batch, UpdateReport, Weights, WeightsRef
@@ -108,10 +110,12 @@ class Rewards(Protocol):
         ...
 
     async def start(self) -> None:
-        """Imports the reward function. Raises `RecipeError` if it cannot be called."""
+        """Imports the reward functions. Raises `RecipeError` if one cannot be called."""
         ...
 
-    async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    async def score(
+        self, prompt: str, completion: str, row: Mapping[str, Any], details: Details | None = None
+    ) -> float | Grade:
         """Returns the reward of one completion, or raises `RewardError`."""
         ...
 
@@ -128,7 +132,9 @@ class NoRewards:
     async def start(self) -> None:
         pass
 
-    async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    async def score(
+        self, prompt: str, completion: str, row: Mapping[str, Any], details: Details | None = None
+    ) -> float | Grade:
         raise AssertionError("an environment of its own scores this task")
 
     async def close(self) -> None:

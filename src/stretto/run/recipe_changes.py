@@ -86,6 +86,7 @@ FIXED: Mapping[str, str] = {
     "task.chat_template": _TASK,
     "task.prefill": _TASK,
     "task.reward": _TASK,
+    "task.rewards": "the members of a group may be scored before and after, and are compared by one sum of rewards",
     "task.environment": _TASK,
     "task.config": _TASK,
     "task.name": _TASK,

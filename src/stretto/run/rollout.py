@@ -28,7 +28,7 @@ from enum import Enum
 
 from stretto.errors import TransitionError
 from stretto.run.turns import Turns
-from stretto.types import Completion, Lineage, Prompt, Request, Suspended
+from stretto.types import Completion, Lineage, Prompt, Request, RewardPart, Suspended
 
 
 class RolloutState(Enum):
@@ -113,6 +113,7 @@ class Rollout:
     lineages: tuple[Lineage, ...] = ()  # all of it
     reward: float | None = None
     turn_rewards: tuple[float, ...] | None = None  # if the environment returns one for each turn
+    reward_parts: tuple[RewardPart, ...] | None = None  # if the task has several rewards
 
     # Before SCORING.
     suspended: Suspended | None = None  # the unfinished turn, as it last left an instance
@@ -212,10 +213,15 @@ class Rollout:
         self.lineages = self.turns.lineages()
         return self.lineages
 
-    def score(self, reward: float, turn_rewards: tuple[float, ...] | None) -> None:
+    def score(
+        self,
+        reward: float,
+        turn_rewards: tuple[float, ...] | None,
+        reward_parts: tuple[RewardPart, ...] | None = None,
+    ) -> None:
         """Gives it its reward. Its turns are not needed any more."""
         self._become(RolloutState.SCORED)
-        self.reward, self.turn_rewards = reward, turn_rewards
+        self.reward, self.turn_rewards, self.reward_parts = reward, turn_rewards, reward_parts
         self.turns = Turns(self.prompt.tokens)
 
     def end(self) -> None:

@@ -29,7 +29,7 @@ import numpy as np
 from stretto import clock
 from stretto.core import messages as core
 from stretto.environments.function_specs import last_line
-from stretto.environments.protocol import Environment, earned, is_deterministic, other_tokens
+from stretto.environments.protocol import Earned, Environment, earned, is_deterministic, other_tokens
 from stretto.environments.single_turn import Decode, SingleTurn
 from stretto.errors import (
     AbortedError,
@@ -202,7 +202,7 @@ class Rollouts:
         self._world_works(run)
         try:
             outcome = await episode.play(self._environment, rollout.prompt)
-            reward, turn_rewards = self._earned(run, outcome, episode.num_asked)
+            reward, turn_rewards, parts = self._earned(run, outcome, episode.num_asked)
         except (SuspendedError, AbortedError, EngineError) as error:
             self._interrupted(run, error)
             return
@@ -222,11 +222,11 @@ class Rollouts:
         if not rollout.is_generated:
             self._complete(run)
         self._note_limit(rollout, limit_of(episode, rollout.turns, self._max_turns), episode.spending.spent)
-        rollout.score(reward, turn_rewards)
+        rollout.score(reward, turn_rewards, parts)
         self.failed_in_a_row = 0
         self._first_reward.scored()
         self._tail.member_ended(rollout.group, scored=True)
-        self._journal.scored(rollout.id, reward, at=clock.now(), turns=turn_rewards)
+        self._journal.scored(rollout.id, reward, at=clock.now(), turns=turn_rewards, parts=parts)
         self._post(core.Scored(rollout.id, reward))
 
     def _note_limit(self, rollout: Rollout, limit: EpisodeLimit | None, spent: float) -> None:
@@ -237,8 +237,8 @@ class Rollouts:
         if limit is not None or spent:
             self._tally.episode_limited(limit, spent)
 
-    def _earned(self, run: _EpisodeRun, outcome: object, num_turns: int) -> tuple[float, tuple[float, ...] | None]:
-        """Returns the reward of an episode, and of each turn if it says so. Raises `RewardError` for anything else."""
+    def _earned(self, run: _EpisodeRun, outcome: object, num_turns: int) -> Earned:
+        """Returns what an episode has earned. Raises `RewardError` if it returned anything else."""
         rollout = run.rollout
         if run.counts and 0 < num_turns < (had := len(rollout.turns.done)):
             if not self._may_differ or rollout.is_generated:

@@ -238,7 +238,9 @@ class AgentEnvironment:
     async def _scored(self, prompt: Prompt, text: str) -> float:
         assert self._rewards is not None
         row = {name: value for name, value in prompt.row.items() if name not in PROMPT_COLUMNS}
-        return await self._rewards.score(prompt.text, text, row)
+        reward = await self._rewards.score(prompt.text, text, row)
+        assert isinstance(reward, float), "it is one function"
+        return reward
 
     async def _program(self, prompt: Prompt, access: ModelAccess, folder: Path) -> ProgramResult:
         assert self._command is not None

@@ -25,9 +25,9 @@ from stretto.environments.episode_pool import EpisodePool, EpisodePoolOptions, d
 from stretto.environments.given import NOTHING_GIVEN, Given, is_given
 from stretto.environments.prompt_order import PassRates
 from stretto.environments.protocol import Environment
+from stretto.environments.reward_calls import ONE_AT_A_TIME, Columns
 from stretto.environments.reward_environment import named_variables
 from stretto.environments.reward_pool import RewardPool
-from stretto.environments.reward_worker import Columns
 from stretto.environments.sandbox import PARTS, RESERVED_NUMBERS, missing
 from stretto.environments.sandbox_processes import held_parts
 from stretto.environments.task_options import (
@@ -43,7 +43,6 @@ from stretto.environments.worker_process import WorkerOptions
 from stretto.errors import RecipeError
 from stretto.objectives.custom import CustomOptions
 from stretto.recipe.schema import Recipe
-from stretto.run.protocols import Rewards
 
 log = logging.getLogger(__name__)
 
@@ -139,8 +138,13 @@ class Inputs:
     def _given_notes(self) -> Iterator[str]:
         """Says where a reward or an environment runs that no worker process can import."""
         spec = self.task.environment
-        name = spec.name if spec is not None and spec.given is not None else self.task.reward
-        if self.task.function is not None or (spec is not None and spec.given is not None):
+        name = spec.name if spec is not None and spec.given is not None else None
+        if name is None and self.task.functions:
+            name = next(each.target for each in self.task.rewards if each.name in self.task.functions)
+            others = [f"`{each.name}`" for each in self.task.rewards if each.name not in self.task.functions]
+            if others:
+                yield f"{', '.join(others)} can be imported, and is run by the same threads as `{name}`"
+        if name is not None:
             yield (
                 f"`{name}` cannot be imported by a worker process, so threads of this process run it: while it "
                 "computes, engine and trainer wait for the interpreter, and a call that hangs is abandoned at its "
@@ -268,23 +272,22 @@ def passed_variables(recipe: Recipe) -> dict[str, str]:
     return named_variables(recipe.task.pass_env) if isinstance(recipe.task, ProcessTaskOptions) else {}
 
 
-def make_rewards(recipe: Recipe, task: Task, said: Callable[[str], None] | None = None) -> Rewards:
+def make_rewards(recipe: Recipe, task: Task, said: Callable[[str], None] | None = None) -> RewardPool | ThreadRewards:
     """Makes what scores `task`: processes, or threads for a function that was given from Python.
 
     `said` gets every line that the processes print.
     """
-    assert task.reward is not None
     assert isinstance(recipe.task, ScoredTaskOptions)
-    if task.function is not None:
+    if task.functions:
         return ThreadRewards(
-            task.reward,
-            task.function,
+            task.rewards,
+            task.functions,
             threads=recipe.task.reward_workers,
             deadline_s=recipe.task.reward_seconds,
             columns=reward_columns(task),
         )
     return RewardPool(
-        task.reward,
+        task.rewards,
         workers=recipe.task.reward_workers,
         deadline_s=recipe.task.reward_seconds,
         columns=reward_columns(task),
@@ -389,15 +392,27 @@ def check_scoring(recipe: Recipe, task: Task, tokenizer: Any) -> str:
         asyncio.run(try_environment())
         return f"{played} in the driver's process"
 
-    async def start_and_close() -> None:
+    async def start_and_close() -> tuple[str, ...]:
         pool = make_rewards(recipe, task)
         try:
             await pool.start()
+            return pool.forms
         finally:
             await pool.close()
 
-    asyncio.run(start_and_close())
-    return f"scored by `{task.reward}`" + (" in the driver's process" if task.function is not None else "")
+    forms = asyncio.run(start_and_close())
+    return f"scored by {_described(task, forms)}" + (" in the driver's process" if task.functions else "")
+
+
+def _described(task: Task, forms: Sequence[str]) -> str:
+    """Returns the rewards of a task in words, and how each is called if that is not the plain way."""
+    if task.reward is not None:
+        return f"`{task.reward}`" + ("" if forms == (ONE_AT_A_TIME,) else f" ({forms[0]})")
+    parts = (
+        f"{each.weight:g} x `{each.name}` (`{each.target}`, {form})"
+        for each, form in zip(task.rewards, forms, strict=True)
+    )
+    return "the sum of " + ", ".join(parts)
 
 
 async def _try_worker(recipe: Recipe, task: Task, tokenizer: Any) -> str:

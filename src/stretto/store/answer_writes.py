@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from stretto.store.blobs import CompletionBlobs, blob
+from stretto.store.blobs import CompletionBlobs, blob, parts_text
 from stretto.types import HeldOutAnswer
 
 
@@ -23,9 +23,10 @@ def write_answers(db: sqlite3.Connection, evaluation: int, answers: Sequence[Hel
         prompt = _prompt_id(db, answer, tokens)
         error = None if answer.error is None else storable(answer.error)
         head = (evaluation, answer.index, prompt, int(answer.greedy))
-        insert = "INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+        scored = (answer.reward, parts_text(answer.reward_parts), error)
+        insert = "INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
         if not answer.lineages:  # it failed before its first token
-            nothing = (0, 0, answer.reward, error, 0, 0, None, None, None, "", None, None, b"", b"")
+            nothing = (0, 0, *scored, 0, 0, None, None, None, "", None, None, b"", b"")
             db.execute(insert, (*head, *nothing))
         for number, lineage in enumerate(answer.lineages):
             made, context = lineage.completion, blob(lineage.context, "<i4")
@@ -35,7 +36,7 @@ def write_answers(db: sqlite3.Connection, evaluation: int, answers: Sequence[Hel
             db.execute(
                 insert,
                 (
-                    *(*head, number, len(answer.lineages), answer.reward, error),
+                    *(*head, number, len(answer.lineages), *scored),
                     *(len(made.tokens), made.num_sampled, made.finish, numbers, arrays.turns),
                     *(storable(answer.texts[number]), None if text is None else storable(text)),
                     *(context if own else None, arrays.tokens, arrays.logprobs),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.types import Completion
+from stretto.types import Completion, RewardPart
 
 
 def blob(values: Sequence[float] | NDArray[Any], kind: str) -> bytes:
@@ -23,6 +24,25 @@ def sampled_values(values: NDArray[Any], turns: bytes | None) -> NDArray[Any]:
         return values
     spans = np.frombuffer(turns, "<i4").reshape(-1, 2).tolist()
     return np.concatenate([values[start:end] for start, end in spans])
+
+
+def parts_text(parts: Sequence[RewardPart] | None) -> str | None:
+    """Returns the parts of a reward as JSON, as the journal stores them."""
+    if parts is None:
+        return None
+    # SQLite has no -0.0 in `reward`, and what is equal has one text.
+    return json.dumps([[name, weight + 0.0, None if value is None else value + 0.0] for name, weight, value in parts])
+
+
+def read_parts(text: object) -> tuple[RewardPart, ...] | None:
+    """Returns what `parts_text` was given. Raises `ValueError` or `TypeError` for anything else."""
+    if text is None:
+        return None
+    found = tuple(RewardPart(*each) for each in json.loads(text))  # type: ignore[arg-type]
+    for name, weight, value in found:
+        if not isinstance(name, str) or not isinstance(weight, float) or not isinstance(value, float | None):
+            raise ValueError(f"a part of its reward is {(name, weight, value)!r}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,17 +21,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.store.blobs import CompletionBlobs, sampled_values
+from stretto.store.blobs import CompletionBlobs, read_parts, sampled_values
 from stretto.store.digests import SIZE, row_digest, untrained_digest, update_digest
 from stretto.store.phase_checks import CONFIG_NAME, phase_breaks, read_phases, rest_of_folder
 from stretto.store.schema import FAILURES_OF_MEMBERS, LARGEST_ID, PHASES, UNTRAINED_OF_MEMBERS
+from stretto.types import RewardPart, part_means
 
 MAX_REWARD = 1e9  # the largest reward that can be trained on, written down apart from `environments/reward_range.py`
 ROUNDING = 1e-9  # of a metric, relative to the largest number that it is made of
 
 MEMBERS = """SELECT m.trajectory, m.use, m.lineage, t.group_id, t.version, t.reward, t.turn_rewards,
-    COALESCE(c.context, g.prompt_tokens), c.turn_numbers, c.version, c.checksum, c.finish, c.tokens, c.logprobs,
-    c.token_versions, c.supports, c.turns, c.num_sampled, c.num_tokens
+    t.reward_parts, COALESCE(c.context, g.prompt_tokens), c.turn_numbers, c.version, c.checksum, c.finish, c.tokens,
+    c.logprobs, c.token_versions, c.supports, c.turns, c.num_sampled, c.num_tokens
     FROM members m LEFT JOIN trajectories t USING (trajectory) LEFT JOIN groups g ON g.group_id = t.group_id
     LEFT JOIN completions c ON c.trajectory = m.trajectory AND c.lineage = m.lineage
     WHERE m.update_id = ? ORDER BY m.position"""
@@ -52,6 +53,7 @@ class _Sample:
     num_turns: int | None  # None: its turns are not told apart
     truncated: bool
     oldest: int  # version of a token
+    parts: tuple[RewardPart, ...] = ()  # of its reward, if it has several
 
     @property
     def name(self) -> str:
@@ -152,11 +154,13 @@ def _check_updates(db: sqlite3.Connection, result: DataResult, done: Callable[[i
 
 
 def read_sample(update: int, row: Sequence[Any]) -> _Sample:
-    trajectory, use, lineage, group, version, reward, turn_rewards, prompt, numbers, made, checksum, finish, *rest = row
+    trajectory, use, lineage, group, version, reward, turn_rewards, parts, prompt, *others = row
+    numbers, made, checksum, finish, *rest = others
     tokens, logprobs, token_versions, supports, turns, num_sampled, num_tokens = rest
     arrays = CompletionBlobs(tokens, logprobs, token_versions, supports, turns)
     digest = row_digest(
         trajectory, group, version, reward, turn_rewards, prompt, made, checksum, finish, arrays, lineage, numbers,
+        parts,
     )  # fmt: skip
     oldest = int(version)
     if token_versions is not None:
@@ -174,6 +178,7 @@ def read_sample(update: int, row: Sequence[Any]) -> _Sample:
         num_turns=None if turns is None else len(turns) // 8,
         truncated=finish == "length",
         oldest=oldest,
+        parts=read_parts(parts) or (),
     )
 
 
@@ -188,7 +193,8 @@ def _other_samples(update: int, samples: Sequence[_Sample], digests: bytes) -> I
 
 def _metrics(update: int, samples: Sequence[_Sample], line: Mapping[str, Any]) -> Iterator[str]:
     """Returns the metrics that are not those of the samples. A metric that the trainer does not report is no break."""
-    scale = max([1.0, *(abs(sample.reward) for sample in samples)])
+    values = [abs(part.value) for sample in samples for part in sample.parts if part.value is not None]
+    scale = max([1.0, *(abs(sample.reward) for sample in samples), *values])
     for name, value in expected_metrics(update, samples, line).items():
         if name in line and not _equal(line[name], value, scale if name.startswith("reward") else 1.0):
             yield f"has `{name}` {line[name]} in its metrics, and its samples give {value}"
@@ -222,9 +228,15 @@ def expected_metrics(update: int, samples: Sequence[_Sample], line: Mapping[str,
         "turns_mean": sum(sample.num_turns or 1 for sample in samples) / len(uses),
         "lineages_mean": len(samples) / len(uses),
         "observed_tokens": sum(sample.num_observed for sample in samples),
+        **_means(uses),
         **{name: 0 for name in line if name.startswith("advantage_count_age_")},
         **{f"advantage_count_age_{age}": count for age, count in rows_by_age.items()},
     }
+
+
+def _means(uses: Sequence[Sequence[_Sample]]) -> dict[str, float]:
+    """Returns the mean of each of several rewards, over the trajectories that it applies to."""
+    return {f"reward/{name}": mean for name, mean in part_means(own[0].parts for own in uses).items()}
 
 
 def _uses(samples: Sequence[_Sample]) -> list[list[_Sample]]:

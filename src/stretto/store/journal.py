@@ -31,6 +31,7 @@ from stretto.store.schema import (
     check_schema,
 )
 from stretto.store.writer import Writer
+from stretto.types import RewardPart
 
 __all__ = ["JOURNAL_NAME", "Journal", "JournalReader", "RunFacts"]
 
@@ -150,11 +151,18 @@ class Journal:
                     f"`{getattr(self._stored, name)!r}`: use that, or start a new run"
                 )
 
-    def scored(self, trajectory: int, reward: float, at: float, turns: tuple[float, ...] | None = None) -> None:
-        """Gives a trajectory its reward, a finite number, and the rewards of its turns if it has them."""
+    def scored(
+        self,
+        trajectory: int,
+        reward: float,
+        at: float,
+        turns: tuple[float, ...] | None = None,
+        parts: tuple[RewardPart, ...] | None = None,
+    ) -> None:
+        """Gives a trajectory its reward, a finite number, and the rewards of its turns or its parts if it has them."""
         if not math.isfinite(reward):
             raise JournalError(f"trajectory {trajectory} cannot be scored with {reward}: a reward is a finite number")
-        self._writer.record(journal_writes.scored, trajectory, reward, at, turns)
+        self._writer.record(journal_writes.scored, trajectory, reward, at, turns, parts)
 
     # One line for each other change. Its parameters and its documentation are those of the function.
     based_on = _recorded(journal_writes.based_on)

@@ -17,7 +17,7 @@ from typing import Any
 from stretto import __version__
 from stretto.errors import JournalError
 from stretto.store.answer_writes import storable, write_answers
-from stretto.store.blobs import CompletionBlobs, blob
+from stretto.store.blobs import CompletionBlobs, blob, parts_text
 from stretto.store.digests import sample_digest, untrained_digest, update_digest
 from stretto.store.schema import (
     ENDS,
@@ -30,7 +30,7 @@ from stretto.store.schema import (
     RunFacts,
     State,
 )
-from stretto.types import EpisodeLimit, HeldOutAnswer, Lineage, Prompt, Sample, TokenReport
+from stretto.types import EpisodeLimit, HeldOutAnswer, Lineage, Prompt, RewardPart, Sample, TokenReport
 
 _NOT_ENDED = f"state NOT IN {ENDS!r}"
 _LAST = "COALESCE((SELECT MAX(seq) FROM transitions), 0)"
@@ -335,14 +335,19 @@ def generated(
 
 
 def scored(
-    db: sqlite3.Connection, trajectory: int, reward: float, at: float, turns: tuple[float, ...] | None = None
+    db: sqlite3.Connection,
+    trajectory: int,
+    reward: float,
+    at: float,
+    turns: tuple[float, ...] | None = None,
+    parts: tuple[RewardPart, ...] | None = None,
 ) -> None:
-    """Gives a trajectory its reward, and the rewards of its turns if it has them."""
+    """Gives a trajectory its reward, and the rewards of its turns or the parts of its reward if it has them."""
     _change_state(db, trajectory, "scored", at)
     by_turn = None if turns is None else blob(turns, "<f8")
     db.execute(
-        "UPDATE trajectories SET reward = ?, scored_at = ?, turn_rewards = ? WHERE trajectory = ?",
-        (float(reward), at, by_turn, trajectory),
+        "UPDATE trajectories SET reward = ?, scored_at = ?, turn_rewards = ?, reward_parts = ? WHERE trajectory = ?",
+        (float(reward), at, by_turn, parts_text(parts), trajectory),
     )
 
 
@@ -362,7 +367,8 @@ def score_again(db: sqlite3.Connection, trajectory: int, reason: str, at: float,
         _remove_batch(db, trajectory, at)
     _change_state(db, trajectory, "scoring", at, reason)
     db.execute(
-        "UPDATE trajectories SET reward = NULL, scored_at = NULL, turn_rewards = NULL WHERE trajectory = ?",
+        "UPDATE trajectories SET reward = NULL, scored_at = NULL, turn_rewards = NULL, reward_parts = NULL "
+        "WHERE trajectory = ?",
         (trajectory,),
     )
     for _ in range(num_failures):

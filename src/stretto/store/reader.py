@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import JournalError
-from stretto.store.blobs import sampled_values
+from stretto.store.blobs import read_parts, sampled_values
 from stretto.store.schema import (
     ADMISSION,
     LAWS_GIVEN_UP,
@@ -30,7 +30,7 @@ from stretto.store.schema import (
     journal_path,
     reading,
 )
-from stretto.types import Completion, HeldOutScore, Lineage, Prompt, Sample, Supports
+from stretto.types import Completion, HeldOutScore, Lineage, Prompt, RewardPart, Sample, Supports
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,6 +59,7 @@ class TrajectoryRecord:
     instance: int | None
     reward: float | None
     error: str | None
+    reward_parts: tuple[RewardPart, ...] | None = None  # if the task has several rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,12 @@ class SampleRecord:
     turn_rewards: tuple[float, ...] | None  # one for each turn of the trajectory, if the environment returns them
     limit: str | None  # that its episode reached
     spent: float | None  # by its episode
+    reward_parts: tuple[RewardPart, ...] | None = None  # if the task has several rewards
+
+    @property
+    def rewards(self) -> dict[str, float | None]:
+        """The value of each reward by its name, without its weight; None: it does not apply. Empty: there is one."""
+        return {part.name: part.value for part in self.reward_parts or ()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,9 +326,11 @@ class JournalReader:
 
     def _trajectories(self, where: str, *args: Any) -> list[TrajectoryRecord]:
         failures = "(SELECT COUNT(*) FROM failures WHERE failures.trajectory = trajectories.trajectory)"
-        columns = f"trajectory, group_id, member, version, seed, state, {failures}, instance, reward, error"
+        columns = (
+            f"trajectory, group_id, member, version, seed, state, {failures}, instance, reward, error, reward_parts"
+        )
         rows = self._rows(f"SELECT {columns} FROM trajectories {where}", *args)
-        return [_typed(TrajectoryRecord(*row)) for row in rows]
+        return [_typed(TrajectoryRecord(*(*row[:-1], read_parts(row[-1])))) for row in rows]
 
     @_decodes
     def load_lineages(self, trajectory: int) -> tuple[tuple[Lineage, ...], float | None, tuple[float, ...] | None]:
@@ -383,7 +392,8 @@ class JournalReader:
 
     def _samples(self, what: str, where: str, *args: Any) -> list[Sample]:
         rows = self._rows(
-            f"SELECT m.trajectory, t.group_id, t.version, t.reward, m.use, t.turn_rewards, m.lineage, {_LINEAGE} "
+            "SELECT m.trajectory, t.group_id, t.version, t.reward, m.use, t.turn_rewards, t.reward_parts, m.lineage, "
+            f"{_LINEAGE} "
             "FROM members m LEFT JOIN trajectories t USING (trajectory) LEFT JOIN groups g USING (group_id) "
             f"LEFT JOIN completions c ON c.trajectory = m.trajectory AND c.lineage = m.lineage WHERE {where}",
             *args,
@@ -422,13 +432,20 @@ class JournalReader:
             "COALESCE(c.text, ''), t.reward, COALESCE(c.num_sampled, 0), COALESCE(c.finish, ''), "
             "COALESCE(LENGTH(c.turns) / 8, 1), COALESCE(c.lineage, 0), COALESCE(t.num_lineages, 1), "
             "COALESCE(c.train, 1), iif(c.context IS NULL, NULL, COALESCE(c.context_text, '')), t.turn_rewards, "
-            "t.limit_reached, t.spent FROM "
+            "t.limit_reached, t.spent, t.reward_parts FROM "
             f"(SELECT update_id, trajectory, use, MIN(position) AS position FROM members WHERE update_id = ? {chosen} "
             "GROUP BY trajectory, use) m JOIN trajectories t USING (trajectory) JOIN groups g USING (group_id) "
             "LEFT JOIN completions c USING (trajectory) ORDER BY m.position, c.lineage",
             update,
         )
-        return [_typed(SampleRecord(*(*row[:14], row[14] == 1, row[15], _rewards(row[16]), *row[17:]))) for row in rows]
+        return [
+            _typed(
+                SampleRecord(
+                    *(*row[:14], row[14] == 1, row[15], _rewards(row[16]), *row[17:-1], read_parts(row[-1])),
+                )
+            )
+            for row in rows
+        ]
 
     def _spread(self, update: int, most: int) -> list[int]:
         """Returns up to `most` trajectories of an update, spread evenly over its batch."""
@@ -471,6 +488,7 @@ def _sample(
     reward: Any,
     use: int,
     by_turn: bytes | None,
+    parts: str | None,
     number: int,
     _: int | None,
     *made: Any,
@@ -487,7 +505,7 @@ def _sample(
         return _typed(
             Sample(
                 trajectory, group, version, list(lineage.context), completion, _reward(reward), use, rewards,
-                lineage=number, turn_numbers=numbers,
+                lineage=number, turn_numbers=numbers, reward_parts=read_parts(parts),
             )
         )  # fmt: skip
 

@@ -15,7 +15,8 @@
                    (`draw`); `epoch` is NULL where rows come as often as their priority has it; `spared` is the update
                    before whose batch it was kept without a signal, because the limit of filtered groups was reached
     trajectories   one small row each, changed as it moves through its states; `turn_rewards` are those of its turns
-                   where they are told apart, and add up to `reward`; `lost_tokens` were sampled before it ended
+                   where they are told apart, and add up to `reward`; `reward_parts` are the rewards of a task that has
+                   several, and `reward` is their weighted sum; `lost_tokens` were sampled before it ended
                    without a completion; `num_lineages` is NULL until it has its last token; `limit_reached` is the
                    limit that its episode ran into (`turns`, `tokens`, `seconds`, `budget`), NULL if it ended by
                    itself, and `spent` what the episode spent, NULL if nothing; both are those of its last run
@@ -39,7 +40,8 @@
                    `metrics.jsonl` says of it (JSON), with the greedy score if there is one
     held_out       the prompts of evaluations, once each: a later phase may ask others, so that one index has several
     answers        what an evaluation's version answered, one row a lineage, with the columns of `completions`; `greedy`
-                   is 1 at temperature 0; `reward` is NULL and `error` says why if it could not be scored
+                   is 1 at temperature 0; `reward` is NULL and `error` says why if it could not be scored;
+                   `reward_parts` as in `trajectories`
     token_values   what the trainer computed for the sampled tokens of a member of a batch, in order: its
                    log-probability as the update began, the ratio of the objective, the advantage, and the derivative of
                    the loss by the log-probability; only with `observe.tokens`, and not for samples that are skipped
@@ -60,7 +62,8 @@ run takes it back: `scored` becomes `scoring`. A batch that holds it and was not
 Times are seconds since 1970 (`clock.py`). Blobs are little-endian. Tokens and versions are int32, log-probabilities
 and values of tokens float32, rewards of turns float64. Supports are int32: how many tokens each token was drawn from,
 and then those tokens; NULL if all were drawn from the whole vocabulary. Turns are int32: the beginning and end of each;
-NULL if there is one turn, which is all of it. Numbers of turns are int32.
+NULL if there is one turn, which is all of it. Numbers of turns are int32. Parts of a reward are JSON, a list of name,
+weight and value; a value is null if that reward does not apply.
 """
 
 from __future__ import annotations
@@ -80,7 +83,7 @@ JOURNAL_NAME = "journal.sqlite"
 RESTORE = "put the journal back from a copy, with its `-wal` file if it had one"
 RESTORE_OR_BEGIN = f"{RESTORE}; if its run was killed as it began, `--resume` begins it"
 NUM_NAMED = 5  # runs of a folder that is none itself
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 
 State = Literal["waiting", "running", "scoring", "scored", "training", "trained", "failed", "filtered", "dropped"]
 ENDS: tuple[State, ...] = ("trained", "failed", "filtered", "dropped")
@@ -124,7 +127,7 @@ CREATE TABLE trajectories (
     trajectory INTEGER PRIMARY KEY, group_id INTEGER NOT NULL, member INTEGER NOT NULL, version INTEGER NOT NULL,
     seed INTEGER NOT NULL, state TEXT NOT NULL, instance INTEGER, reward REAL, scored_at REAL,
     ended_at REAL, error TEXT, lost_tokens INTEGER, turn_rewards BLOB, num_lineages INTEGER,
-    limit_reached TEXT, spent REAL);
+    limit_reached TEXT, spent REAL, reward_parts TEXT);
 CREATE INDEX trajectories_by_group ON trajectories (group_id, member);
 CREATE INDEX trajectories_by_state ON trajectories (state);
 CREATE TABLE completions (
@@ -157,9 +160,9 @@ CREATE TABLE held_out (
     prompt_tokens BLOB NOT NULL, row TEXT NOT NULL, UNIQUE (prompt_index, digest));
 CREATE TABLE answers (
     evaluation INTEGER NOT NULL, prompt_index INTEGER NOT NULL, prompt INTEGER NOT NULL, greedy INTEGER NOT NULL,
-    lineage INTEGER NOT NULL, num_lineages INTEGER NOT NULL, reward REAL, error TEXT, num_tokens INTEGER NOT NULL,
-    num_sampled INTEGER NOT NULL, finish TEXT, turn_numbers BLOB, turns BLOB, text TEXT NOT NULL, context_text TEXT,
-    context BLOB, tokens BLOB NOT NULL, logprobs BLOB NOT NULL,
+    lineage INTEGER NOT NULL, num_lineages INTEGER NOT NULL, reward REAL, reward_parts TEXT, error TEXT,
+    num_tokens INTEGER NOT NULL, num_sampled INTEGER NOT NULL, finish TEXT, turn_numbers BLOB, turns BLOB,
+    text TEXT NOT NULL, context_text TEXT, context BLOB, tokens BLOB NOT NULL, logprobs BLOB NOT NULL,
     PRIMARY KEY (evaluation, prompt_index, greedy, lineage));
 CREATE TABLE token_values (
     update_id INTEGER NOT NULL, position INTEGER NOT NULL, logprobs BLOB NOT NULL, ratios BLOB NOT NULL,

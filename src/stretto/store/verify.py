@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import JournalError
+from stretto.store.blobs import read_parts
 from stretto.store.data_checks import MAX_REWARD, DataResult, check_data, token_range
 from stretto.store.law_checks import CHECKS
 from stretto.store.overview import state_of
@@ -45,6 +46,7 @@ from stretto.types import FinishReason
 NUM_DETAILS = 5  # offenders named for each law
 SAY_EVERY = 2_048  # completions between two reports of progress
 LOGPROB_SLACK = 1e-3  # a log-probability computed in low precision may be this much above 0
+PARTS_ROUNDING = 1e-9  # of a weighted sum, relative to the largest of its parts
 LOWEST_LOGPROB = -1_000.0  # no draw ever has a smaller one
 
 NAMES = {
@@ -82,6 +84,7 @@ class _Run:
     breaks: dict[str, list[str]] = field(default_factory=lambda: {law: [] for law in NAMES})
     mixed: int = 0  # trajectories whose only break of law 1 is that they have tokens of other versions
     num_tokens: int = 0
+    num_parts: int = 0  # trajectories whose reward has several parts
 
 
 Say = Callable[[str, float], None]
@@ -111,6 +114,7 @@ def verify(run_folder: str | Path, say: Say = lambda words, share: None) -> list
                 run.breaks[law] += [str(sentence) for (sentence,) in db.execute(query, run.params)]
             _check_tokens(db, run, say)
             _check_lineages(db, run)
+            _check_parts(db, run)
             (updates,) = db.execute("SELECT COUNT(*) FROM updates").fetchone()
 
             def done(num_updates: int) -> None:
@@ -297,6 +301,29 @@ def _check_lineages(db: sqlite3.Connection, run: _Run) -> None:
         run.breaks["2"] += [f"trajectory {trajectory} {sentence}" for sentence in found]
 
 
+def _check_parts(db: sqlite3.Connection, run: _Run) -> None:
+    """Checks that a reward of several parts is their weighted sum (law 2)."""
+    rows = db.execute("SELECT trajectory, reward, reward_parts FROM trajectories WHERE reward_parts IS NOT NULL")
+    for trajectory, reward, text in rows:
+        run.num_parts += 1
+        try:
+            parts = read_parts(text) or ()
+            values = [part.weight * part.value for part in parts if part.value is not None]
+            total = math.fsum(values)
+            scale = max([1.0, *map(abs, values)])
+            wrong = not values or not math.isclose(
+                reward, total, rel_tol=PARTS_ROUNDING, abs_tol=PARTS_ROUNDING * scale
+            )
+        except (TypeError, ValueError, OverflowError) as error:  # no JSON, or other values in it
+            run.breaks["data"].append(f"trajectory {trajectory} has parts of a reward that cannot be read: {error}")
+            continue
+        if wrong:
+            run.breaks["2"].append(
+                f"trajectory {trajectory} has a reward of {reward}, and the weighted sum of its "
+                f"{len(values)} parts is {total}"
+            )
+
+
 def _episode(rows: Sequence[Sequence[Any]]) -> Iterator[str]:
     """Returns what is wrong with the turns of one trajectory; `rows` are its lineages."""
     num_turns, numbers = 0, list[int]()
@@ -423,6 +450,8 @@ def _findings(db: sqlite3.Connection, run: _Run, data: DataResult) -> list[Findi
     several, untrained = one("SELECT COUNT(*), COALESCE(SUM(train = 0), 0) FROM completions WHERE turn_numbers NOTNULL")
     if several:
         counts["2"] += f"; trajectories with several lineages have {several:,}, {untrained:,} of them not to be trained"
+    if run.num_parts:
+        counts["2"] += f"; weighted sums of rewards: {run.num_parts:,}"
     if remade:
         counts["1"] += f", {remade:,} of them made again with other bits"
     excused = {"1": run.mixed if run.params["continues"] else None, "2": dropped if run.params["drops"] else None}

@@ -16,11 +16,15 @@ NUMBERS = (
 )
 
 
+REWARD = "reward/"  # the beginning of the name of each of several rewards
+
+
 class Curves:
     """The updates, evaluations, versions and instances of a run. Not for several threads at once."""
 
     def __init__(self) -> None:
         self._updates: list[dict[str, Any]] = []  # finished, in order
+        self._rewards: dict[str, None] = {}  # `reward/NAME` of each of several rewards, in their order
         self._trained_s = 0.0  # by the wall clock, until the end of the last of them; pauses do not count
         self._evaluations: list[dict[str, Any]] = []
         self._last_evaluation = 0
@@ -44,6 +48,7 @@ class Curves:
             took = line["cycle_seconds"]
             self._trained_s += finished_at - taken_at if took is None else took
             self._updates.append({**line, "elapsed_seconds": round(self._trained_s, 4)})
+            self._rewards |= dict.fromkeys(line["rewards"])
         evaluations = db.execute(
             "SELECT id, version, kind, at, reward, num, seconds, line FROM evaluations WHERE id > ? ORDER BY id",
             (self._last_evaluation,),
@@ -74,10 +79,13 @@ class Curves:
         chosen = [line for line in self._updates if line["update"] > after]
         names = ("update", "taken_at", "finished_at", "elapsed_seconds", *NUMBERS)
         columns = {name: [line[name] for line in chosen] for name in names}
+        for name in self._rewards:
+            columns[name] = [line["rewards"].get(name) for line in chosen]
         reasons = {line["update"]: line["waited_for"] for line in chosen if line["waited_for"]}
         warnings = {line["update"]: line["warnings"] for line in chosen if line["warnings"]}
         return {
             "updates": columns,
+            "rewards": [name.removeprefix(REWARD) for name in self._rewards],
             "waited_for": reasons,
             "warnings": warnings,
             "training": self._training,
@@ -94,6 +102,7 @@ def _update(update: int, taken_at: float, finished_at: float, metrics: str) -> d
         "taken_at": taken_at,
         "finished_at": finished_at,
         **{name: finite(line.get(name)) for name in NUMBERS},
+        "rewards": {name: finite(value) for name, value in line.items() if name.startswith(REWARD)},
         "waited_for": line.get("trainer_waited_for") or "",
         "warnings": line.get("warnings") or [],
     }

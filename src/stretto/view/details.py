@@ -12,6 +12,7 @@ import numpy as np
 from stretto.chat.messages import ToolCall
 from stretto.chat.transcripts import divide, find_calls
 from stretto.errors import RunError
+from stretto.store.blobs import read_parts
 from stretto.view.curves import finite
 from stretto.view.pieces import Pieces
 from stretto.view.runs import RunSource
@@ -38,19 +39,20 @@ def group(run: RunSource, id: int) -> dict[str, Any]:
         if found is None:
             raise RunError(f"there is no group {id}")
         members = db.execute(
-            "SELECT t.trajectory, t.member, t.state, t.reward, t.error, t.limit_reached, c.lineage, c.num_sampled, "
-            "c.finish, c.text, (SELECT update_id FROM members m WHERE m.trajectory = t.trajectory AND use = 0 LIMIT 1) "
+            "SELECT t.trajectory, t.member, t.state, t.reward, t.reward_parts, t.error, t.limit_reached, c.lineage, "
+            "c.num_sampled, c.finish, c.text, "
+            "(SELECT update_id FROM members m WHERE m.trajectory = t.trajectory AND use = 0 LIMIT 1) "
             "FROM trajectories t LEFT JOIN completions c USING (trajectory) WHERE t.group_id = ? "
             "ORDER BY t.member, c.lineage",
             (id,),
         ).fetchall()
     names = ("version", "deadline", "staleness", "prompt", "row", "admitted_at", "draw", "row_number")
     by_member: dict[int, dict[str, Any]] = {}
-    for each, member, state, reward, error, limit, lineage, length, finish, text, update in members:
+    for each, member, state, reward, parts, error, limit, lineage, length, finish, text, update in members:
         own = by_member.setdefault(
             member,
-            {"trajectory": each, "member": member, "state": state, "reward": reward, "error": error, "limit": limit,
-             "update": update, "length": 0, "finish": finish, "texts": []},
+            {"trajectory": each, "member": member, "state": state, "reward": reward, "reward_parts": _parts(parts),
+             "error": error, "limit": limit, "update": update, "length": 0, "finish": finish, "texts": []},
         )  # fmt: skip
         if lineage is not None:
             own["length"] += length
@@ -68,15 +70,16 @@ def answer(run: RunSource, evaluation: int, index: int, greedy: bool, pieces: Pi
     """Returns an answer of an evaluation. Raises `RunError` if there is none."""
     with run.reading() as db:
         rows = db.execute(
-            "SELECT e.version, h.prompt_text, h.row, h.prompt_tokens, a.reward, a.error, a.lineage, 1, a.num_sampled, "
-            "a.finish, NULL, NULL, a.turn_numbers, a.turns, a.text, a.context_text, a.context, a.tokens, a.logprobs, "
-            "NULL FROM answers a JOIN held_out h ON h.id = a.prompt JOIN evaluations e ON e.id = a.evaluation "
+            "SELECT e.version, h.prompt_text, h.row, h.prompt_tokens, a.reward, a.reward_parts, a.error, a.lineage, 1, "
+            "a.num_sampled, a.finish, NULL, NULL, a.turn_numbers, a.turns, a.text, a.context_text, a.context, "
+            "a.tokens, a.logprobs, NULL FROM answers a JOIN held_out h ON h.id = a.prompt "
+            "JOIN evaluations e ON e.id = a.evaluation "
             "WHERE a.evaluation = ? AND a.prompt_index = ? AND a.greedy = ? ORDER BY a.lineage",
             (evaluation, index, int(greedy)),
         ).fetchall()
     if not rows:
         raise RunError(f"evaluation {evaluation} has no answer to prompt {index}")
-    version, prompt, row, prompt_tokens, reward, error = rows[0][:6]
+    version, prompt, row, prompt_tokens, reward, parts, error = rows[0][:7]
     return {
         "evaluation": evaluation,
         "index": index,
@@ -86,16 +89,17 @@ def answer(run: RunSource, evaluation: int, index: int, greedy: bool, pieces: Pi
         "row": row,
         "num_prompt_tokens": len(prompt_tokens) // 4,
         "reward": finite(reward),
+        "reward_parts": _parts(parts),
         "error": error,
         "has_pieces": pieces.path is not None,
-        "lineages": [_lineage(each[6:], version, None, pieces) for each in rows if each[9] is not None],
+        "lineages": [_lineage(each[7:], version, None, pieces) for each in rows if each[10] is not None],
     }
 
 
 def _trajectory(db: sqlite3.Connection, id: int, pieces: Pieces) -> dict[str, Any]:
     head = db.execute(
         "SELECT t.group_id, t.member, t.version, t.state, t.instance, t.reward, t.scored_at, t.ended_at, t.error, "
-        "t.turn_rewards, t.limit_reached, t.spent, g.prompt_text, g.row, g.deadline, g.admitted_at, "
+        "t.turn_rewards, t.reward_parts, t.limit_reached, t.spent, g.prompt_text, g.row, g.deadline, g.admitted_at, "
         "length(g.prompt_tokens) / 4 FROM trajectories t JOIN groups g USING (group_id) WHERE t.trajectory = ?",
         (id,),
     ).fetchone()
@@ -103,11 +107,22 @@ def _trajectory(db: sqlite3.Connection, id: int, pieces: Pieces) -> dict[str, An
         raise RunError(f"there is no trajectory {id}")
     names = (
         *("group", "member", "version", "state", "instance", "reward", "scored_at", "ended_at", "error"),
-        *("turn_rewards", "limit", "spent", "prompt", "row", "deadline", "admitted_at", "num_prompt_tokens"),
+        *(
+            "turn_rewards",
+            "reward_parts",
+            "limit",
+            "spent",
+            "prompt",
+            "row",
+            "deadline",
+            "admitted_at",
+            "num_prompt_tokens",
+        ),
     )
     found = dict(zip(names, head, strict=True))
     by_turn = found["turn_rewards"]
     found["turn_rewards"] = None if by_turn is None else np.frombuffer(by_turn, "<f8").tolist()
+    found["reward_parts"] = _parts(found["reward_parts"])
     uses = db.execute(
         "SELECT update_id, use, lineage, position FROM members WHERE trajectory = ? ORDER BY use, lineage", (id,)
     ).fetchall()
@@ -217,6 +232,12 @@ def _call(call: ToolCall) -> dict[str, Any]:
     arguments = call.arguments
     words = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {"name": call.name, "arguments": words, "error": call.error}
+
+
+def _parts(text: str | None) -> list[dict[str, Any]] | None:
+    """Returns the parts of a reward; None if it is one."""
+    parts = read_parts(text)
+    return None if parts is None else [part._asdict() for part in parts]
 
 
 def _rounded(values: Any) -> list[float | None]:

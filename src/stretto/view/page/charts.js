@@ -184,9 +184,9 @@
   };
 
   const pick = (name) => (run) => ({ x: S.axisOf(run), y: run.curves.updates[name] });
-  /** The eight curves: title, unit, and series by name. The first series of each is the one that `compare` shows. */
+  /** The eight curves: title, unit, and series by name. The first series of each is the one that `compare` shows. `more` has those that not every run has. */
   S.CURVES = [
-    { title: "Reward", unit: "mean of the batch", series: [["mean", pick("reward_mean")]] },
+    { title: "Reward", unit: "mean of the batch", series: [["mean", pick("reward_mean")]], more: (run) => (run.curves.rewards || []).map((name) => [name, pick(`reward/${name}`)]) },
     { title: "Held-out score", unit: "by version", points: true, empty: "No evaluation yet", series: [["score", (run) => heldOut(run, "score")], ["greedy", (run) => heldOut(run, "greedy")]] },
     { title: "Speed", unit: "tokens/s trained on", from: 0, series: [["tokens/s", pick("tokens_per_second")]] },
     { title: "Age", unit: "updates since sampling", from: 0, series: [["mean", pick("staleness_mean")], ["oldest", pick("staleness_max")]] },

@@ -138,7 +138,8 @@
     }
     merge(found) {
       if (!this.curves || S.report) { this.curves = found; return; }
-      for (const [name, values] of Object.entries(found.updates)) this.curves.updates[name].push(...values);
+      const before = this.curves.updates, done = before.update.length;
+      for (const [name, values] of Object.entries(found.updates)) (before[name] ??= Array(done).fill(null)).push(...values); // a reward may be new
       this.curves = { ...found, updates: this.curves.updates, waited_for: { ...this.curves.waited_for, ...found.waited_for }, warnings: { ...this.curves.warnings, ...found.warnings } };
     }
     /** Seconds from one moment to another in which a process ran the run: pauses between sessions do not count. */

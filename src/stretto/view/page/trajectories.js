@@ -126,8 +126,8 @@
       };
       const length = t.lineages.reduce((sum, each) => sum + each.num_sampled, 0), turns = new Set(t.lineages.flatMap((each) => each.turns).filter((turn) => turn >= 0)).size;
       const calls = t.lineages.flatMap((lineage) => lineage.calls.map((call) => [lineage, call])), tools = calls.length ? ["tools", countNames(calls.map(([, call]) => call.name || "unreadable"))] : null;
-      const facts = answer ? [["version", t.version], ["reward", S.number(t.reward)], ["length", S.plural(length, "token")], turns > 1 ? ["turns", turns] : null, tools] : [
-        ["state", t.state], ["reward", S.number(t.reward) + (t.turn_rewards ? ` = ${t.turn_rewards.map((each) => S.number(each)).join(" + ")}` : "")], ["version", t.version], ["trained at update", t.update === null ? "-" : `${t.update} (age ${t.update - t.version})${t.uses > 1 ? `, and ${S.plural(t.uses - 1, "time")} again` : ""}`],
+      const facts = answer ? [["version", t.version], ["reward", S.number(t.reward) + summed(t)], ["length", S.plural(length, "token")], turns > 1 ? ["turns", turns] : null, tools] : [
+        ["state", t.state], ["reward", S.number(t.reward) + (t.turn_rewards ? ` = ${t.turn_rewards.map((each) => S.number(each)).join(" + ")}` : summed(t))], ["version", t.version], ["trained at update", t.update === null ? "-" : `${t.update} (age ${t.update - t.version})${t.uses > 1 ? `, and ${S.plural(t.uses - 1, "time")} again` : ""}`],
         ["length", `${S.plural(length, "token")}${t.lineages.some((each) => each.finish === "length") ? ", cut at the limit" : ""}`], turns > 1 ? ["turns", turns] : null, tools, ["instance", t.instance ?? "-"], t.limit ? ["limit reached", t.limit] : null, t.spent !== null ? ["spent", S.number(t.spent)] : null];
       const start = t.admitted_at;
       S.fill(this.details, S.h("div", { class: "card stack" },
@@ -160,11 +160,13 @@
         S.h("div", { class: "row title" }, S.h("h2", {}, `Group ${found.group}`), S.h("span", { class: "muted" }, `version ${found.version}, due by update ${found.deadline}, mean reward ${known.length ? S.number(mean) : "-"}`), S.h("span", { class: "spacer" }), S.h("button", { type: "button", class: "quiet", "aria-label": "close", on: { click: () => this.close() } }, "✕")),
         S.h("pre", { class: "text" }, found.prompt),
         S.h("div", { class: "members" }, found.members.map((each) => S.h("article", {}, S.h("div", { class: "row" }, S.h("a", { href: "#", on: { click: (event) => { event.preventDefault(); this.open(each.trajectory); } } }, `Trajectory ${each.trajectory}`), S.h("span", { class: "spacer" }), S.h("span", { class: "reward", style: { background: S.shade(each.reward, low, high, (low + high) / 2, 0.3) } }, S.number(each.reward))),
-          S.h("div", { class: "small muted" }, `${each.state}, ${S.plural(each.length, "token")}${each.finish === "length" ? ", cut" : ""}${each.update !== null ? `, update ${each.update}` : ""}`), each.error ? S.h("p", { class: "small verdict bad" }, each.error) : null,
+          S.h("div", { class: "small muted" }, `${each.state}, ${S.plural(each.length, "token")}${each.finish === "length" ? ", cut" : ""}${each.update !== null ? `, update ${each.update}` : ""}${each.reward_parts ? `; reward${summed(each)}` : ""}`), each.error ? S.h("p", { class: "small verdict bad" }, each.error) : null,
           each.texts.length ? each.texts.map((text) => S.h("pre", { class: "text" }, text)) : S.h("p", { class: "muted small" }, "no tokens yet")))),
         found.num_members > found.members.length ? S.h("p", { class: "muted small" }, `the first ${found.members.length} of ${found.num_members}`) : null));
     }
   }
+  /** The weighted sum that a reward of several parts is. */
+  function summed(t) { return t.reward_parts ? ` = ${t.reward_parts.map(({ name, weight, value }) => (value === null ? `${name} (does not apply)` : `${S.number(weight)} · ${name} ${S.number(value)}`)).join(" + ")}` : ""; }
   function countNames(names) { const counts = new Map(); for (const name of names) counts.set(name, (counts.get(name) || 0) + 1); return [...counts].map(([name, count]) => (count > 1 ? `${name} x ${count}` : name)).join(", "); }
   function pretty(text) { try { return JSON.stringify(JSON.parse(text), null, 2); } catch { return String(text); } }
   S.rewardBounds = function (rewards) { const known = rewards.filter((value) => value !== null && value !== undefined); return known.length ? [Math.min(...known, 0), Math.max(...known, 1)] : [0, 1]; };

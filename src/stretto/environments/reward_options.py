@@ -1,0 +1,88 @@
+"""The tables `[[task.rewards]]` of a recipe: several rewards with weights.
+
+Each kind of reward is a model with a key that no other kind has, by which the table is told apart. `spec` turns it into
+what a reward process makes the reward from (`reward_calls.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import Discriminator, Field, Tag
+
+from stretto.environments.function_specs import SpecError, function_name
+from stretto.environments.given import is_given, without_digest
+from stretto.environments.reward_calls import DEFAULT_BATCH, RewardSpec, refuse_specs, refuse_targets
+from stretto.options import Options
+
+MAX_WEIGHT = 1e9
+
+
+class SharedRewardOptions(Options):
+    """The options that every kind of reward has."""
+
+    name: str | None = Field(
+        None, min_length=1, description="Name in metrics and in the journal, unique; default: that of the function"
+    )
+    weight: float = Field(
+        1.0,
+        ge=-MAX_WEIGHT,
+        le=MAX_WEIGHT,
+        description="Factor in the sum of the rewards; negative: a penalty; 0: recorded, and does not count",
+    )
+
+    def spec(self) -> RewardSpec:
+        """Returns what a reward process makes this reward from."""
+        raise NotImplementedError
+
+
+class FunctionRewardOptions(SharedRewardOptions):
+    """A reward function."""
+
+    function: str = Field(description="`package.module:function`, or a class, which is made once in each process")
+    options: dict[str, Any] | None = Field(
+        None, description="Keyword arguments: the function is called with them once, and returns the reward function"
+    )
+    batched: bool | None = Field(
+        None, description="True: called with lists of completions; default: told by the names of its parameters"
+    )
+    batch_size: int | None = Field(
+        None, ge=1, le=65_536, description=f"Most completions of one call, if batched; default: {DEFAULT_BATCH}"
+    )
+
+    def spec(self) -> RewardSpec:
+        options = self.model_dump(mode="json")["options"]  # arrays as lists: a recipe holds them as tuples
+        target = without_digest(self.function)
+        return RewardSpec(
+            self.name or function_name(target), target, self.weight, options, self.batched, self.batch_size
+        )
+
+
+KINDS: Mapping[str, type[SharedRewardOptions]] = {"function": FunctionRewardOptions}
+"""The kinds of rewards, by the key that tells them."""
+
+
+def _tag_of(value: Any) -> str:
+    """Returns the tag of a table: the first key of `KINDS` that it has; a function if it has none."""
+    if isinstance(value, Mapping):
+        return f"[{next((kind for kind in KINDS if kind in value), 'function')}]"
+    return f"[{next((kind for kind, model in KINDS.items() if isinstance(value, model)), 'function')}]"
+
+
+# Pydantic puts the tag into the location of an error; in brackets it is left out of messages.
+RewardTable = Annotated[Annotated[FunctionRewardOptions, Tag("[function]")], Discriminator(_tag_of)]
+
+
+def refused_rewards(reward: str | None, rewards: Sequence[SharedRewardOptions]) -> Iterator[str]:
+    """Returns why a task cannot have these rewards: `task.reward` and `task.rewards`."""
+    if not rewards:
+        return
+    if reward is not None:
+        yield "`task.reward` and `task.rewards` are both given: add the function of the first to the second"
+    specs = [table.spec() for table in rewards]
+    try:
+        refuse_specs(specs)
+        refuse_targets([spec for spec in specs if not is_given(spec.target)])
+    except SpecError as error:
+        yield str(error)

@@ -1,0 +1,45 @@
+"""A small recipe, rows and callbacks for tests of the Python interface."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stretto.observe.listeners import Callback, LiveRun
+
+ROWS = [{"prompt": f"{number}+{number}=", "answer": number} for number in range(24)]
+
+
+def tables(model: Path, **sections: Any) -> dict[str, Any]:
+    """A recipe without a task: three updates of 3 groups of 4."""
+    return {
+        "seed": 5,
+        "model": {"path": str(model), "lora": {"rank": 4}},
+        "rollout": {"prompts": 3, "group": 4, "max_tokens": 12},
+        "training": {"steps": 3, "learning_rate": 1e-3},
+        "evaluation": {"prompts": 2},
+        "runtime": {"device": "cpu", "engine_threads": 1, "trainer_threads": 1, "stall_seconds": 60.0},
+        **sections,
+    }
+
+
+def letters(prompt: str, completion: str, answer: int) -> float:
+    return sum(character in "aeiou0123456789" for character in completion) / 8
+
+
+class Stops(Callback):
+    """Stops its run after an update."""
+
+    def __init__(self, after: int = 0) -> None:
+        self.after = after
+        self.messages: list[str] = []
+
+    def on_start(self, run: LiveRun) -> None:
+        self.run = run
+
+    def on_update(self, line: dict[str, Any]) -> None:
+        if line["update"] == self.after:
+            self.run.stop()
+
+    def on_message(self, text: str) -> None:
+        self.messages.append(text)

@@ -1,0 +1,86 @@
+"""The tables `[[task.rewards]]` of a recipe: what they become, and what is refused."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+import pytest
+
+from stretto.environments.reward_calls import RewardSpec
+from stretto.environments.task_options import FileOptions
+from stretto.environments.tasks import load_task
+from stretto.errors import RecipeError
+from stretto.recipe.schema import Recipe, parse_recipe
+
+ROWS = [{"prompt": f"{number}?", "answer": number} for number in range(10)]
+
+
+def recipe(*rewards: dict[str, Any], **task: Any) -> Recipe:
+    return parse_recipe(
+        {
+            "model": {"path": "tiny"},
+            "task": {"type": "file", "path": "rows.jsonl", "rewards": list(rewards), **task},
+        }
+    )
+
+
+def refusal(*rewards: dict[str, Any], **task: Any) -> str:
+    with pytest.raises(RecipeError) as raised:
+        recipe(*rewards, **task)
+    return str(raised.value)
+
+
+def test_a_table_becomes_what_a_process_makes_the_reward_from(tmp_path: Any) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "2+2"}\n' * 5)
+    made = recipe(
+        {"function": "mine:correct"},
+        {"name": "style", "function": "mine:Judge", "weight": -0.5, "options": {"words": ["a", "b"]}, "batched": True},
+        path=str(path),
+    )
+    assert isinstance(made.task, FileOptions)
+    task = load_task(made.task, num_evaluation=1)
+    assert task.reward is None
+    assert task.rewards == (
+        RewardSpec("correct", "mine:correct"),
+        RewardSpec("style", "mine:Judge", -0.5, {"words": ["a", "b"]}, True),
+    )
+    assert parse_recipe(tomllib.loads(made.dumps())) == parse_recipe(tomllib.loads(made.source_toml()))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "words"),
+    [
+        (
+            [{"function": "mine:a"}, {"name": "a", "function": "mine:b"}],
+            "2 rewards with the name `a`: give each",
+        ),
+        ([{"function": "mine:a", "weight": 0.0}], "every reward has `weight = 0`"),
+        ([{"function": "mine:a", "weight": float("nan")}], "`task.rewards[0].weight = nan` must be a finite number"),
+        ([{"function": "mine:a"}, {"function": "mine:b", "weight": "1"}], "`task.rewards[1].weight"),
+        ([{"function": "mine:a", "weight": 1e10}], "`task.rewards[0].weight = 10000000000.0` must be at most"),
+        ([{"weight": 1.0}], "`task.rewards[0].function` is missing"),
+        ([{"function": "mine.a"}], "`function = 'mine.a'` of the reward `a` is not a function: write it as"),
+        ([{"function": "mine:a", "batch_size": 0}], "`task.rewards[0].batch_size = 0` must be at least 1"),
+        ([{"function": "mine:a", "name": ""}], "`task.rewards[0].name"),
+        ([{"function": "mine:a", "wieght": 1.0}], "`task.rewards[0].wieght` is not an option"),
+    ],
+)
+def test_tables_that_cannot_be_used_are_refused(rewards: list[dict[str, Any]], words: str) -> None:
+    assert words in refusal(*rewards)
+
+
+def test_one_reward_and_several_together_are_refused() -> None:
+    said = refusal({"function": "mine:a"}, reward="mine:b")
+    assert "`task.reward` and `task.rewards` are both given" in said
+
+
+def test_several_rewards_count_as_rewards() -> None:
+    with pytest.raises(RecipeError, match=r"`task\.reward` is missing"):
+        recipe()
+    assert recipe({"function": "mine:a"}).evaluation.prompts
+
+
+def test_names_of_other_systems_lead_to_several_rewards() -> None:
+    assert "`task.rewards`" in refusal({"function": "mine:a"}, reward_weights=[1.0])
