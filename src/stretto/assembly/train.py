@@ -9,6 +9,7 @@ RUN/versions/         the weights that trajectories in progress need
 RUN/policy/           the trained policy: a Hugging Face model, or a PEFT adapter
 RUN/summary.json      the totals of the run
 RUN/reward.log        what the reward function printed, if it did
+RUN/judge.sqlite      the answers of a judge and what they cost, if the task has one
 RUN/run.log           all that the run said, with the time
 RUN/trackers/         the ids of the run in its trackers, if it has any
 ```
@@ -186,7 +187,7 @@ def _backend_maker(
     """Returns the function that makes the backend. Engines and trainer of one process are made here already."""
     if recipe.runtime.type == "local":
         parts = LocalComponents.build(recipe, model_path, driver, phases.learning_rates)
-        return partial(local_backend, recipe, parts, observer)
+        return partial(local_backend, recipe, parts, folder, observer)
     from stretto.cluster.backend import cluster_backend
     from stretto.cluster.model_files import ModelSource
 
@@ -359,6 +360,9 @@ async def _run(run: _Run) -> dict[str, Any]:
     with interrupts, stopping, warn_when_blocked(recipe.runtime.stall_seconds):
         if not await loop.run():
             await loop.checkpoints.save()
+            if loop.halted is not None:
+                write_json(run.folder / "summary.json", _summary(run, tally, loop.controller, stopped=True))
+                raise loop.halted
             return await _conclude(run, tally, loop.controller, stopped=True)
     await export_policy(run.trainer, run.folder / "policy", recipe, templated=inputs.templated)
     if recipe.runtime.final_checkpoint:
@@ -473,6 +477,7 @@ def _make_loop(
         ),
         control=run.control,
         first_reward=first_reward,
+        scoring_wait=lambda: run.backend.rewards.waiting,
     )
 
 

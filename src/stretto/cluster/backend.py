@@ -40,6 +40,7 @@ from stretto.setup.inputs import (
     worker_options,
 )
 from stretto.setup.memory_sizes import longest_trajectory
+from stretto.setup.scorers import built_scorer
 from stretto.setup.trainer_recovery import make_restore
 from stretto.store.journal import Journal
 from stretto.store.version_files import VersionFiles
@@ -105,6 +106,7 @@ def cluster_backend(
                 passed=passed_variables(recipe),
                 sandbox=None if recipe.task.sandbox is None else recipe.task.sandbox.limits,
                 strict_sandbox=recipe.task.sandbox is not None and recipe.task.sandbox.strict,
+                built=built_scorer(recipe, folder.resolve()),
             ),
             said=said,
             instance_seconds=runtime.instance_seconds,

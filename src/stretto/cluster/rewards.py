@@ -13,6 +13,7 @@ from typing import Any
 
 from stretto.cluster.actor_calls import ActorCalls
 from stretto.cluster.worker_host import Handlers, HostActor, HostLostError, WorkerHost, WorkerPool
+from stretto.environments.built_scorers import BuiltScorer
 from stretto.environments.reward_pool import RewardPool
 from stretto.environments.reward_worker import Columns
 from stretto.environments.sandbox import Limits
@@ -36,6 +37,7 @@ class RewardOptions:
     passed: Mapping[str, str] = field(default_factory=dict, repr=False)  # variables of the driver that a reward sees
     sandbox: Limits | None = None
     strict_sandbox: bool = False
+    built: BuiltScorer | None = None  # a scorer that is made from options
 
 
 class RewardActor(HostActor):
@@ -54,6 +56,7 @@ class RewardActor(HostActor):
             extra_environment=options.passed,
             sandbox=options.sandbox,
             strict_sandbox=options.strict_sandbox,
+            built=options.built,
         )
         return pool, {"score": pool.score}
 
@@ -74,9 +77,11 @@ class RayRewards:
         An actor that does not answer for `instance_seconds` is lost.
         """
         self._options = options
+        built = options.built
         self._host = WorkerHost(
             RewardActor, options, options.folder,
             what="rewards", said=said, instance_seconds=instance_seconds, notice=notice,
+            start_s=START_S if built is None else built.start_s, gpus=0.0 if built is None else built.gpus,
         )  # fmt: skip
 
     @property
@@ -87,8 +92,14 @@ class RayRewards:
     @property
     def longest_s(self) -> float:
         """The longest that a reward takes if its actor is not lost on the way; if it is, twice as long."""
-        deadline_s = self._options.deadline_s
-        return deadline_s + max(1.0, deadline_s) + START_S
+        built = self._options.built
+        deadline_s = self._options.deadline_s if built is None else built.deadline_s
+        return deadline_s + max(1.0, deadline_s) + (START_S if built is None else built.start_s)
+
+    @property
+    def waiting(self) -> str:
+        """Empty: the processes are elsewhere. What they wait for is printed."""
+        return ""
 
     async def start(self) -> None:
         """Starts the actor. Raises `RecipeError` if the function cannot be imported or called."""

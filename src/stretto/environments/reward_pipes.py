@@ -24,6 +24,7 @@ from stretto.environments.reward_range import is_trainable
 
 LENGTH = struct.Struct("<Q")
 MAX_REASON = 8_000  # bytes of an error text
+HALT = "\0halt\0"  # begins an error text that is not of its item: scoring cannot go on, and the run stops
 _COUNTS = struct.Struct("<II")  # rewards, errors
 _PER_ITEM = 16  # bytes of a result beside its text, at most
 

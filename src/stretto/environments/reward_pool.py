@@ -30,11 +30,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from stretto.environments.built_scorers import BuiltScorer
 from stretto.environments.function_specs import is_spec, last_line
 from stretto.environments.reward_pipes import (
+    HALT,
     BrokenFrameError,
     Item,
     max_frame_bytes,
@@ -42,10 +44,10 @@ from stretto.environments.reward_pipes import (
     read_results,
     request_frame,
 )
-from stretto.environments.reward_worker import MARK, NOTHING, Columns
+from stretto.environments.reward_worker import MARK, NOTE, NOTHING, Columns, read_note
 from stretto.environments.sandbox import Limits
 from stretto.environments.worker_process import START_S, WorkerOptions, WorkerProcess, how_it_ended
-from stretto.errors import LateRewardError, RecipeError, RewardError, StrettoError
+from stretto.errors import LateRewardError, RecipeError, RewardError, ScoringHaltedError, StrettoError
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +110,7 @@ class RewardPool:
         extra_environment: Mapping[str, str] | None = None,
         sandbox: Limits | None = None,
         strict_sandbox: bool = False,
+        built: BuiltScorer | None = None,
     ) -> None:
         """Checks the options; `start` starts the workers.
 
@@ -117,6 +120,7 @@ class RewardPool:
         `extra_environment` holds variables for the workers beside those that every worker gets.
         `sandbox` holds the limits of a sandbox for each worker; None: no sandbox. If `strict_sandbox`, `start` refuses
         a machine on which a part of the sandbox does not hold.
+        `built` is a scorer that workers make from options by calling `spec`. It brings its own deadline.
         """
         if not is_spec(spec):
             raise RecipeError(f"`task.reward = {spec!r}` is not a function: write it as `package.module:function`")
@@ -126,10 +130,19 @@ class RewardPool:
             raise RecipeError(f"`task.reward_seconds = {deadline_s}` must be more than 0")
         self._spec = spec
         self._num_workers = workers
-        self._deadline_s = deadline_s
+        self._built = built
+        self._deadline_s = deadline_s if built is None else built.deadline_s
+        self._start_s = START_S if built is None else built.start_s
+        self._most_at_once = MAX_CONCURRENT if built is None else built.most_at_once
         self._columns = None if columns is None else dict(sorted(columns.items()))
-        self._options = WorkerOptions(on_output or _log_line, dict(extra_environment or {}), sandbox, strict_sandbox)
-        self._late = f"`{spec}` did not return within `task.reward_seconds = {deadline_s:g}`"
+        variables = {**(extra_environment or {}), **({} if built is None else built.environment)}
+        self._options = WorkerOptions(on_output or _log_line, variables, sandbox, strict_sandbox)
+        self._name = f"task.reward = {spec!r}" if built is None else built.option
+        self._late = (
+            f"`{spec}` did not return within `task.reward_seconds = {deadline_s:g}`"
+            if built is None
+            else f"`{built.option}` did not score a completion within {built.deadline_s:g} s"
+        )
         self._ids = itertools.count()
         self._queue: deque[_Pending] = deque()
         self._workers: dict[int, _Worker] = {}  # by slot
@@ -145,7 +158,12 @@ class RewardPool:
     @property
     def longest_s(self) -> float:
         """The longest that one item can occupy a worker, in seconds, including the start of a replacement."""
-        return self._deadline_s + max(1.0, self._deadline_s) + START_S
+        return self._deadline_s + max(1.0, self._deadline_s) + self._start_s
+
+    @property
+    def waiting(self) -> str:
+        """A sentence on what the scorer waits for, such as a judge that is away; empty if it waits for nothing."""
+        return next((note for worker in self._workers.values() if (note := read_note(worker.process.marks))), "")
 
     async def start(self) -> None:
         """Starts the workers. Raises `RecipeError` if `spec` cannot be imported or called."""
@@ -250,7 +268,7 @@ class RewardPool:
         """The number of items that a worker can take now."""
         if worker.asynchronous:
             first = next(iter(worker.in_flight.values()), None)  # all items in flight have the same `deaths`
-            return 0 if first is not None and first.deaths else MAX_CONCURRENT - len(worker.in_flight)
+            return 0 if first is not None and first.deaths else self._most_at_once - len(worker.in_flight)
         if worker.in_flight:
             return 0
         # A single worker takes all. Until a reward has been timed, it is assumed to be fast.
@@ -270,6 +288,9 @@ class RewardPool:
             except RecipeError as error:
                 if not ready.done():
                     ready.set_exception(error)
+                    return
+                if self._built is not None:  # such as a judge that is away now
+                    self._fail_all(self._halt(str(error)))
                     return
                 await self._fail_queue(str(error))
                 continue
@@ -297,15 +318,17 @@ class RewardPool:
         await asyncio.sleep(RETRY_S)
 
     async def _spawn(self) -> _Worker:
-        marks = MARK.pack(time.monotonic(), NOTHING)
+        marks = MARK.pack(time.monotonic(), NOTHING) + bytes(NOTE.size)
         process = await WorkerProcess.spawn("stretto.environments.reward_worker", marks, self._options)
         asynchronous = False
         try:
-            process.write(request_frame((self._spec, self._columns, self._deadline_s, self._late)))
-            async with asyncio.timeout(START_S):
+            built = None if self._built is None else replace(self._built, environment={})
+            first = (self._spec, self._columns, self._deadline_s, self._late, built)
+            process.write(request_frame(first))
+            async with asyncio.timeout(self._start_s):
                 error, asynchronous = read_greeting(await process.read(lambda: max_frame_bytes(0)))
         except TimeoutError:
-            error = f"it could not be imported within {START_S:g} s"
+            error = f"it could not be imported within {self._start_s:g} s"
         except BrokenFrameError as broken:
             error = f"its module wrote something to the worker's pipe while it was imported: {broken}"
         except asyncio.IncompleteReadError:
@@ -317,7 +340,7 @@ class RewardPool:
         if error is not None:
             process.kill()
             await process.ended()
-            raise RecipeError(f"`task.reward = {self._spec!r}` cannot be used: {error}")
+            raise RecipeError(f"`{self._name}` cannot be used: {error}")
         return _Worker(process, asynchronous)
 
     async def _deliver(self, worker: _Worker) -> None:
@@ -333,12 +356,21 @@ class RewardPool:
                 pending = worker.in_flight.pop(identity)
                 if pending.future.done():
                     continue
-                if value is None:
+                if error is not None and error.startswith(HALT):
+                    pending.future.set_exception(self._halt(error.removeprefix(HALT)))
+                elif value is None:
                     pending.future.set_exception((LateRewardError if error == self._late else RewardError)(error))
                 else:
                     pending.future.set_result(value)
             if self._queue:
                 self._schedule()
+
+    def _halt(self, reason: str) -> StrettoError:
+        """Ends scoring, which cannot go on. Returns the error that all completions without a result get."""
+        if self._failure is None:
+            self._failure = ScoringHaltedError(reason)
+            asyncio.get_running_loop().call_soon(self._fail_all, self._failure)  # after the results of this frame
+        return self._failure
 
     def _measure(self, worker: _Worker, num_results: int) -> None:
         if worker.asynchronous:

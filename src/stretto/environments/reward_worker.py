@@ -25,9 +25,11 @@ from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
+from stretto.environments.built_scorers import BuiltScorer
 from stretto.environments.function_specs import SpecError, defined_at, last_line, resolve
-from stretto.environments.reward_pipes import Item, Result, greeting_frame, results_frame
+from stretto.environments.reward_pipes import HALT, Item, Result, greeting_frame, results_frame
 from stretto.environments.reward_range import BEYOND, is_trainable
+from stretto.environments.scoring_errors import HaltError, ScoringError
 from stretto.environments.worker_child import (
     SandboxArguments,
     end,
@@ -40,6 +42,7 @@ from stretto.environments.worker_child import (
 
 MARK = struct.Struct("<dq")  # the time (`time.monotonic()`) since which this item is being scored
 NOTHING = -1
+NOTE = struct.Struct("<H510s")  # length and text of a sentence on what scoring waits for; behind the mark
 NOT_FINITE = "; a reward is a finite number"
 TICK_S = 0.05  # finished results wait no longer than this for their batch
 
@@ -81,6 +84,10 @@ class Scorer:
         return self._refuse(identity, value, f", {BEYOND}" if math.isfinite(number) else NOT_FINITE)
 
     def failed(self, identity: int, error: BaseException) -> Result:
+        if isinstance(error, HaltError):
+            return identity, None, f"{HALT}{error}"
+        if isinstance(error, ScoringError):
+            return identity, None, str(error)
         return identity, None, f"`{self.spec}` raised {last_line(error)}"
 
     def _refuse(self, identity: int, value: Any, why: str = NOT_FINITE) -> Result:
@@ -229,28 +236,51 @@ async def run_async(
     await asyncio.Event().wait()  # the receiving thread ends the process
 
 
+def build(make: Reward, built: BuiltScorer, columns: Columns | None, note: Callable[[str], None]) -> Reward:
+    """Makes a scorer from its options. Raises `SpecError` if that fails."""
+    try:
+        made: Reward = make(**built.arguments, columns=columns, note=note, option=built.option)
+    except SpecError:
+        raise
+    except Exception as error:
+        raise SpecError(last_line(error)) from error
+    return made
+
+
+def read_note(memory: mmap.mmap) -> str:
+    """Returns the sentence on what the scorer of a worker waits for; empty if it waits for nothing."""
+    size, data = NOTE.unpack_from(memory, MARK.size)
+    return bytes(data[:size]).decode("utf-8", "replace")
+
+
 def main(mark_fd: int, sandbox: SandboxArguments | None = None) -> None:
     """Serves until the pool is gone.
 
     `sandbox` is None, or the folder and the limits of a sandbox to enter first, and True if it must hold in all parts.
-    The first request is (spec, columns of the rows or None, deadline in seconds, error text of a late item). The reply
-    is the greeting (`reward_pipes.py`).
+    The first request is (spec, columns of the rows or None, deadline in seconds, error text of a late item, the
+    `BuiltScorer` that `spec` is called for or None). The reply is the greeting (`reward_pipes.py`).
     """
     requests, answers, refusal = open_pipes(sandbox)
     outbox = Outbox(answers)
-    memory = mmap.mmap(mark_fd, MARK.size)
+    memory = mmap.mmap(mark_fd, MARK.size + NOTE.size)
 
     def mark(identity: int) -> None:
         MARK.pack_into(memory, 0, time.monotonic(), identity)
 
+    def note(text: str) -> None:
+        data = text.encode("utf-8", "replace")[: NOTE.size - 2]
+        NOTE.pack_into(memory, MARK.size, len(data), data)
+
     owner = os.getpid()
-    spec, columns, deadline_s, late = read_frame(requests)
+    spec, columns, deadline_s, late, built = read_frame(requests)
     try:
         if refusal is not None:
             raise SpecError(refusal)
         reward = resolve(spec)
+        if built is not None:
+            reward = build(reward, built, columns, note)
         end_copy(owner)
-        if columns is not None:
+        if columns is not None and built is None:
             refuse_signature(spec, reward, columns)
     except SpecError as error:
         end_copy(owner, error)
@@ -258,7 +288,7 @@ def main(mark_fd: int, sandbox: SandboxArguments | None = None) -> None:
         sys.exit(0)
     asynchronous = is_async(reward)
     outbox.send(greeting_frame(None, asynchronous))
-    scorer = Scorer(spec, reward)
+    scorer = Scorer(spec if built is None else built.option, reward)
     if asynchronous:
         asyncio.run(run_async(scorer, requests, outbox, mark, owner, deadline_s, late))
     else:

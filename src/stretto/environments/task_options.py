@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from stretto.environments.rewards.judge_options import JudgeOptions
+from stretto.environments.rewards.reward_model_options import RewardModelOptions
 from stretto.environments.sandbox import Limits
 from stretto.options import Options
 
@@ -106,10 +108,19 @@ class FileOptions(ScoredTaskOptions):
     type: Literal["file"] = "file"
     path: str = Field(description="File with a column `prompt` or `messages`")
     reward: str | None = Field(
-        None, description='`package.module:function`; may be left out only with `algorithm.type = "distill"`'
+        None,
+        description="`package.module:function`; may be left out only with `judge`, with `reward_model`, or with "
+        '`algorithm.type = "distill"`',
     )
+    judge: JudgeOptions | None = Field(None, description="Scores completions by a model behind an address instead")
+    reward_model: RewardModelOptions | None = Field(None, description="Scores completions by a model of yours instead")
     evaluation_path: str | None = Field(None, description="File of held-out prompts; default: split from `path`")
     system: str | None = Field(None, description="System message; every `prompt` becomes a user message after it")
+
+    @property
+    def scorer(self) -> str | None:
+        """The table that has a scorer of this package, `judge` or `reward_model`; None: there is none."""
+        return "judge" if self.judge is not None else "reward_model" if self.reward_model is not None else None
 
 
 class GuessOptions(EpisodeTaskOptions):

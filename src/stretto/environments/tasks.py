@@ -40,6 +40,10 @@ from stretto.environments.task_options import (
 from stretto.errors import RecipeError
 
 NO_REWARD = "stretto.environments.rewards.none:reward"  # of a task that only a teacher trains
+SCORERS = {
+    "judge": "stretto.environments.rewards.judge:Judge",
+    "reward_model": "stretto.environments.rewards.reward_model:RewardModel",
+}
 AGENTS = "stretto.serve.agents:AgentEnvironment"
 AGENT_REWARDS = ("exit-status", "file", "posted")  # beside functions
 HELD_OUT_SHARE = 5  # at most one row in five of a file is held out
@@ -218,6 +222,9 @@ def _reasoning_dataset(name: str, config: Mapping[str, Any], datasets: Mapping[s
 def _file(options: FileOptions | EnvironmentOptions, seed: int, num_evaluation: int, given: Given) -> Task:
     rows, held_out = _file_rows(options, seed, num_evaluation, given)
     name = "`data`" if is_given(options.path) else f"`{options.path}`"
+    if isinstance(options, FileOptions) and options.scorer is not None:
+        with_messages = [[*map(_with_column, some)] for some in (rows, held_out)]
+        return Task(name, *with_messages, SCORERS[options.scorer])
     if isinstance(options, FileOptions):
         reward = NO_REWARD if options.reward is None else without_digest(options.reward)
         return Task(name, rows, held_out, reward, function=given.reward)
@@ -228,7 +235,10 @@ def _file(options: FileOptions | EnvironmentOptions, seed: int, num_evaluation: 
 
 
 def _with_column(row: Row) -> Row:
-    """Returns a row whose messages are also a column: an environment may render them again, a reward may not."""
+    """Returns a row whose messages are also a column.
+
+    An environment, a judge or a reward model renders them again; a reward function may not.
+    """
     if row.messages is None:
         return row
     return dataclasses.replace(row, columns={**row.columns, "messages": [dict(message) for message in row.messages]})

@@ -155,6 +155,11 @@ class ThreadRewards:
         return self._deadline_s + max(1.0, self._deadline_s)
 
     @property
+    def waiting(self) -> str:
+        """Empty: a function does not say what it waits for."""
+        return ""
+
+    @property
     def num_abandoned(self) -> int:
         """Threads that were abandoned and still hang."""
         self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]

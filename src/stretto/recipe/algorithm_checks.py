@@ -202,7 +202,7 @@ def _teachers(recipe: Recipe) -> Iterable[str]:
     algorithm, task = recipe.algorithm, recipe.task
     labels = [getattr(task, "label", None)]
     yield from teacher_refusals(algorithm.teachers, labels)
-    rewarded = getattr(task, "reward", "") is not None or task.type == "agent"
+    rewarded = getattr(task, "reward", "") is not None or task.type == "agent" or getattr(task, "scorer", None)
     if not algorithm.uses_rewards:
         if not algorithm.teachers:
             yield (

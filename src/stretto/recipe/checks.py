@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from stretto.environments.given import is_given
-from stretto.environments.task_options import EnvironmentOptions, ProcessTaskOptions
+from stretto.environments.task_options import EnvironmentOptions, FileOptions, ProcessTaskOptions
 from stretto.observe.options import TRACKERS
 from stretto.recipe.algorithm_checks import impossible_algorithm, options_without_effect
 from stretto.recipe.error_messages import as_toml
@@ -69,6 +69,15 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
                 f"`task.{name}` has no effect with `task.workers = 0`, where the driver plays the episodes; leave one "
                 "of the two out"
             )
+    if isinstance(recipe.task, FileOptions) and (scorer := recipe.task.scorer) is not None:
+        instead = "seconds" if scorer == "reward_model" else "outage_seconds"
+        found["task", "reward_seconds"] = (
+            f"`task.reward_seconds` has no effect with `task.{scorer}`, which has deadlines of its own; set "
+            f"`task.{scorer}.{instead}` instead"
+        )
+        found["task", "reward_workers"] = (
+            f"`task.reward_workers` has no effect with `task.{scorer}`, which has one process; leave it out"
+        )
     if is_given(getattr(recipe.task, "reward", None)) or is_given(getattr(recipe.task, "environment", None)):
         for name in ("workers", "worker_gib", "worker_episodes", "pass_env", "sandbox"):
             if name in type(recipe.task).model_fields:
@@ -191,6 +200,7 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
             f"`task.pass_env = {as_toml(task.pass_env)}` would hand these variables to the code in `task.sandbox`, "
             "which has no network to use them; leave one of the two out"
         )
+    yield from _impossible_scorer(recipe)
     advantage = recipe.algorithm.advantage
     if rollout.filter == "no-signal" and advantage in ("whiten", "gae"):
         yield (
@@ -224,6 +234,20 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
         yield (
             f"`rollout.kv_tokens = {rollout.kv_tokens}` is too small for one completion of `max_tokens = {longest}` "
             f"and a prompt{each}; use at least {least}, or leave it out"
+        )
+
+
+def _impossible_scorer(recipe: Recipe) -> Iterable[str]:
+    task = recipe.task
+    if not isinstance(task, FileOptions) or task.scorer is None:
+        return
+    several = [name for name in ("reward", "judge", "reward_model") if getattr(task, name) is not None]
+    if len(several) > 1:
+        yield f"a completion has one scorer: `task.{several[0]}` or `task.{several[1]}`; leave one of them out"
+    if task.sandbox is not None:
+        yield (
+            f"`task.{task.scorer}` cannot run in `task.sandbox`, which has no network and no files of models; it runs "
+            "no code of the model: leave the sandbox out"
         )
 
 

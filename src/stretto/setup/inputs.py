@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from stretto.environments.custom import (
@@ -28,7 +29,7 @@ from stretto.environments.reward_pool import RewardPool
 from stretto.environments.reward_worker import Columns
 from stretto.environments.sandbox import PARTS, RESERVED_NUMBERS, missing
 from stretto.environments.sandbox_processes import held_parts
-from stretto.environments.task_options import EnvironmentOptions, ProcessTaskOptions, ScoredTaskOptions
+from stretto.environments.task_options import EnvironmentOptions, FileOptions, ProcessTaskOptions, ScoredTaskOptions
 from stretto.environments.tasks import Task, load_task
 from stretto.environments.thread_episodes import ThreadEpisodes
 from stretto.environments.thread_rewards import ThreadRewards
@@ -37,6 +38,7 @@ from stretto.errors import RecipeError
 from stretto.objectives.custom import CustomOptions
 from stretto.recipe.schema import Recipe
 from stretto.run.protocols import Rewards
+from stretto.setup.scorers import built_scorer, describe_scorer, judge_variables
 
 log = logging.getLogger(__name__)
 
@@ -154,14 +156,18 @@ def reward_columns(task: Task) -> Columns:
 
 
 def passed_variables(recipe: Recipe) -> dict[str, str]:
-    """The variables of `task.pass_env`. Raises `RecipeError` for one that is not set."""
+    """The variables of `task.pass_env`. Raises `RecipeError` for one, or for the key of a judge, that is not set."""
+    if isinstance(recipe.task, FileOptions) and recipe.task.judge is not None:
+        judge_variables(recipe.task.judge)
     return named_variables(recipe.task.pass_env) if isinstance(recipe.task, ProcessTaskOptions) else {}
 
 
-def make_rewards(recipe: Recipe, task: Task, said: Callable[[str], None] | None = None) -> Rewards:
+def make_rewards(
+    recipe: Recipe, task: Task, said: Callable[[str], None] | None = None, folder: Path | None = None
+) -> Rewards:
     """Makes what scores `task`: processes, or threads for a function that was given from Python.
 
-    `said` gets every line that the processes print.
+    `said` gets every line that the processes print. `folder` is the run folder; None: nothing is kept there.
     """
     assert task.reward is not None
     assert isinstance(recipe.task, ScoredTaskOptions)
@@ -182,6 +188,7 @@ def make_rewards(recipe: Recipe, task: Task, said: Callable[[str], None] | None 
         extra_environment=passed_variables(recipe),
         sandbox=None if recipe.task.sandbox is None else recipe.task.sandbox.limits,
         strict_sandbox=recipe.task.sandbox is not None and recipe.task.sandbox.strict,
+        built=built_scorer(recipe, folder),
     )
 
 
@@ -287,6 +294,8 @@ def check_scoring(recipe: Recipe, task: Task, tokenizer: Any) -> str:
             await pool.close()
 
     asyncio.run(start_and_close())
+    if isinstance(recipe.task, FileOptions) and recipe.task.scorer is not None:
+        return describe_scorer(recipe.task)
     return f"scored by `{task.reward}`" + (" in the driver's process" if task.function is not None else "")
 
 

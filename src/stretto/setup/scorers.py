@@ -1,0 +1,123 @@
+"""The scorers that a recipe describes by options: judges and reward models, as reward workers make them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+
+from stretto.environments.built_scorers import BuiltScorer
+from stretto.environments.rewards.judge_options import JudgeOptions
+from stretto.environments.rewards.reward_model_options import RewardModelOptions
+from stretto.environments.task_options import FileOptions
+from stretto.environments.tasks import SCORERS
+from stretto.errors import RecipeError
+from stretto.recipe.schema import Recipe
+from stretto.setup.device import choose_device, choose_dtype
+
+JUDGE_START_S = 120.0
+MODEL_ITEMS = 512  # completions that the process of a reward model has at once, to make batches of
+
+
+def built_scorer(recipe: Recipe, folder: Path | None) -> BuiltScorer | None:
+    """Returns the judge or the reward model of a recipe; None if a function scores it.
+
+    `folder` is the run folder; None: nothing is kept.
+    """
+    task = recipe.task
+    if not isinstance(task, FileOptions):
+        return None
+    if task.judge is not None:
+        return judge_scorer(task.judge, "task.judge", folder)
+    if task.reward_model is not None:
+        return model_scorer(recipe, task.reward_model, "task.reward_model")
+    return None
+
+
+def judge_scorer(options: JudgeOptions, option: str, folder: Path | None) -> BuiltScorer:
+    """Returns a judge as a worker makes it. `option` is its table in messages."""
+    return BuiltScorer(
+        SCORERS["judge"],
+        option,
+        {"options": options, "folder": None if folder is None else str(folder)},
+        deadline_s=options.longest_s,
+        start_s=JUDGE_START_S + 4 * options.seconds,
+        most_at_once=options.concurrency,
+        environment=judge_variables(options, option),
+    )
+
+
+def judge_variables(options: JudgeOptions, option: str = "task.judge") -> dict[str, str]:
+    """Returns the variable with the key of a judge. Raises `RecipeError` if it is not set."""
+    name = options.api_key_env
+    if name is None:
+        return {}
+    if not os.environ.get(name, "").strip():
+        raise RecipeError(
+            f"`{option}.api_key_env` names `{name}`, which is not set in the environment of this process, or is empty: "
+            "set it to the key of the judge"
+        )
+    return {name: os.environ[name]}
+
+
+def model_scorer(recipe: Recipe, options: RewardModelOptions, option: str) -> BuiltScorer:
+    """Returns a reward model as a worker makes it. `option` is its table in messages."""
+    device = reward_model_device(recipe, options)
+    arguments = {
+        "options": options,
+        "device": str(device),
+        "dtype": str(choose_dtype(options.dtype, device)).removeprefix("torch."),
+    }
+    return BuiltScorer(
+        SCORERS["reward_model"],
+        option,
+        arguments,
+        deadline_s=options.seconds,
+        start_s=options.load_seconds,
+        most_at_once=MODEL_ITEMS,
+        gpus=1.0 if device.type == "cuda" else 0.0,
+        environment={"OMP_NUM_THREADS": str(options.threads)} if device.type == "cpu" else {},
+    )
+
+
+def reward_model_device(recipe: Recipe, options: RewardModelOptions) -> torch.device:
+    """Returns the device of a reward model: `auto` is another GPU than that of the run, if there is one.
+
+    On a cluster its process has a GPU of its own. Raises `RecipeError` for a GPU that is not there.
+    """
+    if options.device == "cpu":
+        return torch.device("cpu")
+    on_cluster = recipe.runtime.type == "ray"
+    if options.device == "auto":
+        if on_cluster or recipe.runtime.device == "cpu" or not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", 1) if torch.cuda.device_count() > 1 else choose_device("cuda")
+    number = int(options.device.partition(":")[2] or 0)
+    if on_cluster:  # Ray shows it one GPU
+        return torch.device("cuda", 0)
+    if not torch.cuda.is_available() or number >= torch.cuda.device_count():
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        raise RecipeError(
+            f"`task.reward_model.device = {options.device!r}`, but torch sees {count} GPUs here; name another one, or "
+            '"cpu"'
+        )
+    return torch.device("cuda", number)
+
+
+def shares_device(recipe: Recipe, device: torch.device) -> bool:
+    """True if the reward model of a recipe has its process on the device of the run."""
+    task = recipe.task
+    if not isinstance(task, FileOptions) or task.reward_model is None or recipe.runtime.type == "ray":
+        return False
+    found = reward_model_device(recipe, task.reward_model)
+    return found.type == device.type == "cuda" and (found.index or 0) == (device.index or 0)
+
+
+def describe_scorer(task: FileOptions) -> str:
+    """Returns a phrase on a judge or a reward model."""
+    if task.judge is not None:
+        return f"scored by the judge `{task.judge.model}` at {urlsplit(task.judge.address).netloc}"
+    assert task.reward_model is not None
+    return f"scored by the reward model `{task.reward_model.path}`"
