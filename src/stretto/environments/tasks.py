@@ -42,7 +42,7 @@ from stretto.errors import RecipeError
 NO_REWARD = "stretto.environments.rewards.none:reward"  # of a task that only a teacher trains
 SCORERS = {
     "judge": "stretto.environments.rewards.judge:Judge",
-    "reward_model": "stretto.environments.rewards.reward_model:RewardModel",
+    "reward_model": "stretto.models.reward_model:RewardModel",
 }
 AGENTS = "stretto.serve.agents:AgentEnvironment"
 AGENT_REWARDS = ("exit-status", "file", "posted")  # beside functions

@@ -1,4 +1,4 @@
-"""The options of a reward model: a classifier of one label that scores completions. `reward_model.py` runs it."""
+"""The options of a reward model: a classifier whose label is the reward. `models/reward_model.py` runs it."""
 
 from __future__ import annotations
 
