@@ -23,7 +23,7 @@ from stretto.environments.reward_pool import RewardPool
 from stretto.environments.rewards.reward_model_options import RewardModelOptions
 from stretto.environments.scoring_errors import ScoringError
 from stretto.errors import RecipeError, RewardError
-from stretto.models.reward_model import RewardModel, batches
+from stretto.models.reward_model import RewardModel
 from stretto.models.tiny import tiny_tokenizer
 from stretto.recipe.schema import parse_recipe
 from stretto.setup.scorers import model_scorer
@@ -153,12 +153,6 @@ def test_a_conversation_that_is_too_long_is_refused_or_cut_at_its_beginning(tmp_
     assert len(model._encode("1+1", "0123456789", None)) == 8
     with pytest.raises(SpecError, match=r"`task\.reward_model\.max_tokens = 300` is more than the context"):
         loaded(folder, max_tokens=300)
-
-
-def test_batches_hold_rows_of_similar_length_within_the_limit() -> None:
-    rows = {place: [0] * length for place, length in enumerate([5, 100, 7, 6, 90, 300])}
-    assert batches(rows, 200) == [[5], [1, 4], [2, 3, 0]]
-    assert batches({}, 200) == []
 
 
 def test_a_worker_process_loads_it_once_and_scores_concurrently(tmp_path: Path) -> None:

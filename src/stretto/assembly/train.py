@@ -71,12 +71,13 @@ from stretto.run.pool_requests import Control
 from stretto.run.protocols import Pool, TrainerBackend
 from stretto.run.recipe_changes import Change, accepted_changes
 from stretto.setup.backend import Backend, MakeBackend
-from stretto.setup.base_models import model_path_of
+from stretto.setup.base_models import model_path_of, starting_adapter
 from stretto.setup.device import as_begun, choose_device, resolved
 from stretto.setup.factories import DriverInputs, load_driver_inputs
 from stretto.setup.garbage import spare_from_collection
 from stretto.setup.inputs import passed_variables
 from stretto.setup.micro_batch_size import with_micro_tokens
+from stretto.setup.warm_starts import has_demonstrations
 from stretto.store.checkpoint_files import keep_newest_checkpoint
 from stretto.store.journal import Journal
 from stretto.store.lock import Lock
@@ -144,6 +145,7 @@ def train(
         observer.message(f"run folder: {folder}")
         with start_phase(log, "files of the model"):
             model_path = model_path_of(recipe, observer)
+            starting_adapter(recipe, observer)  # made here, if it is, so that its progress shows
         if recipe.runtime.type == "ray":
             from stretto.cluster.connection import connected
 
@@ -406,7 +408,7 @@ async def _take_up(run: _Run) -> Resumed:
         sampled_ages=run.phases.sampled_ages,
         retrained_ages=run.phases.retrained_ages,
         recipe=run.recipe.dumps() if begins else None,
-        adapter=run.recipe.model.continued_adapter,
+        started_from=_started_from(run.recipe),
     )
     begin_folder(run.recipe, run.folder)  # after the journal, which a resumed run goes by
     if run.changes and begun:
@@ -415,6 +417,14 @@ async def _take_up(run: _Run) -> Resumed:
         run.observer.message(f"from update {resumed.updates} on: {said}")
     _compare_sources(run)
     return resumed
+
+
+def _started_from(recipe: Recipe) -> str | None:
+    """Names what the policy began with, if that is more than `model.path`, for an error if it is another one now."""
+    if has_demonstrations(recipe):
+        return "`model.warm_start` does not lead to the weights"
+    adapter = recipe.model.continued_adapter
+    return None if adapter is None else f"`model.adapter = {adapter!r}` is not the adapter"
 
 
 def _compare_sources(run: _Run) -> None:

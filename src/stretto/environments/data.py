@@ -255,16 +255,20 @@ def load_rows(path: Path, option: str = "task.path") -> list[Row]:
     Each has a column `prompt` or `messages`; the other columns go to the reward function. `option` is the recipe's key
     that names the file, for error messages.
     """
+    rows = [to_row(record, where) for where, record in read_records(path, option)]
+    if not rows:
+        raise RecipeError(f"`{path}` has no rows; there is nothing to ask the model")
+    return rows
+
+
+def read_records(path: Path, option: str) -> list[tuple[str, Any]]:
+    """Reads the records of a `.jsonl` or `.parquet` file, each with its place for error messages."""
     try:
-        records = _read(path, option)
+        return _read(path, option)
     except OSError as error:
         raise RecipeError(
             f"`{path}` cannot be read: {error.strerror}; `{option}` names a file that you may read"
         ) from error
-    rows = [to_row(record, where) for where, record in records]
-    if not rows:
-        raise RecipeError(f"`{path}` has no rows; there is nothing to ask the model")
-    return rows
 
 
 def _read(path: Path, option: str) -> list[tuple[str, Any]]:

@@ -22,6 +22,7 @@ from stretto.environments.function_specs import SpecError, last_line
 from stretto.environments.rewards.reward_model_options import RewardModelOptions
 from stretto.environments.scoring_errors import HaltError, ScoringError
 from stretto.errors import ModelError
+from stretto.models.length_batches import length_batches
 from stretto.models.loading import load_config, load_pretrained, load_tokenizer
 
 UNLIMITED = 1 << 24  # tokenizers write a larger number for a context without a limit
@@ -106,7 +107,8 @@ class RewardModel:
                 encoded[place] = self._encode(item.prompt, item.completion, item.messages)
             except ScoringError as error:
                 found[place] = error
-        for batch in batches(encoded, self._options.batch_tokens):
+        lengths = {place: len(tokens) for place, tokens in encoded.items()}
+        for batch in length_batches(lengths, self._options.batch_tokens):
             try:
                 rewards = self._forward([encoded[place] for place in batch])
             except Exception as error:
@@ -215,14 +217,3 @@ def _label(config: Any, options: RewardModelOptions, name: str) -> int:
     if options.label not in labels:
         raise SpecError(f"{name} has no label `{options.label}`; it has {listed}")
     return labels.index(options.label)
-
-
-def batches(encoded: Mapping[int, Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """Cuts rows into batches of similar length, longest first, of at most `max_tokens` with padding, or of one row."""
-    made: list[list[int]] = []
-    for place in sorted(encoded, key=lambda each: (-len(encoded[each]), each)):
-        if made and (len(made[-1]) + 1) * len(encoded[made[-1][0]]) <= max_tokens:
-            made[-1].append(place)
-        else:
-            made.append([place])
-    return made
