@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,14 @@ from judge_cases import FakeJudge, Reply, running
 from run_cases import assert_verifies, rows, run, story
 
 from stretto.assembly.check import check
+from stretto.assembly.serve import PolicyFolder, ServeOptions, load
+from stretto.environments.reward_pool import RewardPool
+from stretto.environments.rewards.judge_options import JudgeOptions
 from stretto.errors import RecipeError, ScoringHaltedError
 from stretto.observe.progress import Silent, Status
 from stretto.recipe.schema import Recipe, parse_recipe
+from stretto.serve.http import Endpoint
+from stretto.setup.scorers import judge_scorer
 
 JUDGE = {
     "model": "judge",
@@ -194,3 +200,37 @@ def test_options_that_do_not_go_with_a_judge_are_refused(
     values[table] |= changes
     with pytest.raises(RecipeError, match=problem.replace(".", r"\.")):
         parse_recipe(values)
+
+
+def test_a_served_policy_is_a_judge(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The endpoint of `stretto serve` speaks the same protocol: the tiny model answers, and what it says is read."""
+    monkeypatch.setenv("JUDGE_KEY", "a key for tests")
+    served = ServeOptions(port=0, key="a key for tests", device="cpu", rows=4)
+
+    async def score(url: str) -> list[float | BaseException]:
+        options = {"address": f"{url}/v1", "api_key_env": "JUDGE_KEY", "max_tokens": 24, "pattern": r"([\s\S])$"}
+        asked = JudgeOptions.model_validate(
+            JUDGE | options | {"scale": None, "choices": {chr(code): code / 100 for code in range(32, 127)}}
+        )
+        built = judge_scorer(asked, "task.judge", tmp_path)
+        pool = RewardPool(built.spec, built=built, columns={})
+        await pool.start()
+        try:
+            calls = [pool.score("1+1=", completion, {}) for completion in ("2", "3", "2")]
+            return await asyncio.gather(*calls, return_exceptions=True)
+        finally:
+            await pool.close()
+
+    async def serve_and_score() -> list[float | BaseException]:
+        engine, calls, named = await load(PolicyFolder.find(model), served)
+        endpoint = Endpoint(calls, named)
+        try:
+            await endpoint.start()
+            return await score(endpoint.url)
+        finally:
+            await endpoint.close()
+            await engine.close()
+
+    found = asyncio.run(serve_and_score())
+    assert found[0] == found[2]
+    assert all(isinstance(each, float) for each in found), found

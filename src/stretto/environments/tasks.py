@@ -223,8 +223,7 @@ def _file(options: FileOptions | EnvironmentOptions, seed: int, num_evaluation: 
     rows, held_out = _file_rows(options, seed, num_evaluation, given)
     name = "`data`" if is_given(options.path) else f"`{options.path}`"
     if isinstance(options, FileOptions) and options.scorer is not None:
-        with_messages = [[*map(_with_column, some)] for some in (rows, held_out)]
-        return Task(name, *with_messages, SCORERS[options.scorer])
+        return Task(name, [*map(_with_column, rows)], [*map(_with_column, held_out)], SCORERS[options.scorer])
     if isinstance(options, FileOptions):
         reward = NO_REWARD if options.reward is None else without_digest(options.reward)
         return Task(name, rows, held_out, reward, function=given.reward)

@@ -65,9 +65,9 @@ class RewardModel:
             torch.set_num_threads(options.threads)
         try:
             config = load_config(options.path, option=f"{option}.path")
-            self._label = _label(config, options, self._name)
             self.tokenizer = load_tokenizer(options.path, option=f"{option}.path")
             self.model = self._load(getattr(torch, dtype))
+            self._label = _label(config, options, self._name)
         except ModelError as error:
             raise SpecError(str(error)) from error
         if self.tokenizer.chat_template is None and "messages" in (columns or {}):

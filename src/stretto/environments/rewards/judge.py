@@ -227,17 +227,17 @@ class Judge:
             choice = reply["choices"][0]
             content = choice["message"].get("content") or ""
             usage = reply.get("usage") or {}
-            tokens = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
+            asked, answered = (_count(usage.get(name)) for name in ("prompt_tokens", "completion_tokens"))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             raise _FailedCall(f"a reply that is not a chat completion: {shown(text)}") from None
         budget = self._options.budget
-        if budget is not None and (budget.tokens or budget.dollars) and not all(isinstance(t, int) for t in tokens):
+        if budget is not None and (budget.tokens or budget.dollars) and None in (asked, answered):
             raise HaltError(
                 f"{self._name} does not say how many tokens its answers have, so `{self._option}.budget` cannot be "
                 f"kept: limit `calls` instead, {RESUME}"
             )
         content = str(content).encode("utf-8", "replace").decode()  # JSON can write half of a character
-        return Answer(content, *(t if isinstance(t, int) else None for t in tokens), finish=choice.get("finish_reason"))
+        return Answer(content, asked, answered, choice.get("finish_reason"))
 
     def _refused(self, status: int, reason: str, text: str, headers: Mapping[str, str]) -> Exception:
         """Returns the error for a reply with another status than 200."""
@@ -438,6 +438,10 @@ def _question(options: JudgeOptions, option: str, columns: Mapping[str, str | No
     if columns is not None and (problem := question.problem(known)) is not None:
         raise SpecError(f"{name}: {problem}")
     return question
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and value >= 0 else None
 
 
 async def _text(reply: Any) -> str:

@@ -126,10 +126,10 @@ class Choices:
         alone = text.strip().strip("*_`\"'().:[] \n")
         if alone in self._rewards:
             return self._rewards[alone]
-        if found := _standing_alone(words, text, re.NOFLAG):
-            return self._rewards[found[-1]]
-        if found := _standing_alone([word for word in words if len(word) > 1], text, re.IGNORECASE):
-            return next(reward for word, reward in self._rewards.items() if word.lower() == found[-1].lower())
+        if exact := _standing_alone(words, text, re.NOFLAG):
+            return self._rewards[exact[-1]]
+        if similar := _standing_alone([word for word in words if len(word) > 1], text, re.IGNORECASE):
+            return next(reward for word, reward in self._rewards.items() if word.lower() == similar[-1].lower())
         raise UnclearError(f"it has none of {', '.join(self._rewards)}")
 
 
