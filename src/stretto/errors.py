@@ -106,6 +106,13 @@ class StalledError(StrettoError):
     """Nothing happened for longer than the run allows; the message says who waited for what."""
 
 
+class ScoringHaltedError(StrettoError):
+    """Scoring cannot go on: a judge is away for too long, its budget is used up, or it refuses the key.
+
+    The run stops at the next update boundary. When it is resumed, what has no reward is scored.
+    """
+
+
 class TaskCancelledError(StrettoError):
     """A task of the run was cancelled by somebody else. What it was to do is not done."""
 

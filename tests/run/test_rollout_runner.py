@@ -161,6 +161,7 @@ def rollouts(
         tail=recorder,  # type: ignore[arg-type]
         first_reward=FirstReward(),
         post=events.append,
+        halt=lambda error: pytest.fail(str(error)),
     )
     return made, recorder, events
 

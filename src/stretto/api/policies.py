@@ -13,9 +13,10 @@ from stretto.environments.single_turn import Decode
 from stretto.errors import RunError
 from stretto.models.adapters import merge_adapter, read_adapter
 from stretto.models.loading import load_config, load_model, load_tokenizer
+from stretto.models.stop_tokens import stop_tokens
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import choose_device, choose_dtype
-from stretto.setup.factories import decoder_of, stop_tokens
+from stretto.setup.factories import decoder_of
 from stretto.store.reader import JournalReader
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import tomli_w
 
 from stretto.environments.given import NOTHING_GIVEN, Given
 from stretto.models.loading import load_config, load_tokenizer
+from stretto.models.stop_tokens import stop_tokens
 from stretto.models.tiny import WarmStart, tiny_config, tiny_tokenizer
 from stretto.observe.trackers.catalogue import check_trackers
 from stretto.recipe.checks import without_effect
@@ -20,6 +21,7 @@ from stretto.setup.memory_sizes import context_length
 from stretto.setup.micro_batch_size import describe_micro_tokens, with_micro_tokens
 from stretto.setup.teachers import check_teachers
 from stretto.setup.threads import thread_counts
+from stretto.setup.warm_starts import check_demonstrations, has_demonstrations
 
 ALL_TARGETS = "all linear layers but the output layer"
 
@@ -53,6 +55,8 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN) -> CheckReport:
     config = tiny_config() if tiny else load_config(recipe.model.path)
     tokenizer = prompt_tokenizer(recipe, tiny_tokenizer() if tiny else load_tokenizer(recipe.model.path))
     inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=recipe.model.path, given=given)
+    stops = (tokenizer.eos_token_id,) if tiny else stop_tokens(recipe.model.path, config, tokenizer)
+    of_warm_start = check_demonstrations(recipe, tokenizer, config, stops)
     of_teachers = check_teachers(recipe, tokenizer, inputs.longest_prompt, templated=inputs.templated)
     scored = check_scoring(recipe, inputs.task, tokenizer)
     asked, device = recipe, choose_device(recipe.runtime.device)
@@ -63,7 +67,14 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN) -> CheckReport:
         f"{0 if inputs.held_out is None else inputs.held_out.num_rows:,} held out, "
         f"{inputs.form}, {scored}"
     )
-    notes = (prompts, *inputs.notes(recipe), *of_teachers, *describe_micro_tokens(asked, recipe), *trackers)
+    notes = (
+        prompts,
+        *inputs.notes(recipe),
+        *of_warm_start,
+        *of_teachers,
+        *describe_micro_tokens(asked, recipe),
+        *trackers,
+    )
     return CheckReport(recipe, effective(recipe), notes, memory)
 
 
@@ -82,7 +93,7 @@ def effective(recipe: Recipe) -> str:
         values["task"]["pass_reward"] = 1.0
     if lora is not None:
         values["model"]["lora"]["alpha"] = lora.effective_alpha
-    if recipe.model.path == "tiny":
+    if recipe.model.path == "tiny" and not has_demonstrations(recipe):
         warm_start = values["model"]["warm_start"] or {"seed": 0, "steps": None}
         if warm_start["steps"] is None:
             warm_start["steps"] = WarmStart().steps

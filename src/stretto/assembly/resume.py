@@ -30,8 +30,8 @@ from stretto.run.rollout import Rollout
 from stretto.run.turns import Turns
 from stretto.setup.trainer_recovery import (
     bring_back,
-    refuse_another_adapter,
     refuse_another_base,
+    refuse_another_start,
     usable_checkpoint,
 )
 from stretto.store.checkpoint_files import Checkpoint, abandon_checkpoints, complete_checkpoints
@@ -86,14 +86,14 @@ async def take_up(
     sampled_ages: int = 0,
     retrained_ages: int = 0,
     recipe: str | None = None,
-    adapter: str | None = None,
+    started_from: str | None = None,
 ) -> Resumed:
     """A run as it was when it was stopped or killed. `place` brings weights to where engines load them from.
 
     The journal gets a new session, unless the run is refused with an error. Trajectories to `give_up` have a reward and
     are not trained yet: they fail. An update gets the weights of versions up to `sampled_ages` older than its own, or
     `retrained_ages` if it is trained again. With a `recipe` (TOML) a new phase begins.
-    `adapter` is what the policy began with, if it is not new.
+    `started_from` names an adapter or a warm start that the policy began with, for an error if it has changed.
     """
     journal.refuse_another_run(facts)
     abandon_checkpoints(folder / "checkpoints")
@@ -107,8 +107,8 @@ async def take_up(
         (folder / "metrics.jsonl").unlink(missing_ok=True)  # an evaluation of version 0, which is made again
         return await begin(plan, journal, trainer, versions)
     await refuse_another_base(trainer, journal.path)
-    if adapter is not None:
-        await refuse_another_adapter(trainer, journal.path, adapter)
+    if started_from is not None:
+        await refuse_another_start(trainer, journal.path, started_from)
     with reading(journal.path):
         controller = Controller.restore(plan, snapshot(journal.path, plan))
         first_sampled = max(0, progress.updates - sampled_ages)

@@ -21,13 +21,14 @@ from stretto.models.adapter_config import CONFIG_FILE, read_adapter_config
 from stretto.models.adapters import read_adapter
 from stretto.models.checksums import checksum
 from stretto.models.loading import has_tokenizer, load_config, load_model, load_tokenizer
+from stretto.models.stop_tokens import stop_tokens
 from stretto.run.interrupts import stopped_by_interrupts
 from stretto.serve.conversations import MakeConversations, chat_conversations
 from stretto.serve.http import Endpoint, Model, refuse_missing_library
 from stretto.serve.open_access import OpenAccess
 from stretto.serve.sessions import RequestedSampling
 from stretto.setup.device import choose_device, choose_dtype
-from stretto.setup.factories import decoder_of, stop_tokens
+from stretto.setup.factories import decoder_of
 from stretto.setup.memory_sizes import context_length, kv_bytes_per_token
 from stretto.setup.threads import available_cores
 from stretto.types import Completion, Request, Sampling, Weights

@@ -9,6 +9,7 @@ RUN/versions/         the weights that trajectories in progress need
 RUN/policy/           the trained policy: a Hugging Face model, or a PEFT adapter
 RUN/summary.json      the totals of the run
 RUN/reward.log        what the reward function printed, if it did
+RUN/judge.sqlite      the answers of a judge and what they cost, if the task has one
 RUN/run.log           all that the run said, with the time
 RUN/trackers/         the ids of the run in its trackers, if it has any
 ```
@@ -71,12 +72,13 @@ from stretto.run.pool_requests import Control
 from stretto.run.protocols import Pool, TrainerBackend
 from stretto.run.recipe_changes import Change, accepted_changes
 from stretto.setup.backend import Backend, MakeBackend
-from stretto.setup.base_models import model_path_of
+from stretto.setup.base_models import model_path_of, starting_adapter
 from stretto.setup.device import as_begun, choose_device, resolved
 from stretto.setup.factories import DriverInputs, load_driver_inputs
 from stretto.setup.garbage import spare_from_collection
 from stretto.setup.inputs import asked_template, passed_variables
 from stretto.setup.micro_batch_size import with_micro_tokens
+from stretto.setup.warm_starts import has_demonstrations
 from stretto.store.checkpoint_files import keep_newest_checkpoint
 from stretto.store.journal import Journal
 from stretto.store.lock import Lock
@@ -144,6 +146,7 @@ def train(
         observer.message(f"run folder: {folder}")
         with start_phase(log, "files of the model"):
             model_path = model_path_of(recipe, observer)
+            starting_adapter(recipe, observer)  # made here, if it is, so that its progress shows
         if recipe.runtime.type == "ray":
             from stretto.cluster.connection import connected
 
@@ -190,7 +193,7 @@ def _backend_maker(
     """Returns the function that makes the backend. Engines and trainer of one process are made here already."""
     if recipe.runtime.type == "local":
         parts = LocalComponents.build(recipe, model_path, driver, phases.learning_rates)
-        return partial(local_backend, recipe, parts, observer)
+        return partial(local_backend, recipe, parts, folder, observer)
     from stretto.cluster.backend import cluster_backend
     from stretto.cluster.model_files import ModelSource
 
@@ -363,6 +366,9 @@ async def _run(run: _Run) -> dict[str, Any]:
     with interrupts, stopping, warn_when_blocked(recipe.runtime.stall_seconds):
         if not await loop.run():
             await loop.checkpoints.save()
+            if loop.halted is not None:
+                write_json(run.folder / "summary.json", _summary(run, tally, loop.controller, stopped=True))
+                raise loop.halted
             return await _conclude(run, tally, loop.controller, stopped=True)
     template = asked_template(recipe, run.backend.driver.tokenizer)
     await export_policy(run.trainer, run.folder / "policy", recipe, templated=inputs.templated, chat_template=template)
@@ -409,7 +415,7 @@ async def _take_up(run: _Run) -> Resumed:
         sampled_ages=run.phases.sampled_ages,
         retrained_ages=run.phases.retrained_ages,
         recipe=run.recipe.dumps() if begins else None,
-        adapter=run.recipe.model.continued_adapter,
+        started_from=_started_from(run.recipe),
     )
     begin_folder(run.recipe, run.folder)  # after the journal, which a resumed run goes by
     if run.changes and begun:
@@ -419,6 +425,14 @@ async def _take_up(run: _Run) -> Resumed:
     _compare_sources(run)
     run.journal.read_from(data_record(run.recipe, run.backend.driver))
     return resumed
+
+
+def _started_from(recipe: Recipe) -> str | None:
+    """Names what the policy began with, if that is more than `model.path`, for an error if it is another one now."""
+    if has_demonstrations(recipe):
+        return "`model.warm_start` does not lead to the weights"
+    adapter = recipe.model.continued_adapter
+    return None if adapter is None else f"`model.adapter = {adapter!r}` is not the adapter"
 
 
 def _compare_sources(run: _Run) -> None:
@@ -481,6 +495,7 @@ def _make_loop(
         ),
         control=run.control,
         first_reward=first_reward,
+        scoring_wait=lambda: run.backend.rewards.waiting,
     )
 
 

@@ -7,7 +7,7 @@ goes from instance to instance. Only a version whose object was lost passes thro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,9 @@ from stretto.cluster.rank_group import rank_options
 from stretto.cluster.rewards import RayRewards, RewardOptions
 from stretto.cluster.trainer import RankedTrainer
 from stretto.cluster.weights import WeightsStore
+from stretto.environments.combined_rewards import combined_rewards
 from stretto.environments.protocol import Environment
+from stretto.environments.reward_calls import RewardSpec
 from stretto.environments.task_options import ScoredTaskOptions
 from stretto.observe.progress import Observer
 from stretto.recipe.schema import Recipe
@@ -40,6 +42,7 @@ from stretto.setup.inputs import (
     worker_options,
 )
 from stretto.setup.memory_sizes import longest_trajectory
+from stretto.setup.scorers import reward_specs
 from stretto.setup.trainer_recovery import make_restore
 from stretto.store.journal import Journal
 from stretto.store.version_files import VersionFiles
@@ -94,21 +97,26 @@ def cluster_backend(
     if driver.inputs.task.functions:
         rewards = make_rewards(recipe, driver.inputs.task, said)  # it cannot leave this process
     elif isinstance(recipe.task, ScoredTaskOptions):
-        rewards = RayRewards(
-            RewardOptions(
-                driver.inputs.task.rewards,
-                workers=recipe.task.reward_workers,
-                deadline_s=recipe.task.reward_seconds,
-                columns=reward_columns(driver.inputs.task),
-                folder=str(Path.cwd()),
-                passed=passed_variables(recipe),
-                sandbox=None if recipe.task.sandbox is None else recipe.task.sandbox.limits,
-                strict_sandbox=recipe.task.sandbox is not None and recipe.task.sandbox.strict,
-            ),
-            said=said,
-            instance_seconds=runtime.instance_seconds,
-            notice=partial(faults.note, "reward host lost"),
-        )
+        task, columns, passed = recipe.task, reward_columns(driver.inputs.task), passed_variables(recipe)
+
+        def on_ray(specs: Sequence[RewardSpec]) -> RayRewards:
+            return RayRewards(
+                RewardOptions(
+                    tuple(specs),
+                    workers=task.reward_workers if specs[0].built is None else 1,
+                    deadline_s=task.reward_seconds,
+                    columns=columns,
+                    folder=str(Path.cwd()),
+                    passed=passed,
+                    sandbox=None if task.sandbox is None else task.sandbox.limits,
+                    strict_sandbox=task.sandbox is not None and task.sandbox.strict,
+                ),
+                said=said,
+                instance_seconds=runtime.instance_seconds,
+                notice=partial(faults.note, "reward host lost"),
+            )
+
+        rewards = combined_rewards(reward_specs(recipe, driver.inputs.task, folder.resolve()), on_ray)
     environment: Environment
     if plays_in_workers(recipe):
         processes = worker_options(recipe, said)

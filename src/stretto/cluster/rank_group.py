@@ -32,7 +32,9 @@ from stretto.cluster.rank_actor import VERSIONS, WRITING, RankTrainerFactory, Tr
 from stretto.cluster.weights import RayWeightsRef, WeightsStore
 from stretto.errors import RunError, StalledError, StrettoError, TrainerError, TrainerLostError, describe
 from stretto.models.adapter_config import adapter_folder
+from stretto.observe.progress import Silent
 from stretto.recipe.schema import Recipe
+from stretto.setup.base_models import starting_adapter
 from stretto.setup.teachers import teacher_sources
 from stretto.setup.threads import rank_threads
 from stretto.training.learning_rates import LearningRates
@@ -70,7 +72,7 @@ def rank_options(
     `rates` None: the learning rates are those of the recipe.
     """
     runtime = recipe.runtime
-    found = recipe.model.continued_adapter
+    found = starting_adapter(recipe, Silent())
     adapter = None if found is None else ModelSource.of(str(adapter_folder(found)), "model.adapter")
     teachers = tuple(
         ModelSource.of(str(each.adapter or each.model_path(recipe)), each.option) for each in teacher_sources(recipe)

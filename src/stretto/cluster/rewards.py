@@ -15,6 +15,7 @@ from stretto.cluster.actor_calls import ActorCalls
 from stretto.cluster.worker_host import Handlers, HostActor, HostLostError, WorkerHost, WorkerPool
 from stretto.environments.grades import Grade
 from stretto.environments.reward_calls import Columns, Details, RewardSpec
+from stretto.environments.reward_pipes import Scores
 from stretto.environments.reward_pool import RewardPool, longest_reward_s
 from stretto.environments.sandbox import Limits
 from stretto.environments.worker_process import START_S
@@ -56,7 +57,7 @@ class RewardActor(HostActor):
             sandbox=options.sandbox,
             strict_sandbox=options.strict_sandbox,
         )
-        return pool, {"score": pool.score}
+        return pool, {"score": pool.score, "scores": pool.scores}
 
 
 class RayRewards:
@@ -75,9 +76,11 @@ class RayRewards:
         An actor that does not answer for `instance_seconds` is lost.
         """
         self._options = options
+        self._built = built = options.rewards[0].built
         self._host = WorkerHost(
             RewardActor, options, options.folder,
             what="rewards", said=said, instance_seconds=instance_seconds, notice=notice,
+            start_s=START_S if built is None else built.start_s, gpus=0.0 if built is None else built.gpus,
         )  # fmt: skip
 
     @property
@@ -88,7 +91,14 @@ class RayRewards:
     @property
     def longest_s(self) -> float:
         """The longest that a reward takes if its actor is not lost on the way; if it is, twice as long."""
-        return longest_reward_s(len(self._options.rewards), self._options.deadline_s, batched=True) + START_S
+        deadline_s = self._options.deadline_s if self._built is None else self._built.deadline_s
+        start_s = START_S if self._built is None else self._built.start_s
+        return longest_reward_s(len(self._options.rewards), deadline_s, batched=self._built is None) + start_s
+
+    @property
+    def waiting(self) -> str:
+        """Empty: the processes are elsewhere. What they wait for is printed."""
+        return ""
 
     async def start(self) -> None:
         """Starts the actor. Raises `RecipeError` if the function cannot be imported or called."""
@@ -98,13 +108,28 @@ class RayRewards:
         self, prompt: str, completion: str, row: Mapping[str, Any], details: Details | None = None
     ) -> float | Grade:
         """Returns the reward of one completion, or raises `RewardError`."""
+        reward: float | Grade = await self._ask("score", prompt, completion, row, details)
+        return reward
+
+    async def scores(
+        self, prompt: str, completion: str, row: Mapping[str, Any], details: Details | None = None
+    ) -> Scores:
+        """Returns what each reward says of one completion, in their order. Raises `RewardError` as `score` does."""
+        scores: Scores = await self._ask("scores", prompt, completion, row, details)
+        return scores
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """Empty for each reward: how they are called is known to their actor."""
+        return ("",) * len(self._options.rewards)
+
+    async def _ask(self, call: str, *given: Any) -> Any:
         shown = ", ".join(spec.shown for spec in self._options.rewards)
         lost: ActorCalls | None = None
         for _ in range(RESCORES + 1):
             remote = await self._host.ready(lost)
             try:
-                reward: float | Grade = await remote.call("score", prompt, completion, row, details, bounded=False)
-                return reward
+                return await remote.call(call, *given, bounded=False)
             except HostLostError as error:
                 lost = remote
                 if self._host.closed:

@@ -101,10 +101,13 @@ class WorkerHost:
         said: Callable[[str], None],
         instance_seconds: float,
         notice: Callable[[str], None] = log.error,
+        start_s: float = START_S,
+        gpus: float = 0.0,
     ) -> None:
         """`what` the actor is for, in the plural. `said` gets every line that its processes print.
 
         `notice` gets a sentence for every actor that is lost, which it is if it does not answer for `instance_seconds`.
+        Its processes may take `start_s` to start, and have `gpus` of the cluster.
         """
         self.replaced = 0  # actors that were lost
         self.closed = False
@@ -115,6 +118,8 @@ class WorkerHost:
         self._said = said
         self._seconds = instance_seconds
         self._notice = notice
+        self._start_s = start_s
+        self._gpus = gpus
         self._remote: ActorCalls | None = None
         self._listener: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
@@ -166,11 +171,11 @@ class WorkerHost:
     async def _start(self) -> ActorCalls:
         actor = (
             ray.remote(self._kind)
-            .options(num_cpus=0, max_restarts=0, max_task_retries=0)
+            .options(num_cpus=0, num_gpus=self._gpus, max_restarts=0, max_task_retries=0)
             .remote(self._options, self._folder, idle_seconds(self._seconds))
         )
         try:
-            await asyncio.wait_for(actor.start.remote(), PLACE_S + START_S)
+            await asyncio.wait_for(actor.start.remote(), PLACE_S + self._start_s)
         except BaseException as error:
             kill(actor)
             if isinstance(error, RayTaskError):

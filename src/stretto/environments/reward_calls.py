@@ -32,12 +32,14 @@ import reprlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from stretto.environments.built_scorers import BuiltScorer
 from stretto.environments.function_specs import SpecError, defined_at, is_spec, last_line, resolve
 from stretto.environments.reward_range import BEYOND, is_trainable
+from stretto.environments.scoring_errors import HaltError, ScoringError, error_text
 
 Reward = Callable[..., Any]
 Columns = Mapping[str, str | None]  # each column of a task's rows -> a row that lacks it; None: all rows have it
@@ -92,15 +94,27 @@ class RewardSpec:
     options: Mapping[str, Any] | None = None
     batched: bool | None = None  # None: told by the names of its parameters
     batch_size: int | None = None  # most completions of one call; None: `DEFAULT_BATCH`
+    built: BuiltScorer | None = None  # the target is made from these; such a reward has a process to itself
 
     @property
     def shown(self) -> str:
         """The reward in error messages."""
+        if self.built is not None:
+            return f"`{self.built.option}`"
         return f"`{self.target}`" if not self.name or self.target.endswith(f":{self.name}") else f"`{self.name}`"
 
-    def make(self) -> Reward:
-        """Imports the function, or makes it. Raises `SpecError`."""
+    def without_secrets(self) -> RewardSpec:
+        """Returns the spec as it is sent to a worker, whose environment has its variables already."""
+        return self if self.built is None else replace(self, built=replace(self.built, environment={}))
+
+    def make(self, columns: Columns | None = None, note: Callable[[str], None] | None = None) -> Reward:
+        """Imports the function, or makes it. Raises `SpecError`.
+
+        A built scorer gets the `columns` of the rows, and `note`, which it tells what it waits for.
+        """
         made = resolve(self.target)
+        if self.built is not None:
+            return self._build(made, self.built, columns, note or (lambda text: None))
         if self.options is None and not inspect.isclass(made):
             return made
         options = dict(self.options or {})
@@ -115,6 +129,16 @@ class RewardSpec:
             raise SpecError(f"`{self.target}` made {reprlib.repr(function)}, which cannot be called; return a function")
         found: Reward = function
         return found
+
+    @staticmethod
+    def _build(make: Reward, built: BuiltScorer, columns: Columns | None, note: Callable[[str], None]) -> Reward:
+        try:
+            made: Reward = make(**built.arguments, columns=columns, note=note, option=built.option)
+        except SpecError:
+            raise
+        except Exception as error:
+            raise SpecError(last_line(error)) from error
+        return made
 
 
 def as_specs(rewards: str | Sequence[RewardSpec]) -> tuple[RewardSpec, ...]:
@@ -148,6 +172,8 @@ def refuse_targets(specs: Sequence[RewardSpec]) -> None:
 def late_text(specs: Sequence[RewardSpec], deadline_s: float) -> str:
     """Returns the error of a reward that does not return in time; of several, if it is unknown which."""
     shown = [spec.shown for spec in specs]
+    if any(spec.built is not None for spec in specs):
+        return f"{shown[0]} did not score a completion within {deadline_s:g} s"
     who = shown[0] if len(shown) == 1 else f"one of {', '.join(shown)}"
     return f"{who} did not return within `task.reward_seconds = {deadline_s:g}`"
 
@@ -374,6 +400,8 @@ class RewardCall:
 
     def failure(self, error: BaseException) -> str:
         """Returns the text of an error that the function raised, or of a value that was refused."""
+        if isinstance(error, ScoringError | HaltError):
+            return error_text(error)
         return str(error) if isinstance(error, RefusedError) else f"{self.spec.shown} raised {last_line(error)}"
 
     def _refused(self, value: Any, why: str = NOT_FINITE) -> RefusedError:

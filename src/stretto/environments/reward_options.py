@@ -14,9 +14,16 @@ from pydantic import Discriminator, Field, Tag
 from stretto.environments.function_specs import SpecError, function_name
 from stretto.environments.given import is_given, without_digest
 from stretto.environments.reward_calls import DEFAULT_BATCH, RewardSpec, refuse_specs, refuse_targets
+from stretto.environments.rewards.judge_options import JudgeOptions
+from stretto.environments.rewards.reward_model_options import RewardModelOptions
 from stretto.options import Options
 
 MAX_WEIGHT = 1e9
+SCORERS = {
+    "judge": "stretto.environments.rewards.judge:Judge",
+    "reward_model": "stretto.models.reward_model:RewardModel",
+}
+"""The rewards of this package that are made from options, by their default names."""
 
 
 class SharedRewardOptions(Options):
@@ -59,7 +66,29 @@ class FunctionRewardOptions(SharedRewardOptions):
         )
 
 
-KINDS: Mapping[str, type[SharedRewardOptions]] = {"function": FunctionRewardOptions}
+class JudgeRewardOptions(SharedRewardOptions):
+    """A judge: a model behind an address."""
+
+    judge: JudgeOptions = Field(description="The options of `[task.judge]`")
+
+    def spec(self) -> RewardSpec:
+        return RewardSpec(self.name or "judge", SCORERS["judge"], self.weight)
+
+
+class ModelRewardOptions(SharedRewardOptions):
+    """A reward model."""
+
+    model: RewardModelOptions = Field(description="The options of `[task.reward_model]`")
+
+    def spec(self) -> RewardSpec:
+        return RewardSpec(self.name or "reward_model", SCORERS["reward_model"], self.weight)
+
+
+KINDS: Mapping[str, type[SharedRewardOptions]] = {
+    "function": FunctionRewardOptions,
+    "judge": JudgeRewardOptions,
+    "model": ModelRewardOptions,
+}
 """The kinds of rewards, by the key that tells them."""
 
 
@@ -71,7 +100,12 @@ def _tag_of(value: Any) -> str:
 
 
 # Pydantic puts the tag into the location of an error; in brackets it is left out of messages.
-RewardTable = Annotated[Annotated[FunctionRewardOptions, Tag("[function]")], Discriminator(_tag_of)]
+RewardTable = Annotated[
+    Annotated[FunctionRewardOptions, Tag("[function]")]
+    | Annotated[JudgeRewardOptions, Tag("[judge]")]
+    | Annotated[ModelRewardOptions, Tag("[model]")],
+    Discriminator(_tag_of),
+]
 
 
 def refused_rewards(reward: str | None, rewards: Sequence[SharedRewardOptions]) -> Iterator[str]:

@@ -55,10 +55,11 @@ from stretto.environments.reward_pipes import (
     request_frame,
 )
 from stretto.environments.reward_scoring import IN_BATCH
-from stretto.environments.reward_worker import MARK, NOTHING
+from stretto.environments.reward_worker import MARK, NOTE, NOTHING, read_note
 from stretto.environments.sandbox import Limits
+from stretto.environments.scoring_errors import halt_reason
 from stretto.environments.worker_process import START_S, WorkerOptions, WorkerProcess, how_it_ended
-from stretto.errors import LateRewardError, RecipeError, RewardError, StrettoError
+from stretto.errors import LateRewardError, RecipeError, RewardError, ScoringHaltedError, StrettoError
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +134,7 @@ class RewardPool:
         `extra_environment` holds variables for the workers beside those that every worker gets.
         `sandbox` holds the limits of a sandbox for each worker; None: no sandbox. If `strict_sandbox`, `start` refuses
         a machine on which a part of the sandbox does not hold.
+        A judge or a reward model (`RewardSpec.built`) is the only reward of its pool, and brings its own deadline.
         """
         self._specs = as_specs(rewards)
         try:
@@ -146,11 +148,16 @@ class RewardPool:
             raise RecipeError(f"`task.reward_seconds = {deadline_s}` must be more than 0")
         self._shown = ", ".join(spec.shown for spec in self._specs)
         self._num_workers = workers
-        self._deadline_s = deadline_s
+        self._built = built = self._specs[0].built
+        assert built is None or len(self._specs) == 1, "a built scorer has its workers to itself"
+        self._deadline_s = deadline_s if built is None else built.deadline_s
+        self._start_s = START_S if built is None else built.start_s
+        self._most_at_once = MAX_CONCURRENT if built is None else built.most_at_once
         self._columns = None if columns is None else dict(sorted(columns.items()))
-        self._options = WorkerOptions(on_output or _log_line, dict(extra_environment or {}), sandbox, strict_sandbox)
-        self._late = late_text(self._specs, deadline_s)
-        self._late_texts = {self._late, *(late_text([spec], deadline_s) for spec in self._specs)}
+        variables = {**(extra_environment or {}), **({} if built is None else built.environment)}
+        self._options = WorkerOptions(on_output or _log_line, variables, sandbox, strict_sandbox)
+        self._late = late_text(self._specs, self._deadline_s)
+        self._late_texts = {self._late, *(late_text([spec], self._deadline_s) for spec in self._specs)}
         self._greeting = Greeting()  # of the first worker
         self._ids = itertools.count()
         self._queue: deque[_Pending] = deque()
@@ -170,17 +177,23 @@ class RewardPool:
 
         With several rewards, each may take its time, twice if its batch failed.
         """
-        return self._longest_s + START_S
+        return self._longest_s + self._start_s
 
     @property
     def _longest_s(self) -> float:
         batched = self._greeting.batched if self._greeting.forms else self._specs[0].batched is not False
+        batched = batched and self._built is None
         return longest_reward_s(len(self._specs), self._deadline_s, batched=batched)
 
     @property
     def forms(self) -> tuple[str, ...]:
         """How each reward is called, in words, once the pool has started."""
         return self._greeting.forms
+
+    @property
+    def waiting(self) -> str:
+        """A sentence on what the scorer waits for, such as a judge that is away; empty if it waits for nothing."""
+        return next((note for worker in self._workers.values() if (note := read_note(worker.process.marks))), "")
 
     async def start(self) -> None:
         """Starts the workers. Raises `RecipeError` if `spec` cannot be imported or called."""
@@ -206,6 +219,12 @@ class RewardPool:
         self, prompt: str, completion: str, row: Mapping[str, Any], details: Details | None = None
     ) -> float | Grade:
         """Returns the reward of one completion. Raises `RewardError`, which names the cause, if it has none."""
+        return graded(self._specs, await self.scores(prompt, completion, row, details))
+
+    async def scores(
+        self, prompt: str, completion: str, row: Mapping[str, Any], details: Details | None = None
+    ) -> Scores:
+        """Returns what each reward says of one completion, in their order. Raises `RewardError` as `score` does."""
         if self._failure is not None:
             raise self._failure
         if self._closed or not self._tasks:
@@ -214,7 +233,7 @@ class RewardPool:
         more = None if details is None else details.only(self._greeting.wants)
         self._queue.append(_Pending((next(self._ids), prompt, completion, row, more), future))
         self._schedule()
-        return graded(self._specs, await future)
+        return await future
 
     async def close(self) -> None:
         """Kills the workers. Pending calls raise `RewardError`. Safe to call twice."""
@@ -288,7 +307,7 @@ class RewardPool:
         """The number of items that a worker can take now."""
         if worker.asynchronous:
             first = next(iter(worker.in_flight.values()), None)  # all items in flight have the same `deaths`
-            return 0 if first is not None and first.deaths else MAX_CONCURRENT - len(worker.in_flight)
+            return 0 if first is not None and first.deaths else self._most_at_once - len(worker.in_flight)
         if worker.in_flight:
             return 0
         # A single worker takes all. Until a reward has been timed, it is assumed to be fast.
@@ -308,6 +327,9 @@ class RewardPool:
             except RecipeError as error:
                 if not ready.done():
                     ready.set_exception(error)
+                    return
+                if self._built is not None:  # such as a judge that is away now
+                    self._fail_all(self._halt(str(error)))
                     return
                 await self._fail_queue(str(error))
                 continue
@@ -335,16 +357,17 @@ class RewardPool:
         await asyncio.sleep(RETRY_S)
 
     async def _spawn(self) -> _Worker:
-        marks = MARK.pack(time.monotonic(), NOTHING)
+        marks = MARK.pack(time.monotonic(), NOTHING) + bytes(NOTE.size)
         process = await WorkerProcess.spawn("stretto.environments.reward_worker", marks, self._options)
         greeting, error = Greeting(), None
         try:
-            process.write(request_frame((self._specs, self._columns, self._deadline_s)))
-            async with asyncio.timeout(START_S):
+            specs = [spec.without_secrets() for spec in self._specs]
+            process.write(request_frame((specs, self._columns, self._deadline_s)))
+            async with asyncio.timeout(self._start_s):
                 greeting = read_reward_greeting(await process.read(lambda: max_frame_bytes(0)))
             error = greeting.error
         except TimeoutError:
-            error = f"it could not be imported within {START_S:g} s"
+            error = f"it could not be imported within {self._start_s:g} s"
         except BrokenFrameError as broken:
             error = f"its module wrote something to the worker's pipe while it was imported: {broken}"
         except asyncio.IncompleteReadError:
@@ -358,6 +381,8 @@ class RewardPool:
             await process.ended()
             only = self._specs[0]
             named = "task.rewards" if only.name else f"task.reward = {only.target!r}"
+            if self._built is not None:
+                named = self._built.option
             raise RecipeError(f"`{named}` cannot be used: {error}")
         self._greeting = greeting
         return _Worker(process, greeting.asynchronous)
@@ -375,13 +400,22 @@ class RewardPool:
                 pending = worker.in_flight.pop(identity)
                 if pending.future.done():
                     continue
-                if scores is None:
+                if (halt := halt_reason(error)) is not None:
+                    pending.future.set_exception(self._halt(halt))
+                elif scores is None:
                     late = error in self._late_texts
                     pending.future.set_exception((LateRewardError if late else RewardError)(error))
                 else:
                     pending.future.set_result(scores)
             if self._queue:
                 self._schedule()
+
+    def _halt(self, reason: str) -> StrettoError:
+        """Ends scoring, which cannot go on. Returns the error that all completions without a result get."""
+        if self._failure is None:
+            self._failure = ScoringHaltedError(reason)
+            asyncio.get_running_loop().call_soon(self._fail_all, self._failure)  # after the results of this frame
+        return self._failure
 
     def _measure(self, worker: _Worker, num_results: int) -> None:
         if worker.asynchronous:

@@ -29,15 +29,23 @@ Left = Callable[[BaseException | None], None]
 
 
 def make_calls(
-    specs: Sequence[RewardSpec], columns: Columns | None, functions: Mapping[str, Callable[..., Any]] | None = None
+    specs: Sequence[RewardSpec],
+    columns: Columns | None,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+    *,
+    note: Callable[[str], None] | None = None,
 ) -> list[RewardCall]:
-    """Makes the rewards of a task; `functions` has those that need no import, by name. Raises `SpecError`."""
+    """Makes the rewards of a task; `functions` has those that need no import, by name. Raises `SpecError`.
+
+    `note` is told what a judge or a reward model waits for.
+    """
     given, calls = functions or {}, []
     for spec in specs:
         try:
-            calls.append(RewardCall(spec, given[spec.name] if spec.name in given else spec.make(), columns))
+            function = given[spec.name] if spec.name in given else spec.make(columns, note)
+            calls.append(RewardCall(spec, function, columns if spec.built is None else None))
         except SpecError as error:
-            if not spec.name:
+            if not spec.name or spec.built is not None:
                 raise
             raise SpecError(f"the reward `{spec.name}`, `{spec.target}`: {error}") from error
     return calls

@@ -36,6 +36,7 @@ from stretto.environments.worker_child import (
 
 MARK = struct.Struct("<dq")  # the time (`time.monotonic()`) since which this item is being scored
 NOTHING = -1
+NOTE = struct.Struct("<H510s")  # length and text of a sentence on what scoring waits for; behind the mark
 TICK_S = 0.05  # finished results wait no longer than this for their batch
 
 
@@ -101,6 +102,12 @@ async def run_async(scoring: AsyncScoring, pipe: BinaryIO, outbox: Outbox) -> No
     await asyncio.Event().wait()  # the receiving thread ends the process
 
 
+def read_note(memory: mmap.mmap) -> str:
+    """Returns the sentence on what the scorer of a worker waits for; empty if it waits for nothing."""
+    size, data = NOTE.unpack_from(memory, MARK.size)
+    return bytes(data[:size]).decode("utf-8", "replace")
+
+
 def main(mark_fd: int, sandbox: SandboxArguments | None = None) -> None:
     """Serves until the pool is gone.
 
@@ -110,17 +117,21 @@ def main(mark_fd: int, sandbox: SandboxArguments | None = None) -> None:
     """
     requests, answers, refusal = open_pipes(sandbox)
     outbox = Outbox(answers)
-    memory = mmap.mmap(mark_fd, MARK.size)
+    memory = mmap.mmap(mark_fd, MARK.size + NOTE.size)
 
     def mark(identity: int) -> None:
         MARK.pack_into(memory, 0, time.monotonic(), identity)
+
+    def note(text: str) -> None:
+        data = text.encode("utf-8", "replace")[: NOTE.size - 2]
+        NOTE.pack_into(memory, MARK.size, len(data), data)
 
     owner = os.getpid()
     specs, columns, deadline_s = read_frame(requests)
     try:
         if refusal is not None:
             raise SpecError(refusal)
-        calls = make_calls(specs, columns)
+        calls = make_calls(specs, columns, note=note)
         end_copy(owner)
     except SpecError as error:
         end_copy(owner, error)

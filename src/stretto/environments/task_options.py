@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from stretto.environments.data_options import ChatTemplateOptions, RowsOptions
-from stretto.environments.reward_options import RewardTable, SharedRewardOptions
+from stretto.environments.reward_options import (
+    JudgeRewardOptions,
+    ModelRewardOptions,
+    RewardTable,
+    SharedRewardOptions,
+)
+from stretto.environments.rewards.judge_options import JudgeOptions
+from stretto.environments.rewards.reward_model_options import RewardModelOptions
 from stretto.environments.sandbox import Limits
 from stretto.options import Options
 
@@ -108,18 +116,37 @@ class FileOptions(ScoredTaskOptions, RowsOptions):
     type: Literal["file"] = "file"
     reward: str | None = Field(
         None,
-        description="`package.module:function`; may be left out only with `task.rewards`, or with "
+        description="`package.module:function`; may be left out with `rewards`, `judge`, `reward_model`, or with "
         '`algorithm.type = "distill"`',
     )
     rewards: tuple[RewardTable, ...] = Field(
         (),
         description="Several rewards instead of `reward`, each a table `[[task.rewards]]`; their weighted sum counts",
     )
+    judge: JudgeOptions | None = Field(None, description="Scores completions by a model behind an address instead")
+    reward_model: RewardModelOptions | None = Field(None, description="Scores completions by a model of yours instead")
     too_long: Literal["refuse", "drop", "truncate"] = Field(
         "refuse",
         description="Prompts that the context has no room for: refuse the run, leave them out, or keep their last "
         "tokens",
     )
+
+    @property
+    def scorers(self) -> Mapping[str, JudgeOptions | RewardModelOptions]:
+        """The judges and the reward models, by the name of the reward; that of the only reward is empty."""
+        found: dict[str, JudgeOptions | RewardModelOptions] = {}
+        for table in self.rewards:
+            if isinstance(table, JudgeRewardOptions):
+                found[table.spec().name] = table.judge
+            elif isinstance(table, ModelRewardOptions):
+                found[table.spec().name] = table.model
+        alone = self.judge or self.reward_model
+        return found if alone is None else {**found, "": alone}
+
+    @property
+    def scorer(self) -> str | None:
+        """The table that has a scorer of this package, `judge` or `reward_model`; None: there is none."""
+        return "judge" if self.judge is not None else "reward_model" if self.reward_model is not None else None
 
 
 class GuessOptions(EpisodeTaskOptions):

@@ -25,6 +25,7 @@ from stretto.environments.given import (
     without_digest,
 )
 from stretto.environments.reward_calls import RewardSpec, as_specs
+from stretto.environments.reward_options import SCORERS
 from stretto.environments.rows import Row
 from stretto.environments.task_options import (
     AgentOptions,
@@ -232,7 +233,10 @@ def _file(options: FileOptions | EnvironmentOptions, seed: int, num_evaluation: 
     name, rows, held_out, data = read_rows(options, seed, num_evaluation, given)
     if isinstance(options, FileOptions):
         several = tuple(table.spec() for table in options.rewards)
-        reward = None if several else NO_REWARD if options.reward is None else without_digest(options.reward)
+        alone = None if options.reward is None else without_digest(options.reward)
+        if options.scorer is not None:
+            alone = SCORERS[options.scorer]
+        reward = None if several else alone or NO_REWARD
         chats = [*map(_with_column, rows)], [*map(_with_column, held_out)]
         return Task(name, *chats, reward, several=several, functions=given.rewards, data=data)
     environment = EnvironmentSpec(

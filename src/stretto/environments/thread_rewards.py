@@ -198,6 +198,11 @@ class ThreadRewards:
         return tuple(call.form for call in self._calls)
 
     @property
+    def waiting(self) -> str:
+        """Empty: a function does not say what it waits for."""
+        return ""
+
+    @property
     def num_abandoned(self) -> int:
         """Threads that were abandoned and still hang."""
         self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]

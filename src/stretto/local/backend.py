@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from stretto.local.components import LocalComponents
 from stretto.local.pool import LocalPool
@@ -20,9 +21,14 @@ from stretto.store.version_files import VersionFiles
 
 
 def local_backend(
-    recipe: Recipe, parts: LocalComponents, observer: Observer, said: Callable[[str], None], versions: VersionFiles
+    recipe: Recipe,
+    parts: LocalComponents,
+    folder: Path,
+    observer: Observer,
+    said: Callable[[str], None],
+    versions: VersionFiles,
 ) -> Backend:
-    """Makes the backend of a run from its components. Starts nothing."""
+    """Makes the backend of a run in `folder` from its components. Starts nothing."""
     driver = parts.driver
     pool = LocalPool(
         parts.next_engine,
@@ -42,7 +48,7 @@ def local_backend(
         )
 
     task = driver.inputs.task
-    rewards: Rewards = make_rewards(recipe, task, said) if task.rewards else NoRewards()
+    rewards: Rewards = make_rewards(recipe, task, said, folder) if task.rewards else NoRewards()
     environment = local_environment(recipe, driver, rewards, said)
     return Backend(
         driver, rewards, environment, pool, make_trainer, lambda weights: on_device(weights, parts.trainer.device)

@@ -37,7 +37,7 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, *, option: s
     # In their own type where they are narrowed after: what is lost shows in the difference.
     dtype_name: torch.dtype | str = "auto" if narrow else dtype
     options = {"dtype": dtype_name, "use_safetensors": True}  # never a pickle
-    model = _load(AutoModelForCausalLM, path, "cannot be loaded as a causal LM", option, **options)
+    model = load_pretrained(AutoModelForCausalLM, path, "cannot be loaded as a causal LM", option, **options)
     if narrow:
         narrow_weights(model, f"`{option} = {path!r}`")
     result: nn.Module = model.to(device).eval()
@@ -46,7 +46,7 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, *, option: s
 
 def load_tokenizer(path: str, *, option: str = "model.path") -> Any:
     """The tokenizer that belongs to a model. A folder may hold a tokenizer and no model, as that of an adapter does."""
-    return _load(AutoTokenizer, path, "has no tokenizer that can be loaded", option)
+    return load_pretrained(AutoTokenizer, path, "has no tokenizer that can be loaded", option)
 
 
 def has_tokenizer(path: str | Path) -> bool:
@@ -56,11 +56,14 @@ def has_tokenizer(path: str | Path) -> bool:
 
 def load_config(path: str, *, option: str = "model.path") -> Any:
     """The model's configuration alone, without its weights."""
-    return _load(AutoConfig, path, "has no configuration that can be loaded", option)
+    return load_pretrained(AutoConfig, path, "has no configuration that can be loaded", option)
 
 
-def _load(kind: Any, path: str, failure: str, option: str, **options: Any) -> Any:
-    """Calls `from_pretrained` of a class. Code in a model folder or on the hub is never run."""
+def load_pretrained(kind: Any, path: str, failure: str, option: str, **options: Any) -> Any:
+    """Calls `from_pretrained` of a class. Code in a model folder or on the hub is never run.
+
+    Raises `ModelError`, which names `option` and says the `failure`.
+    """
     if not Path(path).exists():
         _refuse_missing_folder(path, option)
     elif not (Path(path) / "config.json").exists() and not (kind is AutoTokenizer and has_tokenizer(path)):

@@ -204,6 +204,7 @@ def _teachers(recipe: Recipe) -> Iterable[str]:
     labels = [getattr(task, "label", None)]
     yield from teacher_refusals(algorithm.teachers, labels)
     rewarded = getattr(task, "reward", "") is not None or task.type == "agent" or bool(rewards_of(task))
+    rewarded = rewarded or getattr(task, "scorer", None) is not None
     if not algorithm.uses_rewards:
         if not algorithm.teachers:
             yield (

@@ -12,6 +12,7 @@ from stretto.environments.task_options import (
     AgentOptions,
     EndpointOptions,
     EnvironmentOptions,
+    FileOptions,
     ProcessTaskOptions,
     TaskOptions,
     rewards_of,
@@ -55,9 +56,10 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
         found["rollout", "staleness_cap"] = (
             '`rollout.staleness_cap` has no effect without `staleness = "auto"`; set that, or leave the cap out'
         )
-    if recipe.model.path != "tiny":
+    if recipe.model.path != "tiny" and (recipe.model.warm_start is None or recipe.model.warm_start.path is None):
         found["model", "warm_start"] = (
-            f'`model.warm_start` has no effect on `model.path = {recipe.model.path!r}`: only "tiny" is warm-started'
+            f'`model.warm_start` has no effect on `model.path = {recipe.model.path!r}`: only "tiny" is warm-started '
+            "without demonstrations; name a file of them in `model.warm_start.path`"
         )
     if recipe.model.adapter is None:
         found["model", "merge_adapter"] = (
@@ -77,6 +79,15 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
                 f"`task.{name}` has no effect with `task.workers = 0`, where the driver plays the episodes; leave one "
                 "of the two out"
             )
+    if isinstance(recipe.task, FileOptions) and (scorer := recipe.task.scorer) is not None:
+        instead = "seconds" if scorer == "reward_model" else "outage_seconds"
+        found["task", "reward_seconds"] = (
+            f"`task.reward_seconds` has no effect with `task.{scorer}`, which has deadlines of its own; set "
+            f"`task.{scorer}.{instead}` instead"
+        )
+        found["task", "reward_workers"] = (
+            f"`task.reward_workers` has no effect with `task.{scorer}`, which has one process; leave it out"
+        )
     if _runs_given(recipe.task):
         for name in ("workers", "worker_gib", "worker_episodes", "pass_env", "sandbox"):
             if name in type(recipe.task).model_fields:
@@ -222,6 +233,7 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
             f'`serve.url = "{recipe.serve.url}"` leads nowhere with `serve.port = 0`, which is another port in every '
             "run; name the port"
         )
+    yield from _impossible_scorer(recipe)
     advantage = recipe.algorithm.advantage
     if rollout.filter == "no-signal" and advantage in ("whiten", "gae"):
         yield (
@@ -255,6 +267,20 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
         yield (
             f"`rollout.kv_tokens = {rollout.kv_tokens}` is too small for one completion of `max_tokens = {longest}` "
             f"and a prompt{each}; use at least {least}, or leave it out"
+        )
+
+
+def _impossible_scorer(recipe: Recipe) -> Iterable[str]:
+    task = recipe.task
+    if not isinstance(task, FileOptions) or task.scorer is None:
+        return
+    several = [name for name in ("reward", "judge", "reward_model") if getattr(task, name) is not None]
+    if len(several) > 1:
+        yield f"a completion has one scorer: `task.{several[0]}` or `task.{several[1]}`; leave one of them out"
+    if task.sandbox is not None:
+        yield (
+            f"`task.{task.scorer}` cannot run in `task.sandbox`, which has no network and no files of models; it runs "
+            "no code of the model: leave the sandbox out"
         )
 
 

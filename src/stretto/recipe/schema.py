@@ -42,10 +42,48 @@ MAX_THREADS = 4_096  # of one process; torch itself takes more only to fail
 
 
 class WarmStartSection(Options):
-    """Supervised training of the `tiny` model before the run, so that it knows the form of an answer. Cached."""
+    """Supervised training before the run, on demonstrations, so that the policy knows the form of an answer.
 
-    steps: int | None = Field(None, ge=0, description="Supervised steps; 0: random weights; default: enough")
-    seed: int = Field(0, ge=0, le=MAX_SEED, description="Seed of the initial weights and the demonstrations")
+    The result is version 0. It is kept in the user's cache and made once. Without `path`, it is that of the `tiny`
+    model on the quickstart's task.
+    """
+
+    path: str | None = Field(
+        None,
+        min_length=1,
+        description="JSONL or Parquet file of demonstrations: a column `prompt` or `messages`, and the answer in a "
+        'column `completion` or as the last message, of the assistant; only "tiny" needs none',
+    )
+    steps: int | None = Field(
+        None, ge=0, description="Supervised steps; default: those of `epochs`. Without `path` 0: random weights"
+    )
+    epochs: float | None = Field(
+        None, gt=0, le=10_000, description="Passes over the demonstrations, instead of `steps`; default: 1"
+    )
+    batch: int | None = Field(None, ge=1, le=1_000_000, description="Demonstrations of a step; default: 16")
+    learning_rate: float | None = Field(
+        None, gt=0, description="Peak learning rate; default: 1e-5, with `model.lora` 2e-4"
+    )
+    seed: int = Field(
+        0, ge=0, le=MAX_SEED, description="Seed of the order of the demonstrations; of `tiny` also of its weights"
+    )
+
+    @property
+    def batch_size(self) -> int:
+        """`batch`, or its default."""
+        return 16 if self.batch is None else self.batch
+
+    @model_validator(mode="after")
+    def _refuse_what_has_no_effect(self) -> WarmStartSection:
+        if self.path is None:
+            for name in ("epochs", "batch", "learning_rate"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"`{name}` has no effect without `path`; name a file of demonstrations")
+        elif self.steps is not None and self.epochs is not None:
+            raise ValueError("`steps` and `epochs` say the same in two ways; leave one of them out")
+        elif self.steps == 0:
+            raise ValueError("`path` has no effect with `steps = 0`; leave the table out")
+        return self
 
 
 class ModelSection(Options):
@@ -69,7 +107,7 @@ class ModelSection(Options):
         description="Add `adapter` to the weights before the run starts; then train a new adapter (`model.lora`), or "
         "all weights",
     )
-    warm_start: WarmStartSection | None = Field(None, description='Only for `path = "tiny"`')
+    warm_start: WarmStartSection | None = Field(None, description="Supervised training before the run")
 
     @property
     def continued_adapter(self) -> str | None:

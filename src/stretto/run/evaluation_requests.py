@@ -8,6 +8,7 @@ from typing import Any
 
 from stretto import clock
 from stretto.core import messages as core
+from stretto.errors import ScoringHaltedError
 from stretto.observe.metrics import Tally
 from stretto.observe.progress import Observer
 from stretto.run.evaluation import Evaluator
@@ -30,14 +31,16 @@ class Evaluations:
         tally: Tally,
         observer: Observer,
         post: Callable[[core.Event], None],
+        halt: Callable[[ScoringHaltedError], None],
     ) -> None:
-        """Without an evaluator the core plans no evaluation."""
+        """Without an evaluator the core plans no evaluation. `halt` is called if scoring cannot go on."""
         self.evaluator = evaluator
         self._instances = instances
         self._journal = journal
         self._tally = tally
         self._observer = observer
         self._post = post
+        self._halt = halt
         self._ended: dict[int, EvaluationResult] = {}  # by version; the core has not counted them yet
 
     def evaluate(self, command: core.Evaluate, checksum: str) -> Coroutine[Any, Any, None]:
@@ -45,11 +48,15 @@ class Evaluations:
         evaluator = self._expected_evaluator()
 
         async def evaluate() -> None:
-            self._ended[command.version] = await self._instances.call(
-                command.instance,
-                lambda engine: evaluator.evaluate(engine, command.version, "during", checksum),
-                generates=False,
-            )
+            try:
+                self._ended[command.version] = await self._instances.call(
+                    command.instance,
+                    lambda engine: evaluator.evaluate(engine, command.version, "during", checksum),
+                    generates=False,
+                )
+            except ScoringHaltedError as error:
+                self._halt(error)  # it is due again when the run is resumed
+                return
             self._post(core.Evaluated(command.version))
 
         return self._instances.lose_on_error(command.instance, evaluate())

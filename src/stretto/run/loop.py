@@ -35,6 +35,7 @@ threads or processes, rewards have processes, and the journal has a writer threa
 | a checkpoint, a stop     | the last files of a checkpoint              | the disk          | `COMPLETE_S`, a warning |
 | `stretto pool`           | that its request is done                    | a task for it     | its own                 |
 | a rollout, an evaluation | its reward, after those asked for before    | the reward pool   | `task.reward_seconds`   |
+| a rollout, an evaluation | a judge that is away                        | the judge         | its `outage_seconds`    |
 | a rollout, an evaluation | an environment that the task brings         | the environment   | `stall_s`               |
 
 An error at a deadline names what was waited for. `stall_s` is `runtime.stall_seconds` (`run/stall_watchdog.py`),
@@ -44,7 +45,8 @@ the run ends with these reasons.
 
 A failure of a request, a reward or an environment is data and goes to the core. So does the loss of an instance, as
 long as another is there or can be made. A failure of the trainer, the journal, the reward pool itself or this package
-is stored once, wakes the loop, and ends the run with that error; one `finally` leaves no task behind.
+is stored once, wakes the loop, and ends the run with that error; one `finally` leaves no task behind. If scoring cannot
+go on (`ScoringHaltedError`), the run stops at the next update boundary, and is resumed with what has no reward.
 
 `run/rollout_runner.py` carries a trajectory from its prompt to its reward, `run/instance_membership.py` knows the
 instances, `run/updates.py` trains batches, and `run/untrained_trajectories.py` ends what is not trained.
@@ -66,7 +68,7 @@ from stretto.engines.protocol import Engine
 from stretto.environments.data import PromptStream
 from stretto.environments.protocol import Environment
 from stretto.environments.single_turn import Decode
-from stretto.errors import EngineError
+from stretto.errors import EngineError, ScoringHaltedError
 from stretto.observe.metrics import Tally
 from stretto.observe.progress import Observer, Status
 from stretto.observe.tail_latency import Tail
@@ -128,11 +130,13 @@ class Loop:
         checkpointing: Checkpointing | None = None,
         control: Control | None = None,
         first_reward: FirstReward | None = None,
+        scoring_wait: Callable[[], str] = lambda: "",
     ) -> None:
         """`engines` are a pool, or instances that the caller made and that are not replaced.
 
         `rollouts` are in progress. `kept` are trained, and may be trained again. If there are `versions`, weights are
         on disk in them before an engine loads them. `first_reward` is shared with the evaluations before the run.
+        `scoring_wait` returns what scoring waits for, or an empty text.
         """
         self.controller = controller
         # The weights of each version that is still needed.
@@ -150,6 +154,8 @@ class Loop:
         self._drops: set[asyncio.Task[None]] = set()  # those of the tasks that record dropped trajectories
         self._finish: core.Finish | None = None
         self._stop_requested = False
+        self._scoring_wait = scoring_wait
+        self.halted: ScoringHaltedError | None = None  # why the run stops although nobody asked for it
 
         self._retention = VersionRetention(
             self.weights,
@@ -176,15 +182,18 @@ class Loop:
             tail=tail,
             first_reward=first_reward or FirstReward(),
             post=self.post,
+            halt=self.halt,
         )
         self._updates = self._make_updates(trainer, kept, tail)
         self._evaluations = Evaluations(
-            evaluator, instances=self.instances, journal=journal, tally=tally, observer=observer, post=self.post
-        )
+            evaluator, instances=self.instances, journal=journal, tally=tally, observer=observer, post=self.post,
+            halt=self.halt,
+        )  # fmt: skip
         self._terminations = Terminations(controller.plan, self._rollouts, journal=journal, tally=tally, tail=tail)
         self._stall_watchdog = StallWatchdog(
-            controller, self._rollouts, evaluator, stall_s=settings.stall_s, reward_s=settings.reward_s
-        )
+            controller, self._rollouts, evaluator,
+            stall_s=settings.stall_s, reward_s=settings.reward_s, scoring_wait=scoring_wait,
+        )  # fmt: skip
         capture = None if checkpointing is None else partial(checkpointing, self)
         self.checkpoints = CheckpointSchedule(
             capture, every_s=settings.checkpoint_s, journal=journal, observer=observer
@@ -315,6 +324,17 @@ class Loop:
             self._observer.message(f"stopping at the next update boundary{hint}")
             self.post(core.StopRequested())
 
+    def halt(self, error: ScoringHaltedError) -> None:
+        """Ends the run at the next update boundary, because scoring cannot go on. Safe to call twice.
+
+        What has no reward stays to be scored, and is when the run is resumed. `halted` has the error.
+        """
+        if self.halted is None:
+            self.halted = error
+            self._journal.note("scoring halted", str(error), at=clock.now())
+            log.error("scoring halted: %s", error)
+            self.stop(": scoring cannot go on")
+
     async def _next_event(self) -> None:
         """Waits for an event or a failure. If nothing else comes, `run/stall_watchdog.py` fails."""
         while not self._events and self._tasks.failure is None:
@@ -423,7 +443,7 @@ class Loop:
                 staleness=self.controller.staleness,
                 versions=self.controller.versions,
                 loads=[engine.report() for engine in self.instances.engines.values()],
-                waits=[f"{wait.owner}: {wait.reason}" for wait in waits],
+                waits=[f"{wait.owner}: {wait.reason}" for wait in waits] + self._scoring_waits(),
                 instances=list(self.instances.engines),
                 training=self.controller.training,
             )
@@ -432,6 +452,9 @@ class Loop:
                 self._journal.status(record, at=clock.now())
                 recorded = record
             await asyncio.sleep(STATUS_EVERY_S)
+
+    def _scoring_waits(self) -> list[str]:
+        return [f"rewards: {text}"] if (text := self._scoring_wait()) else []
 
 
 _HANDLERS: dict[type[Any], Callable[[Loop, Any], None]] = {

@@ -109,6 +109,11 @@ class Rewards(Protocol):
         """The most seconds that one reward may take."""
         ...
 
+    @property
+    def waiting(self) -> str:
+        """A sentence on what scoring waits for, such as a judge that is away; empty if it waits for nothing."""
+        ...
+
     async def start(self) -> None:
         """Imports the reward functions. Raises `RecipeError` if one cannot be called."""
         ...
@@ -128,6 +133,7 @@ class NoRewards:
     """The rewards of a task whose environment returns them itself."""
 
     longest_s = 0.0
+    waiting = ""
 
     async def start(self) -> None:
         pass

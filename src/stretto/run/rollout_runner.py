@@ -36,6 +36,7 @@ from stretto.errors import (
     EngineError,
     RequestError,
     RewardError,
+    ScoringHaltedError,
     StrettoError,
     SuspendedError,
     TransitionError,
@@ -104,8 +105,9 @@ class Rollouts:
         tail: Tail,
         first_reward: FirstReward,
         post: Callable[[core.Event], None],
+        halt: Callable[[ScoringHaltedError], None],
     ) -> None:
-        """`pinned`: a trajectory keeps its version for life."""
+        """`pinned`: a trajectory keeps its version for life. `halt` is called if scoring cannot go on."""
         self.in_progress: dict[int, Rollout] = dict(in_progress)
         self.instances = instances
         self.failed_in_a_row = 0  # trajectories that failed for good since the last reward
@@ -119,6 +121,7 @@ class Rollouts:
         self._tail = tail
         self._first_reward = first_reward
         self._post = post
+        self._halt = halt
         self._pinned = pinned
         self._episode_s = settings.episode_s
         self._cut_s = settings.cut_s
@@ -205,6 +208,9 @@ class Rollouts:
             reward, turn_rewards, parts = self._earned(run, outcome, episode.num_asked)
         except (SuspendedError, AbortedError, EngineError) as error:
             self._interrupted(run, error)
+            return
+        except ScoringHaltedError as error:
+            self._halt(error)  # it stays to be scored
             return
         except Exception as error:
             ours = isinstance(error, StrettoError) and not isinstance(error, RewardError | RequestError)

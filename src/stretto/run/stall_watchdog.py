@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from stretto.core.controller import Controller
 from stretto.errors import StalledError
@@ -26,11 +27,14 @@ class StallWatchdog:
         *,
         stall_s: float,
         reward_s: float,
+        scoring_wait: Callable[[], str] = lambda: "",
     ) -> None:
+        """`scoring_wait` returns what scoring waits for, or an empty text."""
         self._controller = controller
         self._rollouts = rollouts
         self._evaluator = evaluator
         self._stall_s, self._reward_s = stall_s, reward_s
+        self._scoring_wait = scoring_wait
         self.note_event()
 
     def note_event(self) -> None:
@@ -52,7 +56,10 @@ class StallWatchdog:
             progress = self._progress()
             instances = self._rollouts.instances
             if progress == before and self._controller.training is None and not instances.is_expecting:
-                reasons = "; ".join(f"{wait.owner}: {wait.reason}" for wait in self._controller.waits())
+                waits = [f"{wait.owner}: {wait.reason}" for wait in self._controller.waits()]
+                if scoring := self._scoring_wait():
+                    waits.append(f"rewards: {scoring}")
+                reasons = "; ".join(waits)
                 raise StalledError(
                     f"nothing happened for {self._stall_s:g} s (`runtime.stall_seconds`). {reasons}. "
                     + " ".join(f"Instance {id}: {engine.report()}." for id, engine in instances.engines.items())

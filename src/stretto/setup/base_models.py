@@ -1,4 +1,7 @@
-"""Where the model of a recipe is loaded from: its path, the tiny model, or a model with an adapter merged into it."""
+"""Where the model of a recipe is loaded from: its path, or what is made of it before the run.
+
+That is the tiny model, a model with an adapter merged into it, or one that was trained on demonstrations.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,26 @@ from stretto.models.tiny import WarmStart, tiny_model
 from stretto.observe.progress import Observer
 from stretto.recipe.schema import Recipe
 from stretto.setup.merged_models import merged_model
+from stretto.setup.warm_starts import has_demonstrations, warm_started
 
 
 def model_path_of(recipe: Recipe, observer: Observer) -> str:
-    """Returns where the model is loaded from. Makes the tiny model or a merged model if the recipe names one."""
+    """Returns where the model is loaded from. Makes what the recipe asks for: tiny, merged or warm-started."""
+    base = _frozen_path(recipe, observer)
+    if recipe.model.lora is None and has_demonstrations(recipe):
+        return str(warm_started(recipe, base, observer.message))
+    return base
+
+
+def starting_adapter(recipe: Recipe, observer: Observer) -> str | None:
+    """Returns the adapter that the policy begins with; None: a new one. Makes it if the recipe has a warm start."""
+    if recipe.model.lora is not None and has_demonstrations(recipe):
+        return str(warm_started(recipe, _frozen_path(recipe, observer), observer.message))
+    return recipe.model.continued_adapter
+
+
+def _frozen_path(recipe: Recipe, observer: Observer) -> str:
+    """Returns where the model is loaded from before its warm start."""
     base = base_path_of(recipe, observer)
     if not recipe.model.merge_adapter or recipe.model.adapter is None:
         return base
@@ -31,5 +50,6 @@ def base_path_of(recipe: Recipe, observer: Observer) -> str:
             shown_at = time.monotonic()
             observer.message(f"warm start of the tiny model: step {step}/{steps}, loss {loss:.3f}")
 
-    warm_start = WarmStart() if options is None or options.steps is None else WarmStart(steps=options.steps)
+    own = options if options is not None and options.path is None else None  # demonstrations come after it
+    warm_start = WarmStart() if own is None or own.steps is None else WarmStart(steps=own.steps)
     return str(tiny_model(seed=0 if options is None else options.seed, warm_start=warm_start, progress=progress))

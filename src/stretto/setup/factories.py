@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
 
 from stretto.engines.native.engine import NativeEngine
 from stretto.environments.given import NOTHING_GIVEN, Given
 from stretto.environments.single_turn import Decode
 from stretto.models.adapters import read_adapter, refuse_another_base
-from stretto.models.hub import hub_options
 from stretto.models.loading import load_config, load_model, load_tokenizer
+from stretto.models.stop_tokens import stop_tokens
 from stretto.observe.progress import Silent
 from stretto.recipe.schema import Recipe
-from stretto.setup.base_models import base_path_of
+from stretto.setup.base_models import base_path_of, starting_adapter
 from stretto.setup.device import choose_device, choose_dtype, prepare_device
 from stretto.setup.inputs import Inputs, check_objective, load_inputs, prompt_tokenizer
 from stretto.setup.memory import footprint, free_for_instance, out_of_memory
@@ -136,10 +135,10 @@ def make_trainer(
 
     `base` is the name of the base model in an exported adapter; None: `model_path`. `rates` are the learning rates of
     a run with several phases; None: those of the recipe. `adapter` is where the adapter of the recipe lies on this
-    machine; None: where the recipe says. `teachers` are where its teachers lie, likewise.
+    machine; None: where the recipe says, or where its warm start left it. `teachers` are where its teachers lie.
     """
-    found, device = recipe.model.continued_adapter, choose_device(recipe.runtime.device)
-    continued = None if found is None else read_adapter(adapter or found)
+    device, found = choose_device(recipe.runtime.device), adapter or starting_adapter(recipe, Silent())
+    continued = None if found is None else read_adapter(found)
     tokenizer = load_tokenizer(model_path)
     trainer = LocalTrainer(
         model,
@@ -172,14 +171,3 @@ def _reference(recipe: Recipe, model_path: str, device: torch.device) -> nn.Modu
     if path == recipe.model.path:
         path = base_path_of(recipe, Silent()) if recipe.model.merge_adapter else model_path
     return load_model(path, choose_dtype(recipe.model.dtype, device), device, option="algorithm.kl.reference")
-
-
-def stop_tokens(model_path: str, config: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Returns the tokens that end a text, by the model's generation configuration and by its tokenizer."""
-    try:
-        generation = GenerationConfig.from_pretrained(model_path, **hub_options(model_path))
-    except OSError:  # the model has no generation configuration
-        generation = GenerationConfig.from_model_config(config)
-    found = generation.eos_token_id
-    tokens = set(found if isinstance(found, list | tuple) else [found]) | {tokenizer.eos_token_id}
-    return tuple(sorted(token for token in tokens if token is not None))

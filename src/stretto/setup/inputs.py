@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from stretto.chat.templates import Template, with_template
+from stretto.environments.combined_rewards import CombinedRewards, combined_rewards
 from stretto.environments.custom import (
     EnvironmentSpec,
     close_environment,
@@ -25,9 +27,10 @@ from stretto.environments.episode_pool import EpisodePool, EpisodePoolOptions, d
 from stretto.environments.given import NOTHING_GIVEN, Given, is_given
 from stretto.environments.prompt_order import PassRates
 from stretto.environments.protocol import Environment
-from stretto.environments.reward_calls import ONE_AT_A_TIME, Columns
+from stretto.environments.reward_calls import ONE_AT_A_TIME, Columns, RewardSpec
 from stretto.environments.reward_environment import named_variables
 from stretto.environments.reward_pool import RewardPool
+from stretto.environments.rewards.judge_options import JudgeOptions
 from stretto.environments.sandbox import PARTS, RESERVED_NUMBERS, missing
 from stretto.environments.sandbox_processes import held_parts
 from stretto.environments.task_options import (
@@ -43,6 +46,7 @@ from stretto.environments.worker_process import WorkerOptions
 from stretto.errors import RecipeError
 from stretto.objectives.custom import CustomOptions
 from stretto.recipe.schema import Recipe
+from stretto.setup.scorers import described_scorer, judge_variables, option_of, reward_specs, scorers_of
 
 log = logging.getLogger(__name__)
 
@@ -268,14 +272,19 @@ def reward_columns(task: Task) -> Columns:
 
 
 def passed_variables(recipe: Recipe) -> dict[str, str]:
-    """The variables of `task.pass_env`. Raises `RecipeError` for one that is not set."""
+    """The variables of `task.pass_env`. Raises `RecipeError` for one, or for the key of a judge, that is not set."""
+    for name, options in scorers_of(recipe.task).items():
+        if isinstance(options, JudgeOptions):
+            judge_variables(options, option_of(options, name))
     return named_variables(recipe.task.pass_env) if isinstance(recipe.task, ProcessTaskOptions) else {}
 
 
-def make_rewards(recipe: Recipe, task: Task, said: Callable[[str], None] | None = None) -> RewardPool | ThreadRewards:
+def make_rewards(
+    recipe: Recipe, task: Task, said: Callable[[str], None] | None = None, folder: Path | None = None
+) -> RewardPool | ThreadRewards | CombinedRewards:
     """Makes what scores `task`: processes, or threads for a function that was given from Python.
 
-    `said` gets every line that the processes print.
+    `said` gets every line that the processes print. `folder` is the run folder; None: nothing is kept there.
     """
     assert isinstance(recipe.task, ScoredTaskOptions)
     if task.functions:
@@ -286,16 +295,21 @@ def make_rewards(recipe: Recipe, task: Task, said: Callable[[str], None] | None 
             deadline_s=recipe.task.reward_seconds,
             columns=reward_columns(task),
         )
-    return RewardPool(
-        task.rewards,
-        workers=recipe.task.reward_workers,
-        deadline_s=recipe.task.reward_seconds,
-        columns=reward_columns(task),
-        on_output=said,
-        extra_environment=passed_variables(recipe),
-        sandbox=None if recipe.task.sandbox is None else recipe.task.sandbox.limits,
-        strict_sandbox=recipe.task.sandbox is not None and recipe.task.sandbox.strict,
-    )
+    options, columns, passed = recipe.task, reward_columns(task), passed_variables(recipe)
+
+    def pool(specs: Sequence[RewardSpec]) -> RewardPool:
+        return RewardPool(
+            specs,
+            workers=options.reward_workers if specs[0].built is None else 1,
+            deadline_s=options.reward_seconds,
+            columns=columns,
+            on_output=said,
+            extra_environment=passed,
+            sandbox=None if options.sandbox is None else options.sandbox.limits,
+            strict_sandbox=options.sandbox is not None and options.sandbox.strict,
+        )
+
+    return combined_rewards(reward_specs(recipe, task, folder), pool)
 
 
 def plays_in_workers(recipe: Recipe) -> bool:
@@ -401,17 +415,21 @@ def check_scoring(recipe: Recipe, task: Task, tokenizer: Any) -> str:
             await pool.close()
 
     forms = asyncio.run(start_and_close())
-    return f"scored by {_described(task, forms)}" + (" in the driver's process" if task.functions else "")
+    return f"scored by {_described(recipe, task, forms)}" + (" in the driver's process" if task.functions else "")
 
 
-def _described(task: Task, forms: Sequence[str]) -> str:
+def _described(recipe: Recipe, task: Task, forms: Sequence[str]) -> str:
     """Returns the rewards of a task in words, and how each is called if that is not the plain way."""
+    scorers = scorers_of(recipe.task)
+    if "" in scorers:
+        return described_scorer(scorers[""])
     if task.reward is not None:
         return f"`{task.reward}`" + ("" if forms == (ONE_AT_A_TIME,) else f" ({forms[0]})")
-    parts = (
-        f"{each.weight:g} x `{each.name}` (`{each.target}`, {form})"
-        for each, form in zip(task.rewards, forms, strict=True)
-    )
+    parts = []
+    for spec, form in zip(task.rewards, forms, strict=True):
+        own = scorers.get(spec.name)
+        words = f"`{spec.target}`, {form}" if own is None else described_scorer(own)
+        parts.append(f"{spec.weight:g} x `{spec.name}` ({words})")
     return "the sum of " + ", ".join(parts)
 
 

@@ -12,6 +12,7 @@ On CUDA the KV cache gets the memory that the rest leaves free. The rest is:
 | reference     | a second model, if the KL penalty is measured against one                                        |
 | teachers      | the models to imitate; those with `keep = "host"` only while they score a batch, when there are  |
 |               | no activations to train                                                                          |
+| reward model  | that of `task.reward_model`, in a process of its own, if it shares the device                    |
 | undo          | a copy of the trained weights and AdamW's averages, if an update has several steps or a critic   |
 | optimizer     | AdamW's two averages, float32                                                                    |
 | gradients     | float32; with full half-precision weights also those of one backward pass                        |
@@ -56,6 +57,7 @@ from stretto.setup.memory_sizes import (
     reference_bytes,
     scored_ahead_bytes,
 )
+from stretto.setup.reward_model_memory import reward_model_footprint
 from stretto.setup.teacher_memory import teachers_footprint
 
 KV_BYTES_BY_DEFAULT = 4 * GIB  # cap of the KV cache on the CPU, unless the recipe sets one
@@ -73,6 +75,7 @@ class Footprint:
     trained: int  # 0 if the base itself is trained in float32
     reference: int
     teachers: int
+    reward_model: int
     undo: int
     optimizer: int
     gradients: int
@@ -97,6 +100,7 @@ class Footprint:
         yield "trained", self.trained
         yield "reference", self.reference
         yield "teachers", self.teachers
+        yield "reward model", self.reward_model
         yield "undo", self.undo
         yield "optimizer", self.optimizer
         yield "gradients", self.gradients
@@ -207,6 +211,7 @@ def without_kv(
         trained=(trained if half else 0) if full else trained + (version if half else 0),
         reference=reference_bytes(recipe, counted.one_base, dtype),
         teachers=teachers.resident,
+        reward_model=reward_model_footprint(recipe, device),
         undo=3 * trained if recipe.training.optimizer_steps > 1 or recipe.algorithm.uses_critic else 0,
         optimizer=2 * trained,
         gradients=trained + (version if half and full else 0),

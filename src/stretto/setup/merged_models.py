@@ -28,7 +28,7 @@ def merged_model(base: str, adapter: str, say: Callable[[str], None], *, name: s
 
     `name` is what errors call the base. Raises `ModelError` if the adapter does not fit the base.
     """
-    digest = hashlib.blake2b(f"{adapter_digest(adapter)} {_identity(base)}".encode(), digest_size=16).hexdigest()
+    digest = hashlib.blake2b(f"{adapter_digest(adapter)} {model_identity(base)}".encode(), digest_size=16).hexdigest()
     target = cache_folder() / f"merged-{digest}"
     if (target / "config.json").exists():
         return target
@@ -70,7 +70,7 @@ def own_dtype(path: str) -> torch.dtype:
     return found if isinstance(found, torch.dtype) else torch.float32
 
 
-def _identity(base: str) -> str:
+def model_identity(base: str) -> str:
     """Returns a text that changes with the files of a model: names, sizes and times, or the revision of a hub name."""
     folder = Path(base)
     if not folder.is_dir():

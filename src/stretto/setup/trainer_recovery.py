@@ -40,8 +40,10 @@ async def refuse_another_base(trainer: TrainerBackend, journal: Path) -> None:
         )
 
 
-async def refuse_another_adapter(trainer: TrainerBackend, journal: Path, adapter: str) -> None:
-    """Raises `RunError` if the adapter that a run was started from has changed. The trainer is at version 0.
+async def refuse_another_start(trainer: TrainerBackend, journal: Path, started_from: str) -> None:
+    """Raises `RunError` if the adapter or the warm start that a run began with has changed.
+
+    The trainer is at version 0. `started_from` begins the error: "`model.adapter = 'x'` is not the adapter".
 
     Without a checkpoint version 0 is compared anyhow. With one, only the reference of a divergence would differ.
     """
@@ -50,7 +52,7 @@ async def refuse_another_adapter(trainer: TrainerBackend, journal: Path, adapter
     first = await trainer.weights(0)
     if recorded is not None and first.checksum != recorded:
         raise RunError(
-            f"`model.adapter = {adapter!r}` is not the adapter that the run began with: version 0 was recorded as "
+            f"{started_from} that the run began with: version 0 was recorded as "
             f"{recorded}, and is {first.checksum}; give it as it was, or start a new run"
         )
 
