@@ -14,7 +14,10 @@ import ray
 from ray_cases import small_cluster
 
 from stretto.cluster.rewards import RayRewards, RewardOptions
+from stretto.environments.grades import Grade
+from stretto.environments.reward_calls import Details, RewardSpec, as_specs
 from stretto.errors import RecipeError, RewardError
+from stretto.types import RewardPart
 
 REWARDS = """
 import os, time
@@ -39,6 +42,12 @@ def forked(prompt, completion, **row):
 
 def bad(prompt, completion, **row):
     raise ValueError("no idea")
+
+def batched(completions, completion_ids):
+    return [float(len(ids)) for ids in completion_ids]
+
+def absent(prompt, completion):
+    return None
 """
 
 
@@ -51,9 +60,32 @@ def cluster() -> Iterator[None]:
 def rewards(
     folder: Path, function: str, said: list[str] | None = None, passed: Mapping[str, str] | None = None
 ) -> RayRewards:
+    return several(folder, as_specs(f"cluster_rewards:{function}"), said, passed)
+
+
+def several(
+    folder: Path,
+    specs: tuple[RewardSpec, ...],
+    said: list[str] | None = None,
+    passed: Mapping[str, str] | None = None,
+) -> RayRewards:
     (folder / "cluster_rewards.py").write_text(REWARDS)
-    chosen = RewardOptions(f"cluster_rewards:{function}", 1, 20.0, None, str(folder), passed or {})
+    chosen = RewardOptions(specs, 1, 20.0, None, str(folder), passed or {})
     return RayRewards(chosen, said=(said if said is not None else []).append, instance_seconds=10.0)
+
+
+def test_several_rewards_come_back_with_their_parts(tmp_path: Path) -> None:
+    specs = tuple(RewardSpec(name, f"cluster_rewards:{name}", 0.5) for name in ("batched", "absent"))
+
+    async def main() -> float | Grade:
+        pool = several(tmp_path, specs)
+        await pool.start()
+        try:
+            return await pool.score("p", "c", {}, Details(None, bytes(12), 3))
+        finally:
+            await pool.close()
+
+    assert asyncio.run(main()) == Grade(1.5, (RewardPart("batched", 0.5, 3.0), RewardPart("absent", 0.5, None)))
 
 
 def test_rewards_are_computed_and_their_output_heard_and_a_lost_host_costs_no_reward(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import stretto.cluster.rank_group as ranks
 import stretto.cluster.worker_host as worker_host
 from stretto.cluster.actor_calls import CallServer
 from stretto.cluster.rewards import RayRewards, RewardOptions
+from stretto.environments.reward_calls import as_specs
 from stretto.errors import RewardError, TrainerError
 from stretto.training.fake import FakeTrainer
 
@@ -77,7 +78,7 @@ def test_a_host_of_rewards_that_dies_as_it_starts_is_placed_again_three_times_at
 
     async def main() -> None:
         said: list[str] = []
-        options = RewardOptions("rewards:one", 1, 1.0, None, ".")
+        options = RewardOptions(as_specs("rewards:one"), 1, 1.0, None, ".")
         rewards = RayRewards(options, said=print, instance_seconds=5.0, notice=said.append)
         if deaths < worker_host.STARTS:
             await rewards.start()

@@ -53,6 +53,11 @@ SHORTER_AFTER = {
 # Pages that stand alone.
 SHORTER_PAGES: dict[str, dict[str, str]] = {
     "reference/exit-codes.md": {},
+    "howto/rewards.md": {
+        'path = "tiny"': 'path = "tiny"\nwarm_start = { steps = 3 }',
+        "steps = 10\n": "steps = 2\n",
+        "--update 9": "--update 1",
+    },
     "howto/turns.md": {"steps = 5\n": "steps = 2\n", "--update 4": "--update 1"},
     "howto/objective.md": {
         'path = "tiny"': 'path = "tiny"\nwarm_start = { steps = 3 }',

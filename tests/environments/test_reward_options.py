@@ -63,7 +63,8 @@ def test_a_table_becomes_what_a_process_makes_the_reward_from(tmp_path: Any) -> 
         ([{"weight": 1.0}], "`task.rewards[0].function` is missing"),
         ([{"function": "mine.a"}], "`function = 'mine.a'` of the reward `a` is not a function: write it as"),
         ([{"function": "mine:a", "batch_size": 0}], "`task.rewards[0].batch_size = 0` must be at least 1"),
-        ([{"function": "mine:a", "name": ""}], "`task.rewards[0].name"),
+        ([{"function": "mine:a", "name": ""}], '`task.rewards[0].name = ""` must be a string of the form'),
+        ([{"function": "mine:a", "name": "a\nb"}], "`task.rewards[0].name"),
         ([{"function": "mine:a", "wieght": 1.0}], "`task.rewards[0].wieght` is not an option"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 from stretto.environments import countdown, guess
 from stretto.environments.countdown import Problem
 from stretto.environments.reasoning_problems import exact, extract_answer
+from stretto.environments.reward_calls import Details
 from stretto.environments.reward_pool import RewardPool
 from stretto.environments.single_turn import SingleTurn
 from stretto.environments.task_options import (
@@ -189,6 +190,23 @@ def test_a_system_message_makes_prompts_a_conversation(tmp_path):
     assert row.messages == ({"role": "system", "content": "be brief"}, {"role": "user", "content": "0?"})
     assert row.columns == {"answer": "0", "messages": list(row.messages)}, "for rewards that ask for them"
     assert row.where == f"{path}:1"
+
+
+def test_messages_tokens_and_version_go_to_rewards_apart_from_the_columns():
+    seen = []
+
+    class Rewards:
+        async def score(self, prompt, completion, row, details=None):
+            seen.append((prompt, completion, row, details))
+            return 1.0
+
+    messages = [{"role": "user", "content": "2+2"}]
+    prompt = Prompt(0, "<user>2+2", (1, 2), {"answer": 4, "messages": messages})
+    made = Completion(0, 7, np.array([61, 53], np.int32), np.zeros(2, np.float32), "stop", "")
+    environment = SingleTurn(Rewards(), lambda tokens: "".join(map(chr, tokens)))
+    assert asyncio.run(environment.score(prompt, made)) == 1.0
+    tokens = np.array([61, 53], "<i4").tobytes()
+    assert seen == [("<user>2+2", "=5", {"answer": 4}, Details(messages, tokens, 7))]
 
 
 def test_an_episode_asks_once_and_scores_the_decoded_answer():

@@ -30,7 +30,9 @@ class SharedRewardOptions(Options):
     """The options that every kind of reward has."""
 
     name: str | None = Field(
-        None, min_length=1, description="Name in metrics and in the journal, unique; default: that of the function"
+        None,
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_. -]{0,63}$",
+        description="Name in metrics and in the journal, unique; default: that of the function",
     )
     weight: float = Field(
         1.0,

@@ -28,7 +28,8 @@ def test_the_curated_numbers_are_a_dozen_and_two_scores_and_those_that_were_meas
 
 
 def test_all_numbers_include_those_of_inner_tables_and_no_text() -> None:
-    numbers = chosen(update(3, mismatch_kl=1e-4), "all")
+    numbers = chosen(update(3, mismatch_kl=1e-4) | {"reward/format": 0.5}, "all")
+    assert numbers["reward/format"] == 0.5
     assert numbers["staleness_histogram/1"] == 5.0
     assert numbers["mismatch_kl"] == 1e-4
     assert not {"kind", "update", "at", "trainer_waited_for", "warnings"} & numbers.keys()

@@ -184,9 +184,9 @@
   };
 
   const pick = (name) => (run) => ({ x: S.axisOf(run), y: run.curves.updates[name] });
-  /** The eight curves: title, unit, and series by name. The first series of each is the one that `compare` shows. `more` has those that not every run has. */
+  /** The eight curves: title, unit, and series by name. The first series of each is the one that `compare` shows. */
   S.CURVES = [
-    { title: "Reward", unit: "mean of the batch", series: [["mean", pick("reward_mean")]], more: (run) => (run.curves.rewards || []).map((name) => [name, pick(`reward/${name}`)]) },
+    { title: "Reward", unit: "mean of the batch", series: [["mean", pick("reward_mean")]] },
     { title: "Held-out score", unit: "by version", points: true, empty: "No evaluation yet", series: [["score", (run) => heldOut(run, "score")], ["greedy", (run) => heldOut(run, "greedy")]] },
     { title: "Speed", unit: "tokens/s trained on", from: 0, series: [["tokens/s", pick("tokens_per_second")]] },
     { title: "Age", unit: "updates since sampling", from: 0, series: [["mean", pick("staleness_mean")], ["oldest", pick("staleness_max")]] },
@@ -195,6 +195,9 @@
     { title: "Mismatch", unit: "KL, log", log: true, least: 1e-9, empty: "No token of an update's own version, and none scored again", series: [["older", pick("staleness_kl")], ["engine", (run) => ({ x: S.axisOf(run), y: run.curves.updates.mismatch_kl.map((value, place) => (run.curves.updates.mismatch_tokens[place] ? value : null)) })]] },
     { title: "Length", unit: "tokens of a completion", from: 0, series: [["mean", pick("length_mean")], ["longest", pick("length_max")]] },
   ];
+  /** A ninth curve, of a task with several rewards: the mean of each, without its weight. */
+  S.REWARDS = { title: "Rewards", unit: "mean of each, without weights" };
+  S.rewardSeries = (run) => (run.curves?.rewards || []).map((name) => [name, pick(`reward/${name}`)]);
   function heldOut(run, name) {
     const made = run.curves.evaluations.filter((each) => each[name] !== null && each[name] !== undefined);
     return { x: made.map((each) => S.axisAtVersion(run, each.version)), y: made.map((each) => each[name]), points: true };

@@ -1,4 +1,4 @@
-// The overview: the state of a run, what it waits for, the laws, and the eight curves.
+// The overview: the state of a run, what it waits for, the laws, and the eight curves; a ninth if there are several rewards.
 "use strict";
 (function (S) {
   const CONDITIONS = { running: "running", finished: "finished", stopped: "stopped", failed: "failed", killed: "killed, or its machine is gone", unreadable: "cannot be read" };
@@ -9,10 +9,14 @@
     title: "Overview",
     show(main, run) {
       const parts = { about: S.h("section", { class: "card" }), now: S.h("section", { class: "card" }), laws: S.h("section", { class: "card laws-card" }), notes: S.h("div") };
-      const charts = S.CURVES.map((curve) => new S.Chart(curve, () => (run.curves ? [...curve.series, ...(curve.more ? curve.more(run) : [])].map(([label, values], place) => ({ label, colour: S.series(place), dash: place ? [4, 3] : null, ...values(run) })) : [])));
+      const lines = (series) => (run.curves ? series.map(([label, values], place) => ({ label, colour: S.series(place), dash: place ? [4, 3] : null, ...values(run) })) : []);
+      const charts = S.CURVES.map((curve) => new S.Chart(curve, () => lines(curve.series)));
+      const rewards = new S.Chart(S.REWARDS, () => lines(S.rewardSeries(run)));
+      rewards.element.classList.add("wraps");
+      charts.push(rewards);
       S.fill(main, S.h("div", { class: "stack" }, S.h("div", { class: "top" }, parts.about, parts.now, parts.laws), S.axisControls(S.redrawCharts), S.h("div", { class: "charts" }, charts.map((chart) => chart.element)), parts.notes));
       const laws = new Laws(parts.laws, run);
-      const draw = () => { about(parts.about, run); now(parts.now, run); laws.draw(); notes(parts.notes, run); S.redrawCharts(); };
+      const draw = () => { rewards.element.style.display = S.rewardSeries(run).length ? "" : "none"; about(parts.about, run); now(parts.now, run); laws.draw(); notes(parts.notes, run); S.redrawCharts(); };
       draw();
       laws.follow();
       return { draw, close: () => laws.close() };
