@@ -34,3 +34,17 @@ def test_a_template_with_options_renders_as_it_did_with_them_apart(options: dict
 
 def test_a_template_without_options_stays_as_it_is() -> None:
     assert template_with(TEMPLATE, {}) == TEMPLATE
+
+
+def test_tools_that_the_template_does_not_show_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    shows = Renderer(chat_tokenizer("hermes"))
+    shows.text(MESSAGES, [tool])
+    assert not caplog.records
+    hides = Renderer(chat_tokenizer("hermes"), {"chat_template": "{{ messages[0]['content'] }}"})
+    hides.text(MESSAGES)
+    assert not caplog.records
+    for _ in range(2):
+        assert hides.text(MESSAGES, [tool]) == "hello"
+    (record,) = caplog.records
+    assert "does not show tools, so the model is not told of `add`" in record.message
