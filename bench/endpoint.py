@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import datetime
 import gc
 import json
 import multiprocessing
@@ -21,6 +22,7 @@ import os
 import platform
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +208,15 @@ def main() -> None:
         "load_after": os.getloadavg(),
     }
     rounded = {name: round(value, 3) for name, value in figures.items()}
-    text = json.dumps({"rate": options.rate, "busy": options.busy, "machine": machine, **rounded}, indent=2)
+    made = {
+        "command": " ".join(["python bench/endpoint.py", *sys.argv[1:]]),
+        "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {name: version(name) for name in ("aiohttp", "openai", "numpy")},
+        "rate": options.rate,
+        "busy": options.busy,
+        "machine": machine,
+    }
+    text = json.dumps({**made, **rounded}, indent=2)
     print(text)
     if options.out is not None:
         options.out.write_text(text + "\n")

@@ -167,3 +167,8 @@ def test_a_run_trains_with_the_tools_of_a_server_and_verifies(
     )  # fmt: skip
     rewards = [reward for (reward,) in rows(tmp_path / "run", "SELECT reward FROM trajectories")]
     assert set(rewards) <= {1.0, 2.0}, "the tool was called in every episode"
+
+
+def test_python_is_the_one_that_runs_this(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    Sums(TOKENIZER, command=["python", *command[1:]])

@@ -1,12 +1,14 @@
 """The sandbox: what code in it is refused, and what is said where a kernel does not allow it."""
 
 import asyncio
+import json
 import os
 import pwd
 import socket
 import subprocess
 import sys
 import textwrap
+import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -260,6 +262,44 @@ def running(name):
         except OSError:
             continue  # it has ended
     return False
+
+
+def test_a_child_ends_with_its_parent_even_if_that_ends_first(tmp_path):
+    code = """
+import os, time
+from pathlib import Path
+from stretto.environments import sandbox
+parent, call = os.getpid(), sandbox._call
+
+def late(*words):
+    Path("began").write_text(str(os.getpid()))
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    call(*words)
+
+sandbox._call = late
+sandbox._continue_in_child(ends_with_parent=True)
+Path("outlived").write_text("")
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
+    began = tmp_path / "began"
+    while not began.exists() or not began.read_text():
+        assert parent.poll() is None
+        time.sleep(0.01)
+    parent.kill()
+    parent.wait()
+    child = Path(f"/proc/{began.read_text()}/stat")
+    while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
+    assert not (tmp_path / "outlived").exists()
+
+
+def test_a_sandbox_whose_parent_is_gone_is_not_entered(tmp_path):
+    (options,) = sandbox.arguments(str(tmp_path), LIMITS)
+    others = json.dumps(json.loads(options) | {"parent": 0})
+    for given, status in ((options, 0), (others, 1)):
+        command = [sys.executable, "-I", "-S", sandbox.__file__, given]
+        assert subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode == status
 
 
 def test_a_reward_that_hangs_in_a_sandbox_is_killed():

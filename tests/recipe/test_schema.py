@@ -575,3 +575,9 @@ def test_a_comparison_runs_drop_without_redundancy() -> None:
 def test_redundancy_is_written_to_the_configuration_and_read_again() -> None:
     made = with_redundancy({"groups": 36, "members": 9})
     assert parse_recipe(tomllib.loads(made.dumps())).plan == made.plan
+
+
+def test_a_written_recipe_has_the_endpoint_only_if_something_calls_it() -> None:
+    assert "[serve]" not in parse_recipe(with_()).dumps()
+    agent = parse_recipe(with_(task={"type": "agent", "path": "rows"}, serve={"port": 8_000}))
+    assert parse_recipe(tomllib.loads(agent.dumps())).serve == agent.serve

@@ -399,6 +399,7 @@ def test_options_that_do_not_fit_are_refused(options, said):
     ("options", "said"),
     [
         ({"command": ("no-such-program",)}, "`no-such-program`, which is no program"),
+        ({"command": ("python", "agnet.py")}, "`task.command` names `agnet.py`, and there is no such file in"),
         ({"function": "nothing"}, "write `package.module:function`"),
         ({"function": "no_such_module:f"}, "there is no module"),
         ({"command": ("true",), "pass_env": ("NOT_SET_ANYWHERE",)}, "`NOT_SET_ANYWHERE`, which is not set"),

@@ -119,7 +119,7 @@ def test_a_run_of_several_lineages_verifies(branched: Path) -> None:
     findings = verify(branched)
     text = format_findings(findings)
     assert exit_code(findings) == 0, text
-    assert "trajectories with several lineages have 5, 1 of them not to be trained" in text
+    assert "5 lineages of trajectories with more than one, 1 of them not to be trained" in text
     assert "24 trained, 0 failed" in text
     assert "27 completions" in text
     assert "26 trained once" in text

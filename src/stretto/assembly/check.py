@@ -12,7 +12,7 @@ from stretto.models.loading import load_config, load_tokenizer
 from stretto.models.stop_tokens import stop_tokens
 from stretto.models.tiny import WarmStart, tiny_config, tiny_tokenizer
 from stretto.observe.trackers.catalogue import check_trackers
-from stretto.recipe.checks import without_effect
+from stretto.recipe.checks import with_effect
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import choose_device, resolved
 from stretto.setup.inputs import check_objective, check_scoring, load_inputs, prompt_tokenizer
@@ -107,9 +107,7 @@ def effective(recipe: Recipe) -> str:
         "trainer_threads": threads.trainer,
         "slots": recipe.num_slots,
     }
-    for section, name in without_effect(recipe):
-        values[section].pop(name, None)
-    text = tomli_w.dumps(_without_none(values))
+    text = tomli_w.dumps(_without_none(with_effect(recipe, values)))
     return text.replace("targets = []\n", f"targets = []  # {ALL_TARGETS}\n")
 
 

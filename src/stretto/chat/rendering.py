@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 from stretto.chat.messages import Message, for_template
 from stretto.chat.templates import prefill_of
 from stretto.errors import ChatError, RecipeError
+
+log = logging.getLogger(__name__)
 
 
 class Renderer:
@@ -34,7 +37,10 @@ class Renderer:
                 "the tokenizer of `model.path` has no chat template, so it cannot chat; use a model that was tuned to "
                 "chat, or give a template in `task.chat_template`"
             )
-        self.prefill = prefill_of(self._options.get("chat_template", getattr(tokenizer, "chat_template", None)))
+        template = self._options.get("chat_template", getattr(tokenizer, "chat_template", None))
+        self.prefill = prefill_of(template)
+        self._shows_tools = "tools" in str(template)
+        self._warned = False
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._special = {int(number): str(token) for number, token in added.items() if token.special}
         self._special |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=False))
@@ -47,6 +53,8 @@ class Renderer:
         A special token that is written in the result of a tool is broken up: it would end the message there. Raises
         `ChatError` if the template refuses the messages.
         """
+        if tools:
+            self.warn_of_hidden_tools([str(tool.get("function", tool).get("name")) for tool in tools])
         given = [self._unforged(for_template(message)) for message in messages]
         options = {"tools": [dict(tool) for tool in tools]} if tools else {}
         try:
@@ -56,6 +64,16 @@ class Renderer:
                 with contextlib.suppress(Exception):
                     return self._rendered([*map(_with_text_arguments, given)], options)
             raise ChatError(f"the chat template refused the messages: {error}") from error
+
+    def warn_of_hidden_tools(self, names: Sequence[str]) -> None:
+        """Warns once if the template does not show tools, so that the model does not know of these."""
+        if names and not self._shows_tools and not self._warned:
+            self._warned = True
+            log.warning(
+                "the chat template does not show tools, so the model is not told of %s: describe them in the messages, "
+                "or use a model that was tuned to call tools",
+                ", ".join(f"`{name}`" for name in names),
+            )
 
     def _rendered(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
         text = self._tokenizer.apply_chat_template(

@@ -30,7 +30,8 @@ class ChatEnvironment:
     def __init__(self, tokenizer: Any, *, template_options: Mapping[str, Any] | None = None) -> None:
         """`template_options` go to the chat template: `task.config = { template_options = { ... } }` in a recipe."""
         self.renderer = Renderer(tokenizer, template_options)
-        as_tools(self.tools)  # a tool that cannot be offered is an error before the run
+        offered = as_tools(self.tools)  # a tool that cannot be offered is an error before the run
+        self.renderer.warn_of_hidden_tools([tool.name for tool in offered])
 
     async def play(self, row: dict[str, Any], chat: ChatPolicy) -> float | Outcome:
         """Plays one episode and returns its reward.

@@ -30,6 +30,7 @@ import json
 import os
 import pwd
 import resource
+import select
 import signal
 import socket
 import struct
@@ -187,8 +188,7 @@ def _isolate(folder: str, limits: Limits, kept: Iterable[str], forward: Forward 
     _own_dev(folder)
     options = f"size={limits.disk},mode=700".encode()
     _call("mount", b"tmpfs", folder.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, options)
-    _continue_in_child()  # as process 1 of the new namespace of processes
-    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _continue_in_child(ends_with_parent=True)  # as process 1 of the new namespace of processes
     counted = _own_proc(limits.processes)
     if forward is not None:
         _start_forwarder(forward)
@@ -319,11 +319,22 @@ def _drop_capabilities() -> None:
     _call("capset", header, struct.pack("<6I", *[0] * 6))
 
 
-def _continue_in_child() -> None:
-    """Forks and returns in the child. The parent waits until the child ends, and ends the same way."""
+def _continue_in_child(*, ends_with_parent: bool = False) -> None:
+    """Forks and returns in the child. The parent waits until the child ends, and ends the same way.
+
+    `ends_with_parent`: the child is killed if the parent is, even if that happens before it can ask the kernel for it.
+    """
+    lives, held = os.pipe()  # the parent alone holds the second end: the first is at its end when the parent is gone
     child = os.fork()
     if child == 0:
+        os.close(held)
+        if ends_with_parent:
+            _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if select.select([lives], [], [], 0)[0]:
+                os._exit(1)
+        os.close(lives)
         return
+    os.close(lives)
     while True:
         ended, status = os.wait()
         if ended == child:
@@ -414,8 +425,11 @@ def _write(path: str, text: str) -> None:
 
 
 def arguments(folder: str, limits: Limits, **options: Any) -> list[str]:
-    """The arguments with which this file, run as a program, enters a sandbox; a command to run in it may follow."""
-    return [json.dumps({"folder": folder, "limits": limits, **options})]
+    """The arguments with which this file, run as a program, enters a sandbox; a command to run in it may follow.
+
+    It does not outlive the process that calls this, which has to be the one that starts it.
+    """
+    return [json.dumps({"folder": folder, "limits": limits, "parent": os.getpid(), **options})]
 
 
 def _main(options: str, *command: str) -> NoReturn:
@@ -423,6 +437,8 @@ def _main(options: str, *command: str) -> NoReturn:
     with contextlib.suppress(OSError, AttributeError):  # on Linux alone
         _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # not longer than the process that started it
     given = json.loads(options)
+    if given.pop("parent") != os.getppid():  # which ended before it could be asked for
+        os._exit(1)
     forward = given.pop("forward", None)
     limits = Limits(*given.pop("limits"))
     held = enter(given.pop("folder"), limits, forward=None if forward is None else Forward(*forward), **given)

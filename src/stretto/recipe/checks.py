@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stretto.environments.given import is_given
 from stretto.environments.reward_options import refused_rewards
@@ -134,6 +134,14 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
                 'choose `type = "ray"`, or leave it out'
             )
     return found | _serve_without_effect(recipe) | _observe_without_effect(recipe) | options_without_effect(recipe)
+
+
+def with_effect(recipe: Recipe, values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the tables of a recipe without the keys that have no effect, nor tables of nothing but such keys."""
+    kept = dict(values)
+    for section, name in without_effect(recipe):
+        kept[section] = {key: value for key, value in kept[section].items() if key != name}
+    return {name: value for name, value in kept.items() if value != {}}
 
 
 def _serve_without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:

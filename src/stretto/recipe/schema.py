@@ -29,7 +29,7 @@ from stretto.objectives import AlgorithmOptions
 from stretto.objectives.grpo import GrpoOptions
 from stretto.observe.options import ObserveOptions
 from stretto.options import Options
-from stretto.recipe.checks import ineffective_keys, refusals, replays_nothing, without_effect
+from stretto.recipe.checks import ineffective_keys, refusals, replays_nothing, with_effect
 from stretto.recipe.error_messages import explain
 from stretto.recipe.overrides import Overrides, apply_overrides, described
 from stretto.recipe.shipped_recipes import found, missing
@@ -381,10 +381,7 @@ class Recipe(Options):
 
     def dumps(self) -> str:
         """The recipe as TOML with every default that has an effect. Parses to the same run."""
-        values = _without_none(self.model_dump(mode="json"))
-        for section, name in without_effect(self):
-            values[section].pop(name, None)
-        return tomli_w.dumps(values)
+        return tomli_w.dumps(_without_none(with_effect(self, self.model_dump(mode="json"))))
 
     def source_toml(self) -> str:
         """The recipe as TOML with only the keys that were set. Parses to the same recipe."""

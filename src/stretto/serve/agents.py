@@ -299,6 +299,9 @@ def _checked_command(options: AgentOptions) -> tuple[str, ...] | None:
             f"`task.command` begins with `{name}`, which is no program: it is neither in `PATH` nor, as a path, in the "
             f"working directory {os.getcwd()}"
         )
+    script = arguments[0] if arguments else ""
+    if name == sys.executable and script.endswith(".py") and not Path(script).is_file():
+        raise RecipeError(f"`task.command` names `{script}`, and there is no such file in {os.getcwd()}")
     return (name, *arguments)
 
 

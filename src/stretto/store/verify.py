@@ -449,7 +449,9 @@ def _findings(db: sqlite3.Connection, run: _Run, data: DataResult) -> list[Findi
         counts["2"] += f"; batches returned and taken again: {anew:,}"
     several, untrained = one("SELECT COUNT(*), COALESCE(SUM(train = 0), 0) FROM completions WHERE turn_numbers NOTNULL")
     if several:
-        counts["2"] += f"; trajectories with several lineages have {several:,}, {untrained:,} of them not to be trained"
+        counts["2"] += (
+            f"; {several:,} lineages of trajectories with more than one, {untrained:,} of them not to be trained"
+        )
     if run.num_parts:
         counts["2"] += f"; weighted sums of rewards: {run.num_parts:,}"
     if remade:

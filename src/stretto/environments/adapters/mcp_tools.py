@@ -18,6 +18,7 @@ import asyncio
 import concurrent.futures
 import json
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
@@ -54,7 +55,8 @@ class McpEnvironment(ChatEnvironment):
         output_chars: int = OUTPUT_CHARS,
         template_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """`command` starts the server; `env` are environment variables that it sees beside the usual ones.
+        """`command` starts the server; `python` is the one that runs Stretto. `env` are environment variables that it
+        sees beside the usual ones.
 
         `only` names the tools to offer, in that order; without it, all of them. `seconds` and `output_chars` limit each
         call. Raises `RecipeError` if the server does not start.
@@ -166,6 +168,7 @@ class McpServer:
 
     def _client(self) -> Any:
         program, *rest = self._command
+        program = sys.executable if program == "python" else program
         server = self._mcp.StdioServerParameters(command=program, args=rest, env=self._env)
         return self._mcp.Client(self._stdio.stdio_client(server, errlog=self._log))
 
