@@ -616,6 +616,23 @@ def test_each_command_takes_how_much_it_says(words: list[str], level: str) -> No
         assert log_level(again) == level
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["-q", "list", "runs"], "`-q` is an option of a command and goes behind it, such as `stretto list -q`"),
+        (["--log-level", "debug", "list"], "`--log-level` is an option of a command and goes behind it"),
+        (["lst", "runs"], "there is no command `lst`; did you mean `list`?"),
+        (["fly"], "there is no command `fly`; the commands are train, check, "),
+    ],
+)
+def test_a_first_word_that_is_no_command_is_told_with_what_to_type(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert told in capsys.readouterr().err
+
+
 def test_quiet_and_verbose_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["list", "-q", "-v"])

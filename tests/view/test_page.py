@@ -100,9 +100,12 @@ def test_the_timeline_zooms_by_key_wheel_and_click(page: Any, serve: Callable[..
     page.keyboard.press("0")
     playwright.expect(words).to_contain_text("24 trajectories")
     box = page.locator("canvas").bounding_box()
+    whole = page.evaluate("window.stretto.timelineView.answer.to")
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 100)
     page.mouse.wheel(0, -400)
     playwright.expect(page).to_have_url(re.compile("from="))
+    page.wait_for_function("whole => window.stretto.timelineView.answer.to < whole", arg=whole)
+    box = page.locator("canvas").bounding_box()  # fewer lanes make it lower
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] - 30)
     page.wait_for_selector("#tip:not([hidden])")
 

@@ -11,6 +11,9 @@ stretto train quickstart --set training.steps=3 --set evaluation.prompts=16 --se
 stretto verify run
 stretto show run --update 2 --samples 1
 stretto list .
+stretto report run -o report.html
+stretto trace run -o trace.json
+stretto export run --merge -o model
 python - <<'END'
 import stretto
 run = stretto.train("quickstart", {"training.steps": 2, "evaluation.prompts": 4, "evaluation.every": 0}, out="again", progress=False)

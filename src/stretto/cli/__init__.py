@@ -107,7 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    options = make_parser().parse_args(arguments)
+    parser = make_parser()
+    _refuse_first_word(parser, sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(arguments)
     from stretto.run.interrupts import handled  # not before: `--help` answers at once
 
     level, ours = getattr(logging, log_level(options).upper()), logging.getLogger("stretto")
@@ -147,6 +149,19 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def _refuse_first_word(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """Ends with what to type if the first word is no command: argparse names all of them, and none that is near."""
+    word = arguments[0] if arguments else ""
+    if word.startswith(("-v", "-q", "--verb", "--q", "--log")) and word != "--version":
+        parser.error(f"`{word}` is an option of a command and goes behind it, such as `stretto list {word}`")
+    if word and not word.startswith("-") and word not in COMMANDS:
+        import difflib  # not before: it is seldom needed
+
+        near = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
+        hint = f"did you mean `{near[0]}`?" if near else f"the commands are {', '.join(COMMANDS)}"
+        parser.error(f"there is no command `{word}`; {hint}")
 
 
 def make_parser() -> argparse.ArgumentParser:

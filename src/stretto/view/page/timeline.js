@@ -231,7 +231,7 @@
         if (place % every === 0) this.label(g, name, y + Math.max(height, 10) / 2, version && row.from === this.run.state.newest);
         g.save(); g.beginPath(); g.rect(LEFT, y, width - LEFT - RIGHT, height); g.clip();
         if (height > 8) { g.fillStyle = S.colour("sunk"); g.globalAlpha = 0.6; g.fillRect(LEFT, y + 0.5, width - LEFT - RIGHT, height - 1); g.globalAlpha = 1; }
-        const colour = version ? S.series([0, 2, 4, 3][row.from % 4]) : S.series(6);
+        const colour = version ? S.series([0, 2, 4, 3][(row.from === row.to ? row.from : place) % 4]) : S.series(6);
         const bars = a.bars && height >= 14 ? a.bars.filter((bar) => bar[version ? 1 : 2] >= row.from && bar[version ? 1 : 2] <= row.to) : null;
         if (bars) this.bars(g, bars, y, height, colour, version); else {
           g.fillStyle = colour;
