@@ -133,7 +133,7 @@ def test_a_pattern_that_matches_another_file_when_a_run_is_resumed_is_refused(mo
     with pytest.raises(KeyError):
         run(asked, tmp_path / "run", observer=Dies())
     Path("data/b.jsonl").write_text('{"prompt": "x", "answer": 1}\n')
-    with pytest.raises(RunError, match="`data/b.jsonl` is new"):
+    with pytest.raises(RunError, match=r"`data/b.jsonl` is new"):
         run(asked, tmp_path / "run", resume=True)
     Path("data/b.jsonl").unlink()
     run(asked, tmp_path / "run", resume=True)

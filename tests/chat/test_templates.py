@@ -106,7 +106,7 @@ def test_what_cannot_be_used_is_refused_by_name(
 def test_options_of_a_template_need_one() -> None:
     bare = chat_tokenizer("hermes")
     bare.chat_template = None
-    with pytest.raises(RecipeError, match="`task.prefill` is for a chat template, and the tokenizer .* has none"):
+    with pytest.raises(RecipeError, match=r"`task.prefill` is for a chat template, and the tokenizer .* has none"):
         with_template(bare, prefill="x")
     assert rendered(with_template(bare, prefill="x", chat_template="{{ 1 }}")) == "1x"
 

@@ -53,6 +53,10 @@ SHORTER_AFTER = {
 # Pages that stand alone.
 SHORTER_PAGES: dict[str, dict[str, str]] = {
     "reference/exit-codes.md": {},
+    "howto/data.md": {
+        'path = "tiny"     ': 'path = "tiny"\nwarm_start = { steps = 3 }  ',
+        "steps = 5\n": "steps = 2\n",
+    },
     "howto/turns.md": {"steps = 5\n": "steps = 2\n", "--update 4": "--update 1"},
     "howto/objective.md": {
         'path = "tiny"': 'path = "tiny"\nwarm_start = { steps = 3 }',

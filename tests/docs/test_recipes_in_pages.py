@@ -32,7 +32,8 @@ def completed(tables: dict[str, Any]) -> dict[str, Any]:
     task = tables.setdefault("task", {"type": "countdown-chain"})
     if isinstance(task, dict):
         for key, value in TASKS.get(task.setdefault("type", "file"), {}).items():
-            task.setdefault(key, value)
+            if key != "path" or "dataset" not in task:
+                task.setdefault(key, value)
     return tables
 
 

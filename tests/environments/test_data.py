@@ -120,7 +120,7 @@ def long_rows(num, lengths):
 
 
 def test_all_prompts_that_are_too_long_are_reported_at_once():
-    rows = long_rows(40, {3: 30, 7: 50, **{number: 25 for number in range(20, 30)}})
+    rows = long_rows(40, {3: 30, 7: 50, **dict.fromkeys(range(20, 30), 25)})
     with pytest.raises(RecipeError) as caught:
         stream(rows, limit=20, choices=("drop", "truncate"), shuffle=False)
     said = str(caught.value)

@@ -49,10 +49,10 @@ def test_a_json_file_may_have_an_object_on_each_line(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"rows.json:1: this line is not JSON.*a `.json` file is a list of objects"):
         load_rows(tmp_path / "rows.json")
     (tmp_path / "rows.json").write_text('[{"prompt": "a"}, {"prompt": ')
-    with pytest.raises(RecipeError, match="rows.json` is not JSON"):
+    with pytest.raises(RecipeError, match=r"rows.json` is not JSON"):
         load_rows(tmp_path / "rows.json")
     (tmp_path / "rows.json").write_text('[{"prompt": "a"}, 3]')
-    with pytest.raises(RecipeError, match="rows.json:2: a row is an object with named columns, this is int"):
+    with pytest.raises(RecipeError, match=r"rows.json:2: a row is an object with named columns, this is int"):
         load_rows(tmp_path / "rows.json")
 
 
