@@ -75,7 +75,7 @@ def save(block: Block, folder: Path) -> Path:
 
 def is_recipe_key(key: str) -> bool:
     """True for a key of a recipe, a table, and a key of a table without a schema, such as `task.config.size`."""
-    free = ("task.config.", "algorithm.options.")
+    free = ("task.config.", "task.columns.", "task.template.", "algorithm.options.")
     return key in _KEYS or any(name.startswith(f"{key}.") for name in _KEYS) or key.startswith(free)
 
 

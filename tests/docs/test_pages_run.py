@@ -58,6 +58,10 @@ SHORTER_PAGES: dict[str, dict[str, str]] = {
         "steps = 10\n": "steps = 2\n",
         "--update 9": "--update 1",
     },
+    "howto/data.md": {
+        'path = "tiny"     ': 'path = "tiny"\nwarm_start = { steps = 3 }  ',
+        "steps = 5\n": "steps = 2\n",
+    },
     "howto/turns.md": {"steps = 5\n": "steps = 2\n", "--update 4": "--update 1"},
     "howto/objective.md": {
         'path = "tiny"': 'path = "tiny"\nwarm_start = { steps = 3 }',

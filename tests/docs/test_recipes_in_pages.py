@@ -32,7 +32,9 @@ def completed(tables: dict[str, Any]) -> dict[str, Any]:
     task = tables.setdefault("task", {"type": "agent" if "serve" in tables else "countdown-chain"})
     if isinstance(task, dict):
         for key, value in TASKS.get(task.setdefault("type", "file"), {}).items():
-            if key != "reward" or not {"rewards", "judge", "reward_model"} & task.keys():  # they take its place
+            if key == "reward" and {"rewards", "judge", "reward_model"} & task.keys():
+                continue  # they take its place
+            if key != "path" or "dataset" not in task:
                 task.setdefault(key, value)
     return tables
 

@@ -78,6 +78,40 @@ def test_rows_may_come_from_a_data_frame() -> None:
     assert given.rows == [{"prompt": "2+2="}]
 
 
+def test_rows_may_come_from_pandas_and_a_missing_value_is_none() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"prompt": ["a", "b"], "answer": ["1", None], "level": [3.0, float("nan")]})
+    assert Given.of(data=frame).rows == [
+        {"prompt": "a", "answer": "1", "level": 3.0},
+        {"prompt": "b", "answer": None, "level": None},
+    ]
+
+
+def test_rows_may_come_from_a_data_set_and_its_splits_are_refused_by_name() -> None:
+    datasets = pytest.importorskip("datasets")
+    records = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
+    split = datasets.Dataset.from_list(records)
+    assert Given.of(data=split).rows == Given.of(data=split.to_iterable_dataset()).rows == records
+    assert Given.of(data=split).names == Given.of(data=records).names
+    with pytest.raises(
+        RecipeError, match=r"`data` is a DatasetDict; choose one of its splits, such as `data\['test'\]`"
+    ):
+        Given.of(data=datasets.DatasetDict({"test": split}))
+
+
+def test_rows_may_come_from_a_generator_and_have_columns_of_their_own() -> None:
+    given = Given.of(data=({"question": f"{number}?", "solution": number} for number in range(3)), reward=math.sqrt)
+    table = {"columns": {"prompt": "question", "answer": "solution"}, "dataset": {"name": "of/the-recipe"}}
+    task = load_task(FileOptions.model_validate(given.in_task({"type": "file", **table})), given=given)
+    assert [row.text for row in task.train] == ["0?", "1?", "2?"]
+    assert task.train[2].columns == {"answer": 2}
+    bad = Given.of(data=[{"question": "a"}, {"query": "b"}], reward=math.sqrt)
+    with pytest.raises(
+        RecipeError, match=r"row 2 of `data`: `task.columns.prompt = 'question'`: .*the columns are `query`"
+    ):
+        load_task(FileOptions.model_validate(bad.in_task({"columns": {"prompt": "question"}})), given=bad)
+
+
 def test_a_task_that_makes_its_rows_becomes_one_of_rows_and_keeps_what_both_have() -> None:
     given = Given.of(reward=lambda prompt, completion: 1.0, data=ROWS, evaluation_data=ROWS[:1])
     made = given.in_task({"type": "countdown-chain", "size": 9, "reward_seconds": 3.0, "order": "pass-rate"})

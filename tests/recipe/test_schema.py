@@ -581,3 +581,46 @@ def test_a_written_recipe_has_the_endpoint_only_if_something_calls_it() -> None:
     assert "[serve]" not in parse_recipe(with_()).dumps()
     agent = parse_recipe(with_(task={"type": "agent", "path": "rows"}, serve={"port": 8_000}))
     assert parse_recipe(tomllib.loads(agent.dumps())).serve == agent.serve
+
+
+ROWS = {"type": "file", "reward": "rewards:score"}
+
+
+@pytest.mark.parametrize(
+    ("task", "pattern"),
+    [
+        ({}, r"`task.path` is missing: name a file of rows there, or a data set of the hub with `task.dataset"),
+        ({"path": "a.csv", "dataset": {"name": "a/b"}}, r"`task.path` and `task.dataset` are both given"),
+        (
+            {"path": "a.csv", "evaluation_path": "b.csv", "evaluation_dataset": {"name": "a/b"}},
+            r"`task.evaluation_path` and `task.evaluation_dataset` are both given",
+        ),
+        ({"path": []}, r"`task.path` is an empty list"),
+        ({"path": 3}, r"`task.path = 3` must be a string in quotes or a list"),
+        ({"path": ["a.csv", 3]}, r"`task.path\[1\] = 3` must be a string in quotes"),
+        ({"dataset": {"config": "main"}}, r"`task.dataset.name` is missing"),
+        ({"dataset": "openai/gsm8k"}, r"`task.dataset` is a table, not a value"),
+        ({"path": "a.csv", "columns": {"prompt": 3}}, r"`task.columns.prompt = 3` must be a string in quotes"),
+        ({"dataset_name": "openai/gsm8k", "path": "a.csv"}, r"did you mean `task.dataset.name`\?"),
+        ({"train_files": "a.csv", "path": "a.csv"}, r"did you mean `task.path`\?"),
+        ({"prompt_key": "q", "path": "a.csv"}, r"did you mean `task.columns`\?"),
+        ({"filter_overlong_prompts": True, "path": "a.csv"}, r"did you mean `task.too_long`\?"),
+        ({"max_prompt_length": 9, "path": "a.csv"}, r"`task.too_long` says what becomes of longer ones"),
+    ],
+)
+def test_rows_have_one_source_that_is_named_as_ours_is(task, pattern):
+    with pytest.raises(RecipeError, match=pattern):
+        parse_recipe({"model": {"path": "tiny"}, "task": {**ROWS, **task}})
+
+
+def test_held_out_rows_of_a_data_set_have_no_effect_without_evaluation():
+    task = {**ROWS, "path": "a.csv", "evaluation_dataset": {"name": "a/b"}}
+    parse_recipe({"model": {"path": "tiny"}, "task": task})
+    with pytest.raises(RecipeError, match=r"`task.evaluation_dataset` has no effect with `evaluation.prompts = 0`"):
+        parse_recipe({"model": {"path": "tiny"}, "task": task, "evaluation": {"prompts": 0}})
+
+
+def test_files_and_a_data_set_survive_being_written():
+    for source in ({"path": ["a.csv", "b/*.csv"]}, {"dataset": {"name": "a/b", "split": "train[:9]"}}):
+        recipe = parse_recipe({"model": {"path": "tiny"}, "task": {**ROWS, **source, "template": {"x": [1, "a"]}}})
+        assert parse_recipe(tomllib.loads(recipe.dumps())) == recipe

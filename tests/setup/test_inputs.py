@@ -10,16 +10,23 @@ from stretto.environments.tasks import Task
 from stretto.errors import RecipeError
 from stretto.models.tiny import tiny_tokenizer
 from stretto.recipe.schema import parse_recipe
-from stretto.setup.inputs import check_objective, episode_pool_options, load_inputs, reward_columns
+from stretto.setup.inputs import (
+    check_objective,
+    episode_pool_options,
+    load_inputs,
+    prompt_tokenizer,
+    reward_columns,
+)
 
 
-def inputs_of(tmp_path, records, **sections):
-    """The inputs of a run on a file with these records, and the recipe."""
+def inputs_of(tmp_path, records, options=None, **sections):
+    """The inputs of a run on a file with these records, and the recipe. `options` are those of the task."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    task = {"type": "file", "path": str(path), "reward": "reward_functions:as_asked"}
+    task = {"type": "file", "path": str(path), "reward": "reward_functions:as_asked", **(options or {})}
     recipe = parse_recipe({"model": {"path": "tiny"}, "task": task, "evaluation": {"prompts": 0}, **sections})
-    return load_inputs(recipe, tiny_tokenizer(), context=2_048, model_path="tiny"), recipe
+    tokenizer = prompt_tokenizer(recipe, tiny_tokenizer())
+    return load_inputs(recipe, tokenizer, context=2_048, model_path="tiny"), recipe
 
 
 def said(question):
@@ -89,3 +96,49 @@ def test_an_episode_may_block_its_worker_no_longer_than_it_may_take(seconds, han
     options = episode_pool_options(recipe, Task("mine", rows, rows, None, EnvironmentSpec("mine:Mine", 2)), None)
     assert options.hang_s == hang_s
     assert ("task.episode_seconds" in options.hang_reason) == (hang_s < 450.0)
+
+
+# -- chat templates and long prompts -----------------------------------------------------------------------------------
+
+
+def test_a_prefill_is_the_end_of_every_prompt_of_messages(tmp_path):
+    found, _ = inputs_of(tmp_path, [{"prompt": "2+2="}] * 4, {"system": "Add.", "prefill": "<think>"})
+    assert found.prompts.prompt(0).text == "system: Add.\nuser: 2+2=\nassistant: <think>"
+
+
+def test_a_prefill_of_raw_text_is_refused(tmp_path):
+    records = [{"prompt": "a"}, {"messages": said("b")}]
+    with pytest.raises(RecipeError, match=r"`task.prefill = '<think>'` follows the chat template, and 1 of 2 rows of"):
+        inputs_of(tmp_path, records, {"prefill": "<think>"})
+
+
+@pytest.mark.parametrize("options", [{"chat_template": "{{ messages[0].content }}"}, {"template": {"message": 1}}])
+def test_a_chat_template_without_effect_is_refused(tmp_path, options):
+    (key,) = options
+    with pytest.raises(RecipeError, match=rf"`task.{key}` has no effect: all rows of .* are raw text"):
+        inputs_of(tmp_path, [{"prompt": "a"}] * 2, options)
+    inputs_of(tmp_path, [{"prompt": "a"}, {"messages": said("b")}], options)
+
+
+def test_prompts_that_are_dropped_or_cut_are_told_of(tmp_path):
+    records = [{"prompt": "x" * (2_000 if number == 3 else 5)} for number in range(10)]
+    dropped, recipe = inputs_of(tmp_path, records, {"too_long": "drop"}, rollout={"prompts": 2})
+    (note,) = dropped.notes(recipe)
+    assert note.startswith("1 prompts of ")
+    assert 'have more than 1,792 tokens and are left out (`task.too_long = "drop"`): ' in note
+    assert note.endswith("rows.jsonl:4 (2,000 tokens)")
+    assert (dropped.prompts.num_rows, dropped.prompt_limit, dropped.longest_prompt) == (9, 1_792, 5)
+    cut, recipe = inputs_of(tmp_path, records, {"too_long": "truncate"}, rollout={"prompts": 2})
+    assert "and are cut at their beginning" in next(cut.notes(recipe))
+    assert (cut.prompts.num_rows, cut.longest_prompt) == (10, 1_792)
+    refusing, _ = inputs_of(tmp_path, records[:3])
+    assert refusing.prompt_limit == 0
+
+
+def test_an_agent_does_not_cut_prompts_and_is_told_what_it_can_do(tmp_path):
+    records = [{"prompt": "x" * 2_000}] * 2
+    options = {"type": "agent", "command": ["true"], "reward": "posted"}
+    with pytest.raises(RecipeError, match=r'or set `task.too_long = "drop"`$'):
+        inputs_of(tmp_path, records, options)
+    with pytest.raises(RecipeError, match=r'`task.too_long = "truncate"` must be "refuse" or "drop"'):
+        inputs_of(tmp_path, records, {**options, "too_long": "truncate"})

@@ -127,6 +127,8 @@ def to_row(record: Any, where: str) -> Row:
     """Checks one record, which it takes over, and returns it as a row; `where` is its place in error messages."""
     if not isinstance(record, dict):
         raise _BadRowError(f"a row is an object with named columns, this is {type(record).__name__}")
+    if isinstance(record.get("prompt"), str) and "messages" not in record and "completion" not in record:
+        return Row(text=record.pop("prompt"), columns=record, where=where)  # most rows
     given = [name for name in ASKING if name in record]
     asked = {name: record.pop(name) for name in given}
     held = [name for name, value in asked.items() if value is not None]

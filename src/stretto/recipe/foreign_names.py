@@ -60,7 +60,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "max_actions_per_traj": ("task.turns",),
     "prompt_data": ("task.path",),
     "prompt_dataset": ("task.path",),
-    "prompt_key": ("task.columns.prompt", "task.columns.messages"),
+    "prompt_key": ("task.columns",),
     "reward_fn": ("task.reward",),
     "reward_func": ("task.reward",),
     "reward_funcs": ("task.reward", "task.rewards"),
