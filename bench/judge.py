@@ -10,6 +10,10 @@ The judge is a server on loopback, in a process of its own, that answers every c
   without any cost but its latency), and the judge. They are run in turn, `--repeats` times. The figures are the idle
   share of the trainer, its idle seconds beyond those of `instant`, and the time of the run.
 
+- *A paced run.* The same three scorers over the real loop, core and journal, with an engine and a trainer that sleep
+  instead of computing: nothing but the scorer's latency and its own cost can make the trainer idle. `staleness` covers
+  the tail of the completions and the latency; a second run with a bound of 1 shows the wait when it does not.
+
 `--quick` runs all of it in a few seconds; its figures mean nothing.
 """
 
@@ -35,11 +39,27 @@ import transformers
 from aiohttp import web
 
 from stretto.assembly.train import train
+from stretto.core.controller import Controller
+from stretto.core.plan import resolve_plan
+from stretto.engines.fake import FakeSteppedEngine
+from stretto.engines.threaded import Failed, ThreadedEngine
 from stretto.environments.countdown import problem_at
+from stretto.environments.data import PromptStream, Row
+from stretto.environments.reward_calls import RewardSpec
 from stretto.environments.reward_pool import RewardPool
 from stretto.environments.rewards.judge_options import JudgeOptions
+from stretto.environments.single_turn import SingleTurn
+from stretto.local.trainer import ThreadedTrainer
+from stretto.observe.metrics import JsonLines, Tally
+from stretto.observe.progress import Silent
 from stretto.recipe.schema import Recipe, parse_recipe
+from stretto.run.loop import Loop, Settings
 from stretto.setup.scorers import judge_scorer
+from stretto.store.journal import Journal
+from stretto.store.schema import RunFacts
+from stretto.store.verify import exit_code, verify
+from stretto.training.fake import FakeTrainer
+from stretto.types import Completion, Sampling
 
 CONCURRENCY = 64
 QUESTION = "right={answer} said={completion}"
@@ -140,7 +160,7 @@ def in_flight(port: int, num_calls: int, latency_s: float) -> dict[str, float]:
 
     async def run() -> float:
         built = judge_scorer(JudgeOptions.model_validate(judge_options(port)), "task.judge", None)
-        pool = RewardPool(built.spec, built=built, columns={"answer": None})
+        pool = RewardPool([RewardSpec("", built.spec, built=built)], columns={"answer": None})
         await pool.start()
         try:
             await pool.score("p", "first", {"answer": 0})  # the connections are made
@@ -225,6 +245,120 @@ def runs(port: int, latency_s: float, updates: int, staleness: int, repeats: int
     return {"staleness": staleness, "updates": updates, "medians": medians, "runs": found}
 
 
+PACED = {"batch": 8, "group_size": 8, "tokens": 40, "sigma": 0.5, "step_s": 0.01, "update_s": 0.6, "rows": 128}
+
+
+class PacedEngine(FakeSteppedEngine):
+    """A fake whose steps take `step_s` with all that they compute."""
+
+    def __init__(self, slots: int) -> None:
+        tokens, sigma = PACED["tokens"], PACED["sigma"]
+        super().__init__(rows=int(PACED["rows"]), slots=slots, median_tokens=int(tokens), sigma=sigma)
+        self._computed_s = 0.0
+
+    def step(self) -> list[Completion | Failed]:
+        began, self._step_s = time.perf_counter(), max(0.0, PACED["step_s"] - self._computed_s)
+        ended = super().step()
+        self._computed_s = max(0.0, time.perf_counter() - began - self._step_s)  # the next step sleeps less by this
+        return ended
+
+
+class Characters:
+    """A tokenizer: one token a character."""
+
+    chat_template = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(character) % 100 for character in text]
+
+    def __call__(self, texts: Sequence[str], add_special_tokens: bool = True) -> dict[str, list[list[int]]]:
+        return {"input_ids": [self.encode(text) for text in texts]}
+
+
+def scorer_pool(scorer: str, port: int, folder: Path) -> RewardPool:
+    columns = {"answer": None}
+    if scorer != "judge":
+        return RewardPool(f"bench_rewards:{scorer}", columns=columns)
+    built = judge_scorer(JudgeOptions.model_validate(judge_options(port)), "task.judge", folder)
+    return RewardPool([RewardSpec("", built.spec, built=built)], columns=columns)
+
+
+async def paced(scorer: str, port: int, folder: Path, updates: int, staleness: int) -> dict[str, float]:
+    """Runs a scorer with an engine and a trainer that sleep. Returns the idle share of the trainer."""
+    plan = resolve_plan(
+        "multi-version", batch=int(PACED["batch"]), group_size=int(PACED["group_size"]), updates=updates, retries=2,
+        staleness=staleness, rows=int(PACED["rows"]), in_flight=(staleness + 1) * int(PACED["batch"]),
+    )  # fmt: skip
+    folder.mkdir()
+    trainer = FakeTrainer(update_s=PACED["update_s"])
+    role = ThreadedTrainer(trainer, 1, deadline_s=600.0)
+    journal = Journal.open(folder / "journal.sqlite", resume=False)
+    rows = [Row(text=f"{number}+{number}=", columns={"answer": number}) for number in range(512)]
+    prompts = PromptStream(rows, Characters(), seed=0, max_prompt_tokens=16)
+    sampling = Sampling(max_tokens=400)
+    decode = lambda tokens: " ".join(map(str, tokens))  # noqa: E731
+    pool = scorer_pool(scorer, port, folder)
+    engine = ThreadedEngine(lambda: PacedEngine(plan.slots), name="paced")
+    tally = Tally(rows=plan.rows, sink=JsonLines(folder / "metrics.jsonl"))
+    try:
+        await pool.start()
+        facts = RunFacts(
+            plan.paradigm.name, plan.staleness, plan.auto, plan.batch, plan.group_size, plan.updates, seed=0,
+            data_rows=prompts.num_rows, retries=plan.retries, filter_limit=0, order="shuffled", replay_groups=0,
+            replay_uses=0, laws_broken=plan.paradigm.breaks,
+        )  # fmt: skip
+        journal.begin(facts, at=time.time())
+        weights = {0: trainer.weights(0)}
+        journal.version_published(0, weights[0].checksum, at=time.time())
+        loop = Loop(
+            Controller(plan), engines={0: engine}, trainer=role, environment=SingleTurn(pool, decode),
+            prompts=prompts, decode=decode, evaluator=None, journal=journal, tally=tally, observer=Silent(),
+            settings=Settings(
+                seed=0, sampling=sampling, stall_s=600.0, reward_s=pool.longest_s, instance_s=600.0, vocabulary=100
+            ),
+            weights=weights, rollouts={},
+        )  # fmt: skip
+        assert await loop.run()
+        journal.finished(stopped=False, at=time.time())
+        await journal.durable()
+    finally:
+        await pool.close()
+        await engine.close()
+        role.close()
+        journal.close()
+    assert exit_code(verify(folder)) == 0
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    idle = [line["trainer_idle_seconds"] for line in lines if "trainer_idle_seconds" in line]
+    later = idle[staleness + 1 :]  # the pipeline is full
+    per_update = statistics.mean(later)
+    return {
+        "idle_seconds_per_update": per_update,
+        "trainer_idle_share": per_update / (per_update + PACED["update_s"]),
+        "first_idle_seconds": idle[0],
+    }
+
+
+def paced_runs(port: int, latency_s: float, updates: int, repeats: int) -> dict[str, Any]:
+    """Runs the three scorers in turn, under a bound that covers tail and latency, and under one that does not."""
+    found: dict[str, Any] = {"setting": PACED, "updates": updates}
+    with tempfile.TemporaryDirectory() as scratch, chdir(scratch):
+        Path("bench_rewards.py").write_text(FUNCTIONS.replace("LATENCY", str(latency_s)))
+        for staleness in (5, 1):
+            runs_of: dict[str, list[dict[str, float]]] = {"instant": [], "ideal": [], "judge": []}
+            for repeat in range(repeats):
+                for scorer, results in runs_of.items():
+                    folder = Path(scratch) / f"{staleness}-{scorer}-{repeat}"
+                    results.append(asyncio.run(paced(scorer, port, folder, updates, staleness)))
+            shares = {
+                scorer: statistics.median(each["trainer_idle_share"] for each in results)
+                for scorer, results in runs_of.items()
+            }
+            print(f"paced, K = {staleness}: idle share of the trainer: ", end="")
+            print(", ".join(f"{name} {share:.3f}" for name, share in shares.items()))
+            found[f"staleness {staleness}"] = {"median_idle_share": shares, "runs": runs_of}
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--latency", type=float, default=0.2)
@@ -233,6 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--staleness", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model", default="tiny")
+    parser.add_argument("--no-training", action="store_true", help="leave the runs of the real model out")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
@@ -247,6 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flight = in_flight(port, options.calls, options.latency)
         print(f"{flight['mean_in_flight']:.1f} calls in flight on average, of {CONCURRENCY}; ", end="")
         print(f"{flight['calls_per_second']:.0f} calls/s, {flight['share_of_ideal']:.2f} of {CONCURRENCY} / latency")
+        slept = paced_runs(port, options.latency, options.updates, options.repeats)
         trained = runs(port, options.latency, options.updates, options.staleness, options.repeats, options.model)
     finally:
         server.terminate()
@@ -271,6 +407,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     },
                     "latency_seconds": options.latency,
                     "in_flight": flight,
+                    "paced": slept,
                     "runs": trained,
                 },
                 indent=1,

@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 import ray
+from judge_cases import FakeJudge, running
 from ray_cases import small_cluster
 
 from stretto.cluster.rewards import RayRewards, RewardOptions
 from stretto.environments.grades import Grade
 from stretto.environments.reward_calls import Details, RewardSpec, as_specs
-from stretto.errors import RecipeError, RewardError
+from stretto.environments.rewards.judge_options import JudgeOptions
+from stretto.errors import RecipeError, RewardError, ScoringHaltedError
+from stretto.setup.scorers import judge_scorer
 from stretto.types import RewardPart
 
 REWARDS = """
@@ -161,3 +164,34 @@ def test_a_function_that_cannot_be_imported_is_refused_by_name(tmp_path: Path) -
 
     asyncio.run(main())
     assert ray.is_initialized()
+
+
+def test_a_judge_scores_on_a_cluster_and_halts_the_run_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-right")
+
+    async def main(server: FakeJudge) -> None:
+        asked = JudgeOptions(
+            address=server.url, model="judge", prompt="Rate {completion}.", scale=(0, 10), api_key_env="JUDGE_KEY"
+        )
+        built = judge_scorer(asked, "task.judge", tmp_path)
+        assert "sk-right" not in repr(built)
+        pool = RayRewards(
+            RewardOptions((RewardSpec("", built.spec, built=built),), 1, 20.0, {}, str(tmp_path)),
+            said=[].append,
+            instance_seconds=10.0,
+        )
+        await pool.start()
+        try:
+            assert await pool.score("p", "c", {}) == 0.7
+            assert pool.waiting == ""
+            server.key = "another"
+            with pytest.raises(ScoringHaltedError, match="`JUDGE_KEY`"):
+                await pool.score("p", "d", {})
+        finally:
+            await pool.close()
+
+    with running(FakeJudge(key="sk-right")) as server:
+        asyncio.run(main(server))
+    assert (tmp_path / "judge.sqlite").is_file()

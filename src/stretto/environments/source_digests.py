@@ -1,4 +1,4 @@
-"""Digests of the source files that score a task: its reward function, environment, agent or program.
+"""Digests of the source files that score a task: reward function, environment, agent, program, question to a judge.
 
 A resumed run compares them with those that it recorded, to say that rewards are now computed by other code. Files are
 found without importing anything: the code of a task runs in processes of its own. What these files import is not
@@ -41,6 +41,9 @@ def _sources(task: TaskOptions) -> Iterator[tuple[str, Path]]:
             continue
         if (path := _module_file(spec.partition(":")[0])) is not None:
             yield spec, path
+    question = getattr(getattr(task, "judge", None), "prompt_path", None)
+    if question is not None:
+        yield question, Path(question)
     for word in getattr(task, "command", None) or ():
         if Path(word).is_file():
             yield word, Path(word)
