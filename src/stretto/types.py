@@ -34,6 +34,7 @@ class Prompt:
     text: str  # after the chat template, where there is one
     tokens: tuple[int, ...]
     row: Mapping[str, Any]  # the task's own columns, handed to the reward function
+    task: str | None = None  # its label, if it has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +259,7 @@ class Sample:
     turn_rewards: tuple[float, ...] | None = None
     lineage: int = 0
     turn_numbers: tuple[int, ...] | None = None  # as in `Lineage`
+    task: str | None = None  # the label of its task, if that has one
 
     @property
     def oldest_version(self) -> int:
@@ -377,6 +379,14 @@ class HeldOutAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskScore:
+    """The score of the held-out prompts of one task, as in an `EvaluationResult`."""
+
+    sampled: HeldOutScore
+    greedy: HeldOutScore | None = None  # None: not asked for
+
+
+@dataclass(frozen=True, slots=True)
 class EvaluationResult:
     """The result of one evaluation, with the version that was evaluated.
 
@@ -393,3 +403,4 @@ class EvaluationResult:
     at: float  # when it ended
     seconds: float
     greedy: HeldOutScore | None = None  # of the answers at temperature 0; None: not asked for
+    tasks: Mapping[str, TaskScore] = field(default_factory=dict)  # of each task that has a label

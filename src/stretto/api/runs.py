@@ -171,18 +171,24 @@ class Run:
         min_reward: float | None = None,
         max_reward: float | None = None,
         text: str | None = None,
+        task: str | None = None,
         limit: int | None = None,
     ) -> Table:
         """Returns samples that were trained on, in the order of training, with prompts, texts and rewards.
 
         `update` chooses one update; a negative number counts from the last. `text` is contained in the prompt or the
-        text. `limit` is the most rows. A trajectory of several lineages has a row for each.
+        text. `task` is the label of a task. `limit` is the most rows. A trajectory of several lineages has a row for
+        each.
         """
         from stretto.store.reader import JournalReader
 
         rows: list[dict[str, Any]] = []
         with JournalReader(self._folder) as reader, reader.moment():
             taken = [record.update for record in reader.updates()]
+            known = [record.label for record in reader.tasks()] if task is not None else []
+            if task is not None and task not in known:
+                has = f"its tasks are {', '.join(map(repr, known))}" if known else "its task has no label"
+                raise RunError(f"`task = {task!r}` is no task of `{self._folder}`: {has}")
             for number in self._chosen(update, taken):
                 for record in reader.samples(number):
                     if limit is not None and len(rows) >= limit:
@@ -192,9 +198,11 @@ class Run:
                     found = text is None or any(
                         text in part for part in (record.prompt, record.text, record.context or "")
                     )
-                    if lowest and highest and found:
+                    if lowest and highest and found and task in (None, record.task):
                         rows.append({"update": number, **asdict(record)})
-        return Table(rows, shown=SAMPLE_COLUMNS, title=f"samples of {self.name}")
+        labelled = any(row["task"] is not None for row in rows)
+        shown = ("update", "task", *SAMPLE_COLUMNS[1:]) if labelled else SAMPLE_COLUMNS
+        return Table(rows, shown=shown, title=f"samples of {self.name}")
 
     def _chosen(self, update: int | None, taken: Sequence[int]) -> Sequence[int]:
         if update is None:

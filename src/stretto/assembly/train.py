@@ -36,8 +36,8 @@ from stretto.assembly.export import export_policy
 from stretto.assembly.resume import Resumed, take_up, tries_to_score
 from stretto.core.controller import Controller
 from stretto.environments.custom import close_environment, start_environment
-from stretto.environments.given import NOTHING_GIVEN, Given
-from stretto.environments.protocol import Environment
+from stretto.environments.given import NOTHING_GIVEN, Given, of_task
+from stretto.environments.mixed_prompts import MixedPrompts
 from stretto.environments.reward_output import RewardOutput
 from stretto.environments.source_digests import source_digests
 from stretto.environments.task_options import EnvironmentOptions
@@ -50,6 +50,7 @@ from stretto.observe.metrics import JsonLines, Sinks, Tally
 from stretto.observe.progress import Announcer, Observer, Silent
 from stretto.observe.run_log import Logged, RunLog
 from stretto.observe.start_phases import start_phase
+from stretto.observe.task_metrics import TaskMetrics
 from stretto.observe.trackers.catalogue import add_trackers
 from stretto.observe.waiting import report_wait
 from stretto.recipe.schema import Recipe
@@ -69,6 +70,7 @@ from stretto.run.phases import Phases
 from stretto.run.pool_requests import Control
 from stretto.run.protocols import Pool, TrainerBackend
 from stretto.run.recipe_changes import Change, accepted_changes
+from stretto.run.task_play import TaskPlay
 from stretto.setup.backend import Backend, MakeBackend
 from stretto.setup.base_models import model_path_of
 from stretto.setup.device import as_begun, choose_device, resolved
@@ -83,6 +85,7 @@ from stretto.store.reader import JournalReader
 from stretto.store.schema import JOURNAL_NAME
 from stretto.store.traces import recorded_in, refuse_damaged
 from stretto.store.version_files import VersionFiles
+from stretto.types import Sampling
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +125,8 @@ def train(
         refuse_occupied(folder)
     if give_up:
         tries_to_score(folder / JOURNAL_NAME, give_up)  # refuses an unfit id before anything is built
-    passed_variables(recipe)  # refuses a variable that is not set, before anything is built
+    for part in recipe.parts:
+        passed_variables(part)  # refuses a variable that is not set, before anything is built
     add_trackers(recipe.observe, listeners, observer.message)
     with contextlib.ExitStack() as stack:
         stack.callback(observer.close)
@@ -218,21 +222,25 @@ class _Run:
     def recipe(self) -> Recipe:
         return self.phases.current
 
-    @property
-    def cut_s(self) -> float | None:
-        """Seconds of an episode outside of generation, after which it is cut; None: it is not."""
-        return self.recipe.task.episode_seconds if isinstance(self.recipe.task, EnvironmentOptions) else None
-
-    @property
-    def budget(self) -> float:
-        """The most that an episode may spend."""
-        given = self.recipe.task.budget if isinstance(self.recipe.task, EnvironmentOptions) else None
-        return math.inf if given is None else given
-
-    @property
-    def episode_s(self) -> float | None:
-        """Deadline of an environment between tokens; None for a reward function, whose pool has its own deadlines."""
-        return None if self.backend.driver.inputs.task.environment is None else self.recipe.runtime.stall_seconds
+    def plays(self, sampling_of: Callable[[Recipe], Sampling]) -> dict[str | None, TaskPlay]:
+        """Returns how each task is played, by label, with the sampling that `sampling_of` has for its recipe."""
+        driver = self.backend.driver
+        plays = {}
+        for own in driver.inputs.tasks:
+            options, sampling = own.recipe.task, sampling_of(own.recipe)
+            played = options if isinstance(options, EnvironmentOptions) else None
+            plays[own.label] = TaskPlay(
+                self.backend.tasks[own.label].environment,
+                sampling,
+                max_turns=own.task.max_turns,
+                max_lineages=own.task.max_lineages,
+                max_context=driver.inputs.longest_prompt + sampling.max_tokens,
+                # A reward function has no deadline here: its pool has its own.
+                episode_s=None if own.task.environment is None else self.recipe.runtime.stall_seconds,
+                cut_s=None if played is None else played.episode_seconds,
+                budget=math.inf if played is None or played.budget is None else played.budget,
+            )
+        return plays
 
 
 async def _train(
@@ -255,8 +263,9 @@ async def _train(
         stack.callback(said.close)
         versions = VersionFiles(folder / "versions", durable=recipe.runtime.durable_versions)
         backend = make(said, versions)
-        stack.push_async_callback(backend.rewards.close)
-        stack.push_async_callback(close_environment, backend.environment)
+        for each in backend.tasks.values():
+            stack.push_async_callback(each.rewards.close)
+            stack.push_async_callback(close_environment, each.environment)
         stack.push_async_callback(backend.pool.close)
         stack.callback(versions.close)
         stack.callback(backend.release)
@@ -313,8 +322,10 @@ def _cause(error: BaseException) -> str:
 
 async def _start(backend: Backend, instances: int, say: Callable[[str], None]) -> None:
     """Starts rewards and instances, and finds room for the trainer. Says what takes long."""
-    await report_wait(backend.rewards.start(), lambda: "the reward's process to start", say)
-    await report_wait(start_environment(backend.environment), lambda: "the environment to start", say)
+    for label, each in backend.tasks.items():
+        with of_task(label if len(backend.tasks) > 1 else None):
+            await report_wait(each.rewards.start(), lambda: "the reward's process to start", say)
+            await report_wait(start_environment(each.environment), lambda: "the environment to start", say)
     await report_wait(backend.reserve(), lambda: "the trainer's processes", say)
     filling = _fill(backend.pool, instances)
     await report_wait(filling, lambda: f"instances to start, {len(backend.pool.engines)} of {instances} have", say)
@@ -336,24 +347,29 @@ async def _run(run: _Run) -> dict[str, Any]:
         resumed = await report_wait(_take_up(run), lambda: waiting, run.observer.message)
     run.listeners.start(run.handle.shown)  # now the folder has the recipe of this phase
     tally = Tally(
-        rows=plan.rows, sink=Sinks(JsonLines(run.folder / "metrics.jsonl"), run.listeners), totals=resumed.totals
+        rows=plan.rows,
+        sink=Sinks(JsonLines(run.folder / "metrics.jsonl"), run.listeners),
+        totals=resumed.totals,
+        tasks=TaskMetrics(
+            {task.label: task.pass_reward or 1.0 for task in recipe.tasks if task.label is not None},
+            inputs.prompts.epochs if isinstance(inputs.prompts, MixedPrompts) else dict[str, float],
+        ),
     )
-    environment = run.backend.environment
     scored = any(rollout.reward is not None for rollout in resumed.rollouts.values())
     first_reward = FirstReward(came=scored or tally.totals.steps > 0)
-    evaluator = _evaluator(run, environment, first_reward)
+    evaluator = _evaluator(run, first_reward)
     evaluate = partial(
         evaluate_alone,
         run.backend.pool,
         instance_s=recipe.runtime.instance_seconds,
-        reward_s=run.backend.rewards.longest_s or recipe.runtime.stall_seconds,
+        reward_s=run.backend.longest_reward_s or recipe.runtime.stall_seconds,
         tally=tally,
         observer=run.observer,
     )
     if evaluator is not None and resumed.controller.newest == 0 and "before" not in resumed.evaluated:
         with warn_when_blocked(recipe.runtime.stall_seconds):
             await evaluate(evaluator, resumed.weights[0], "before")
-    loop = _make_loop(run, resumed, environment, evaluator, tally, first_reward)
+    loop = _make_loop(run, resumed, evaluator, tally, first_reward)
     spare_from_collection()
     interrupts, stopping = stopped_by_interrupts(partial(loop.stop, AGAIN)), run.handle.stopping(loop.stop)
     with interrupts, stopping, warn_when_blocked(recipe.runtime.stall_seconds):
@@ -392,6 +408,7 @@ async def _take_up(run: _Run) -> Resumed:
             data_rows=inputs.prompts.num_rows,
             templated=inputs.templated,
             vocabulary=run.backend.driver.vocabulary,
+            task_rows=inputs.task_rows,
         ),
         journal=run.journal,
         trainer=run.trainer,
@@ -403,6 +420,7 @@ async def _take_up(run: _Run) -> Resumed:
         retrained_ages=run.phases.retrained_ages,
         recipe=run.recipe.dumps() if begins else None,
         adapter=run.recipe.model.continued_adapter,
+        current=run.recipe,
     )
     begin_folder(run.recipe, run.folder)  # after the journal, which a resumed run goes by
     if run.changes and begun:
@@ -415,7 +433,9 @@ async def _take_up(run: _Run) -> Resumed:
 
 def _compare_sources(run: _Run) -> None:
     """Records the sources that score the task. Says which have changed since they were recorded."""
-    now = {**source_digests(run.recipe.task), **run.given.digests}
+    now = dict(run.given.digests)
+    for task in run.recipe.tasks:
+        now |= source_digests(task)
     with JournalReader(run.folder) as reader:
         before = reader.sources()
     for name in sorted(name for name, digest in now.items() if before.get(name, digest) != digest):
@@ -428,7 +448,6 @@ def _compare_sources(run: _Run) -> None:
 def _make_loop(
     run: _Run,
     resumed: Resumed,
-    environment: Environment,
     evaluator: Evaluator | None,
     tally: Tally,
     first_reward: FirstReward,
@@ -438,7 +457,7 @@ def _make_loop(
         resumed.controller,
         engines=run.backend.pool,
         trainer=run.trainer,
-        environment=environment,
+        tasks=run.plays(lambda recipe: replace(driver.sampling, max_tokens=recipe.rollout.max_tokens)),
         prompts=driver.inputs.prompts,
         decode=driver.decode,
         evaluator=evaluator,
@@ -447,20 +466,13 @@ def _make_loop(
         observer=run.observer,
         settings=Settings(
             seed=run.recipe.seed,
-            sampling=driver.sampling,
             stall_s=runtime.stall_seconds,
-            reward_s=run.backend.rewards.longest_s,
-            episode_s=run.episode_s,
-            cut_s=run.cut_s,
-            budget=run.budget,
+            reward_s=run.backend.longest_reward_s,
             checkpoint_s=runtime.checkpoint_seconds,
             instance_s=runtime.instance_seconds,
             replacements=runtime.replacements,
             rebalance_s=runtime.rebalance_seconds,
             vocabulary=driver.vocabulary,
-            max_turns=driver.inputs.task.max_turns,
-            max_lineages=driver.inputs.task.max_lineages,
-            max_context=driver.inputs.longest_prompt + driver.sampling.max_tokens,
             sampled_ages=run.phases.sampled_ages,
             records_tokens=run.recipe.observe.tokens,
         ),
@@ -500,32 +512,28 @@ def _summary(run: _Run, tally: Tally, controller: Controller, *, stopped: bool) 
     }
 
 
-def _evaluator(run: _Run, environment: Environment, first_reward: FirstReward) -> Evaluator | None:
+def _evaluator(run: _Run, first_reward: FirstReward) -> Evaluator | None:
     """Makes the evaluator, or returns None if no prompts are held out."""
     driver, recipe, wanted = run.backend.driver, run.recipe, run.recipe.evaluation
     if driver.inputs.held_out is None:
         return None
-    sampling = replace(
-        driver.sampling,
-        temperature=recipe.rollout.temperature if wanted.temperature is None else wanted.temperature,
-        max_tokens=wanted.max_tokens or recipe.rollout.max_tokens,
-        supports=False,  # evaluation is not trained on
-    )
+
+    def sampling_of(part: Recipe) -> Sampling:
+        return replace(
+            driver.sampling,
+            temperature=recipe.rollout.temperature if wanted.temperature is None else wanted.temperature,
+            max_tokens=wanted.max_tokens or part.rollout.max_tokens,
+            supports=False,  # evaluation is not trained on
+        )
+
     return Evaluator(
         driver.inputs.held_out,
-        min(wanted.prompts, driver.inputs.held_out.num_rows),
-        environment=environment,
-        sampling=sampling,
+        min(wanted.prompts * len(recipe.tasks), driver.inputs.held_out.num_rows),
+        tasks=run.plays(sampling_of),
         seed=recipe.seed,
         journal=run.journal,
         greedy=wanted.greedy,
         vocabulary=driver.vocabulary,
-        max_turns=driver.inputs.task.max_turns,
-        max_lineages=driver.inputs.task.max_lineages,
-        max_context=driver.inputs.longest_prompt + sampling.max_tokens,
-        episode_s=run.episode_s,
-        cut_s=run.cut_s,
-        budget=run.budget,
         first_reward=first_reward,
         decode=driver.decode,
     )

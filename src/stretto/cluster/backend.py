@@ -22,16 +22,16 @@ from stretto.cluster.rank_group import rank_options
 from stretto.cluster.rewards import RayRewards, RewardOptions
 from stretto.cluster.trainer import RankedTrainer
 from stretto.cluster.weights import WeightsStore
-from stretto.environments.protocol import Environment
 from stretto.environments.task_options import ScoredTaskOptions
 from stretto.observe.progress import Observer
 from stretto.recipe.schema import Recipe
 from stretto.run.phases import Phases
 from stretto.run.protocols import NoRewards, Rewards, TrainerBackend
-from stretto.setup.backend import Backend
+from stretto.setup.backend import Backend, TaskBackend
 from stretto.setup.environments import local_environment
 from stretto.setup.factories import DriverInputs
 from stretto.setup.inputs import (
+    TaskInputs,
     episode_pool_options,
     make_rewards,
     passed_variables,
@@ -90,43 +90,7 @@ def cluster_backend(
         store=store,
         instance_seconds=runtime.instance_seconds,
     )
-    rewards: Rewards = NoRewards()
-    if driver.inputs.task.function is not None:
-        rewards = make_rewards(recipe, driver.inputs.task, said)  # it cannot leave this process
-    elif isinstance(recipe.task, ScoredTaskOptions):
-        assert driver.inputs.task.reward is not None
-        rewards = RayRewards(
-            RewardOptions(
-                driver.inputs.task.reward,
-                workers=recipe.task.reward_workers,
-                deadline_s=recipe.task.reward_seconds,
-                columns=reward_columns(driver.inputs.task),
-                folder=str(Path.cwd()),
-                passed=passed_variables(recipe),
-                sandbox=None if recipe.task.sandbox is None else recipe.task.sandbox.limits,
-                strict_sandbox=recipe.task.sandbox is not None and recipe.task.sandbox.strict,
-            ),
-            said=said,
-            instance_seconds=runtime.instance_seconds,
-            notice=partial(faults.note, "reward host lost"),
-        )
-    environment: Environment
-    if plays_in_workers(recipe):
-        processes = worker_options(recipe, said)
-        environment = RayEpisodes(
-            EpisodeOptions(
-                episode_pool_options(recipe, driver.inputs.task, driver.tokenizer),
-                folder=str(Path.cwd()),
-                passed=processes.extra_environment,
-                sandbox=processes.sandbox,
-                strict_sandbox=processes.strict_sandbox,
-            ),
-            said=said,
-            instance_seconds=runtime.instance_seconds,
-            notice=partial(faults.note, "episode host lost"),
-        )
-    else:
-        environment = local_environment(recipe, driver, rewards, said)
+    tasks = {own.label: _task_backend(own, driver, said, faults) for own in driver.inputs.tasks}
     trainer = RankedTrainer(
         rank_options(recipe, source, folder, phases.learning_rates),
         deadline_s=runtime.update_seconds,
@@ -141,4 +105,45 @@ def cluster_backend(
         )
         return trainer
 
-    return Backend(driver, rewards, environment, pool, make_trainer, store.put, trainer.place, trainer.close)
+    return Backend(driver, tasks, pool, make_trainer, store.put, trainer.place, trainer.close)
+
+
+def _task_backend(own: TaskInputs, driver: DriverInputs, said: Callable[[str], None], faults: FaultLog) -> TaskBackend:
+    """Makes what scores and plays one task: actors, or parts of this process for what cannot leave it."""
+    recipe, task, runtime = own.recipe, own.task, own.recipe.runtime
+    rewards: Rewards = NoRewards()
+    if task.function is not None:
+        rewards = make_rewards(recipe, task, said)  # it cannot leave this process
+    elif isinstance(recipe.task, ScoredTaskOptions):
+        assert task.reward is not None
+        rewards = RayRewards(
+            RewardOptions(
+                task.reward,
+                workers=recipe.task.reward_workers,
+                deadline_s=recipe.task.reward_seconds,
+                columns=reward_columns(task),
+                folder=str(Path.cwd()),
+                passed=passed_variables(recipe),
+                sandbox=None if recipe.task.sandbox is None else recipe.task.sandbox.limits,
+                strict_sandbox=recipe.task.sandbox is not None and recipe.task.sandbox.strict,
+            ),
+            said=said,
+            instance_seconds=runtime.instance_seconds,
+            notice=partial(faults.note, "reward host lost"),
+        )
+    if not plays_in_workers(recipe):
+        return TaskBackend(rewards, local_environment(recipe, task, driver, rewards, said))
+    processes = worker_options(recipe, said)
+    environment = RayEpisodes(
+        EpisodeOptions(
+            episode_pool_options(recipe, task, driver.tokenizer),
+            folder=str(Path.cwd()),
+            passed=processes.extra_environment,
+            sandbox=processes.sandbox,
+            strict_sandbox=processes.strict_sandbox,
+        ),
+        said=said,
+        instance_seconds=runtime.instance_seconds,
+        notice=partial(faults.note, "episode host lost"),
+    )
+    return TaskBackend(rewards, environment)

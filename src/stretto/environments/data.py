@@ -12,7 +12,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,13 @@ class PromptStream:
         shuffle: bool = True,
         pass_rates: PassRates | None = None,
         name: str = "the data set",
+        task: str | None = None,
     ) -> None:
         """Checks the lengths of the prompts; see `CHECKED_ROWS`.
 
         `name` is the data set's name in error messages. `shuffle = False` keeps the order of the rows, for evaluation.
         If `pass_rates` is given, it draws the rows; `shuffle` then only sets the order in which lengths are checked.
+        `task` is the label of the task, which its prompts have too.
         """
         if len(rows) == 0:
             raise RecipeError(f"{name} has no rows; there is nothing to ask the model")
@@ -77,6 +79,7 @@ class PromptStream:
         self._shuffle = shuffle
         self._pass_rates = pass_rates
         self._name = name
+        self._task = task
         self._permutation = lru_cache(maxsize=2)(self._permute)
         self._tokenized = lru_cache(maxsize=CACHED_PROMPTS)(self._tokenize)
         self.longest_checked = 0  # tokens
@@ -111,15 +114,15 @@ class PromptStream:
     def draw(self, index: int) -> Draw:
         """Draws the row at position `index`, with a reason. With pass rates, each position is drawn once, in order."""
         if self._pass_rates is not None:
-            return self._pass_rates.draw(index)
-        return Draw(self.row_number(index), self.epoch(index), "shuffled" if self._shuffle else "in order")
+            return replace(self._pass_rates.draw(index), task=self._task)
+        return Draw(self.row_number(index), self.epoch(index), "shuffled" if self._shuffle else "in order", self._task)
 
-    def drawn(self, row_number: int) -> None:
+    def drawn(self, row_number: int, task: str | None = None) -> None:
         """Notes that a row was drawn before the run was resumed."""
         if self._pass_rates is not None:
             self._pass_rates.drawn(row_number)
 
-    def scored(self, row_number: int, reward: float) -> None:
+    def scored(self, row_number: int, reward: float, task: str | None = None) -> None:
         """Notes the reward of a trajectory of a row, for later draws."""
         if self._pass_rates is not None:
             self._pass_rates.scored(row_number, reward)
@@ -129,11 +132,11 @@ class PromptStream:
         if self._pass_rates is not None:
             self._pass_rates.settle(update)
 
-    def prompt(self, index: int, row_number: int | None = None) -> Prompt:
+    def prompt(self, index: int, row_number: int | None = None, task: str | None = None) -> Prompt:
         """Returns the prompt at position `index`, made from row `row_number` if that is given."""
         number = self.row_number(index) if row_number is None else row_number
         text, tokens, columns = self._tokenized(number)
-        return Prompt(index=index, text=text, tokens=tokens, row=columns)
+        return Prompt(index=index, text=text, tokens=tokens, row=columns, task=self._task)
 
     def row_number(self, index: int) -> int:
         """Returns the row at position `index`, if rows come in epochs."""

@@ -10,10 +10,10 @@ from stretto.local.trainer import ThreadedTrainer
 from stretto.observe.progress import Observer
 from stretto.recipe.schema import Recipe
 from stretto.run.protocols import NoRewards, TrainerBackend
-from stretto.setup.backend import Backend
+from stretto.setup.backend import Backend, TaskBackend
 from stretto.setup.device import on_device
 from stretto.setup.environments import local_environment
-from stretto.setup.inputs import make_rewards
+from stretto.setup.inputs import TaskInputs, make_rewards
 from stretto.setup.memory_sizes import longest_trajectory
 from stretto.store.journal import Journal
 from stretto.store.version_files import VersionFiles
@@ -41,9 +41,9 @@ def local_backend(
             is_warm=parts.is_warm,
         )
 
-    task = driver.inputs.task
-    rewards = NoRewards() if task.reward is None else make_rewards(recipe, task, said)
-    environment = local_environment(recipe, driver, rewards, said)
-    return Backend(
-        driver, rewards, environment, pool, make_trainer, lambda weights: on_device(weights, parts.trainer.device)
-    )
+    def task_backend(own: TaskInputs) -> TaskBackend:
+        rewards = NoRewards() if own.task.reward is None else make_rewards(own.recipe, own.task, said)
+        return TaskBackend(rewards, local_environment(own.recipe, own.task, driver, rewards, said))
+
+    tasks = {own.label: task_backend(own) for own in driver.inputs.tasks}
+    return Backend(driver, tasks, pool, make_trainer, lambda weights: on_device(weights, parts.trainer.device))

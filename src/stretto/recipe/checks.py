@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from stretto.environments.given import is_given
-from stretto.environments.task_options import EnvironmentOptions, ProcessTaskOptions
 from stretto.observe.options import TRACKERS
 from stretto.recipe.algorithm_checks import impossible_algorithm, options_without_effect
 from stretto.recipe.error_messages import as_toml
+from stretto.recipe.task_checks import label_refusals, task_keys_without_effect, task_refusals
+from stretto.recipe.task_tables import Path
 
 if TYPE_CHECKING:
     from stretto.core.plan import Plan
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 RAY_ONLY = ("address", "instance_cpus", "instance_gpus", "trainers", "trainer_cpus", "trainer_gpus")
 
 
-def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
+def without_effect(recipe: Recipe) -> dict[Path, str]:
     """The keys that have no effect in this recipe, set or not, each with the reason."""
     rollout, paradigm = recipe.rollout, recipe.paradigm
-    found: dict[tuple[str, str], str] = {}
+    found: dict[Path, str] = {}
     if paradigm.staleness is not None:
         found["rollout", "staleness"] = (
             f"`rollout.staleness = {rollout.staleness!r}` has no effect: `{paradigm.name}` always has "
@@ -59,23 +59,6 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
         found["rollout", "filter_limit"] = (
             '`rollout.filter_limit` has no effect without `filter = "no-signal"`; set that, or leave the limit out'
         )
-    if recipe.task.order == "shuffled":
-        found["task", "pass_reward"] = (
-            '`task.pass_reward` has no effect without `order = "pass-rate"`; set that, or leave it out'
-        )
-    if isinstance(recipe.task, EnvironmentOptions) and recipe.task.workers == 0:
-        for name in ("worker_gib", "worker_episodes", "pass_env", "sandbox"):
-            found["task", name] = (
-                f"`task.{name}` has no effect with `task.workers = 0`, where the driver plays the episodes; leave one "
-                "of the two out"
-            )
-    if is_given(getattr(recipe.task, "reward", None)) or is_given(getattr(recipe.task, "environment", None)):
-        for name in ("workers", "worker_gib", "worker_episodes", "pass_env", "sandbox"):
-            if name in type(recipe.task).model_fields:
-                found["task", name] = (
-                    f"`task.{name}` has no effect on what was given from Python, which runs in the driver's process; "
-                    "leave it out, or put the function or class into a module"
-                )
     if reason := replays_nothing(recipe):
         found["training", "replay"] = f"`training.replay` has no effect: {reason}; leave it out"
     if recipe.training.schedule == "constant":
@@ -86,7 +69,6 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
     if recipe.evaluation.prompts == 0:
         for name in ("every", "temperature", "greedy", "max_tokens"):
             found["evaluation", name] = f"`evaluation.{name}` has no effect with `evaluation.prompts = 0`"
-        found["task", "evaluation_path"] = "`task.evaluation_path` has no effect with `evaluation.prompts = 0`"
     elif recipe.evaluation.every >= recipe.training.steps:
         found["evaluation", "every"] = (
             f"`evaluation.every = {recipe.evaluation.every}` has no effect in a run of `training.steps = "
@@ -113,12 +95,12 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
                 f'`runtime.{name}` has no effect with `runtime.type = "local"`: it is for a cluster; '
                 'choose `type = "ray"`, or leave it out'
             )
-    return found | _observe_without_effect(recipe) | options_without_effect(recipe)
+    return found | task_keys_without_effect(recipe) | _observe_without_effect(recipe) | options_without_effect(recipe)
 
 
-def _observe_without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
+def _observe_without_effect(recipe: Recipe) -> dict[Path, str]:
     sinks = recipe.observe.sinks
-    found = {
+    found: dict[Path, str] = {
         ("observe", name): f"`observe.{name}` has no effect without a tracker; name one in `observe.sinks`, or leave "
         "it out"
         for name in ("metrics", "samples", "flush_seconds")
@@ -157,19 +139,21 @@ def replays_nothing(recipe: Recipe) -> str:
     return ""
 
 
-def ineffective_keys(recipe: Recipe) -> dict[tuple[str, str], str]:
+def ineffective_keys(recipe: Recipe) -> dict[Path, str]:
     """The keys that are set and have no effect, each with the reason. A key that is set to its default is allowed."""
     found = {}
-    for (name, key), reason in without_effect(recipe).items():
-        section = getattr(recipe, name)
+    several = {("task", task.label): task for task in recipe.tasks} if isinstance(recipe.task, tuple) else {}
+    for path, reason in without_effect(recipe).items():
+        section = several[path[0], path[1]] if len(path) == 3 else getattr(recipe, path[0])
+        key = path[-1]
         if key in section.model_fields_set and getattr(section, key) != type(section).model_fields[key].default:
-            found[name, key] = reason
+            found[path] = reason
     return found
 
 
 def refusals(recipe: Recipe) -> list[str]:
     """The reasons why a recipe is refused, one sentence each."""
-    return [*ineffective_keys(recipe).values(), *_impossible(recipe)]
+    return label_refusals(recipe) or [*ineffective_keys(recipe).values(), *_impossible(recipe)]
 
 
 def _impossible(recipe: Recipe) -> Iterable[str]:
@@ -185,12 +169,7 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
             "`rollout.top_k = 1` leaves nothing to learn from: every token is certain, so none has a gradient; use at "
             "least 2, or 0 to sample from all"
         )
-    task = recipe.task
-    if isinstance(task, ProcessTaskOptions) and task.sandbox is not None and task.pass_env:
-        yield (
-            f"`task.pass_env = {as_toml(task.pass_env)}` would hand these variables to the code in `task.sandbox`, "
-            "which has no network to use them; leave one of the two out"
-        )
+    yield from task_refusals(recipe)
     advantage = recipe.algorithm.advantage
     if rollout.filter == "no-signal" and advantage in ("whiten", "gae"):
         yield (

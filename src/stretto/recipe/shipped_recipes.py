@@ -7,6 +7,7 @@ Imports nothing heavy.
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 from pathlib import Path
 
@@ -38,12 +39,12 @@ def missing(recipe: Path) -> str:
     return f"recipe `{recipe}` does not exist{hint}"
 
 
-def refuse_missing_files(recipe: object, task: object) -> None:
+def refuse_missing_files(recipe: object, *tasks: object) -> None:
     """Raises `RecipeError` if a shipped recipe names a data file of the repository that is not below this folder."""
     if not isinstance(recipe, str | Path) or found(Path(recipe)).resolve().parent != FOLDER.resolve():
         return
     name = found(Path(recipe)).stem
-    for key in ("path", "evaluation_path"):
+    for task, key in itertools.product(tasks, ("path", "evaluation_path")):
         file = getattr(task, key, None)
         if isinstance(file, str | Path) and not Path(file).is_absolute() and not Path(file).exists():
             raise RecipeError(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -124,9 +125,15 @@ def refuse_lost(folder: Path) -> None:
     raise RunError("\n  ".join([*lines, "nothing was changed"]))
 
 
-def facts_of(recipe: Recipe, *, data_rows: int, templated: bool, vocabulary: int) -> RunFacts:
-    """Returns the facts that the journal records of a run: from its recipe, its data and its model."""
+def facts_of(
+    recipe: Recipe, *, data_rows: int, templated: bool, vocabulary: int, task_rows: Mapping[str, int] | None = None
+) -> RunFacts:
+    """Returns the facts that the journal records of a run: from its recipe, its data and its model.
+
+    `task_rows` are the rows of each task that has a label.
+    """
     plan = recipe.plan
+    orders = {task.label: task.order for task in recipe.tasks if task.label is not None}
     return RunFacts(
         paradigm=plan.paradigm.name,
         staleness=plan.staleness,
@@ -138,7 +145,8 @@ def facts_of(recipe: Recipe, *, data_rows: int, templated: bool, vocabulary: int
         data_rows=data_rows,
         retries=plan.retries,
         filter_limit=plan.filter_limit,
-        order=recipe.task.order,
+        order="mixed" if isinstance(recipe.task, tuple) else recipe.task.order,
+        tasks=tuple((label, (task_rows or {}).get(label, 0), order) for label, order in orders.items()),
         replay_groups=plan.replay_groups,
         replay_uses=plan.replay_uses,
         templated=templated,

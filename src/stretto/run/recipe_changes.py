@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.errors import RecipeError, RunError
+from stretto.recipe.task_tables import flat_keys, of_one_task, table_at
 from stretto.run.command_hint import command
 from stretto.run.folder_checks import OUT, facts_of, standing
 from stretto.store.schema import JOURNAL_NAME, RESTORE, RunFacts
@@ -46,6 +47,8 @@ MAY_CHANGE: Mapping[str, str] = {
     "evaluation.greedy": "later evaluations",
     "evaluation.max_tokens": "later evaluations",
     "task.evaluation_path": "later evaluations, if it was set before and is set now",
+    "task.share": "the tasks of groups that are admitted later, which count from then on",
+    "task.oversample": "the tasks of groups that are admitted later, which count from then on",
     "task.pass_env": "the processes of the task",
     "task.workers": "the processes of the task",
     "task.worker_gib": "the processes of the task",
@@ -73,6 +76,8 @@ FIXED: Mapping[str, str] = {
     "model.dtype": "the weights of all versions have one type",
     "model.warm_start": _MODEL,
     "task.type": _TASK,
+    "task.label": "groups are recorded with it",
+    "task.max_tokens": _SAMPLED,
     "task.order": "the rows that were drawn follow from it",
     "task.pass_reward": "the rows that were drawn follow from it",
     "task.sandbox": "code that passed within its limits may fail within others",
@@ -175,18 +180,44 @@ def refuse_another_recipe(recipe: Recipe, folder: Path, instead: str) -> None:
     `instead` is what the error tells the user to do.
     """
     before = current_recipe(folder)
-    changed = [each.key for each in _changes(before, recipe) if _row(each.key, OF_THE_MACHINE) is None]
+    if other := _other_tasks(before, recipe, folder):
+        raise RunError("\n  ".join(["this is another recipe:", other, instead]))
+    changes = _changes(before, recipe)
+    changed = [each.key for each in changes if _row(_of_one_task(each.key, recipe), OF_THE_MACHINE) is None]
     if changed:
         raise RunError("\n  ".join(["this is another recipe:", *_lines(recipe, before, folder, changed), instead]))
     _refuse_another_journal(recipe, folder, f"`{folder / 'config.toml'}`")
 
 
 def reason_against(key: str) -> str | None:
-    """Returns why a key cannot change in a run; None if it may. Raises `KeyError` for a key that no table has."""
+    """Returns why a key cannot change in a run; None if it may. Raises `KeyError` for a key that no table has.
+
+    A key of one of several tasks is given as that of one: `task.share`.
+    """
     found = _row(key, (*MAY_CHANGE, *FIXED))
     if found is None:
         raise KeyError(key)
     return FIXED.get(found)
+
+
+def _of_one_task(key: str, recipe: Recipe) -> str:
+    """Returns a dotted key without the label of one of several tasks."""
+    return ".".join(of_one_task(key.split("."), recipe.task))
+
+
+def _other_tasks(before: Recipe, now: Recipe, folder: Path) -> str:
+    """Returns a line if tasks were added or removed; empty if not."""
+    was, are = ([task.label for task in each.tasks] if isinstance(each.task, tuple) else None for each in (before, now))
+    if was == are:
+        return ""
+    names = [
+        "one `[task]`" if labels is None else "the tasks " + ", ".join(f"`{label}`" for label in labels)
+        for labels in (are, was)
+    ]
+    return (
+        f"it has {names[0]}, and the run in `{folder}` was started with {names[1]}: tasks are not added, removed "
+        "or reordered, because rows and shares of a run are counted by the tasks that it began with"
+    )
 
 
 def _row(key: str, table: Sequence[str]) -> str | None:
@@ -231,7 +262,13 @@ def _refuse_another_journal(recipe: Recipe, folder: Path, name: str) -> None:
 
     with JournalReader(folder) as reader:
         found = reader.facts()
-    wanted = facts_of(recipe, data_rows=found.data_rows, templated=found.templated, vocabulary=found.vocabulary)
+    wanted = facts_of(
+        recipe,
+        data_rows=found.data_rows,
+        templated=found.templated,
+        vocabulary=found.vocabulary,
+        task_rows={label: rows for label, rows, _ in found.tasks},
+    )
     names = [
         each.name
         for each in fields(RunFacts)
@@ -260,13 +297,20 @@ def _changes(before: Recipe, now: Recipe) -> list[Change]:
 
 def _refused(before: Recipe, now: Recipe, folder: Path, changes: Sequence[Change]) -> Iterator[str]:
     """Returns a sentence for each change that a run cannot make."""
-    fixed = [each.key for each in changes if reason_against(each.key) is not None]
+    if other := _other_tasks(before, now, folder):
+        yield other
+        return
+
+    def reason(key: str) -> str | None:
+        return reason_against(_of_one_task(key, now))
+
+    fixed = [each.key for each in changes if reason(each.key) is not None]
     for key, line in zip(*_causes_and_lines(now, before, folder, fixed), strict=True):
-        yield f"{line}: {reason_against(key) or 'other keys lose their effect by that'}"
+        yield f"{line}: {reason(key) or 'other keys lose their effect by that'}"
     changed = {each.key for each in changes}
-    if changed & {"evaluation.prompts", "task.evaluation_path"} and not (_holds_out(before) and _holds_out(now)):
-        key = "task.evaluation_path" if "task.evaluation_path" in changed else "evaluation.prompts"
-        (line,) = _lines(now, before, folder, [key])
+    paths = [key for key in changed if key.startswith("task.") and key.endswith(".evaluation_path")]
+    if ("evaluation.prompts" in changed or paths) and not (_holds_out(before) and _holds_out(now)):
+        (line,) = _lines(now, before, folder, [paths[0] if paths else "evaluation.prompts"])
         yield f"{line}: held-out rows are split from `task.path`, so other rows would be trained on"
     if "training.steps" in changed and now.training.schedule != "constant" and now.training.schedule_end is None:
         steps, (_, end) = now.training.steps, before.training.schedule_bounds
@@ -281,7 +325,10 @@ def _refused(before: Recipe, now: Recipe, folder: Path, changes: Sequence[Change
 
 def _holds_out(recipe: Recipe) -> bool:
     """True if the rows to evaluate on are not taken from those to train on."""
-    return getattr(recipe.task, "path", None) is None or getattr(recipe.task, "evaluation_path", None) is not None
+    return all(
+        getattr(task, "path", None) is None or getattr(task, "evaluation_path", None) is not None
+        for task in recipe.tasks
+    )
 
 
 def _refuse_too_few_updates(recipe: Recipe, folder: Path, done: int, *, changed: bool) -> None:
@@ -349,7 +396,9 @@ def _with(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     result = copy.deepcopy(dict(values))
     for key, value in changes.items():
         *path, last = key.split(".")
-        table = result
+        table: Any = result
+        if isinstance(result.get("task"), list) and path[:1] == ["task"]:
+            table, path = table_at(result, path[:2]), path[2:]
         for part in path:
             table = table.setdefault(part, {})
         table.pop(last, None)
@@ -358,15 +407,9 @@ def _with(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     return result
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns nested tables as one, with dotted keys. A key without a value is left out."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        elif value is not None:
-            flat[f"{prefix}{key}"] = value
-    return flat
+    return {key: value for key, value in flat_keys(values) if value is not None}
 
 
 def _shown(value: Any) -> str:

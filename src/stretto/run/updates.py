@@ -159,6 +159,7 @@ def samples_of(rollout: Rollout, use: int) -> list[Sample]:
         Sample(
             rollout.id, rollout.group, rollout.version, lineage.context, lineage.completion, rollout.reward, use,
             turn_rewards=rollout.turn_rewards, lineage=number, turn_numbers=lineage.turn_numbers,
+            task=rollout.prompt.task,
         )
         for number, lineage in enumerate(rollout.lineages)
         if lineage.train

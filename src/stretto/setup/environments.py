@@ -8,14 +8,15 @@ from stretto.environments.custom import load_environment
 from stretto.environments.episode_pool import EpisodePool
 from stretto.environments.protocol import Environment
 from stretto.environments.single_turn import SingleTurn
-from stretto.recipe.schema import Recipe
+from stretto.environments.tasks import Task
+from stretto.recipe.schema import OneTaskRecipe
 from stretto.run.protocols import Rewards
 from stretto.setup.factories import DriverInputs
 from stretto.setup.inputs import episode_pool_options, played_in_thread, plays_in_workers, worker_options
 
 
 def local_environment(
-    recipe: Recipe, driver: DriverInputs, rewards: Rewards, said: Callable[[str], None]
+    recipe: OneTaskRecipe, task: Task, driver: DriverInputs, rewards: Rewards, said: Callable[[str], None]
 ) -> Environment:
     """Makes the environment of the task: worker processes, one in this process, or one turn that `rewards` scores.
 
@@ -23,7 +24,6 @@ def local_environment(
 
     `said` gets every line that worker processes print.
     """
-    task = driver.inputs.task
     if task.environment is None:
         return SingleTurn(rewards, driver.decode)
     if task.environment.given is not None:

@@ -20,7 +20,8 @@ from stretto.environments.custom import (
 )
 from stretto.environments.data import PromptStream
 from stretto.environments.episode_pool import EpisodePool, EpisodePoolOptions, default_workers, pickled_tokenizer
-from stretto.environments.given import NOTHING_GIVEN, Given, is_given
+from stretto.environments.given import NOTHING_GIVEN, Given, is_given, of_task
+from stretto.environments.mixed_prompts import HeldOut, MixedHeldOut, MixedPrompts, Prompts
 from stretto.environments.prompt_order import PassRates
 from stretto.environments.protocol import Environment
 from stretto.environments.reward_environment import named_variables
@@ -29,38 +30,37 @@ from stretto.environments.reward_worker import Columns
 from stretto.environments.sandbox import PARTS, RESERVED_NUMBERS, missing
 from stretto.environments.sandbox_processes import held_parts
 from stretto.environments.task_options import EnvironmentOptions, ProcessTaskOptions, ScoredTaskOptions
+from stretto.environments.task_shares import TaskShares
 from stretto.environments.tasks import Task, load_task
 from stretto.environments.thread_episodes import ThreadEpisodes
 from stretto.environments.thread_rewards import ThreadRewards
 from stretto.environments.worker_process import WorkerOptions
 from stretto.errors import RecipeError
 from stretto.objectives.custom import CustomOptions
-from stretto.recipe.schema import Recipe
+from stretto.recipe.schema import OneTaskRecipe, Recipe
 from stretto.run.protocols import Rewards
+from stretto.run.seeds import derived_seed
 
 log = logging.getLogger(__name__)
 
 LEAST_HANG_S = 5.0  # that a worker may be blocked for, however short its episodes are: machines are busy at times
+MAX_TASK_SEED = 1 << 31  # of one of several tasks; some generators take no larger ones
 SAMPLED_ROWS = 64  # of a generated task, to compare their columns with the parameters of the reward function
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
-    """The task and its prompts. Those that were checked are neither empty nor too long."""
+class TaskInputs:
+    """One task and its prompts. Those that were checked are neither empty nor too long."""
 
+    recipe: OneTaskRecipe  # as if it had this task alone
     task: Task
     prompts: PromptStream
     held_out: PromptStream | None
 
     @property
-    def longest_prompt(self) -> int:
-        """Tokens of the longest checked prompt, which the engine must be able to hold."""
-        return max(self.prompts.longest_checked, 0 if self.held_out is None else self.held_out.longest_checked)
-
-    @property
-    def templated(self) -> bool:
-        """True if the tokenizer's chat template makes most of the prompts; otherwise they are raw text."""
-        return 2 * self.prompts.num_templated > self.prompts.num_rows
+    def label(self) -> str | None:
+        """The label of the task, if it has one."""
+        return self.recipe.task.label
 
     @property
     def form(self) -> str:
@@ -70,8 +70,12 @@ class Inputs:
             return f"{templated:,} made by the chat template and {num_rows - templated:,} raw text"
         return "made by the chat template" if templated else "raw text"
 
-    def notes(self, recipe: Recipe) -> Iterator[str]:
-        """Yields sentences that the user should read before the run, although nothing is wrong."""
+    def notes(self, prompts_per_update: float) -> Iterator[str]:
+        """Yields sentences that the user should read before the run, although nothing is wrong.
+
+        `prompts_per_update`: of this task.
+        """
+        recipe = self.recipe
         yield from _sandbox_notes(recipe)
         yield from self._given_notes()
         wanted = recipe.evaluation.prompts
@@ -83,11 +87,12 @@ class Inputs:
                 f"{wanted}`: {why}"
             )
         checked, num_rows = self.prompts.num_checked, self.prompts.num_rows
-        if recipe.rollout.prompts > num_rows:
+        if prompts_per_update > num_rows:
+            own = "" if prompts_per_update == recipe.rollout.prompts else f", of which it has {prompts_per_update:.3g},"
             yield (
-                f"`rollout.prompts = {recipe.rollout.prompts}` is more than the {num_rows:,} rows of {self.task.name}: "
-                f"an update has the same prompt up to {math.ceil(recipe.rollout.prompts / num_rows)} times; raise "
-                "`rollout.group` for more samples of a prompt"
+                f"`rollout.prompts = {recipe.rollout.prompts}`{own} is more than the {num_rows:,} rows of "
+                f"{self.task.name}: an update has the same prompt up to {math.ceil(prompts_per_update / num_rows)} "
+                "times; raise `rollout.group` for more samples of a prompt"
             )
         if 0 < self.prompts.num_templated < num_rows:
             yield (
@@ -119,17 +124,65 @@ class Inputs:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The tasks of a run, and the prompts of all of them."""
+
+    tasks: tuple[TaskInputs, ...]
+    prompts: Prompts
+    held_out: HeldOut | None
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest checked prompt, which the engine must be able to hold."""
+        return max(self.prompts.longest_checked, 0 if self.held_out is None else self.held_out.longest_checked)
+
+    @property
+    def templated(self) -> bool:
+        """True if the tokenizer's chat template makes most of the prompts; otherwise they are raw text."""
+        return 2 * self.prompts.num_templated > self.prompts.num_rows
+
+    @property
+    def task_rows(self) -> dict[str, int]:
+        """The rows of each task that has a label."""
+        return {each.label: each.prompts.num_rows for each in self.tasks if each.label is not None}
+
+    def notes(self, recipe: Recipe) -> Iterator[str]:
+        """Yields sentences that the user should read before the run, although nothing is wrong."""
+        several, weights = len(self.tasks) > 1, [task.share or 1.0 for task in recipe.tasks]
+        for each, weight in zip(self.tasks, weights, strict=True):
+            for note in each.notes(recipe.rollout.prompts * weight / sum(weights)):
+                yield f"task `{each.label}`: {note}" if several else note
+
+
 def load_inputs(
     recipe: Recipe, tokenizer: Any, *, context: int, model_path: str, given: Given = NOTHING_GIVEN
 ) -> Inputs:
-    """Reads the data set and checks it against the tokenizer and the model's `context`. Raises `RecipeError`."""
+    """Reads the data sets and checks them against the tokenizer and the model's `context`. Raises `RecipeError`."""
+    several = isinstance(recipe.task, tuple)
+    tasks = []
+    for part in recipe.parts:
+        label = part.task.label
+        seed = derived_seed(recipe.seed, "task", str(label)) % MAX_TASK_SEED if several else recipe.seed
+        with of_task(label if several else None):
+            tasks.append(_load_task_inputs(part, tokenizer, seed, context, model_path, given.of_label(label)))
+    if not several:
+        return Inputs(tuple(tasks), tasks[0].prompts, tasks[0].held_out)
+    prompts = MixedPrompts({str(each.label): each.prompts for each in tasks}, TaskShares(recipe.shares))
+    held_out = {str(each.label): each.held_out for each in tasks if each.held_out is not None}
+    return Inputs(tuple(tasks), prompts, MixedHeldOut(held_out) if held_out else None)
+
+
+def _load_task_inputs(
+    recipe: OneTaskRecipe, tokenizer: Any, seed: int, context: int, model_path: str, given: Given
+) -> TaskInputs:
     limits = _prompt_limits(recipe, model_path, context)
-    task = load_task(recipe.task, seed=recipe.seed, num_evaluation=recipe.evaluation.prompts, given=given)
-    rates = None
+    task = load_task(recipe.task, seed=seed, num_evaluation=recipe.evaluation.prompts, given=given)
+    rates, label = None, recipe.task.label
     if recipe.task.order == "pass-rate":
-        rates = PassRates(len(task.train), seed=recipe.seed, pass_reward=recipe.task.pass_reward or 1.0)
+        rates = PassRates(len(task.train), seed=seed, pass_reward=recipe.task.pass_reward or 1.0)
     prompts = PromptStream(
-        task.train, tokenizer, seed=recipe.seed, max_prompt_tokens=limits[0], pass_rates=rates, name=task.name
+        task.train, tokenizer, seed=seed, max_prompt_tokens=limits[0], pass_rates=rates, name=task.name, task=label
     )
     held_out = None
     if recipe.evaluation.prompts:
@@ -140,9 +193,9 @@ def load_inputs(
             )
         name = f"the held-out rows of {task.name}"
         held_out = PromptStream(
-            task.evaluation, tokenizer, seed=recipe.seed, max_prompt_tokens=limits[1], shuffle=False, name=name
+            task.evaluation, tokenizer, seed=seed, max_prompt_tokens=limits[1], shuffle=False, name=name, task=label
         )
-    return Inputs(task, prompts, held_out)
+    return TaskInputs(recipe, task, prompts, held_out)
 
 
 def reward_columns(task: Task) -> Columns:
@@ -153,12 +206,12 @@ def reward_columns(task: Task) -> Columns:
     return {name: next((row.where for row in rows if name not in row.columns), None) for name in names}
 
 
-def passed_variables(recipe: Recipe) -> dict[str, str]:
+def passed_variables(recipe: OneTaskRecipe) -> dict[str, str]:
     """The variables of `task.pass_env`. Raises `RecipeError` for one that is not set."""
     return named_variables(recipe.task.pass_env) if isinstance(recipe.task, ProcessTaskOptions) else {}
 
 
-def make_rewards(recipe: Recipe, task: Task, said: Callable[[str], None] | None = None) -> Rewards:
+def make_rewards(recipe: OneTaskRecipe, task: Task, said: Callable[[str], None] | None = None) -> Rewards:
     """Makes what scores `task`: processes, or threads for a function that was given from Python.
 
     `said` gets every line that the processes print.
@@ -185,18 +238,18 @@ def make_rewards(recipe: Recipe, task: Task, said: Callable[[str], None] | None 
     )
 
 
-def plays_in_workers(recipe: Recipe) -> bool:
+def plays_in_workers(recipe: OneTaskRecipe) -> bool:
     """True if worker processes play the episodes of the task."""
     task = recipe.task
     return isinstance(task, EnvironmentOptions) and task.workers != 0 and not is_given(task.environment)
 
 
-def played_in_thread(recipe: Recipe, spec: EnvironmentSpec, tokenizer: Any) -> ThreadEpisodes:
+def played_in_thread(recipe: OneTaskRecipe, spec: EnvironmentSpec, tokenizer: Any) -> ThreadEpisodes:
     """Makes the environment that was given from Python. Raises `RecipeError` if that fails."""
     return ThreadEpisodes(lambda: load_environment(spec, tokenizer), hang_s=recipe.runtime.stall_seconds / 2)
 
 
-def episode_pool_options(recipe: Recipe, task: Task, tokenizer: Any) -> EpisodePoolOptions:
+def episode_pool_options(recipe: OneTaskRecipe, task: Task, tokenizer: Any) -> EpisodePoolOptions:
     """The options of the pool that plays the episodes of `task`."""
     assert task.environment is not None
     assert isinstance(recipe.task, EnvironmentOptions)
@@ -215,7 +268,7 @@ def episode_pool_options(recipe: Recipe, task: Task, tokenizer: Any) -> EpisodeP
     )
 
 
-def worker_options(recipe: Recipe, said: Callable[[str], None]) -> WorkerOptions:
+def worker_options(recipe: OneTaskRecipe, said: Callable[[str], None]) -> WorkerOptions:
     """The options of the processes of a task. `said` gets every line that they print."""
     assert isinstance(recipe.task, ProcessTaskOptions)
     sandbox = recipe.task.sandbox
@@ -227,7 +280,7 @@ def worker_options(recipe: Recipe, said: Callable[[str], None]) -> WorkerOptions
     )
 
 
-def _sandbox_notes(recipe: Recipe) -> Iterator[str]:
+def _sandbox_notes(recipe: OneTaskRecipe) -> Iterator[str]:
     """Says which parts of the sandbox hold on this machine, and what code in it can do because others do not."""
     if not isinstance(recipe.task, ProcessTaskOptions) or recipe.task.sandbox is None:
         return
@@ -255,7 +308,7 @@ def check_objective(recipe: Recipe) -> None:
         recipe.algorithm.try_out()
 
 
-def check_scoring(recipe: Recipe, task: Task, tokenizer: Any) -> str:
+def check_scoring(recipe: OneTaskRecipe, task: Task, tokenizer: Any) -> str:
     """Imports the reward function or the environment in a process, as a run does, and ends that process.
 
     Returns a phrase on how the task is scored.
@@ -290,7 +343,7 @@ def check_scoring(recipe: Recipe, task: Task, tokenizer: Any) -> str:
     return f"scored by `{task.reward}`" + (" in the driver's process" if task.function is not None else "")
 
 
-async def _try_worker(recipe: Recipe, task: Task, tokenizer: Any) -> str:
+async def _try_worker(recipe: OneTaskRecipe, task: Task, tokenizer: Any) -> str:
     """Starts one worker that plays episodes, and ends it. Returns a phrase on what it found."""
     asked = episode_pool_options(recipe, task, tokenizer)
     count = default_workers() if asked.workers is None else asked.workers
@@ -305,7 +358,7 @@ async def _try_worker(recipe: Recipe, task: Task, tokenizer: Any) -> str:
     return f"in {count} worker process{'es' * (count > 1)} (one starts in {took_s:.1f} s and takes {memory >> 20} MiB)"
 
 
-def _prompt_limits(recipe: Recipe, model_path: str, context: int) -> tuple[int, int]:
+def _prompt_limits(recipe: OneTaskRecipe, model_path: str, context: int) -> tuple[int, int]:
     """Returns the longest prompts of rollout and of evaluation that context and KV cache leave room for."""
     evaluation = recipe.evaluation.max_tokens or recipe.rollout.max_tokens
     asked = {"rollout.max_tokens": recipe.rollout.max_tokens, "evaluation.max_tokens": evaluation}

@@ -151,6 +151,10 @@ def _comparable(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
             flat |= _comparable(value, f"{key}.")
+        elif key == "task" and isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
+            for place, each in enumerate(value):  # keys of several tasks have the name of one, and then its label
+                own = _comparable(each, "task.")
+                flat |= {f"{inner}[{each.get('label', place)}]": item for inner, item in own.items()}
         elif not key.startswith(_OF_THE_MACHINE):
             flat[key] = value
     return flat

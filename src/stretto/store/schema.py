@@ -13,7 +13,10 @@
     groups         one row an admitted prompt: version, deadline (`version + staleness`), the prompt itself, its place
                    in the stream of prompts (`prompt_index`), the row of the data set that it was drawn from and why
                    (`draw`); `epoch` is NULL where rows come as often as their priority has it; `spared` is the update
-                   before whose batch it was kept without a signal, because the limit of filtered groups was reached
+                   before whose batch it was kept without a signal, because the limit of filtered groups was reached;
+                   `task` is the label of its task, NULL if that has none, and `task_index` its place among the groups
+                   of that task; of several tasks, `lost_before` is the next group that was admitted when this one was
+                   counted as lost (filtered, dropped or failed as a whole), NULL if it was not
     trajectories   one small row each, changed as it moves through its states; `turn_rewards` are those of its turns
                    where they are told apart, and add up to `reward`; `lost_tokens` were sampled before it ended
                    without a completion; `num_lineages` is NULL until it has its last token; `limit_reached` is the
@@ -80,7 +83,7 @@ JOURNAL_NAME = "journal.sqlite"
 RESTORE = "put the journal back from a copy, with its `-wal` file if it had one"
 RESTORE_OR_BEGIN = f"{RESTORE}; if its run was killed as it began, `--resume` begins it"
 NUM_NAMED = 5  # runs of a folder that is none itself
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 
 State = Literal["waiting", "running", "scoring", "scored", "training", "trained", "failed", "filtered", "dropped"]
 ENDS: tuple[State, ...] = ("trained", "failed", "filtered", "dropped")
@@ -99,7 +102,8 @@ LAWS_GIVEN_UP: Mapping[str, tuple[int, ...]] = {
 RESERVES = ("reserve_groups", "reserve_members")  # the facts by which a recipe gives up law 2
 
 Attempt = Literal["generation", "scoring"]
-Order = Literal["shuffled", "pass-rate"]
+Order = Literal["shuffled", "pass-rate", "mixed"]
+"""Of the rows: of one task, or `mixed` if there are several, each with its own."""
 
 Departure = Literal["removed", "lost"]
 
@@ -119,7 +123,8 @@ CREATE TABLE remade (version INTEGER NOT NULL, checksum TEXT NOT NULL, at REAL N
 CREATE TABLE groups (
     group_id INTEGER PRIMARY KEY, epoch INTEGER, prompt_index INTEGER NOT NULL, row_number INTEGER NOT NULL,
     version INTEGER NOT NULL, deadline INTEGER NOT NULL, staleness INTEGER NOT NULL, prompt_text TEXT NOT NULL,
-    prompt_tokens BLOB NOT NULL, row TEXT NOT NULL, admitted_at REAL NOT NULL, draw TEXT NOT NULL, spared INTEGER);
+    prompt_tokens BLOB NOT NULL, row TEXT NOT NULL, admitted_at REAL NOT NULL, draw TEXT NOT NULL, spared INTEGER,
+    task TEXT, task_index INTEGER NOT NULL, lost_before INTEGER);
 CREATE TABLE trajectories (
     trajectory INTEGER PRIMARY KEY, group_id INTEGER NOT NULL, member INTEGER NOT NULL, version INTEGER NOT NULL,
     seed INTEGER NOT NULL, state TEXT NOT NULL, instance INTEGER, reward REAL, scored_at REAL,
@@ -217,6 +222,7 @@ class RunFacts:
     retries: int  # tries after the first, to generate a trajectory and again to score it
     filter_limit: int = 0  # groups without signal that are replaced before one batch, at most; 0: none
     order: Order = "shuffled"  # of the rows
+    tasks: tuple[tuple[str, int, str], ...] = ()  # label, rows and order of each task that has a label
     replay_groups: int = 0  # groups that an update uses again, at most
     replay_uses: int = 0  # of one group, after its first, at most
     templated: bool = False  # a chat template made the prompts

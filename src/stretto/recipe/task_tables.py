@@ -1,0 +1,67 @@
+"""Finds the table of a dotted key in a recipe: `task.math.share` is `share` of the task with the label `math`.
+
+A recipe has one table `[task]`, or several `[[task]]`, which are told apart by their labels.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from stretto.errors import RecipeError
+
+Path = tuple[str, ...]
+"""The parts of a dotted key."""
+
+
+def table_at(values: Any, path: Sequence[str]) -> Any:
+    """Returns what lies at a path in nested tables; None if there is nothing."""
+    for part in path:
+        if isinstance(values, list | tuple):
+            values = next((each for each in values if isinstance(each, Mapping) and each.get("label") == part), None)
+        else:
+            values = values.get(part) if isinstance(values, Mapping) else None
+    return values
+
+
+def remove_key(values: Any, path: Sequence[str]) -> None:
+    """Removes a key from nested tables, if it is there."""
+    table = table_at(values, path[:-1])
+    if isinstance(table, dict):
+        table.pop(path[-1], None)
+
+
+def of_one_task(path: Sequence[str], tasks: object) -> Path:
+    """Returns a path as it is in a recipe of one task: without the label. `tasks` is the recipe's `task`."""
+    several = isinstance(tasks, list | tuple)
+    return (path[0], *path[2:]) if several and len(path) > 1 and path[0] == "task" else tuple(path)
+
+
+def task_named(tasks: Sequence[Any], parts: Sequence[str], written: str) -> Any:
+    """Returns the table of the task that an override names. Raises `RecipeError` if it names none."""
+    labels = [str(each.get("label")) for each in tasks if isinstance(each, Mapping) and each.get("label") is not None]
+    known = ", ".join(f"`{label}`" for label in labels) or "none: give each a `label`"
+    found = table_at({"task": tasks}, parts[:2]) if len(parts) > 2 else None
+    if found is not None:
+        return found
+    near = difflib.get_close_matches(parts[1], labels, n=1, cutoff=0.6) if len(parts) > 1 else []
+    if len(parts) > 2 or near:
+        hint = f"; did you mean `{'.'.join([parts[0], near[0], *parts[2:]])}`?" if near else ""
+        raise RecipeError(f"{written}: no task has the label `{parts[1]}`{hint} (labels: {known})")
+    raise RecipeError(
+        f"{written}: the recipe has several tasks; name one of them, as in "
+        f"`task.{labels[0] if labels else 'LABEL'}.{parts[-1]}` (labels: {known})"
+    )
+
+
+def flat_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Returns the values of nested tables by their dotted keys, those of several tasks by their labels."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat_keys(value, f"{prefix}{key}.")
+        elif not prefix and key == "task" and isinstance(value, list | tuple):
+            for place, each in enumerate(value):
+                yield from flat_keys(each, f"task.{each.get('label', place)}.")
+        else:
+            yield f"{prefix}{key}", value
