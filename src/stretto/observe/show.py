@@ -67,7 +67,7 @@ def _overview(reader: JournalReader) -> RenderableType:
 
 
 def _tasks(tasks: list[TaskRecord], evaluations: list[EvaluationRecord]) -> Table:
-    table = _table("task", "groups trained", "share", "reward", "filtered", "failed", "held-out first", "last")
+    table = _table("task", "groups", "share", "reward", "filtered", "failed", "held-out", "now")
     total = sum(record.trained for record in tasks)
     for record in tasks:
         scores = [score for each in evaluations if (score := each.tasks.get(record.label)) is not None]

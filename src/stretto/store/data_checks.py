@@ -83,13 +83,13 @@ def check_data(
 ) -> DataResult:
     """Checks the rows of a run in `folder`. `facts` are those of its journal. `done` gets the updates so far."""
     result = DataResult(has_config=(folder / CONFIG_NAME).exists())
+    phases = read_phases(db)
+    result.breaks += mixture_breaks(db, phases)
     _check_updates(db, result, done)
     result.breaks += _sessions(db)
     result.breaks += _prompts(db, facts.get("vocabulary", 0))
     result.breaks += _seeds(db, facts.get("seed"))
-    phases = read_phases(db)
     result.breaks += phase_breaks(phases, facts)
-    result.breaks += mixture_breaks(db, phases)
     result.breaks += rest_of_folder(folder, facts, phases, result.num_updates)
     return result
 

@@ -452,7 +452,8 @@ class JournalReader:
     def tasks(self) -> list[TaskRecord]:
         """Returns the tasks that have labels, in the order of their first groups, with what became of their groups."""
         rows = self._rows(
-            "WITH ends AS (SELECT g.group_id, task, MAX(state IN ('trained', 'training')) AS taken, MAX(state = 'filtered') AS filtered, "
+            "WITH ends AS (SELECT g.group_id, task, "
+            "MAX(state IN ('trained', 'training')) AS taken, MAX(state = 'filtered') AS filtered, "
             "SUM(state = 'failed') AS failed, AVG(iif(state = 'trained', reward, NULL)) AS reward "
             "FROM groups g JOIN trajectories USING (group_id) WHERE task NOTNULL GROUP BY g.group_id) "
             "SELECT task, COUNT(*), SUM(taken), SUM(filtered), SUM(failed), AVG(reward) FROM ends GROUP BY task "

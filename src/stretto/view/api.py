@@ -135,6 +135,7 @@ def _query(parameters: Parameters) -> Query:
         finish=parameters.get("finish") or None,
         state=parameters.get("state") or None,
         failed=parameters.get("failed") == "1",
+        task=parameters.get("task", "").strip(),
         text=parameters.get("text", ""),
         tool=parameters.get("tool", "").strip(),
         sort=parameters.get("sort") or "newest",

@@ -31,7 +31,7 @@ def group(run: RunSource, id: int) -> dict[str, Any]:
     """Returns a group and its members, with their texts. Raises `RunError` if there is none."""
     with run.reading() as db:
         found = db.execute(
-            "SELECT version, deadline, staleness, prompt_text, row, admitted_at, draw, row_number FROM groups "
+            "SELECT version, deadline, staleness, prompt_text, row, admitted_at, draw, row_number, task FROM groups "
             "WHERE group_id = ?",
             (id,),
         ).fetchone()
@@ -44,7 +44,7 @@ def group(run: RunSource, id: int) -> dict[str, Any]:
             "ORDER BY t.member, c.lineage",
             (id,),
         ).fetchall()
-    names = ("version", "deadline", "staleness", "prompt", "row", "admitted_at", "draw", "row_number")
+    names = ("version", "deadline", "staleness", "prompt", "row", "admitted_at", "draw", "row_number", "task")
     by_member: dict[int, dict[str, Any]] = {}
     for each, member, state, reward, error, limit, lineage, length, finish, text, update in members:
         own = by_member.setdefault(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from stretto.chat.transcripts import find_calls
 from stretto.errors import RunError
 from stretto.view.columns import FINISHES, STATES, Columns
-from stretto.view.curves import finite
+from stretto.view.curves import finite, task_labels
 from stretto.view.pieces import Pieces
 from stretto.view.runs import RunSource
 
@@ -43,6 +43,7 @@ class Query:
     finish: str | None = None
     state: str | None = None
     failed: bool = False  # only those with a failed attempt
+    task: str = ""  # only those of the task with this label
     text: str = ""
     tool: str = ""  # only those that call this tool; `*`: any tool
     sort: str = "newest"
@@ -68,6 +69,8 @@ def search(run: RunSource, query: Query, pieces: Pieces) -> dict[str, Any]:
     """
     with run.columns(wanted=_wanted(run, query)) as (columns, progress):
         ids = _matching(columns, query)
+        if query.task:
+            ids = ids[np.isin(columns["group"][ids], _groups_of(run, query.task))]
         cursor, done = query.cursor + query.limit, True
         found = ids[query.cursor : cursor].tolist()
         if query.text or query.tool:
@@ -84,6 +87,17 @@ def search(run: RunSource, query: Query, pieces: Pieces) -> dict[str, Any]:
         "read": progress.num_read,
         "all": progress.num_all,
     }
+
+
+def _groups_of(run: RunSource, task: str) -> NDArray[np.int64]:
+    """Returns the groups of the task with a label. Raises `RunError` if the run has no such task."""
+    with run.reading() as db:
+        if task not in (known := task_labels(db)):
+            has = f"give one of {', '.join(known)}" if known else "the task of this run has no label"
+            raise RunError(f"`task` is `{task}`: {has}")
+        return np.fromiter(
+            (group for (group,) in db.execute("SELECT group_id FROM groups WHERE task = ?", (task,))), "i8"
+        )
 
 
 def _wanted(run: RunSource, query: Query) -> tuple[int, int] | None:
@@ -200,14 +214,14 @@ def _add_excerpts(run: RunSource, rows: list[dict[str, Any]]) -> None:
             id: rest
             for id, *rest in db.execute(
                 "SELECT t.trajectory, substr(g.prompt_text, -?1), (SELECT substr(c.text, 1, ?1) FROM completions c "
-                "WHERE c.trajectory = t.trajectory AND c.lineage = 0), t.error FROM trajectories t "
+                "WHERE c.trajectory = t.trajectory AND c.lineage = 0), t.error, g.task FROM trajectories t "
                 f"JOIN groups g USING (group_id) WHERE t.trajectory IN ({marks})",
                 (EXCERPT,),
             )
         }
     for row in rows:
-        prompt, text, error = texts.get(row["trajectory"], ("", None, None))
-        row |= {"prompt": prompt, "text": text, "error": error}
+        prompt, text, error, task = texts.get(row["trajectory"], ("", None, None, None))
+        row |= {"prompt": prompt, "text": text, "error": error, "task": task}
 
 
 # -- evaluations -------------------------------------------------------------------------------------------------------

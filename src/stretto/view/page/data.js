@@ -71,7 +71,7 @@
     const wanted = (p.text || "").toLowerCase();
     const rows = run.rows.filter((row) =>
       ["update", "version", "group", "reward", "length", "age"].every((name) => between(row[name], p[name])) &&
-      (!p.finish || row.finish === p.finish) && (!p.state || row.state === p.state) && (p.failed !== "1" || row.failures > 0 || row.error) &&
+      (!p.finish || row.finish === p.finish) && (!p.state || row.state === p.state) && (p.failed !== "1" || row.failures > 0 || row.error) && (!p.task || row.task === p.task) &&
       (!p.tool || calls(run, row.trajectory, p.tool)) && (!wanted || `${row.prompt}\n${row.text || ""}`.toLowerCase().includes(wanted)));
     const sort = p.sort || "newest", key = sort.replace("-", ""), sign = sort.startsWith("-") ? -1 : 1;
     rows.sort(sort === "newest" ? (a, b) => b.trajectory - a.trajectory : sort === "oldest" ? (a, b) => a.trajectory - b.trajectory : (a, b) => sign * ((a[key] ?? Infinity) - (b[key] ?? Infinity)));
@@ -138,7 +138,7 @@
     }
     merge(found) {
       if (!this.curves || S.report) { this.curves = found; return; }
-      for (const [name, values] of Object.entries(found.updates)) this.curves.updates[name].push(...values);
+      for (const [name, values] of Object.entries(found.updates)) (this.curves.updates[name] = this.curves.updates[name] || []).push(...values);
       this.curves = { ...found, updates: this.curves.updates, waited_for: { ...this.curves.waited_for, ...found.waited_for }, warnings: { ...this.curves.warnings, ...found.warnings } };
     }
     /** Seconds from one moment to another in which a process ran the run: pauses between sessions do not count. */
