@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mixture_cases import KINDS, TASKS, mixture, write_kinds
 from run_cases import assert_verifies, equal, policy, rows, run, story
 
 import stretto
@@ -25,64 +26,13 @@ from stretto.cli import main
 from stretto.environments.given import Given
 from stretto.errors import RecipeError, RunError
 from stretto.observe.progress import Silent
-from stretto.recipe.schema import Recipe, load_recipe
 from stretto.store.verify import exit_code, format_findings, verify
 
-TASKS = """
-[[task]]
-label = "letters"
-share = 0.6
-type = "file"
-path = "prompts.jsonl"
-reward = "our_rewards:{reward}"
-max_tokens = 8
-[[task]]
-label = "guess"
-share = 0.3
-type = "guess"
-turns = 3
-size = 40
-[[task]]
-label = "chain"
-share = 0.1
-type = "countdown-chain"
-size = 12
-"""
 SHARES = {"letters": 0.6, "guess": 0.3, "chain": 0.1}
 TRAINED = (
     "SELECT task, COUNT(DISTINCT group_id) FROM members JOIN trajectories USING (trajectory) "
     "JOIN groups USING (group_id) WHERE use = 0 GROUP BY task"
 )
-
-
-def mixture(model: Path, folder: Path, *overrides: str, reward: str = "letters", tasks: str = TASKS) -> Recipe:
-    """Updates of 4 groups of 4 over three tasks: a reward function, an environment of several turns, a generator."""
-    path = folder / "recipe.toml"
-    path.write_text(
-        f"""
-        seed = 5
-        [model]
-        path = "{model}"
-        lora = {{ rank = 4 }}
-        {tasks.format(reward=reward)}
-        [rollout]
-        prompts = 4
-        group = 4
-        max_tokens = 12
-        stop = ["1", "2", "3"]
-        [training]
-        steps = 6
-        learning_rate = 1e-3
-        [evaluation]
-        prompts = 0
-        [runtime]
-        device = "cpu"
-        engine_threads = 1
-        trainer_threads = 1
-        stall_seconds = 60.0
-        """
-    )
-    return load_recipe(path, overrides)
 
 
 def realised(folder: Path) -> dict[str, float]:
@@ -319,4 +269,19 @@ def test_two_teachers_teach_a_task_each(model: Path, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all({"teacher_kl_0", "teacher_kl_1"} <= line.keys() for line in lines if line["kind"] == "update")
     assert_verifies(tmp_path / "run")
+    assert retrain(tmp_path / "run").difference is None
+
+
+def test_every_kind_of_task_is_mixed_each_with_its_own_processes(model: Path, tmp_path: Path) -> None:
+    write_kinds(tmp_path)
+    run(mixture(model, tmp_path, "training.steps=5", "evaluation.prompts=2", tasks=KINDS), tmp_path / "run")
+    assert "scored 35.00%, played 30.00%, called 20.00%, guess 15.00%" in assert_verifies(tmp_path / "run")
+    turns = rows(
+        tmp_path / "run",
+        "SELECT task, MAX(COALESCE(LENGTH(turns) / 8, 1)) FROM completions JOIN trajectories USING (trajectory) "
+        "JOIN groups USING (group_id) GROUP BY task",
+    )
+    assert dict(turns)["scored"] == 1
+    assert min(dict(turns)["played"], dict(turns)["called"]) > 1
+    assert rows(tmp_path / "run", "SELECT reason FROM failures") == []
     assert retrain(tmp_path / "run").difference is None
