@@ -26,7 +26,10 @@ from stretto.cli import main
 from stretto.environments.given import Given
 from stretto.errors import RecipeError, RunError
 from stretto.observe.progress import Silent
+from stretto.observe.trackers.chosen_metrics import chosen
 from stretto.store.verify import exit_code, format_findings, verify
+from stretto.view.api import Api
+from stretto.view.runs import open_runs
 
 SHARES = {"letters": 0.6, "guess": 0.3, "chain": 0.1}
 TRAINED = (
@@ -285,3 +288,48 @@ def test_every_kind_of_task_is_mixed_each_with_its_own_processes(model: Path, tm
     assert min(dict(turns)["played"], dict(turns)["called"]) > 1
     assert rows(tmp_path / "run", "SELECT reason FROM failures") == []
     assert retrain(tmp_path / "run").difference is None
+
+
+def test_the_page_has_curves_and_a_filter_by_task(model: Path, tmp_path: Path) -> None:
+    run(mixture(model, tmp_path, "evaluation.prompts=2"), tmp_path / "run")
+    api = Api(open_runs([tmp_path / "run"]))
+    try:
+        curves = api.answer("curves", {"run": "0"})
+        assert curves["tasks"] == list(SHARES)
+        assert len(curves["updates"]["task/letters/reward"]) == 6
+        assert set(curves["evaluations"][0]["tasks"]) == set(SHARES)
+        found = api.answer("trajectories", {"run": "0", "task": "guess", "limit": "500"})
+        assert {row["task"] for row in found["rows"]} == {"guess"}
+        assert found["matching"] == len(found["rows"]) == 4 * dict(rows(tmp_path / "run", TRAINED))["guess"]
+        assert api.answer("group", {"run": "0", "id": "0"})["task"] == "letters"
+        with pytest.raises(RunError, match="`task` is `gess`: give one of letters, guess, chain"):
+            api.answer("trajectories", {"run": "0", "task": "gess"})
+    finally:
+        api.close()
+
+
+def test_a_mixture_is_compared_under_paradigms_and_with_other_runs(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixture(model, tmp_path, "training.steps=2")
+    command = ["compare", "recipe.toml", "--out", str(tmp_path / "all"), "--set", "training.steps=2"]
+    assert main([*command, "--paradigms", "synchronous,multi-version"]) == 0
+    run(mixture(model, tmp_path, "training.steps=2", "task.guess.share=0.5"), tmp_path / "other")
+    one = next(path.parent for path in (tmp_path / "all").rglob("journal.sqlite"))
+    compared = str(stretto.compare_runs([one, tmp_path / "other"]))
+    assert "task.guess.share" in compared
+    assert_verifies(one)
+    capsys.readouterr()
+
+
+def test_trackers_get_the_rewards_of_tasks() -> None:
+    line = {
+        "kind": "update",
+        "update": 1,
+        "task/math/reward": 0.5,
+        "task/math/length": 3.0,
+        "trainer_idle_seconds": 0.0,
+    }
+    assert chosen(line, "curated") == {"task/math/reward": 0.5}
+    evaluation = {"kind": "evaluation", "version": 1, "score": 0.1, "task/math/score": 0.2, "task/math/num_scored": 3}
+    assert chosen(evaluation, "curated") == {"score": 0.1, "task/math/score": 0.2}

@@ -457,7 +457,7 @@ def _make_loop(
         resumed.controller,
         engines=run.backend.pool,
         trainer=run.trainer,
-        tasks=run.plays(lambda recipe: replace(driver.sampling, max_tokens=recipe.rollout.max_tokens)),
+        tasks=run.plays(lambda part: _limited(driver.sampling, part.rollout.max_tokens, part)),
         prompts=driver.inputs.prompts,
         decode=driver.decode,
         evaluator=evaluator,
@@ -512,6 +512,11 @@ def _summary(run: _Run, tally: Tally, controller: Controller, *, stopped: bool) 
     }
 
 
+def _limited(sampling: Sampling, max_tokens: int, part: Recipe) -> Sampling:
+    """Returns the sampling of one task, with its own limits."""
+    return replace(sampling, max_tokens=max_tokens, stop_strings=part.rollout.stop)
+
+
 def _evaluator(run: _Run, first_reward: FirstReward) -> Evaluator | None:
     """Makes the evaluator, or returns None if no prompts are held out."""
     driver, recipe, wanted = run.backend.driver, run.recipe, run.recipe.evaluation
@@ -519,12 +524,9 @@ def _evaluator(run: _Run, first_reward: FirstReward) -> Evaluator | None:
         return None
 
     def sampling_of(part: Recipe) -> Sampling:
-        return replace(
-            driver.sampling,
-            temperature=recipe.rollout.temperature if wanted.temperature is None else wanted.temperature,
-            max_tokens=wanted.max_tokens or part.rollout.max_tokens,
-            supports=False,  # evaluation is not trained on
-        )
+        temperature = recipe.rollout.temperature if wanted.temperature is None else wanted.temperature
+        own = _limited(driver.sampling, wanted.max_tokens or part.rollout.max_tokens, part)
+        return replace(own, temperature=temperature, supports=False)  # evaluation is not trained on
 
     return Evaluator(
         driver.inputs.held_out,

@@ -37,6 +37,9 @@ class SharedTaskOptions(Options):
     max_tokens: int | None = Field(
         None, ge=1, description="Most tokens of a completion of this task; default: `rollout.max_tokens`, the bound"
     )
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] | None = Field(
+        None, description="Strings that end a completion, or a turn, of this task; default: `rollout.stop`"
+    )
     order: Literal["shuffled", "pass-rate"] = Field(
         "shuffled",
         description="`shuffled`: every row once an epoch. `pass-rate`: the less a row is solved, the more often",

@@ -308,19 +308,12 @@ class Recipe(Options):
     def parts(self) -> tuple[OneTaskRecipe, ...]:
         """A recipe for each task, as if it had that task alone, with the task's own limits."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
-        return tuple(
-            OneTaskRecipe.model_construct(
-                self.model_fields_set,
-                **values
-                | {
-                    "task": task,
-                    "rollout": self.rollout
-                    if task.max_tokens is None
-                    else self.rollout.model_copy(update={"max_tokens": task.max_tokens}),
-                },
-            )
-            for task in self.tasks
-        )
+        parts = []
+        for task in self.tasks:
+            own = {name: value for name in ("max_tokens", "stop") if (value := getattr(task, name)) is not None}
+            changed = {"task": task, "rollout": self.rollout.model_copy(update=own)}
+            parts.append(OneTaskRecipe.model_construct(self.model_fields_set, **values | changed))
+        return tuple(parts)
 
     @property
     def shares(self) -> dict[str, Share]:

@@ -6,7 +6,7 @@ A recipe has one table `[task]`, or several `[[task]]`, which are told apart by 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stretto.errors import RecipeError
@@ -32,12 +32,6 @@ def remove_key(values: Any, path: Sequence[str]) -> None:
         table.pop(path[-1], None)
 
 
-def of_one_task(path: Sequence[str], tasks: object) -> Path:
-    """Returns a path as it is in a recipe of one task: without the label. `tasks` is the recipe's `task`."""
-    several = isinstance(tasks, list | tuple)
-    return (path[0], *path[2:]) if several and len(path) > 1 and path[0] == "task" else tuple(path)
-
-
 def task_named(tasks: Sequence[Any], parts: Sequence[str], written: str) -> Any:
     """Returns the table of the task that an override names. Raises `RecipeError` if it names none."""
     labels = [str(each.get("label")) for each in tasks if isinstance(each, Mapping) and each.get("label") is not None]
@@ -53,15 +47,3 @@ def task_named(tasks: Sequence[Any], parts: Sequence[str], written: str) -> Any:
         f"{written}: the recipe has several tasks; name one of them, as in "
         f"`task.{labels[0] if labels else 'LABEL'}.{parts[-1]}` (labels: {known})"
     )
-
-
-def flat_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Returns the values of nested tables by their dotted keys, those of several tasks by their labels."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flat_keys(value, f"{prefix}{key}.")
-        elif not prefix and key == "task" and isinstance(value, list | tuple):
-            for place, each in enumerate(value):
-                yield from flat_keys(each, f"task.{each.get('label', place)}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.errors import RecipeError, RunError
-from stretto.recipe.task_tables import flat_keys, of_one_task, table_at
+from stretto.recipe.task_tables import table_at
 from stretto.run.command_hint import command
 from stretto.run.folder_checks import OUT, facts_of, standing
+from stretto.store.recipe_keys import flat_keys, of_one_task
 from stretto.store.schema import JOURNAL_NAME, RESTORE, RunFacts
 from stretto.store.traces import recorded_in
 
@@ -78,6 +79,7 @@ FIXED: Mapping[str, str] = {
     "task.type": _TASK,
     "task.label": "groups are recorded with it",
     "task.max_tokens": _SAMPLED,
+    "task.stop": _SAMPLED,
     "task.order": "the rows that were drawn follow from it",
     "task.pass_reward": "the rows that were drawn follow from it",
     "task.sandbox": "code that passed within its limits may fail within others",
@@ -183,7 +185,7 @@ def refuse_another_recipe(recipe: Recipe, folder: Path, instead: str) -> None:
     if other := _other_tasks(before, recipe, folder):
         raise RunError("\n  ".join(["this is another recipe:", other, instead]))
     changes = _changes(before, recipe)
-    changed = [each.key for each in changes if _row(_of_one_task(each.key, recipe), OF_THE_MACHINE) is None]
+    changed = [each.key for each in changes if _row(of_one_task(each.key, recipe.task), OF_THE_MACHINE) is None]
     if changed:
         raise RunError("\n  ".join(["this is another recipe:", *_lines(recipe, before, folder, changed), instead]))
     _refuse_another_journal(recipe, folder, f"`{folder / 'config.toml'}`")
@@ -198,11 +200,6 @@ def reason_against(key: str) -> str | None:
     if found is None:
         raise KeyError(key)
     return FIXED.get(found)
-
-
-def _of_one_task(key: str, recipe: Recipe) -> str:
-    """Returns a dotted key without the label of one of several tasks."""
-    return ".".join(of_one_task(key.split("."), recipe.task))
 
 
 def _other_tasks(before: Recipe, now: Recipe, folder: Path) -> str:
@@ -302,7 +299,7 @@ def _refused(before: Recipe, now: Recipe, folder: Path, changes: Sequence[Change
         return
 
     def reason(key: str) -> str | None:
-        return reason_against(_of_one_task(key, now))
+        return reason_against(of_one_task(key, now.task))
 
     fixed = [each.key for each in changes if reason(each.key) is not None]
     for key, line in zip(*_causes_and_lines(now, before, folder, fixed), strict=True):
