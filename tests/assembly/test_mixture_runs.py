@@ -302,6 +302,10 @@ def test_the_page_has_curves_and_a_filter_by_task(model: Path, tmp_path: Path) -
         assert {row["task"] for row in found["rows"]} == {"guess"}
         assert found["matching"] == len(found["rows"]) == 4 * dict(rows(tmp_path / "run", TRAINED))["guess"]
         assert api.answer("group", {"run": "0", "id": "0"})["task"] == "letters"
+        answers = api.answer("answers", {"run": "0", "evaluation": "1", "task": "chain"})
+        assert [row["task"] for row in answers["rows"]] == ["chain"] * 2
+        asked = {"run": "0", "evaluation": "1", "index": str(answers["rows"][0]["index"]), "greedy": "0"}
+        assert api.answer("answer", asked)["task"] == "chain"
         with pytest.raises(RunError, match="`task` is `gess`: give one of letters, guess, chain"):
             api.answer("trajectories", {"run": "0", "task": "gess"})
     finally:

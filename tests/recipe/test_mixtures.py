@@ -55,6 +55,7 @@ def test_overrides_name_a_task_by_its_label(tmp_path: Path) -> None:
     path.write_text(RECIPE)
     assert load_recipe(path, ["task.math.share=0.5", "task.chains.turns=5"]).tasks[1].max_turns == 5
     assert load_recipe(tables(), {"task.math.share": 3, "task.chains.share": 1}).shares["math"] == Share(3)
+    assert load_recipe(load_recipe(path), {"task.math.share": 0.2}).shares["math"] == Share(0.2), "of one that was read"
     both_removed = load_recipe(path, ["task.math.share=", "task.chains.share="])
     assert both_removed.shares == {"math": Share(1.0), "chains": Share(1.0)}, "by default all have the same"
 

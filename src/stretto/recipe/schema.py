@@ -176,7 +176,7 @@ class EvaluationSection(Options):
     """Evaluation on held-out prompts, before and after training and optionally in between."""
 
     every: int = Field(0, ge=0, description="Updates between evaluations; 0: only before and after")
-    prompts: int = Field(64, ge=0, le=1_000_000, description="Held-out prompts; 0: never evaluate")
+    prompts: int = Field(64, ge=0, le=1_000_000, description="Held-out prompts of each task; 0: never evaluate")
     temperature: float | None = Field(None, ge=0, description="Sampling temperature; 0: greedy; default: as in rollout")
     greedy: bool = Field(False, description="Also answer every prompt once at temperature 0, for a second score")
     max_tokens: int | None = Field(None, ge=1, description="Most tokens of a completion; default: as in rollout")

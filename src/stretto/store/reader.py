@@ -465,7 +465,7 @@ class JournalReader:
     def evaluations(self) -> list[EvaluationRecord]:
         """Returns every evaluation, in the order in which they ended."""
         rows = self._rows("SELECT version, kind, at, reward, num, seconds, line FROM evaluations ORDER BY id")
-        return [_typed(EvaluationRecord(*row[:-1], _greedy(row[-1]), _task_scores(row[-1]))) for row in rows]
+        return [_typed(EvaluationRecord(*(*row[:-1], _greedy(row[-1]), _task_scores(row[-1])))) for row in rows]
 
     @_decodes
     def notes(self) -> list[tuple[float, str, str]]:

@@ -40,7 +40,8 @@
                    those of a replay buffer. (trajectory, lineage, use) is unique: the file refuses to train one twice
     evaluations    before, during, after, skipped; `reward` is the score at the evaluation's temperature; `line` is what
                    `metrics.jsonl` says of it (JSON), with the greedy score if there is one
-    held_out       the prompts of evaluations, once each: a later phase may ask others, so that one index has several
+    held_out       the prompts of evaluations, once each: a later phase may ask others, so that one index has several;
+                   `task` is the label of its task, NULL if that has none
     answers        what an evaluation's version answered, one row a lineage, with the columns of `completions`; `greedy`
                    is 1 at temperature 0; `reward` is NULL and `error` says why if it could not be scored
     token_values   what the trainer computed for the sampled tokens of a member of a batch, in order: its
@@ -159,7 +160,7 @@ CREATE TABLE evaluations (
     num INTEGER NOT NULL, seconds REAL NOT NULL, line TEXT);
 CREATE TABLE held_out (
     id INTEGER PRIMARY KEY, prompt_index INTEGER NOT NULL, digest TEXT NOT NULL, prompt_text TEXT NOT NULL,
-    prompt_tokens BLOB NOT NULL, row TEXT NOT NULL, UNIQUE (prompt_index, digest));
+    prompt_tokens BLOB NOT NULL, row TEXT NOT NULL, task TEXT, UNIQUE (prompt_index, digest));
 CREATE TABLE answers (
     evaluation INTEGER NOT NULL, prompt_index INTEGER NOT NULL, prompt INTEGER NOT NULL, greedy INTEGER NOT NULL,
     lineage INTEGER NOT NULL, num_lineages INTEGER NOT NULL, reward REAL, error TEXT, num_tokens INTEGER NOT NULL,

@@ -115,6 +115,7 @@ class Api:
             reward=_bounds(parameters, "reward"),
             limit=_integer(parameters, "limit", 100),
             cursor=_integer(parameters, "cursor", 0),
+            task=parameters.get("task", "").strip(),
         )
 
     def _answer(self, parameters: Parameters) -> dict[str, Any]:

@@ -68,15 +68,16 @@ def answer(run: RunSource, evaluation: int, index: int, greedy: bool, pieces: Pi
     """Returns an answer of an evaluation. Raises `RunError` if there is none."""
     with run.reading() as db:
         rows = db.execute(
-            "SELECT e.version, h.prompt_text, h.row, h.prompt_tokens, a.reward, a.error, a.lineage, 1, a.num_sampled, "
-            "a.finish, NULL, NULL, a.turn_numbers, a.turns, a.text, a.context_text, a.context, a.tokens, a.logprobs, "
-            "NULL FROM answers a JOIN held_out h ON h.id = a.prompt JOIN evaluations e ON e.id = a.evaluation "
+            "SELECT e.version, h.prompt_text, h.row, h.task, h.prompt_tokens, a.reward, a.error, a.lineage, 1, "
+            "a.num_sampled, a.finish, NULL, NULL, a.turn_numbers, a.turns, a.text, a.context_text, a.context, "
+            "a.tokens, a.logprobs, NULL FROM answers a JOIN held_out h ON h.id = a.prompt "
+            "JOIN evaluations e ON e.id = a.evaluation "
             "WHERE a.evaluation = ? AND a.prompt_index = ? AND a.greedy = ? ORDER BY a.lineage",
             (evaluation, index, int(greedy)),
         ).fetchall()
     if not rows:
         raise RunError(f"evaluation {evaluation} has no answer to prompt {index}")
-    version, prompt, row, prompt_tokens, reward, error = rows[0][:6]
+    version, prompt, row, task, prompt_tokens, reward, error = rows[0][:7]
     return {
         "evaluation": evaluation,
         "index": index,
@@ -84,11 +85,12 @@ def answer(run: RunSource, evaluation: int, index: int, greedy: bool, pieces: Pi
         "version": version,
         "prompt": prompt,
         "row": row,
+        "task": task,
         "num_prompt_tokens": len(prompt_tokens) // 4,
         "reward": finite(reward),
         "error": error,
         "has_pieces": pieces.path is not None,
-        "lineages": [_lineage(each[6:], version, None, pieces) for each in rows if each[9] is not None],
+        "lineages": [_lineage(each[7:], version, None, pieces) for each in rows if each[10] is not None],
     }
 
 

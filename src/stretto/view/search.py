@@ -228,13 +228,15 @@ def _add_excerpts(run: RunSource, rows: list[dict[str, Any]]) -> None:
 
 
 def answers(run: RunSource, evaluation: int, *, greedy: bool | None, text: str, reward: tuple[float, float] | None,
-            limit: int, cursor: int) -> dict[str, Any]:  # fmt: skip
+            limit: int, cursor: int, task: str = "") -> dict[str, Any]:  # fmt: skip
     """Returns one page of the answers of an evaluation."""
     where, values = "a.evaluation = ? AND a.lineage = 0", list[Any]([evaluation])
     if greedy is not None:
         where, values = f"{where} AND a.greedy = ?", [*values, int(greedy)]
     if reward is not None:
         where, values = f"{where} AND a.reward BETWEEN ? AND ?", [*values, *reward]
+    if task:
+        where, values = f"{where} AND h.task = ?", [*values, task]
     if text:
         where += " AND (a.text LIKE ? ESCAPE '\\' OR h.prompt_text LIKE ? ESCAPE '\\')"
         values += [f"%{_escaped(text)}%"] * 2
@@ -244,11 +246,11 @@ def answers(run: RunSource, evaluation: int, *, greedy: bool | None, text: str, 
         (count,) = db.execute(f"SELECT COUNT(*) {join} WHERE {where}", values).fetchone()
         rows = db.execute(
             "SELECT a.prompt_index, a.greedy, a.reward, a.num_sampled, a.finish, a.error, a.num_lineages, "
-            f"substr(h.prompt_text, -{EXCERPT}), substr(a.text, 1, {EXCERPT}) {join} WHERE {where} "
+            f"substr(h.prompt_text, -{EXCERPT}), substr(a.text, 1, {EXCERPT}), h.task {join} WHERE {where} "
             "ORDER BY a.prompt_index, a.greedy LIMIT ? OFFSET ?",
             (*values, limit, cursor),
         ).fetchall()
-    names = ("index", "greedy", "reward", "length", "finish", "error", "lineages", "prompt", "text")
+    names = ("index", "greedy", "reward", "length", "finish", "error", "lineages", "prompt", "text", "task")
     return {
         "rows": [dict(zip(names, row, strict=True)) for row in rows],
         "matching": count,

@@ -79,7 +79,7 @@
   };
   S.reportAnswers = function (run, p) {
     const wanted = (p.text || "").toLowerCase();
-    const rows = run.answers.filter((each) => each.evaluation === Number(p.evaluation) && between(each.reward, p.reward) &&
+    const rows = run.answers.filter((each) => each.evaluation === Number(p.evaluation) && between(each.reward, p.reward) && (!p.task || each.task === p.task) &&
       (!wanted || `${each.prompt}\n${each.lineages[0] ? each.lineages[0].text : ""}`.toLowerCase().includes(wanted)))
       .map((each) => ({ ...each, greedy: each.greedy ? 1 : 0, length: each.lineages.reduce((sum, one) => sum + one.num_sampled, 0), finish: each.lineages[0] ? each.lineages[0].finish : null, text: each.lineages[0] ? each.lineages[0].text.slice(0, 160) : "", prompt: each.prompt.slice(-160), lineages: each.lineages.length }));
     return { rows, matching: rows.length, cursor: null };

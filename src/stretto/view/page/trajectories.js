@@ -24,16 +24,17 @@
       const options = (name, choices) => S.h("select", { name, on: { change: () => this.submit() } }, choices.map(([value, label]) => S.h("option", { value, selected: (p[name] || "") === value }, label)));
       const source = field("look at", options("evaluation", [["", "training"], ...made.map((each) => [String(each.id), `evaluation of version ${each.version}${each.score === null ? "" : ` (${S.number(each.score)})`}`])]), true);
       const search = field("text of prompt or completion", S.h("input", { type: "search", name: "text", value: p.text || "", placeholder: "press / to search", spellcheck: false }), true);
+      const byTask = (this.run.curves.tasks || []).length > 1 ? field("task", options("task", [["", "any"], ...this.run.curves.tasks.map((each) => [each, each])])) : null;
       const training = this.source ? [] : [
         ...["update", "reward", "length", "age", "version", "group"].map((name) => field(name, text(name))),
         field("finish", options("finish", [["", "any"], ["stop", "stopped"], ["length", "cut at the limit"]])),
         field("state", options("state", [["", "any"], ..."running scoring scored training trained failed filtered dropped waiting".split(" ").map((each) => [each, each])])),
-        (this.run.curves.tasks || []).length > 1 ? field("task", options("task", [["", "any"], ...this.run.curves.tasks.map((each) => [each, each])])) : null,
+        byTask,
         field("calls the tool", text("tool")),
         field("attempts", options("failed", [["", "any"], ["1", "one failed"]])),
         field("order", options("sort", [["", "newest first"], ["oldest", "oldest first"], ["-reward", "best reward"], ["reward", "worst reward"], ["-length", "longest"], ["length", "shortest"], ["-age", "oldest data"]])),
       ];
-      const ending = this.source ? [field("reward", text("reward"))] : [];
+      const ending = this.source ? [field("reward", text("reward")), byTask] : [];
       S.fill(this.form, source, search, training, ending, S.h("div", { class: "row wide" }, S.h("button", { class: "primary" }, "Search"), S.h("button", { type: "button", class: "quiet", on: { click: () => S.go("trajectories", { evaluation: this.source || null }, true) } }, "Clear")));
     }
     submit() {
@@ -46,7 +47,7 @@
     }
     async search(cursor = 0, rows = []) {
       const mine = (this.generation += 1), { run } = this, limit = 100;
-      const query = this.source ? { run: run.place, evaluation: this.source, text: this.parameters.text, reward: this.parameters.reward, limit } : { run: run.place, limit, ...Object.fromEntries(NAMES.map((name) => [name, this.parameters[name]])) };
+      const query = this.source ? { run: run.place, evaluation: this.source, text: this.parameters.text, reward: this.parameters.reward, task: this.parameters.task, limit } : { run: run.place, limit, ...Object.fromEntries(NAMES.map((name) => [name, this.parameters[name]])) };
       if (!cursor) this.table(rows, true);
       const first = rows.length;
       try {
