@@ -337,3 +337,30 @@ def test_trackers_get_the_rewards_of_tasks() -> None:
     assert chosen(line, "curated") == {"task/math/reward": 0.5}
     evaluation = {"kind": "evaluation", "version": 1, "score": 0.1, "task/math/score": 0.2, "task/math/num_scored": 3}
     assert chosen(evaluation, "curated") == {"score": 0.1, "task/math/score": 0.2}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ('rollout.paradigm="drop"', "rollout.staleness=1", "rollout.in_flight=8"),
+        ("rollout.redundancy={groups=6, members=5}",),
+        ('rollout.paradigm="one-step-off"', "rollout.redundancy={groups=6}"),
+        ('rollout.paradigm="partial"',),
+        ("training.replay={ratio=0.5}",),
+    ],
+    ids=lambda options: options[0],
+)
+def test_shares_hold_where_groups_are_dropped_or_used_again(
+    model: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    class Stops(Silent):
+        def updated(self, line: Mapping[str, Any]) -> None:
+            if line["update"] == 5:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    made = mixture(model, tmp_path, *options, "training.steps=20", "task.guess.wait_seconds=0.01")
+    assert run(made, tmp_path / "run", observer=Stops())["stopped"]
+    assert_verifies(tmp_path / "run")
+    run(made, tmp_path / "run", resume=True)
+    text = assert_verifies(tmp_path / "run")
+    assert worst(tmp_path / "run") < 0.04, text
