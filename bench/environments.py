@@ -54,6 +54,7 @@ from stretto.observe.progress import Silent
 from stretto.run import rollout_runner
 from stretto.run.evaluation import Evaluator
 from stretto.run.loop import Loop, Settings
+from stretto.run.task_play import TaskPlay
 from stretto.store.journal import Journal
 from stretto.store.schema import RunFacts
 from stretto.store.verify import exit_code, verify
@@ -201,13 +202,13 @@ async def run(setting: Setting, folder: Path, workers: int = 0) -> list[Mark]:
         journal.begin(facts, at=time.time())
         weights = {0: trainer.weights(0)}
         journal.version_published(0, weights[0].checksum, at=time.time())
+        play = TaskPlay(world, sampling, max_turns=setting.turns + 1, episode_s=600.0)
         loop = Loop(
-            Controller(plan), engines={0: engine}, trainer=role, environment=world, prompts=prompts, decode=decode,
-            evaluator=Evaluator(prompts, 1, environment=world, sampling=sampling, seed=0, journal=journal),
+            Controller(plan), engines={0: engine}, trainer=role, tasks=play, prompts=prompts, decode=decode,
+            evaluator=Evaluator(prompts, 1, tasks=TaskPlay(world, sampling), seed=0, journal=journal),
             journal=journal, tally=Tally(rows=plan.rows, sink=JsonLines(folder / "metrics.jsonl")), observer=observer,
             settings=Settings(
-                seed=0, sampling=sampling, stall_s=600.0, reward_s=0.0, episode_s=600.0, instance_s=600.0,
-                vocabulary=100, max_turns=setting.turns + 1,
+                seed=0, stall_s=600.0, reward_s=0.0, instance_s=600.0, vocabulary=100,
             ),
             weights=weights, rollouts={},
         )  # fmt: skip

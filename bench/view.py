@@ -98,9 +98,9 @@ def _write_update(db: sqlite3.Connection, rng: Any, update: int, batch: int, ins
     prompt = np.arange(48, dtype="<i4").tobytes()
     version = max(0, update - 1)
     db.executemany(
-        "INSERT INTO groups VALUES (?, 0, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'shuffled', NULL)",
+        "INSERT INTO groups VALUES (?, 0, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'shuffled', NULL, NULL, ?, NULL)",
         [
-            (g, g, g, version, version + STALENESS, STALENESS, f"{PROMPT}{g}?", prompt, '{"answer": "5050"}', start)
+            (g, g, g, version, version + STALENESS, STALENESS, f"{PROMPT}{g}?", prompt, '{"answer": "5050"}', start, g)
             for g in ids
         ],
     )

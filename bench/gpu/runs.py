@@ -33,6 +33,7 @@ from stretto.models.lora_options import LoraOptions
 from stretto.observe.metrics import JsonLines, Tally
 from stretto.observe.progress import Silent
 from stretto.run.loop import Loop, Settings
+from stretto.run.task_play import TaskPlay
 from stretto.store.journal import Journal
 from stretto.store.schema import RunFacts
 from stretto.training.options import TrainingOptions
@@ -69,7 +70,7 @@ class SyntheticPrompts:
     def __init__(self, size: str, length: int, seed: int) -> None:
         self._vocabulary, self._length, self._seed = SHAPES[size].vocab_size, length, seed
 
-    def prompt(self, index: int, row_number: int | None = None) -> Prompt:
+    def prompt(self, index: int, row_number: int | None = None, task: str | None = None) -> Prompt:
         drawn = np.random.default_rng([self._seed, index]).integers(0, self._vocabulary, self._length)
         return Prompt(index, "", tuple(drawn.tolist()), {})
 
@@ -82,7 +83,7 @@ class SyntheticPrompts:
     def draw(self, index: int) -> Drawn:
         return Drawn(self.row_number(index), self.epoch(index))
 
-    def scored(self, row_number: int, reward: float) -> None:
+    def scored(self, row_number: int, reward: float, task: str | None = None) -> None:
         """Rewards are coins: they change nothing."""
 
     def settle(self, update: int) -> None:
@@ -260,14 +261,14 @@ async def run(work: Work, engine: NativeEngine, trainer: LocalTrainer, folder: P
                 Controller(plan),
                 engines={0: seam},  # type: ignore[dict-item]
                 trainer=role,
-                environment=Coin(),
+                tasks=TaskPlay(Coin(), sampling),
                 prompts=SyntheticPrompts(work.size, work.prompt, work.seed),  # type: ignore[arg-type]
                 decode=lambda tokens: "",
                 evaluator=None,
                 journal=journal,
                 tally=tally,
                 observer=marks,
-                settings=Settings(seed=work.seed, sampling=sampling, stall_s=600.0),
+                settings=Settings(seed=work.seed, stall_s=600.0),
                 weights=weights,
                 rollouts={},
             )

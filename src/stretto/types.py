@@ -34,6 +34,7 @@ class Prompt:
     text: str  # after the chat template, where there is one
     tokens: tuple[int, ...]
     row: Mapping[str, Any]  # the task's own columns, handed to the reward function
+    task: str | None = None  # its label, if it has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +268,7 @@ class Sample:
     lineage: int = 0
     turn_numbers: tuple[int, ...] | None = None  # as in `Lineage`
     reward_parts: tuple[RewardPart, ...] | None = None  # if `reward` is the weighted sum of several
+    task: str | None = None  # the label of its task, if that has one
 
     @property
     def oldest_version(self) -> int:
@@ -400,6 +402,14 @@ class HeldOutAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskScore:
+    """The score of the held-out prompts of one task, as in an `EvaluationResult`."""
+
+    sampled: HeldOutScore
+    greedy: HeldOutScore | None = None  # None: not asked for
+
+
+@dataclass(frozen=True, slots=True)
 class EvaluationResult:
     """The result of one evaluation, with the version that was evaluated.
 
@@ -417,3 +427,4 @@ class EvaluationResult:
     seconds: float
     greedy: HeldOutScore | None = None  # of the answers at temperature 0; None: not asked for
     rewards: Mapping[str, float] | None = None  # mean of each part of `score`; None: the task has one reward
+    tasks: Mapping[str, TaskScore] = field(default_factory=dict)  # of each task that has a label

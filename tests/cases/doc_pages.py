@@ -73,9 +73,17 @@ def save(block: Block, folder: Path) -> Path:
     return path
 
 
+_LABELLED = ("task.LABEL.", "task.chain.", "task.guess.")
+
+
 def is_recipe_key(key: str) -> bool:
-    """True for a key of a recipe, a table, and a key of a table without a schema, such as `task.config.size`."""
+    """True for a key of a recipe, a table, and a key of a table without a schema, such as `task.config.size`.
+
+    So is that of one of several tasks, if its label is `LABEL` or one of the shipped mixture.
+    """
     free = ("task.config.", "task.columns.", "task.template.", "algorithm.options.")
+    if key.startswith(_LABELLED):
+        key = "task." + key.split(".", 2)[2]
     return key in _KEYS or any(name.startswith(f"{key}.") for name in _KEYS) or key.startswith(free)
 
 

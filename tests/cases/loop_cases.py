@@ -31,6 +31,7 @@ from stretto.observe.progress import Silent
 from stretto.run.evaluation import Evaluator
 from stretto.run.loop import Loop, Settings
 from stretto.run.rollout import Rollout, RolloutState
+from stretto.run.task_play import TaskPlay
 from stretto.store.journal import Journal
 from stretto.store.resume_point import progress_of
 from stretto.store.schema import RunFacts
@@ -227,13 +228,20 @@ class Bench:
             totals = Totals() if progress is None else Totals.from_json(progress.totals, progress.lines)
             self.tally = Tally(rows=plan.rows, sink=JsonLines(self.folder / "metrics.jsonl"), totals=totals)
             evaluator = Evaluator(
-                prompts, 4, environment=InProcess(), sampling=sampling, seed=0, journal=journal, greedy=self.greedy
+                prompts, 4, tasks=TaskPlay(InProcess(), sampling), seed=0, journal=journal, greedy=self.greedy
             )
             self.loop = CheckedLoop(
                 controller,
                 engines=dict(enumerate(self.engines)) if pool is None else pool,
                 trainer=role,
-                environment=self.environment,
+                tasks=TaskPlay(
+                    self.environment,
+                    sampling,
+                    max_turns=self.max_turns,
+                    max_lineages=self.max_lineages,
+                    max_context=self.max_context,
+                    episode_s=self.stall_s + self.reward_s,
+                ),
                 prompts=prompts,
                 decode=lambda tokens: " ".join(map(str, tokens)),
                 evaluator=evaluator,
@@ -242,17 +250,12 @@ class Bench:
                 observer=self.watcher,
                 settings=Settings(
                     seed=0,
-                    sampling=sampling,
                     stall_s=self.stall_s,
                     reward_s=self.reward_s,
-                    episode_s=self.stall_s + self.reward_s,
                     instance_s=self.instance_s,
                     replacements=self.replacements,
                     rebalance_s=self.rebalance_s,
                     vocabulary=100,
-                    max_turns=self.max_turns,
-                    max_lineages=self.max_lineages,
-                    max_context=self.max_context,
                 ),
                 weights=weights or {},
                 rollouts={id: _anew(rollout) for id, rollout in self.rollouts.items()},

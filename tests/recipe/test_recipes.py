@@ -27,6 +27,7 @@ SMALL = (
 FROM_FILES = {"agent"}  # whose task has as many rows as its file
 PUNISHED = {"dapo": ("algorithm.length.cache=3",)}  # of completions of six tokens
 TAUGHT = {"distill": ('algorithm.teachers=[{path = "tiny"}]',)}  # by itself, instead of another run's policy
+MIXED = {"mixture": ("task.chain.size=64", "task.guess.size=64", "task.guess.max_tokens=")}
 PLACED = {"ray": ("runtime.address=local",)}  # not on whatever cluster this machine has
 FILTERED = {"dapo": ("rollout.filter_limit=1",)}  # an untrained policy earns nothing, so every group would be filtered
 
@@ -42,9 +43,9 @@ def test_a_recipe_on_the_tiny_model_makes_an_update(
     path: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))  # made once for all of them
-    small = [change for change in SMALL if path.stem not in FROM_FILES or not change.startswith("task.size")]
+    small = [change for change in SMALL if path.stem not in {*FROM_FILES, *MIXED} or not change.startswith("task.size")]
     changes = (*small, *PUNISHED.get(path.stem, ()), *FILTERED.get(path.stem, ()), *PLACED.get(path.stem, ()))
-    changes += TAUGHT.get(path.stem, ())
+    changes += (*TAUGHT.get(path.stem, ()), *MIXED.get(path.stem, ()))
     recipe = load_recipe(path, changes)
     summary = run(recipe, tmp_path / "run")
     assert summary["steps"] == 1

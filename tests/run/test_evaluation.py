@@ -23,6 +23,7 @@ from stretto.errors import (
 )
 from stretto.run.evaluation import PRIORITY, Evaluator
 from stretto.run.first_reward import FirstReward
+from stretto.run.task_play import TaskPlay
 from stretto.store.journal import Journal, JournalReader
 from stretto.store.schema import RunFacts, opened_readonly
 from stretto.types import Completion, EvaluationResult, HeldOutAnswer, HeldOutScore, Prompt, Request, Sampling
@@ -90,8 +91,10 @@ def evaluate(
     engine: Any = Answers(trouble, checksum)
     with Journal.open(folder / f"{version}.sqlite") as journal:
         journal.begin(RunFacts("synchronous", 0, False, 1, 1, 1, 0, 9, 0), at=1.0)
-        options = {"environment": Scores(), **options}
-        evaluator = Evaluator(prompts, 4, sampling=Sampling(max_tokens=16), seed=5, journal=journal, **options)
+        environment = options.pop("environment", Scores())
+        limits = {name: options.pop(name) for name in ("max_turns", "episode_s") if name in options}
+        play = TaskPlay(environment, Sampling(max_tokens=16), **limits)
+        evaluator = Evaluator(prompts, 4, tasks=play, seed=5, journal=journal, **options)
         result = asyncio.run(evaluator.evaluate(engine, version, "during", "sum"))
         evaluator.record(result, asdict(result))
     with JournalReader(folder / f"{version}.sqlite") as reader:
@@ -356,7 +359,7 @@ def test_an_evaluation_ends_early_if_no_reward_ever_returns_and_leaves_no_episod
 
     async def run(first_reward: FirstReward, journal: Journal) -> None:
         evaluator = Evaluator(
-            prompts, 32, sampling=Sampling(max_tokens=16), seed=5, journal=journal, environment=Hangs(),
+            prompts, 32, tasks=TaskPlay(Hangs(), Sampling(max_tokens=16)), seed=5, journal=journal,
             first_reward=first_reward,
         )  # fmt: skip
         engine: Any = Answers(lambda request: None, "sum")

@@ -37,6 +37,7 @@ from stretto.run.rollout import Placement, Rollout, RolloutState
 from stretto.run.rollout_runner import Rollouts
 from stretto.run.seeds import turn_seed
 from stretto.run.settings import Settings
+from stretto.run.task_play import TaskPlay
 from stretto.run.turns import Turn
 from stretto.run.version_loader import VersionLoader
 from stretto.training.fake import FakeTrainer
@@ -152,9 +153,9 @@ def rollouts(
         {rollout.id: rollout},
         instances=instances,
         version_loader=VersionLoader(instances, journal=recorder, post=events.append),  # type: ignore[arg-type]
-        environment=environment or Environment(outcome),
+        tasks=TaskPlay(environment or Environment(outcome), Sampling(8), max_turns=max_turns),
         decode=lambda tokens: "text",
-        settings=Settings(seed=0, sampling=Sampling(8), stall_s=5.0, max_turns=max_turns),
+        settings=Settings(seed=0, stall_s=5.0),
         pinned=pinned,
         journal=recorder,  # type: ignore[arg-type]
         tally=recorder,  # type: ignore[arg-type]

@@ -35,12 +35,12 @@ def said(question):
 
 def test_rows_of_both_kinds_are_counted_and_told_of(tmp_path):
     mixed, recipe = inputs_of(tmp_path, [{"prompt": "a"}, {"messages": said("b")}, {"prompt": "c"}] * 6)
-    assert mixed.form == "6 made by the chat template and 12 raw text"
+    assert mixed.tasks[0].form == "6 made by the chat template and 12 raw text"
     assert not mixed.templated
     assert "two forms; give all rows `messages`, or set `task.system`" in " ".join(mixed.notes(recipe))
     for records, form in (([{"prompt": "a"}], "raw text"), ([{"messages": said("b")}], "made by the chat template")):
         alike, recipe = inputs_of(tmp_path, records * 16)
-        assert (alike.form, list(alike.notes(recipe))) == (form, [])
+        assert (alike.tasks[0].form, list(alike.notes(recipe))) == (form, [])
 
 
 def test_a_role_that_is_no_role_is_refused_with_its_line(tmp_path):

@@ -212,7 +212,8 @@ DAMAGES = {
     "2 a batch of another size": (["UPDATE run SET value = '3' WHERE key = 'batch'"], "not 3"),
     "2 a group of another size": (
         [
-            "INSERT INTO groups SELECT 8, 1, 8, row_number, version, deadline, staleness, '', x'', '{}', 1, '', NULL "
+            "INSERT INTO groups SELECT 8, 1, 8, row_number, version, deadline, staleness, '', x'', '{}', 1, '', NULL, "
+            "NULL, 8, NULL "
             "FROM groups WHERE group_id = 7"
         ],
         "group 8",

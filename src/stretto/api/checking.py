@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.api.event_loops import call_apart
-from stretto.environments.given import Given
-from stretto.environments.python_rewards import Rewards
+from stretto.environments.given import Given, GivenRewards, GivenRows
 from stretto.recipe.overrides import Overrides
 
 if TYPE_CHECKING:
@@ -20,9 +19,9 @@ def check(
     recipe: str | Path | Mapping[str, Any] | Recipe,
     overrides: Overrides | None = None,
     *,
-    reward: Rewards | None = None,
-    data: Iterable[Mapping[str, Any]] | None = None,
-    evaluation_data: Iterable[Mapping[str, Any]] | None = None,
+    reward: GivenRewards | None = None,
+    data: GivenRows | Mapping[str, GivenRows] | None = None,
+    evaluation_data: GivenRows | Mapping[str, GivenRows] | None = None,
     environment: Any = None,
 ) -> CheckReport:
     """Does everything that `train` does before it builds a model, with the same arguments, and reports what it found.
@@ -34,8 +33,8 @@ def check(
     from stretto.recipe.shipped_recipes import refuse_missing_files
 
     given = Given.of(reward=reward, environment=environment, data=data, evaluation_data=evaluation_data)
-    made = load_recipe(recipe, overrides or (), change_task=given.in_task if given.names else None)
-    refuse_missing_files(recipe, made.task, given.names)
+    made = load_recipe(recipe, overrides or (), change_task=None if given.is_nothing else given.in_recipe)
+    refuse_missing_files(recipe, *made.tasks, given=given.names)
 
     from stretto.assembly.check import check as checked
 

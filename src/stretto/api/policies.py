@@ -80,7 +80,8 @@ class TrainedPolicy:
             if not isinstance(prompt, str):
                 raise RunError("this policy was trained on raw text, through no chat template: give a text")
             return prompt, True
-        system = getattr(self.recipe.task, "system", None)
+        systems = {getattr(task, "system", None) for task in self.recipe.tasks}
+        system = systems.pop() if len(systems) == 1 else None  # tasks that differ have no common one
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
         if system is not None and (not messages or messages[0]["role"] != "system"):
             messages = [{"role": "system", "content": system}, *messages]

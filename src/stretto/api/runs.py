@@ -171,13 +171,15 @@ class Run:
         min_reward: float | None = None,
         max_reward: float | None = None,
         text: str | None = None,
+        task: str | None = None,
         limit: int | None = None,
     ) -> Table:
         """Returns samples that were trained on, in the order of training, with prompts, texts and rewards.
 
         `update` chooses one update; a negative number counts from the last. `text` is contained in the prompt or the
-        text. `limit` is the most rows. A trajectory of several lineages has a row for each. If the task has several
-        rewards, each has a column `reward/NAME`, without its weight; None: it does not apply.
+        text. `task` is the label of a task. `limit` is the most rows. A trajectory of several lineages has a row for
+        each. If the task has several rewards, each has a column `reward/NAME`, without its weight; None: it does not
+        apply.
         """
         from stretto.store.reader import JournalReader
 
@@ -185,6 +187,10 @@ class Run:
         names: dict[str, None] = {}  # the columns of several rewards
         with JournalReader(self._folder) as reader, reader.moment():
             taken = [record.update for record in reader.updates()]
+            known = [record.label for record in reader.tasks()] if task is not None else []
+            if task is not None and task not in known:
+                has = f"its tasks are {', '.join(map(repr, known))}" if known else "its task has no label"
+                raise RunError(f"`task = {task!r}` is no task of `{self._folder}`: {has}")
             for number in self._chosen(update, taken):
                 for record in reader.samples(number):
                     if limit is not None and len(rows) >= limit:
@@ -194,12 +200,14 @@ class Run:
                     found = text is None or any(
                         text in part for part in (record.prompt, record.text, record.context or "")
                     )
-                    if lowest and highest and found:
+                    if lowest and highest and found and task in (None, record.task):
                         parts = {f"reward/{name}": value for name, value in record.rewards.items()}
                         names |= dict.fromkeys(parts)
                         rows.append({"update": number, **asdict(record), **parts})
         place = SAMPLE_COLUMNS.index("reward") + 1
-        shown = (*SAMPLE_COLUMNS[:place], *names, *SAMPLE_COLUMNS[place:])
+        columns = (*SAMPLE_COLUMNS[:place], *names, *SAMPLE_COLUMNS[place:])
+        labelled = any(row["task"] is not None for row in rows)
+        shown = ("update", "task", *columns[1:]) if labelled else columns
         return Table(rows, shown=shown, title=f"samples of {self.name}")
 
     def _chosen(self, update: int | None, taken: Sequence[int]) -> Sequence[int]:

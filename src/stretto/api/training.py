@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.api.event_loops import call_apart
 from stretto.api.runs import Run
-from stretto.environments.given import Given
-from stretto.environments.python_rewards import Rewards
+from stretto.environments.given import Given, GivenRewards, GivenRows
 from stretto.errors import RecipeError, RunError
 from stretto.observe.listeners import Listeners
 from stretto.recipe.overrides import Overrides
@@ -30,9 +29,9 @@ def train(
     *,
     out: str | Path | None = None,
     resume: bool = False,
-    reward: Rewards | None = None,
-    data: Iterable[Mapping[str, Any]] | None = None,
-    evaluation_data: Iterable[Mapping[str, Any]] | None = None,
+    reward: GivenRewards | None = None,
+    data: GivenRows | Mapping[str, GivenRows] | None = None,
+    evaluation_data: GivenRows | Mapping[str, GivenRows] | None = None,
     environment: Any = None,
     callbacks: Iterable[object] = (),
     progress: bool | Observer = True,
@@ -48,6 +47,7 @@ def train(
     - `data`: the rows, each a mapping with `prompt` or `messages`; `evaluation_data`: rows to evaluate on, by default
       split from `data`. With `data` and `reward` the recipe needs no `[task]`.
     - `environment`: a class or an object that plays episodes, instead of `reward`.
+    - With several tasks these four are given by label: `reward={"math": exact}`.
     - `callbacks`: functions that get each update's line, or objects with methods of `Callback`.
     - `progress`: False prints no progress. Warnings go to the logger `stretto` in any case.
     - `give_up`: trajectories that a resumed run fails instead of training on them.
@@ -75,9 +75,11 @@ def train(
         given = given.as_recorded(recorded_task(folder))
     written = current_recipe(folder) if recipe is None else recipe
     source = str(folder / "config.toml") if recipe is None else None
-    made = load_recipe(written, overrides or (), change_task=given.in_task if given.names else None, source=source)
+    made = load_recipe(
+        written, overrides or (), change_task=None if given.is_nothing else given.in_recipe, source=source
+    )
     if not resume:
-        refuse_missing_files(recipe, made.task, given.names)
+        refuse_missing_files(recipe, *made.tasks, given=given.names)
     if resume:
         accepted_changes(made, folder)
     handle = RunHandle(folder)
@@ -109,13 +111,15 @@ def train(
     return run
 
 
-def recorded_task(folder: Path) -> Mapping[str, Any]:
-    """Returns the table `[task]` that a run was started with; empty if it cannot be read, which is refused later."""
+def recorded_task(folder: Path) -> Any:
+    """Returns the table `[task]`, or the tables `[[task]]`, that a run was started with.
+
+    Empty if that cannot be read, which is refused later.
+    """
     try:
-        task: Mapping[str, Any] = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")).get("task", {})
+        return tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")).get("task", {})
     except (OSError, ValueError):
         return {}
-    return task
 
 
 def _named(recipe: str | Path | Mapping[str, Any] | Recipe | None) -> Path:

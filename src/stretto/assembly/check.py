@@ -7,15 +7,16 @@ from typing import Any
 
 import tomli_w
 
-from stretto.environments.given import NOTHING_GIVEN, Given
+from stretto.environments.given import NOTHING_GIVEN, Given, of_task
 from stretto.models.loading import load_config, load_tokenizer
 from stretto.models.stop_tokens import stop_tokens
 from stretto.models.tiny import WarmStart, tiny_config, tiny_tokenizer
 from stretto.observe.trackers.catalogue import check_trackers
-from stretto.recipe.checks import with_effect
+from stretto.recipe.checks import without_effect
 from stretto.recipe.schema import Recipe
+from stretto.recipe.task_tables import remove_key
 from stretto.setup.device import choose_device, resolved
-from stretto.setup.inputs import check_objective, check_scoring, load_inputs, prompt_tokenizer
+from stretto.setup.inputs import TaskInputs, check_objective, check_scoring, load_inputs, prompt_tokenizer
 from stretto.setup.memory_report import describe_memory
 from stretto.setup.memory_sizes import context_length
 from stretto.setup.micro_batch_size import describe_micro_tokens, with_micro_tokens
@@ -53,22 +54,22 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN) -> CheckReport:
     trackers = check_trackers(recipe.observe)
     tiny = recipe.model.path == "tiny"
     config = tiny_config() if tiny else load_config(recipe.model.path)
-    tokenizer = prompt_tokenizer(recipe, tiny_tokenizer() if tiny else load_tokenizer(recipe.model.path))
-    inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=recipe.model.path, given=given)
+    of_model = tiny_tokenizer() if tiny else load_tokenizer(recipe.model.path)
+    tokenizer = prompt_tokenizer(recipe, of_model)
+    inputs = load_inputs(recipe, of_model, context=context_length(config), model_path=recipe.model.path, given=given)
     stops = (tokenizer.eos_token_id,) if tiny else stop_tokens(recipe.model.path, config, tokenizer)
     of_warm_start = check_demonstrations(recipe, tokenizer, config, stops)
     of_teachers = check_teachers(recipe, tokenizer, inputs.longest_prompt, templated=inputs.templated)
-    scored = check_scoring(recipe, inputs.task, tokenizer)
+    scored = []
+    for own in inputs.tasks:
+        with of_task(own.label if len(inputs.tasks) > 1 else None):
+            scored.append(check_scoring(own.recipe, own.task, own.tokenizer))
     asked, device = recipe, choose_device(recipe.runtime.device)
     recipe = with_micro_tokens(recipe, config, inputs.longest_prompt, device)
     memory = describe_memory(recipe, inputs.longest_prompt)
-    prompts = (
-        f"{inputs.task.name}: {inputs.prompts.num_rows:,} prompts of up to {inputs.longest_prompt} tokens, "
-        f"{0 if inputs.held_out is None else inputs.held_out.num_rows:,} held out, "
-        f"{inputs.form}, {scored}"
-    )
+    tasks = [_described(own, phrase, recipe) for own, phrase in zip(inputs.tasks, scored, strict=True)]
     notes = (
-        prompts,
+        *tasks,
         *inputs.notes(recipe),
         *of_warm_start,
         *of_teachers,
@@ -76,6 +77,20 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN) -> CheckReport:
         *trackers,
     )
     return CheckReport(recipe, effective(recipe), notes, memory)
+
+
+def _described(own: TaskInputs, scored: str, recipe: Recipe) -> str:
+    """Returns a sentence on one task."""
+    held_out = own.held_out
+    longest = max(own.prompts.longest_checked, 0 if held_out is None else held_out.longest_checked)
+    name = own.task.name
+    if len(recipe.tasks) > 1:
+        share = (own.recipe.task.share or 1.0) / sum(task.share or 1.0 for task in recipe.tasks)
+        name = f"task `{own.label}`, {share:.4g} of the groups, up to {own.recipe.rollout.max_tokens} tokens: {name}"
+    return (
+        f"{name}: {own.prompts.num_rows:,} prompts of up to {longest} tokens, "
+        f"{0 if held_out is None else held_out.num_rows:,} held out, {own.form}, {scored}"
+    )
 
 
 def effective(recipe: Recipe) -> str:
@@ -89,8 +104,13 @@ def effective(recipe: Recipe) -> str:
     values["rollout"] |= {"rows": plan.rows, "in_flight": plan.in_flight}
     if plan.filter_limit:
         values["rollout"]["filter_limit"] = plan.filter_limit
-    if recipe.task.order == "pass-rate" and recipe.task.pass_reward is None:
-        values["task"]["pass_reward"] = 1.0
+    several = isinstance(recipe.task, tuple)
+    tables = values["task"] if several else [values["task"]]
+    for task, table in zip(recipe.tasks, tables, strict=True):
+        if task.order == "pass-rate" and task.pass_reward is None:
+            table["pass_reward"] = 1.0
+        if several and task.share is None:
+            table["share"] = 1.0
     if lora is not None:
         values["model"]["lora"]["alpha"] = lora.effective_alpha
     if recipe.model.path == "tiny" and not has_demonstrations(recipe):
@@ -107,7 +127,9 @@ def effective(recipe: Recipe) -> str:
         "trainer_threads": threads.trainer,
         "slots": recipe.num_slots,
     }
-    text = tomli_w.dumps(_without_none(with_effect(recipe, values)))
+    for path in without_effect(recipe):
+        remove_key(values, path)
+    text = tomli_w.dumps(_without_none({name: value for name, value in values.items() if value != {}}))
     return text.replace("targets = []\n", f"targets = []  # {ALL_TARGETS}\n")
 
 

@@ -15,19 +15,27 @@ from stretto.environments.data_options import RowsOptions
 from stretto.errors import RunError
 from stretto.recipe.schema import Recipe
 from stretto.setup.factories import DriverInputs
-from stretto.setup.inputs import asked_template
+from stretto.setup.inputs import TaskInputs
 from stretto.store.reader import JournalReader
 from stretto.store.traces import recorded_in
 
 
-def data_record(recipe: Recipe, driver: DriverInputs) -> dict[str, Any]:
+def data_record(driver: DriverInputs) -> dict[str, Any]:
     """Returns what the journal records."""
-    data = driver.inputs.task.data
+    tasks = driver.inputs.tasks
     return {
-        "train": dict(data.train),
-        "evaluation": dict(data.evaluation),
-        "chat_template": asked_template(recipe, driver.tokenizer),
+        "train": {_source(own, name): digest for own in tasks for name, digest in own.task.data.train.items()},
+        "evaluation": {
+            _source(own, name): digest for own in tasks for name, digest in own.task.data.evaluation.items()
+        },
+        "chat_template": driver.inputs.chat_template,
+        "chat_templates": {own.label: own.tokenizer.chat_template for own in tasks if own.label is not None},
     }
+
+
+def _source(own: TaskInputs, name: str) -> str:
+    """Returns the name of a source of rows; that of one of several tasks has its label."""
+    return name if own.label is None else f"task `{own.label}`: {name}"
 
 
 def recorded_template(run: Path) -> Template | None:
@@ -37,12 +45,14 @@ def recorded_template(run: Path) -> Template | None:
     return template
 
 
-def recorded_limit(run: Path) -> int | None:
-    """Returns the tokens beyond which a run drops or cuts prompts; None: it does not, or has not begun."""
+def recorded_limits(run: Path) -> dict[str | None, int]:
+    """Returns the tokens beyond which a run drops or cuts prompts, by the label of the task, if it does."""
     if not recorded_in(run).begun:
-        return None
+        return {}
     with JournalReader(run) as reader:
-        return reader.facts().prompt_limit or None
+        facts = reader.facts()
+    found: dict[str | None, int] = {label: limit for label, _, _, _, limit in facts.tasks}
+    return {label: limit for label, limit in (found or {None: facts.prompt_limit}).items() if limit}
 
 
 def refuse_other_data(run: Path, recipe: Recipe, now: Mapping[str, Any]) -> str | None:
@@ -66,8 +76,8 @@ def refuse_other_data(run: Path, recipe: Recipe, now: Mapping[str, Any]) -> str 
                 ]
             )
         )
-    if before.get("chat_template") != now["chat_template"]:
-        asked = getattr(recipe.task, "chat_template", None)
+    if any(before.get(name) != now[name] for name in ("chat_template", "chat_templates")):
+        asked = next((found for task in recipe.tasks if (found := getattr(task, "chat_template", None))), None)
         named = f"`task.chat_template = {asked!r}`" if asked is not None else "the chat template of `model.path`"
         raise RunError(
             f"{named} is not what it was when the run in `{run}` began: prompts before and after would not be alike; "
@@ -95,10 +105,9 @@ def _differences(before: Mapping[str, str], now: Mapping[str, str], recipe: Reci
 
 def _changed(name: str, before: str, now: str, recipe: Recipe) -> str:
     """Returns a sentence on a file that has changed, or on a data set with another revision."""
-    task = recipe.task
-    if isinstance(task, RowsOptions) and task.dataset is not None and len(before) == len(now) == 40:
-        return (
-            f"{name} was at revision {before}, and is now at {now}; "
-            f"`--set 'task.dataset.revision=\"{before}\"'` reads it as it was"
-        )
+    from_hub = [task for task in recipe.tasks if isinstance(task, RowsOptions) and task.dataset is not None]
+    if from_hub and len(before) == len(now) == 40:
+        label = from_hub[0].label if isinstance(recipe.task, tuple) else None
+        key = "task.dataset.revision" if label is None else f"task.{label}.dataset.revision"
+        return f"{name} was at revision {before}, and is now at {now}; `--set '{key}=\"{before}\"'` reads it as it was"
     return f"{name if '`' in name else f'`{name}`'} has changed since"

@@ -21,9 +21,10 @@ from stretto import clock
 from stretto.core.controller import Controller
 from stretto.core.plan import Plan
 from stretto.core.reuse import ReuseBuffer
-from stretto.environments.data import PromptStream
+from stretto.environments.mixed_prompts import Prompts
 from stretto.errors import JournalError, RunError
 from stretto.observe.metrics import JsonLines, Totals
+from stretto.recipe.schema import Recipe
 from stretto.run.protocols import TrainerBackend
 from stretto.run.recovery import recall_draws, snapshot, untrainable_rewards
 from stretto.run.rollout import Rollout
@@ -75,7 +76,7 @@ async def take_up(
     folder: Path,
     plan: Plan,
     *,
-    prompts: PromptStream,
+    prompts: Prompts,
     facts: RunFacts,
     journal: Journal,
     trainer: TrainerBackend,
@@ -87,6 +88,7 @@ async def take_up(
     retrained_ages: int = 0,
     recipe: str | None = None,
     started_from: str | None = None,
+    current: Recipe | None = None,
 ) -> Resumed:
     """A run as it was when it was stopped or killed. `place` brings weights to where engines load them from.
 
@@ -94,6 +96,7 @@ async def take_up(
     are not trained yet: they fail. An update gets the weights of versions up to `sampled_ages` older than its own, or
     `retrained_ages` if it is trained again. With a `recipe` (TOML) a new phase begins.
     `started_from` names an adapter or a warm start that the policy began with, for an error if it has changed.
+    `current` is the recipe that the run goes on with.
     """
     journal.refuse_another_run(facts)
     abandon_checkpoints(folder / "checkpoints")
@@ -144,7 +147,7 @@ async def take_up(
         found[made.version] = made
     rollouts = rollouts_again(prompts, journal, checkpoint)
     kept = kept_again(prompts, journal, controller.reuse)
-    recall_draws(journal.path, prompts)
+    recall_draws(journal.path, prompts, current)
     journal.begin(facts, clock.now(), recipe)
     await journal.durable()
     held = set[int]()
@@ -219,12 +222,12 @@ def tries_to_score(path: Path, trajectories: Sequence[int]) -> dict[int, int]:
         return {id: failed[id] for id in trajectories}
 
 
-def _prompt(prompts: PromptStream, group: GroupRecord) -> Prompt:
+def _prompt(prompts: Prompts, group: GroupRecord) -> Prompt:
     """Returns the recorded prompt of a group, because a chat template may have the date in it, with the data's columns.
 
     Raises `RunError` if the columns have changed: rewards would be those of another row.
     """
-    now, was = prompts.prompt(group.group, group.row_number), group.prompt
+    now, was = prompts.prompt(group.group, group.row_number, group.task), group.prompt
     try:
         same = json.dumps(dict(now.row)) == json.dumps(dict(was.row))
     except TypeError:  # the journal has such a row as text
@@ -251,7 +254,7 @@ def _tell(journal: Journal, rollouts: dict[int, Rollout], say: Callable[[str], N
         say(text)
 
 
-def rollouts_again(prompts: PromptStream, journal: Journal, checkpoint: Checkpoint | None) -> dict[int, Rollout]:
+def rollouts_again(prompts: Prompts, journal: Journal, checkpoint: Checkpoint | None) -> dict[int, Rollout]:
     """Returns the trajectories in progress: their tokens so far from the checkpoint, finished ones from the journal."""
     rollouts: dict[int, Rollout] = {}
     suspended = {} if checkpoint is None else checkpoint.suspended
@@ -297,7 +300,7 @@ def _go_on(rollout: Rollout, turns: Sequence[Lineage], suspended: Suspended | No
         rollout.suspended = suspended
 
 
-def kept_again(prompts: PromptStream, journal: Journal, replay: ReuseBuffer) -> dict[int, Rollout]:
+def kept_again(prompts: Prompts, journal: Journal, replay: ReuseBuffer) -> dict[int, Rollout]:
     """Returns the trained trajectories that may be reused, with their tokens and rewards from the journal."""
     kept: dict[int, Rollout] = {}
     with JournalReader(journal.path) as reader:

@@ -33,13 +33,13 @@ from transformers.utils import logging as transformers_logging
 
 from stretto import clock
 from stretto.assembly.checkpoint_writer import begin_folder, claimed_folder, take_checkpoint, write_json
-from stretto.assembly.data_record import data_record, recorded_limit, refuse_other_data
+from stretto.assembly.data_record import data_record, recorded_limits, refuse_other_data
 from stretto.assembly.export import export_policy
 from stretto.assembly.resume import Resumed, take_up, tries_to_score
 from stretto.core.controller import Controller
 from stretto.environments.custom import close_environment, start_environment
-from stretto.environments.given import NOTHING_GIVEN, Given
-from stretto.environments.protocol import Environment
+from stretto.environments.given import NOTHING_GIVEN, Given, of_task
+from stretto.environments.mixed_prompts import MixedPrompts
 from stretto.environments.reward_output import RewardOutput
 from stretto.environments.source_digests import source_digests
 from stretto.environments.task_options import EnvironmentOptions
@@ -52,6 +52,7 @@ from stretto.observe.metrics import JsonLines, Sinks, Tally
 from stretto.observe.progress import Announcer, Observer, Silent
 from stretto.observe.run_log import Logged, RunLog
 from stretto.observe.start_phases import start_phase
+from stretto.observe.task_metrics import TaskMetrics
 from stretto.observe.trackers.catalogue import add_trackers
 from stretto.observe.waiting import report_wait
 from stretto.recipe.schema import Recipe
@@ -71,12 +72,13 @@ from stretto.run.phases import Phases
 from stretto.run.pool_requests import Control
 from stretto.run.protocols import Pool, TrainerBackend
 from stretto.run.recipe_changes import Change, accepted_changes
+from stretto.run.task_play import TaskPlay
 from stretto.setup.backend import Backend, MakeBackend
 from stretto.setup.base_models import model_path_of, starting_adapter
 from stretto.setup.device import as_begun, choose_device, resolved
 from stretto.setup.factories import DriverInputs, load_driver_inputs
 from stretto.setup.garbage import spare_from_collection
-from stretto.setup.inputs import asked_template, passed_variables
+from stretto.setup.inputs import passed_variables
 from stretto.setup.micro_batch_size import with_micro_tokens
 from stretto.setup.warm_starts import has_demonstrations
 from stretto.store.checkpoint_files import keep_newest_checkpoint
@@ -86,6 +88,7 @@ from stretto.store.reader import JournalReader
 from stretto.store.schema import JOURNAL_NAME
 from stretto.store.traces import recorded_in, refuse_damaged
 from stretto.store.version_files import VersionFiles
+from stretto.types import Sampling
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +128,8 @@ def train(
         refuse_occupied(folder)
     if give_up:
         tries_to_score(folder / JOURNAL_NAME, give_up)  # refuses an unfit id before anything is built
-    passed_variables(recipe)  # refuses a variable that is not set, before anything is built
+    for part in recipe.parts:
+        passed_variables(part)  # refuses a variable that is not set, before anything is built
     add_trackers(recipe.observe, listeners, observer.message)
     with contextlib.ExitStack() as stack:
         stack.callback(observer.close)
@@ -152,9 +156,9 @@ def train(
 
             observer.message(stack.enter_context(connected(recipe)))
         with start_phase(log, "data and prompts"):
-            limit = recorded_limit(folder) if resume else None
-            driver, device = load_driver_inputs(recipe, model_path, given, limit), choose_device(recipe.runtime.device)
-        if resume and (changed := refuse_other_data(folder, recipe, data_record(recipe, driver))) is not None:
+            limits = recorded_limits(folder) if resume else None
+            driver, device = load_driver_inputs(recipe, model_path, given, limits), choose_device(recipe.runtime.device)
+        if resume and (changed := refuse_other_data(folder, recipe, data_record(driver))) is not None:
             observer.message(changed)
         recipe = with_micro_tokens(recipe, load_config(model_path), driver.inputs.longest_prompt, device)
         changes = accepted_changes(recipe, folder) if resume else []
@@ -225,21 +229,25 @@ class _Run:
     def recipe(self) -> Recipe:
         return self.phases.current
 
-    @property
-    def cut_s(self) -> float | None:
-        """Seconds of an episode outside of generation, after which it is cut; None: it is not."""
-        return self.recipe.task.episode_seconds if isinstance(self.recipe.task, EnvironmentOptions) else None
-
-    @property
-    def budget(self) -> float:
-        """The most that an episode may spend."""
-        given = self.recipe.task.budget if isinstance(self.recipe.task, EnvironmentOptions) else None
-        return math.inf if given is None else given
-
-    @property
-    def episode_s(self) -> float | None:
-        """Deadline of an environment between tokens; None for a reward function, whose pool has its own deadlines."""
-        return None if self.backend.driver.inputs.task.environment is None else self.recipe.runtime.stall_seconds
+    def plays(self, sampling_of: Callable[[Recipe], Sampling]) -> dict[str | None, TaskPlay]:
+        """Returns how each task is played, by label, with the sampling that `sampling_of` has for its recipe."""
+        driver = self.backend.driver
+        plays = {}
+        for own in driver.inputs.tasks:
+            options, sampling = own.recipe.task, sampling_of(own.recipe)
+            played = options if isinstance(options, EnvironmentOptions) else None
+            plays[own.label] = TaskPlay(
+                self.backend.tasks[own.label].environment,
+                sampling,
+                max_turns=own.task.max_turns,
+                max_lineages=own.task.max_lineages,
+                max_context=driver.inputs.longest_prompt + sampling.max_tokens,
+                # A reward function has no deadline here: its pool has its own.
+                episode_s=None if own.task.environment is None else self.recipe.runtime.stall_seconds,
+                cut_s=None if played is None else played.episode_seconds,
+                budget=math.inf if played is None or played.budget is None else played.budget,
+            )
+        return plays
 
 
 async def _train(
@@ -262,8 +270,9 @@ async def _train(
         stack.callback(said.close)
         versions = VersionFiles(folder / "versions", durable=recipe.runtime.durable_versions)
         backend = make(said, versions)
-        stack.push_async_callback(backend.rewards.close)
-        stack.push_async_callback(close_environment, backend.environment)
+        for each in backend.tasks.values():
+            stack.push_async_callback(each.rewards.close)
+            stack.push_async_callback(close_environment, each.environment)
         stack.push_async_callback(backend.pool.close)
         stack.callback(versions.close)
         stack.callback(backend.release)
@@ -320,8 +329,10 @@ def _cause(error: BaseException) -> str:
 
 async def _start(backend: Backend, instances: int, say: Callable[[str], None]) -> None:
     """Starts rewards and instances, and finds room for the trainer. Says what takes long."""
-    await report_wait(backend.rewards.start(), lambda: "the reward's process to start", say)
-    await report_wait(start_environment(backend.environment), lambda: "the environment to start", say)
+    for label, each in backend.tasks.items():
+        with of_task(label if len(backend.tasks) > 1 else None):
+            await report_wait(each.rewards.start(), lambda: "the reward's process to start", say)
+            await report_wait(start_environment(each.environment), lambda: "the environment to start", say)
     await report_wait(backend.reserve(), lambda: "the trainer's processes", say)
     filling = _fill(backend.pool, instances)
     await report_wait(filling, lambda: f"instances to start, {len(backend.pool.engines)} of {instances} have", say)
@@ -343,24 +354,29 @@ async def _run(run: _Run) -> dict[str, Any]:
         resumed = await report_wait(_take_up(run), lambda: waiting, run.observer.message)
     run.listeners.start(run.handle.shown)  # now the folder has the recipe of this phase
     tally = Tally(
-        rows=plan.rows, sink=Sinks(JsonLines(run.folder / "metrics.jsonl"), run.listeners), totals=resumed.totals
+        rows=plan.rows,
+        sink=Sinks(JsonLines(run.folder / "metrics.jsonl"), run.listeners),
+        totals=resumed.totals,
+        tasks=TaskMetrics(
+            {task.label: task.pass_reward or 1.0 for task in recipe.tasks if task.label is not None},
+            inputs.prompts.epochs if isinstance(inputs.prompts, MixedPrompts) else dict[str, float],
+        ),
     )
-    environment = run.backend.environment
     scored = any(rollout.reward is not None for rollout in resumed.rollouts.values())
     first_reward = FirstReward(came=scored or tally.totals.steps > 0)
-    evaluator = _evaluator(run, environment, first_reward)
+    evaluator = _evaluator(run, first_reward)
     evaluate = partial(
         evaluate_alone,
         run.backend.pool,
         instance_s=recipe.runtime.instance_seconds,
-        reward_s=run.backend.rewards.longest_s or recipe.runtime.stall_seconds,
+        reward_s=run.backend.longest_reward_s or recipe.runtime.stall_seconds,
         tally=tally,
         observer=run.observer,
     )
     if evaluator is not None and resumed.controller.newest == 0 and "before" not in resumed.evaluated:
         with warn_when_blocked(recipe.runtime.stall_seconds):
             await evaluate(evaluator, resumed.weights[0], "before")
-    loop = _make_loop(run, resumed, environment, evaluator, tally, first_reward)
+    loop = _make_loop(run, resumed, evaluator, tally, first_reward)
     spare_from_collection()
     interrupts, stopping = stopped_by_interrupts(partial(loop.stop, AGAIN)), run.handle.stopping(loop.stop)
     with interrupts, stopping, warn_when_blocked(recipe.runtime.stall_seconds):
@@ -370,7 +386,7 @@ async def _run(run: _Run) -> dict[str, Any]:
                 write_json(run.folder / "summary.json", _summary(run, tally, loop.controller, stopped=True))
                 raise loop.halted
             return await _conclude(run, tally, loop.controller, stopped=True)
-    template = asked_template(recipe, run.backend.driver.tokenizer)
+    template = run.backend.driver.inputs.chat_template
     await export_policy(run.trainer, run.folder / "policy", recipe, templated=inputs.templated, chat_template=template)
     if recipe.runtime.final_checkpoint:
         await loop.checkpoints.save()  # for `--resume` with more updates
@@ -400,11 +416,9 @@ async def _take_up(run: _Run) -> Resumed:
         prompts=inputs.prompts,
         facts=facts_of(
             run.recipe,
-            data_rows=inputs.prompts.num_rows,
+            rows=inputs.rows,
             templated=inputs.templated,
             vocabulary=run.backend.driver.vocabulary,
-            dropped_rows=inputs.prompts.num_dropped,
-            prompt_limit=inputs.prompt_limit,
         ),
         journal=run.journal,
         trainer=run.trainer,
@@ -416,6 +430,7 @@ async def _take_up(run: _Run) -> Resumed:
         retrained_ages=run.phases.retrained_ages,
         recipe=run.recipe.dumps() if begins else None,
         started_from=_started_from(run.recipe),
+        current=run.recipe,
     )
     begin_folder(run.recipe, run.folder)  # after the journal, which a resumed run goes by
     if run.changes and begun:
@@ -423,7 +438,7 @@ async def _take_up(run: _Run) -> Resumed:
         run.journal.note("recipe changed", f"from update {resumed.updates} on: {said}", at=clock.now())
         run.observer.message(f"from update {resumed.updates} on: {said}")
     _compare_sources(run)
-    run.journal.read_from(data_record(run.recipe, run.backend.driver))
+    run.journal.read_from(data_record(run.backend.driver))
     return resumed
 
 
@@ -437,7 +452,9 @@ def _started_from(recipe: Recipe) -> str | None:
 
 def _compare_sources(run: _Run) -> None:
     """Records the sources that score the task. Says which have changed since they were recorded."""
-    now = {**source_digests(run.recipe.task), **run.given.digests}
+    now = dict(run.given.digests)
+    for task in run.recipe.tasks:
+        now |= source_digests(task)
     with JournalReader(run.folder) as reader:
         before = reader.sources()
     for name in sorted(name for name, digest in now.items() if before.get(name, digest) != digest):
@@ -450,7 +467,6 @@ def _compare_sources(run: _Run) -> None:
 def _make_loop(
     run: _Run,
     resumed: Resumed,
-    environment: Environment,
     evaluator: Evaluator | None,
     tally: Tally,
     first_reward: FirstReward,
@@ -460,7 +476,7 @@ def _make_loop(
         resumed.controller,
         engines=run.backend.pool,
         trainer=run.trainer,
-        environment=environment,
+        tasks=run.plays(lambda part: _limited(driver.sampling, part.rollout.max_tokens, part)),
         prompts=driver.inputs.prompts,
         decode=driver.decode,
         evaluator=evaluator,
@@ -469,20 +485,13 @@ def _make_loop(
         observer=run.observer,
         settings=Settings(
             seed=run.recipe.seed,
-            sampling=driver.sampling,
             stall_s=runtime.stall_seconds,
-            reward_s=run.backend.rewards.longest_s,
-            episode_s=run.episode_s,
-            cut_s=run.cut_s,
-            budget=run.budget,
+            reward_s=run.backend.longest_reward_s,
             checkpoint_s=runtime.checkpoint_seconds,
             instance_s=runtime.instance_seconds,
             replacements=runtime.replacements,
             rebalance_s=runtime.rebalance_seconds,
             vocabulary=driver.vocabulary,
-            max_turns=driver.inputs.task.max_turns,
-            max_lineages=driver.inputs.task.max_lineages,
-            max_context=driver.inputs.longest_prompt + driver.sampling.max_tokens,
             sampled_ages=run.phases.sampled_ages,
             records_tokens=run.recipe.observe.tokens,
         ),
@@ -495,7 +504,7 @@ def _make_loop(
         ),
         control=run.control,
         first_reward=first_reward,
-        scoring_wait=lambda: run.backend.rewards.waiting,
+        scoring_wait=lambda: run.backend.scoring_wait,
     )
 
 
@@ -523,32 +532,30 @@ def _summary(run: _Run, tally: Tally, controller: Controller, *, stopped: bool) 
     }
 
 
-def _evaluator(run: _Run, environment: Environment, first_reward: FirstReward) -> Evaluator | None:
+def _limited(sampling: Sampling, max_tokens: int, part: Recipe) -> Sampling:
+    """Returns the sampling of one task, with its own limits."""
+    return replace(sampling, max_tokens=max_tokens, stop_strings=part.rollout.stop)
+
+
+def _evaluator(run: _Run, first_reward: FirstReward) -> Evaluator | None:
     """Makes the evaluator, or returns None if no prompts are held out."""
     driver, recipe, wanted = run.backend.driver, run.recipe, run.recipe.evaluation
     if driver.inputs.held_out is None:
         return None
-    sampling = replace(
-        driver.sampling,
-        temperature=recipe.rollout.temperature if wanted.temperature is None else wanted.temperature,
-        max_tokens=wanted.max_tokens or recipe.rollout.max_tokens,
-        supports=False,  # evaluation is not trained on
-    )
+
+    def sampling_of(part: Recipe) -> Sampling:
+        temperature = recipe.rollout.temperature if wanted.temperature is None else wanted.temperature
+        own = _limited(driver.sampling, wanted.max_tokens or part.rollout.max_tokens, part)
+        return replace(own, temperature=temperature, supports=False)  # evaluation is not trained on
+
     return Evaluator(
         driver.inputs.held_out,
-        min(wanted.prompts, driver.inputs.held_out.num_rows),
-        environment=environment,
-        sampling=sampling,
+        min(wanted.prompts * len(recipe.tasks), driver.inputs.held_out.num_rows),
+        tasks=run.plays(sampling_of),
         seed=recipe.seed,
         journal=run.journal,
         greedy=wanted.greedy,
         vocabulary=driver.vocabulary,
-        max_turns=driver.inputs.task.max_turns,
-        max_lineages=driver.inputs.task.max_lineages,
-        max_context=driver.inputs.longest_prompt + sampling.max_tokens,
-        episode_s=run.episode_s,
-        cut_s=run.cut_s,
-        budget=run.budget,
         first_reward=first_reward,
         decode=driver.decode,
     )

@@ -23,17 +23,17 @@ from stretto.cluster.rewards import RayRewards, RewardOptions
 from stretto.cluster.trainer import RankedTrainer
 from stretto.cluster.weights import WeightsStore
 from stretto.environments.combined_rewards import combined_rewards
-from stretto.environments.protocol import Environment
 from stretto.environments.reward_calls import RewardSpec
 from stretto.environments.task_options import ScoredTaskOptions
 from stretto.observe.progress import Observer
 from stretto.recipe.schema import Recipe
 from stretto.run.phases import Phases
 from stretto.run.protocols import NoRewards, Rewards, TrainerBackend
-from stretto.setup.backend import Backend
+from stretto.setup.backend import Backend, TaskBackend
 from stretto.setup.environments import local_environment
 from stretto.setup.factories import DriverInputs
 from stretto.setup.inputs import (
+    TaskInputs,
     episode_pool_options,
     make_rewards,
     passed_variables,
@@ -93,47 +93,7 @@ def cluster_backend(
         store=store,
         instance_seconds=runtime.instance_seconds,
     )
-    rewards: Rewards = NoRewards()
-    if driver.inputs.task.functions:
-        rewards = make_rewards(recipe, driver.inputs.task, said)  # it cannot leave this process
-    elif isinstance(recipe.task, ScoredTaskOptions):
-        task, columns, passed = recipe.task, reward_columns(driver.inputs.task), passed_variables(recipe)
-
-        def on_ray(specs: Sequence[RewardSpec]) -> RayRewards:
-            return RayRewards(
-                RewardOptions(
-                    tuple(specs),
-                    workers=task.reward_workers if specs[0].built is None else 1,
-                    deadline_s=task.reward_seconds,
-                    columns=columns,
-                    folder=str(Path.cwd()),
-                    passed=passed,
-                    sandbox=None if task.sandbox is None else task.sandbox.limits,
-                    strict_sandbox=task.sandbox is not None and task.sandbox.strict,
-                ),
-                said=said,
-                instance_seconds=runtime.instance_seconds,
-                notice=partial(faults.note, "reward host lost"),
-            )
-
-        rewards = combined_rewards(reward_specs(recipe, driver.inputs.task, folder.resolve()), on_ray)
-    environment: Environment
-    if plays_in_workers(recipe):
-        processes = worker_options(recipe, said)
-        environment = RayEpisodes(
-            EpisodeOptions(
-                episode_pool_options(recipe, driver.inputs.task, driver.tokenizer),
-                folder=str(Path.cwd()),
-                passed=processes.extra_environment,
-                sandbox=processes.sandbox,
-                strict_sandbox=processes.strict_sandbox,
-            ),
-            said=said,
-            instance_seconds=runtime.instance_seconds,
-            notice=partial(faults.note, "episode host lost"),
-        )
-    else:
-        environment = local_environment(recipe, driver, rewards, said)
+    tasks = {own.label: _task_backend(own, driver, folder, said, faults) for own in driver.inputs.tasks}
     trainer = RankedTrainer(
         rank_options(recipe, source, folder, phases.learning_rates),
         deadline_s=runtime.update_seconds,
@@ -148,4 +108,51 @@ def cluster_backend(
         )
         return trainer
 
-    return Backend(driver, rewards, environment, pool, make_trainer, store.put, trainer.place, trainer.close)
+    return Backend(driver, tasks, pool, make_trainer, store.put, trainer.place, trainer.close)
+
+
+def _task_backend(
+    own: TaskInputs, driver: DriverInputs, folder: Path, said: Callable[[str], None], faults: FaultLog
+) -> TaskBackend:
+    """Makes what scores and plays one task: actors, or parts of this process for what cannot leave it."""
+    recipe, task, runtime = own.recipe, own.task, own.recipe.runtime
+    rewards: Rewards = NoRewards()
+    if task.functions:
+        rewards = make_rewards(recipe, task, said)  # it cannot leave this process
+    elif isinstance(recipe.task, ScoredTaskOptions):
+        options, columns, passed = recipe.task, reward_columns(task), passed_variables(recipe)
+
+        def on_ray(specs: Sequence[RewardSpec]) -> RayRewards:
+            return RayRewards(
+                RewardOptions(
+                    tuple(specs),
+                    workers=options.reward_workers if specs[0].built is None else 1,
+                    deadline_s=options.reward_seconds,
+                    columns=columns,
+                    folder=str(Path.cwd()),
+                    passed=passed,
+                    sandbox=None if options.sandbox is None else options.sandbox.limits,
+                    strict_sandbox=options.sandbox is not None and options.sandbox.strict,
+                ),
+                said=said,
+                instance_seconds=runtime.instance_seconds,
+                notice=partial(faults.note, "reward host lost"),
+            )
+
+        rewards = combined_rewards(reward_specs(recipe, task, folder.resolve()), on_ray)
+    if not plays_in_workers(recipe):
+        return TaskBackend(rewards, local_environment(own, driver, rewards, said))
+    processes = worker_options(recipe, said)
+    environment = RayEpisodes(
+        EpisodeOptions(
+            episode_pool_options(recipe, task, own.tokenizer),
+            folder=str(Path.cwd()),
+            passed=processes.extra_environment,
+            sandbox=processes.sandbox,
+            strict_sandbox=processes.strict_sandbox,
+        ),
+        said=said,
+        instance_seconds=runtime.instance_seconds,
+        notice=partial(faults.note, "episode host lost"),
+    )
+    return TaskBackend(rewards, environment)

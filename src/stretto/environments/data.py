@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -54,6 +55,7 @@ class PromptStream:
         name: str = "the data set",
         too_long: TooLong = "refuse",
         choices: Sequence[str] = (),
+        task: str | None = None,
     ) -> None:
         """Checks the prompts; see `CHECKED_ROWS`. Raises `RecipeError` with all that is wrong.
 
@@ -61,6 +63,7 @@ class PromptStream:
         If `pass_rates` is given, it draws the rows; `shuffle` then only sets the order in which lengths are checked.
         `too_long`: "drop" checks every row and leaves those out that have more tokens, "truncate" keeps the last ones
         of a prompt. `choices` are values of `task.too_long` that a refusal suggests.
+        `task` is the label of the task, which its prompts have too.
         """
         if len(rows) == 0:
             raise RecipeError(f"{name} has no rows; there is nothing to ask the model")
@@ -72,6 +75,7 @@ class PromptStream:
         self._if_long, self._choices = too_long, choices
         self._renderer = PromptRenderer(tokenizer, keep_last=max_prompt_tokens if too_long == "truncate" else None)
         self._kept: NDArray[np.int64] | None = None  # the rows that are drawn; None: all
+        self._task = task
         self._permutation = lru_cache(maxsize=2)(self._permute)
         self._tokenized = lru_cache(maxsize=CACHED_PROMPTS)(self._tokenize)
         self.too_long = LongPrompts(max_prompt_tokens)  # those that are dropped or cut
@@ -118,15 +122,15 @@ class PromptStream:
     def draw(self, index: int) -> Draw:
         """Draws the row at position `index`, with a reason. With pass rates, each position is drawn once, in order."""
         if self._pass_rates is not None:
-            return self._pass_rates.draw(index)
-        return Draw(self.row_number(index), self.epoch(index), "shuffled" if self._shuffle else "in order")
+            return replace(self._pass_rates.draw(index), task=self._task)
+        return Draw(self.row_number(index), self.epoch(index), "shuffled" if self._shuffle else "in order", self._task)
 
-    def drawn(self, row_number: int) -> None:
+    def drawn(self, row_number: int, task: str | None = None) -> None:
         """Notes that a row was drawn before the run was resumed."""
         if self._pass_rates is not None:
             self._pass_rates.drawn(row_number)
 
-    def scored(self, row_number: int, reward: float) -> None:
+    def scored(self, row_number: int, reward: float, task: str | None = None) -> None:
         """Notes the reward of a trajectory of a row, for later draws."""
         if self._pass_rates is not None:
             self._pass_rates.scored(row_number, reward)
@@ -136,11 +140,11 @@ class PromptStream:
         if self._pass_rates is not None:
             self._pass_rates.settle(update)
 
-    def prompt(self, index: int, row_number: int | None = None) -> Prompt:
+    def prompt(self, index: int, row_number: int | None = None, task: str | None = None) -> Prompt:
         """Returns the prompt at position `index`, made from row `row_number` if that is given."""
         number = self.row_number(index) if row_number is None else row_number
         text, tokens, columns = self._tokenized(number)
-        return Prompt(index=index, text=text, tokens=tokens, row=columns)
+        return Prompt(index=index, text=text, tokens=tokens, row=columns, task=self._task)
 
     def row_number(self, index: int) -> int:
         """Returns the row at position `index`, if rows come in epochs."""

@@ -13,17 +13,21 @@ else stays in this process and is recorded as `python:NAME@DIGEST`:
 A digest is left out where there is no source. A run that is resumed must be given the same: rows to train on by their
 digest, functions by their name. A function whose source has changed is accepted, and the run says so, as it does for a
 source file (`source_digests.py`).
+
+A recipe with several tasks is given each thing by the label of its task: `reward={"math": exact}`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import hashlib
 import importlib.machinery
 import inspect
 import json
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,6 +48,9 @@ ARGUMENTS = {
 """Key of `[task]` -> the argument of `stretto.train` that gives it."""
 
 Rows = Sequence[Mapping[str, Any]]
+GivenRows = Iterable[Mapping[str, Any]]
+GivenRewards = Rewards | Mapping[str, Rewards]
+"""The argument `reward`: for the only task, or by the labels of several."""
 
 
 def is_given(value: object) -> bool:
@@ -65,7 +72,10 @@ def without_digest(value: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """All that a caller has given for the task of a run. `names` has the values for the keys of `[task]`."""
+    """All that a caller has given for the task of a run. `names` has the values for the keys of `[task]`.
+
+    For several tasks, `tasks` has what was given for each, by label, and all else is empty.
+    """
 
     # The rewards that are not imported by their names, by the name that each has; an only one has none.
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
@@ -74,17 +84,21 @@ class Given:
     evaluation_rows: Rows | None = None
     names: Mapping[str, Any] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)  # `python:NAME` -> digest of its source now, if it has one
+    tasks: Mapping[str, Given] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
         *,
-        reward: Rewards | None = None,
+        reward: GivenRewards | None = None,
         environment: Any = None,
-        data: Iterable[Mapping[str, Any]] | None = None,
-        evaluation_data: Iterable[Mapping[str, Any]] | None = None,
+        data: GivenRows | Mapping[str, GivenRows] | None = None,
+        evaluation_data: GivenRows | Mapping[str, GivenRows] | None = None,
     ) -> Given:
         """Takes the arguments of a caller. Raises `RecipeError` for one that cannot be used."""
+        arguments = {"reward": reward, "environment": environment, "data": data, "evaluation_data": evaluation_data}
+        if isinstance(reward, Mapping) or any(isinstance(each, Mapping) for each in arguments.values()):
+            return cls._of_several(arguments)
         if reward is not None and environment is not None:
             raise RecipeError("`reward` and `environment` are both given: an environment rewards its episodes itself")
         rewards = several(reward)
@@ -112,6 +126,63 @@ class Given:
             names,
             {without_digest(name): digest for name in own if is_given(name) and (digest := name.partition("@")[2])},
         )
+
+    @classmethod
+    def _of_several(cls, arguments: Mapping[str, Any]) -> Given:
+        """Takes arguments that are given by label."""
+        by_label: dict[str, dict[str, Any]] = {}
+        for name, given in arguments.items():
+            if given is not None and not isinstance(given, Mapping):
+                raise RecipeError(f"`{name}` is given for one task, and others by label; give all of them by label")
+            for label, thing in (given or {}).items():
+                if isinstance(thing, Mapping):
+                    raise RecipeError(
+                        f"`{name}[{label!r}]` is a {type(thing).__name__}; give what is for one task there"
+                    )
+                by_label.setdefault(str(label), {})[name] = thing
+        made = {}
+        for label, own in by_label.items():
+            with of_task(label):
+                made[label] = cls.of(**own)
+        return cls(
+            tasks=made, digests={name: digest for each in made.values() for name, digest in each.digests.items()}
+        )
+
+    @property
+    def is_nothing(self) -> bool:
+        """True if nothing was given."""
+        return not self.names and not self.tasks
+
+    def of_label(self, label: str | None) -> Given:
+        """Returns what was given for the task with a label; None: for the only task."""
+        return self.tasks.get(label, NOTHING_GIVEN) if self.tasks and label is not None else self
+
+    def in_recipe(self, task: Any) -> Any:
+        """Returns `task` of a recipe, one table or several, with what was given. Raises `RecipeError`."""
+        if not isinstance(task, list | tuple):
+            if self.tasks:
+                raise RecipeError(
+                    f"something is given by label, for {_named(self.tasks)}, and the recipe has one task: give it as "
+                    "it is, rows as a list of mappings"
+                )
+            return self.in_task(task or {})
+        labels = [str(each.get("label")) for each in task if isinstance(each, Mapping)]
+        if not self.tasks:
+            argument = ARGUMENTS[next(iter(self.names))]
+            raise RecipeError(
+                f"the recipe has several tasks, {_named(labels)}: give `{argument}` by label, such as "
+                f"`{argument}={{{labels[0]!r}: ...}}`"
+            )
+        for label in self.tasks:
+            if label not in labels:
+                near = difflib.get_close_matches(label, labels, n=1, cutoff=0.6)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; the labels are {_named(labels)}"
+                raise RecipeError(f"something is given for the task {label!r}, which the recipe does not have{hint}")
+        changed = []
+        for label, each in zip(labels, task, strict=True):
+            with of_task(label):
+                changed.append(self.of_label(label).in_task(each) if label in self.tasks else each)
+        return changed
 
     def in_task(self, table: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the table `[task]` of a recipe with what was given. Raises `RecipeError` if they do not fit.
@@ -161,12 +232,19 @@ class Given:
             f'give {lacking} too, or a recipe with `task.type = "file"`'
         )
 
-    def as_recorded(self, recorded: Mapping[str, Any]) -> Given:
-        """Compares what is given with the table `[task]` that a run was started with.
+    def as_recorded(self, recorded: Any) -> Given:
+        """Compares what is given with the table `[task]`, or the tables `[[task]]`, that a run was started with.
 
         Returns what is given under the names of then. Raises `RunError` if something is missing, or if the rows to
         train on are others.
         """
+        if isinstance(recorded, list):
+            tables = {str(each.get("label")): each for each in recorded}
+            same = {label: self.of_label(label).as_recorded(table) for label, table in tables.items() if self.tasks}
+            if not self.tasks:
+                for table in tables.values():
+                    refuse_missing(table, {})
+            return replace(self, tasks={label: same.get(label, each) for label, each in self.tasks.items()})
         refuse_missing(recorded, self.names)
         names = dict(self.names)
         for key, name in self.names.items():
@@ -202,6 +280,21 @@ def _as_before(now: Sequence[Mapping[str, Any]], before: Any) -> tuple[Mapping[s
         {**table, "function": old} if without_digest(old) == without_digest(table["function"]) else table
         for table, old in zip(now, recorded, strict=True)
     )
+
+
+@contextlib.contextmanager
+def of_task(label: str | None) -> Iterator[None]:
+    """Names the task in a `RecipeError`, if it is one of several; `label` None: it is the only one."""
+    try:
+        yield
+    except RecipeError as error:
+        if label is None:
+            raise
+        raise RecipeError(f"task `{label}`: {error}") from error
+
+
+def _named(labels: Iterable[str]) -> str:
+    return ", ".join(f"`{label}`" for label in labels)
 
 
 def refuse_missing(task: Mapping[str, Any], names: Mapping[str, Any]) -> None:

@@ -30,6 +30,8 @@ class Draw:
     row_number: int
     epoch: int | None  # None: rows are drawn by pass rate, not in epochs
     reason: str
+    task: str | None = None  # its label, if the run has several
+    place: int | None = None  # among the draws of its task, from 0; None: among all of them
 
 
 class PassRates:

@@ -110,12 +110,12 @@ RewardTable = Annotated[
 ]
 
 
-def refused_rewards(reward: str | None, rewards: Sequence[SharedRewardOptions]) -> Iterator[str]:
-    """Returns why a task cannot have these rewards: `task.reward` and `task.rewards`."""
+def refused_rewards(reward: str | None, rewards: Sequence[SharedRewardOptions], task: str = "task") -> Iterator[str]:
+    """Returns why a task cannot have these rewards: `task.reward` and `task.rewards`. `task` is its dotted name."""
     if not rewards:
         return
     if reward is not None:
-        yield "`task.reward` and `task.rewards` are both given: add the function of the first to the second"
+        yield f"`{task}.reward` and `{task}.rewards` are both given: add the function of the first to the second"
     specs = [table.spec() for table in rewards]
     try:
         refuse_specs(specs)

@@ -27,6 +27,29 @@ class SharedTaskOptions(Options):
     """The options that every task has."""
 
     type: str
+    label: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z][A-Za-z0-9_-]*$",
+        max_length=64,
+        description="Name of the task in metrics, overrides and teachers; needed if there are several tasks",
+    )
+    share: float | None = Field(
+        None,
+        description="Of several tasks: its part of the trained groups, relative to the shares of the others; may "
+        "change at `--resume`; default: all tasks have the same",
+    )
+    oversample: float | None = Field(
+        None,
+        ge=1,
+        description="Of several tasks: most groups drawn for each that its share asks for, where groups are filtered "
+        "or fail. 1: lost groups are not made up for; may change at `--resume`; default: no bound",
+    )
+    max_tokens: int | None = Field(
+        None, ge=1, description="Most tokens of a completion of this task; default: `rollout.max_tokens`, the bound"
+    )
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] | None = Field(
+        None, description="Strings that end a completion, or a turn, of this task; default: `rollout.stop`"
+    )
     order: Literal["shuffled", "pass-rate"] = Field(
         "shuffled",
         description="`shuffled`: every row once an epoch. `pass-rate`: the less a row is solved, the more often",

@@ -11,10 +11,10 @@ from stretto.local.trainer import ThreadedTrainer
 from stretto.observe.progress import Observer
 from stretto.recipe.schema import Recipe
 from stretto.run.protocols import NoRewards, Rewards, TrainerBackend
-from stretto.setup.backend import Backend
+from stretto.setup.backend import Backend, TaskBackend
 from stretto.setup.device import on_device
 from stretto.setup.environments import local_environment
-from stretto.setup.inputs import make_rewards
+from stretto.setup.inputs import TaskInputs, make_rewards
 from stretto.setup.memory_sizes import longest_trajectory
 from stretto.store.journal import Journal
 from stretto.store.version_files import VersionFiles
@@ -47,9 +47,9 @@ def local_backend(
             is_warm=parts.is_warm,
         )
 
-    task = driver.inputs.task
-    rewards: Rewards = make_rewards(recipe, task, said, folder) if task.rewards else NoRewards()
-    environment = local_environment(recipe, driver, rewards, said)
-    return Backend(
-        driver, rewards, environment, pool, make_trainer, lambda weights: on_device(weights, parts.trainer.device)
-    )
+    def task_backend(own: TaskInputs) -> TaskBackend:
+        rewards: Rewards = make_rewards(own.recipe, own.task, said, folder) if own.task.rewards else NoRewards()
+        return TaskBackend(rewards, local_environment(own, driver, rewards, said))
+
+    tasks = {own.label: task_backend(own) for own in driver.inputs.tasks}
+    return Backend(driver, tasks, pool, make_trainer, lambda weights: on_device(weights, parts.trainer.device))

@@ -23,6 +23,7 @@ from stretto.errors import RunError
 from stretto.observe.collapse import History
 from stretto.observe.reward_trend import RewardTrend
 from stretto.observe.symptoms import Symptoms, is_without_signal
+from stretto.observe.task_metrics import TaskMetrics, TaskSums, of_evaluation, of_summary
 from stretto.types import (
     Completion,
     EngineStats,
@@ -124,6 +125,7 @@ class Totals:
     instances_replaced: int = 0
     limits_reached: dict[str, int] = field(default_factory=dict)  # limit -> episodes that reached it
     spent: float = 0.0  # by episodes
+    tasks: TaskSums = field(default_factory=dict)  # of each task that has a label
 
     def sums(self) -> dict[str, Any]:
         """The sums that the journal keeps: all except those that follow from its updates and evaluations."""
@@ -156,8 +158,12 @@ class Totals:
 class Tally:
     """Adds up the events of a run. Everything in `summary.json` is computed here."""
 
-    def __init__(self, *, rows: int, sink: Sink, totals: Totals | None = None) -> None:
+    def __init__(
+        self, *, rows: int, sink: Sink, totals: Totals | None = None, tasks: TaskMetrics | None = None
+    ) -> None:
+        """`tasks`: the metrics of the tasks that have labels; None: there is none."""
         self.totals = totals or Totals()
+        self._tasks = tasks or TaskMetrics({})
         self._rows = rows
         self._sink = sink
         self._opened_at: float | None = None
@@ -206,9 +212,10 @@ class Tally:
 
     # -- events --------------------------------------------------------------------------------------------------------
 
-    def failed(self, num_tokens: int) -> None:
-        """Counts a trajectory that failed, with the tokens that it had."""
+    def failed(self, num_tokens: int, task: str | None = None) -> None:
+        """Counts a trajectory of a task that failed, with the tokens that it had."""
         self.totals.failed += 1
+        self._tasks.count(self.totals.tasks, task, "failed")
         self._failed_since += 1
         self._sampled(num_tokens)
 
@@ -243,9 +250,10 @@ class Tally:
             totals.dropped_complete_tokens += num_tokens
         self._sampled(num_tokens)
 
-    def filtered(self, lengths: Sequence[int], reward: float) -> None:
+    def filtered(self, lengths: Sequence[int], reward: float, task: str | None = None) -> None:
         """Counts a group without signal that was replaced: the lengths of its completions, and their common reward."""
         totals = self.totals
+        self._tasks.count(totals.tasks, task, "filtered_groups")
         totals.filtered_groups += 1
         totals.filtered += len(lengths)
         totals.filtered_tokens += sum(lengths)
@@ -258,6 +266,8 @@ class Tally:
         elapsed = self.totals.wall_s + (result.at - self._opened_at if self._opened_at is not None else 0.0)
         record = asdict(result) | {"elapsed_s": elapsed}
         record |= {f"reward/{name}": mean for name, mean in (record.pop("rewards") or {}).items()}
+        del record["tasks"]
+        record |= of_evaluation(result)
         self.totals.evaluations.append(record)
         line = {"kind": "evaluation", **record}
         self._sink.write(line)
@@ -320,6 +330,7 @@ class Tally:
             **self._dropped_since(len(trained), tokens),
             "limits_reached": dict(self._limits_since),
             "spent": self._spent_since,
+            **self._tasks.of_update(samples, totals.tasks),
         }
         self._limits_since, self._spent_since, self._failed_since = Counter(), 0.0, 0
         line |= totals.judge(line)
@@ -415,6 +426,7 @@ class Tally:
             "instances_replaced": totals.instances_replaced,
             "limits_reached": totals.limits_reached,
             "spent": totals.spent,
+            "tasks": of_summary(totals.tasks, totals.evaluations),
             "collapsing": totals.history.seen,
             "not_learning": {
                 kind: {"since": since, "over": totals.symptoms.over.get(kind)}

@@ -133,8 +133,10 @@ def describe_signal(line: Mapping[str, Any]) -> str:
 
 
 def describe_evaluation(result: EvaluationResult) -> str:
-    """Returns an evaluation as one line, with both scores if it has a greedy one."""
+    """Returns an evaluation as one line, with the score of each task, and both scores if it has a greedy one."""
     text = f"evaluation of version {result.version}: {_score_and_count(result)}"
+    if result.tasks:
+        text += f" ({', '.join(f'{label} {_score(each.sampled)}' for label, each in result.tasks.items())})"
     return text if result.greedy is None else f"{text}; greedy {_score_and_count(result.greedy)}"
 
 

@@ -19,7 +19,7 @@ from rich.text import Text
 from stretto.chat.transcripts import Decode, divide
 from stretto.errors import RunError, printable
 from stretto.store.overview import described, state_of
-from stretto.store.reader import EvaluationRecord, JournalReader, SampleRecord, UpdateRecord
+from stretto.store.reader import EvaluationRecord, JournalReader, SampleRecord, TaskRecord, UpdateRecord
 from stretto.store.schema import ENDS, UNDER_WAY, reading
 from stretto.types import Lineage, RewardPart, part_means
 
@@ -49,7 +49,10 @@ def _overview(reader: JournalReader) -> RenderableType:
     parts: list[RenderableType] = [_headline(reader)]
     if updates := reader.updates():
         parts.append(_updates(updates))
-    if evaluations := reader.evaluations():
+    evaluations = reader.evaluations()
+    if tasks := reader.tasks():
+        parts.append(_tasks(tasks, evaluations))
+    if evaluations:
         parts.append(_evaluations(evaluations))
     parts.append(_ends(reader.counts()))
     notes = [(kind, text) for _, kind, text in reader.notes()]
@@ -61,6 +64,23 @@ def _overview(reader: JournalReader) -> RenderableType:
             table.add_row(Text(printable(kind)), str(len(texts)), Text(printable(texts[-1])))
         parts.append(table)
     return Group(*parts)
+
+
+def _tasks(tasks: list[TaskRecord], evaluations: list[EvaluationRecord]) -> Table:
+    table = _table("task", "groups", "share", "reward", "filtered", "failed", "held-out", "now")
+    total = sum(record.trained for record in tasks)
+    for record in tasks:
+        scores = [score for each in evaluations if (score := each.tasks.get(record.label)) is not None]
+        table.add_row(
+            Text(printable(record.label)),
+            str(record.trained),
+            f"{record.trained / total:.2%}" if total else "-",
+            "-" if record.reward is None else f"{record.reward:.4f}",
+            str(record.filtered),
+            str(record.failed),
+            *([f"{scores[0]:.4f}", f"{scores[-1]:.4f}"] if scores else ["-", "-"]),
+        )
+    return table
 
 
 def _evaluations(evaluations: list[EvaluationRecord]) -> Table:
@@ -160,7 +180,9 @@ def _update(reader: JournalReader, update: int, samples: int, decode: Decode | N
     ]
     for group, members in groupby(shown, _group_of):
         sharing = list(members)
-        parts += [Rule(f"group {group}", style="none", characters="="), Text("prompt:", style="bold")]
+        label = sharing[0][0].task
+        title = f"group {group}" if label is None else f"group {group}, task {printable(label)}"
+        parts += [Rule(title, style="none", characters="="), Text("prompt:", style="bold")]
         parts.append(_indented(sharing[0][0].prompt))
         for own in sharing:
             parts.append(Text(_describe(own), style="bold"))

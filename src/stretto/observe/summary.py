@@ -20,6 +20,11 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         ):
             if summary[key] is not None:
                 table.add_row(name, f"{summary[key]:.3f} (version {summary[f'eval_{moment}_version']})")
+    for label, own in summary.get("tasks", {}).items():
+        scores = [own["eval_before"], own["eval_after"]]
+        shown = " -> ".join("none" if score is None else f"{score:.3f}" for score in scores)
+        score = "" if scores == [None, None] else f"; held-out {shown}"
+        table.add_row(f"task {label}", f"{own['groups']} groups, {own['share']:.1%}{score}")
     table.add_row("updates", f"{summary['steps']}")
     table.add_row("wall time", f"{summary['wall_seconds']:.1f} s")
     table.add_row("speed", f"{summary['tokens_per_second']:,.0f} tokens/s")

@@ -9,8 +9,11 @@ from stretto.environments.task_options import rewards_of
 from stretto.objectives.critic_options import CriticOptions
 from stretto.objectives.length_options import length_refusals
 from stretto.objectives.teacher_options import teacher_index, teacher_refusals
+from stretto.recipe.task_checks import task_name
+from stretto.recipe.task_tables import Path
 
 if TYPE_CHECKING:
+    from stretto.environments.task_options import TaskOptions
     from stretto.recipe.schema import Recipe
 
 COMPARED_IN_GROUPS = ("group", "group-mean", "leave-one-out")  # advantages that give a group of one no signal
@@ -22,10 +25,10 @@ def may_be_stale(recipe: Recipe) -> bool:
     return recipe.rollout.staleness != 0 if fixed is None else fixed > 0
 
 
-def options_without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
+def options_without_effect(recipe: Recipe) -> dict[Path, str]:
     """The options of the algorithm that have no effect in this recipe, set or not, each with the reason."""
     algorithm, stale = recipe.algorithm, may_be_stale(recipe)
-    found = {("algorithm", name): reason for name, reason in algorithm.without_effect().items()}
+    found: dict[Path, str] = {("algorithm", name): reason for name, reason in algorithm.without_effect().items()}
     if not stale:
         found.setdefault(
             ("algorithm", "whiten_over"),
@@ -118,8 +121,8 @@ def impossible_algorithm(recipe: Recipe) -> Iterable[str]:
             f"`algorithm.critic.clip = {critic.clip}` has no effect: with `training.optimizer_steps = 1` every value "
             "is that before the update; leave it out, or raise `training.optimizer_steps`"
         )
-    if algorithm.turns is not None and recipe.task.max_turns == 1:
-        one = "task.turns = 1" if hasattr(recipe.task, "turns") else f'task.type = "{recipe.task.type}"'
+    if algorithm.turns is not None and max(task.max_turns for task in recipe.tasks) == 1:
+        one = _of_one_turn(recipe)
         yield (
             f"`[algorithm.turns]` has no effect with `{one}`, whose episodes have one turn; leave it out, or choose a "
             'task of several `turns`, such as "guess" or your own "environment"'
@@ -173,13 +176,19 @@ def _never_clips(recipe: Recipe) -> Iterable[str]:
 
 
 def _correction_levels(recipe: Recipe) -> Iterable[str]:
-    if recipe.task.max_turns == 1:
+    if max(task.max_turns for task in recipe.tasks) == 1:
         for table in recipe.algorithm.corrections:
             if table is not None and table.level == "turn":
                 yield (
                     f'`{table.table}.level = "turn"` has no effect beyond "sequence" with '
-                    f'`task.type = "{recipe.task.type}"`, whose episodes have one turn; choose "sequence"'
+                    f'`task.type = "{recipe.tasks[0].type}"`, whose episodes have one turn; choose "sequence"'
                 )
+
+
+def _of_one_turn(recipe: Recipe) -> str:
+    """Returns the key that gives the first task one turn."""
+    task = recipe.tasks[0]
+    return "task.turns = 1" if hasattr(task, "turns") else f'task.type = "{task.type}"'
 
 
 def _reference(recipe: Recipe) -> Iterable[str]:
@@ -200,11 +209,9 @@ def _reference(recipe: Recipe) -> Iterable[str]:
 
 def _teachers(recipe: Recipe) -> Iterable[str]:
     """Refuses teachers that cannot teach, and distillation or a task without what trains it."""
-    algorithm, task = recipe.algorithm, recipe.task
-    labels = [getattr(task, "label", None)]
+    algorithm = recipe.algorithm
+    labels = [task.label for task in recipe.tasks]
     yield from teacher_refusals(algorithm.teachers, labels)
-    rewarded = getattr(task, "reward", "") is not None or task.type == "agent" or bool(rewards_of(task))
-    rewarded = rewarded or getattr(task, "scorer", None) is not None
     if not algorithm.uses_rewards:
         if not algorithm.teachers:
             yield (
@@ -219,21 +226,29 @@ def _teachers(recipe: Recipe) -> Iterable[str]:
                 '`algorithm.kl.place = "reward"` has no effect with `algorithm.type = "distill"`, which no reward '
                 'trains; choose `place = "loss"`'
             )
-    if not rewarded:
+    for task in recipe.tasks:
+        yield from _unrewarded(recipe, task)
+
+
+def _unrewarded(recipe: Recipe, task: TaskOptions) -> Iterable[str]:
+    """Refuses a task without a reward where something needs one."""
+    algorithm, name = recipe.algorithm, task_name(recipe, task)
+    scored = bool(rewards_of(task)) or getattr(task, "scorer", None) is not None
+    if getattr(task, "reward", "") is None and task.type != "agent" and not scored:
         if algorithm.uses_rewards:
             yield (
-                f'`task.reward` is missing: `algorithm.type = "{algorithm.type}"` learns from rewards; name a '
+                f'`{name}.reward` is missing: `algorithm.type = "{algorithm.type}"` learns from rewards; name a '
                 'function, `package.module:function`, or choose `algorithm.type = "distill"`'
             )
         if recipe.evaluation.prompts:
             yield (
-                f"`evaluation.prompts = {recipe.evaluation.prompts}` needs `task.reward`, which scores the answers; "
+                f"`evaluation.prompts = {recipe.evaluation.prompts}` needs `{name}.reward`, which scores the answers; "
                 "name a function, or set `evaluation.prompts = 0`"
             )
         if task.order == "pass-rate":
-            yield '`task.order = "pass-rate"` needs `task.reward`; name a function, or leave the order out'
+            yield f'`{name}.order = "pass-rate"` needs `{name}.reward`; name a function, or leave the order out'
         if algorithm.supervised is not None:
-            yield "`[algorithm.supervised]` needs `task.reward`, which says what is imitated; name a function"
+            yield f"`[algorithm.supervised]` needs `{name}.reward`, which says what is imitated; name a function"
 
 
 def _filtered_signal(recipe: Recipe) -> Iterable[str]:

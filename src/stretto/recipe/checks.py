@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from stretto.environments.given import is_given
-from stretto.environments.reward_options import refused_rewards
-from stretto.environments.task_options import (
-    AgentOptions,
-    EndpointOptions,
-    EnvironmentOptions,
-    FileOptions,
-    ProcessTaskOptions,
-    TaskOptions,
-    rewards_of,
-)
+from stretto.environments.task_options import AgentOptions, EndpointOptions
 from stretto.observe.options import TRACKERS
 from stretto.recipe.algorithm_checks import impossible_algorithm, options_without_effect
 from stretto.recipe.error_messages import as_toml
+from stretto.recipe.task_checks import label_refusals, task_keys_without_effect, task_refusals
+from stretto.recipe.task_tables import Path
 
 if TYPE_CHECKING:
     from stretto.core.plan import Plan
@@ -28,10 +20,10 @@ if TYPE_CHECKING:
 RAY_ONLY = ("address", "instance_cpus", "instance_gpus", "trainers", "trainer_cpus", "trainer_gpus")
 
 
-def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
+def without_effect(recipe: Recipe) -> dict[Path, str]:
     """The keys that have no effect in this recipe, set or not, each with the reason."""
     rollout, paradigm = recipe.rollout, recipe.paradigm
-    found: dict[tuple[str, str], str] = {}
+    found: dict[Path, str] = {}
     if paradigm.staleness is not None:
         found["rollout", "staleness"] = (
             f"`rollout.staleness = {rollout.staleness!r}` has no effect: `{paradigm.name}` always has "
@@ -69,32 +61,6 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
         found["rollout", "filter_limit"] = (
             '`rollout.filter_limit` has no effect without `filter = "no-signal"`; set that, or leave the limit out'
         )
-    if recipe.task.order == "shuffled":
-        found["task", "pass_reward"] = (
-            '`task.pass_reward` has no effect without `order = "pass-rate"`; set that, or leave it out'
-        )
-    if isinstance(recipe.task, EnvironmentOptions) and recipe.task.workers == 0:
-        for name in ("worker_gib", "worker_episodes", "pass_env", "sandbox"):
-            found["task", name] = (
-                f"`task.{name}` has no effect with `task.workers = 0`, where the driver plays the episodes; leave one "
-                "of the two out"
-            )
-    if isinstance(recipe.task, FileOptions) and (scorer := recipe.task.scorer) is not None:
-        instead = "seconds" if scorer == "reward_model" else "outage_seconds"
-        found["task", "reward_seconds"] = (
-            f"`task.reward_seconds` has no effect with `task.{scorer}`, which has deadlines of its own; set "
-            f"`task.{scorer}.{instead}` instead"
-        )
-        found["task", "reward_workers"] = (
-            f"`task.reward_workers` has no effect with `task.{scorer}`, which has one process; leave it out"
-        )
-    if _runs_given(recipe.task):
-        for name in ("workers", "worker_gib", "worker_episodes", "pass_env", "sandbox"):
-            if name in type(recipe.task).model_fields:
-                found["task", name] = (
-                    f"`task.{name}` has no effect on what was given from Python, which runs in the driver's process; "
-                    "leave it out, or put the function or class into a module"
-                )
     if reason := replays_nothing(recipe):
         found["training", "replay"] = f"`training.replay` has no effect: {reason}; leave it out"
     if recipe.training.schedule == "constant":
@@ -105,8 +71,6 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
     if recipe.evaluation.prompts == 0:
         for name in ("every", "temperature", "greedy", "max_tokens"):
             found["evaluation", name] = f"`evaluation.{name}` has no effect with `evaluation.prompts = 0`"
-        for name in ("evaluation_path", "evaluation_dataset"):
-            found["task", name] = f"`task.{name}` has no effect with `evaluation.prompts = 0`"
     elif recipe.evaluation.every >= recipe.training.steps:
         found["evaluation", "every"] = (
             f"`evaluation.every = {recipe.evaluation.every}` has no effect in a run of `training.steps = "
@@ -133,30 +97,31 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
                 f'`runtime.{name}` has no effect with `runtime.type = "local"`: it is for a cluster; '
                 'choose `type = "ray"`, or leave it out'
             )
-    return found | _serve_without_effect(recipe) | _observe_without_effect(recipe) | options_without_effect(recipe)
+    return (
+        found
+        | task_keys_without_effect(recipe)
+        | _serve_without_effect(recipe)
+        | _observe_without_effect(recipe)
+        | options_without_effect(recipe)
+    )
 
 
-def with_effect(recipe: Recipe, values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the tables of a recipe without the keys that have no effect, nor tables of nothing but such keys."""
-    kept = dict(values)
-    for section, name in without_effect(recipe):
-        kept[section] = {key: value for key, value in kept[section].items() if key != name}
-    return {name: value for name, value in kept.items() if value != {}}
-
-
-def _serve_without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
-    if not isinstance(recipe.task, AgentOptions):
-        reason = f'has no effect with `task.type = "{recipe.task.type}"`: only agents call an endpoint; leave it out'
-    elif recipe.task.sandbox is not None:
+def _serve_without_effect(recipe: Recipe) -> dict[Path, str]:
+    agents = [task for task in recipe.tasks if isinstance(task, AgentOptions)]
+    if not agents:
+        kinds = " and ".join(sorted({f'`"{task.type}"`' for task in recipe.tasks}))
+        one = f'`task.type = "{recipe.tasks[0].type}"`' if len(recipe.tasks) == 1 else f"tasks of type {kinds}"
+        reason = f"has no effect with {one}: only agents call an endpoint; leave it out"
+    elif all(task.sandbox is not None for task in agents):
         reason = "has no effect with `task.sandbox`, which reaches the endpoint through a socket; leave one of them out"
     else:
         return {}
     return {("serve", name): f"`serve.{name}` {reason}" for name in EndpointOptions.model_fields}
 
 
-def _observe_without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
+def _observe_without_effect(recipe: Recipe) -> dict[Path, str]:
     sinks = recipe.observe.sinks
-    found = {
+    found: dict[Path, str] = {
         ("observe", name): f"`observe.{name}` has no effect without a tracker; name one in `observe.sinks`, or leave "
         "it out"
         for name in ("metrics", "samples", "flush_seconds")
@@ -195,30 +160,25 @@ def replays_nothing(recipe: Recipe) -> str:
     return ""
 
 
-def ineffective_keys(recipe: Recipe) -> dict[tuple[str, str], str]:
+def ineffective_keys(recipe: Recipe) -> dict[Path, str]:
     """The keys that are set and have no effect, each with the reason. A key that is set to its default is allowed."""
     found = {}
-    for (name, key), reason in without_effect(recipe).items():
-        section = getattr(recipe, name)
+    several = {("task", task.label): task for task in recipe.tasks} if isinstance(recipe.task, tuple) else {}
+    for path, reason in without_effect(recipe).items():
+        section = several[path[0], path[1]] if len(path) == 3 else getattr(recipe, path[0])
+        key = path[-1]
         if key in section.model_fields_set and getattr(section, key) != type(section).model_fields[key].default:
-            found[name, key] = reason
+            found[path] = reason
     return found
 
 
 def refusals(recipe: Recipe) -> list[str]:
     """The reasons why a recipe is refused, one sentence each."""
-    return [*ineffective_keys(recipe).values(), *_impossible(recipe)]
-
-
-def _runs_given(task: TaskOptions) -> bool:
-    """True if code that was given from Python scores or plays the task."""
-    named = (getattr(task, "reward", None), getattr(task, "environment", None))
-    return any(map(is_given, named)) or any(is_given(getattr(each, "function", None)) for each in rewards_of(task))
+    return label_refusals(recipe) or [*ineffective_keys(recipe).values(), *_impossible(recipe)]
 
 
 def _impossible(recipe: Recipe) -> Iterable[str]:
     rollout = recipe.rollout
-    yield from refused_rewards(getattr(recipe.task, "reward", None), rewards_of(recipe.task))
     if rollout.filter == "no-signal" and rollout.group == 1:
         yield (
             '`rollout.filter = "no-signal"` with `rollout.group = 1` would filter everything: the rewards of a group '
@@ -230,18 +190,12 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
             "`rollout.top_k = 1` leaves nothing to learn from: every token is certain, so none has a gradient; use at "
             "least 2, or 0 to sample from all"
         )
-    task = recipe.task
-    if isinstance(task, ProcessTaskOptions) and task.sandbox is not None and task.pass_env:
-        yield (
-            f"`task.pass_env = {as_toml(task.pass_env)}` would hand these variables to the code in `task.sandbox`, "
-            "which has no network to use them; leave one of the two out"
-        )
+    yield from task_refusals(recipe)
     if recipe.serve.url is not None and recipe.serve.port == 0:
         yield (
             f'`serve.url = "{recipe.serve.url}"` leads nowhere with `serve.port = 0`, which is another port in every '
             "run; name the port"
         )
-    yield from _impossible_scorer(recipe)
     advantage = recipe.algorithm.advantage
     if rollout.filter == "no-signal" and advantage in ("whiten", "gae"):
         yield (
@@ -275,20 +229,6 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
         yield (
             f"`rollout.kv_tokens = {rollout.kv_tokens}` is too small for one completion of `max_tokens = {longest}` "
             f"and a prompt{each}; use at least {least}, or leave it out"
-        )
-
-
-def _impossible_scorer(recipe: Recipe) -> Iterable[str]:
-    task = recipe.task
-    if not isinstance(task, FileOptions) or task.scorer is None:
-        return
-    several = [name for name in ("reward", "judge", "reward_model") if getattr(task, name) is not None]
-    if len(several) > 1:
-        yield f"a completion has one scorer: `task.{several[0]}` or `task.{several[1]}`; leave one of them out"
-    if task.sandbox is not None:
-        yield (
-            f"`task.{task.scorer}` cannot run in `task.sandbox`, which has no network and no files of models; it runs "
-            "no code of the model: leave the sandbox out"
         )
 
 

@@ -27,6 +27,7 @@ _EXPECTED = {
     "list_type": "a list",
     "literal_error": "{expected}",
     "string_pattern_mismatch": "a string of the form `{pattern}`",
+    "string_too_long": "a string of at most {max_length} characters",
     "string_too_short": "a string that is not empty",
     "string_type": "a string in quotes",
     "too_long": "a list of at most {max_length} values",
@@ -55,6 +56,10 @@ def _sentences(problem: Mapping[str, Any], recipe: type[BaseModel], raw: Mapping
     tags = _KINDS | tags_of(recipe)
     location = [part for part in problem["loc"] if part not in tags and "[" not in str(part)]
     names = [str(part) for part in location]
+    if location[:1] == ["task"] and isinstance(tasks := raw.get("task"), list | tuple) and len(location) > 1:
+        # One of several tasks: its keys are those of any, and its name is its label.
+        raw = {**raw, "task": tasks[int(location[1])]}
+        location[1], names = labelled(raw["task"], int(location[1])), [names[0], *names[2:]]
     name = _dotted(location)
     kind, got = problem["type"], problem.get("input")
     if kind == "extra_forbidden":
@@ -77,6 +82,12 @@ def _sentences(problem: Mapping[str, Any], recipe: type[BaseModel], raw: Mapping
         yield str(problem["msg"]).removeprefix("Value error, ")
     else:
         yield f"`{name} = {as_toml(got)}`{_MUST}{_expected(problem)}"
+
+
+def labelled(task: Any, place: int) -> str | int:
+    """Returns the name of one of several tasks: its label, or its place if it has none that a key can name."""
+    label = task.get("label") if isinstance(task, Mapping) else None
+    return label if isinstance(label, str) and "." not in label else place
 
 
 def _expected(problem: Mapping[str, Any]) -> str:

@@ -22,6 +22,13 @@ from stretto.recipe.error_messages import sections
 from stretto.recipe.schema import Recipe
 
 HEAD = 2  # lines of a Markdown table before its first row
+# Sentences before the keys of a table.
+NOTES = {
+    "task": (
+        "A recipe has one table `[task]`, or several tables `[[task]]`: a mixture of tasks, each with its `label` "
+        "([howto/mixtures.md](howto/mixtures.md)). `--set task.LABEL.share=0.3` changes a key of one of several.\n",
+    )
+}
 BEGIN, END = "<!-- keys: begin -->", "<!-- keys: end -->"
 
 
@@ -34,7 +41,7 @@ def describe_keys() -> str:
         first, *others = tables.values()
         shared = [line for line in first[HEAD:] if all(line in other for other in others)] if others else []
         if shared:
-            parts += [f"\n### `[{name}]`, for every type\n", *first[:HEAD], *shared]
+            parts += [f"\n### `[{name}]`, for every type\n", *NOTES.get(name, ()), *first[:HEAD], *shared]
         for tag, model in variants.items():
             title = f"### `[{name}]`" + (f', `type = "{tag}"`' if tag else "")
             own = [line for line in tables[tag] if line not in shared]

@@ -13,6 +13,7 @@ from pathlib import PurePath
 from typing import Any
 
 from stretto.errors import RecipeError
+from stretto.recipe.task_tables import table_at, task_named
 
 Overrides = Sequence[str] | Mapping[str, Any]
 """`key=value`, as after `--set`, or dotted keys with their values."""
@@ -61,6 +62,8 @@ def apply_override(raw: dict[str, Any], override: str) -> list[str]:
 
 def _put(raw: dict[str, Any], parts: Sequence[str], value: Any, written: str) -> None:
     table = raw
+    if isinstance(tasks := raw.get("task"), list | tuple) and parts[0] == "task" and len(parts) > 1:
+        table, parts = task_named(tasks, parts, written), parts[2:]
     for part in parts[:-1]:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
@@ -83,9 +86,9 @@ def _value_of(text: str, override: str) -> Any:
 
 
 def _remove(raw: dict[str, Any], parts: Sequence[str], written: str) -> None:
-    table: Any = raw
-    for part in parts[:-1]:
-        table = table.get(part) if isinstance(table, dict) else None
+    if isinstance(tasks := raw.get("task"), list | tuple) and parts[0] == "task" and len(parts) > 1:
+        task_named(tasks, parts, f"`{written}`")
+    table = table_at(raw, parts[:-1])
     if not isinstance(table, dict) or parts[-1] not in table:
         raise RecipeError(
             f"`{written}` removes `{'.'.join(parts)}` from the recipe, and the recipe has no such key; "

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import Field, ValidationError, ValidationInfo, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, ValidationInfo, model_validator
 
 from stretto.core.paradigms import PARADIGMS, Paradigm
 from stretto.core.plan import Plan, resolve_plan
 from stretto.core.spreading import Spread
 from stretto.environments.task_options import EndpointOptions, TaskOptions
+from stretto.environments.task_shares import Share
 from stretto.errors import RecipeError
 from stretto.models.adapter_config import lora_of_adapter
 from stretto.models.lora_options import LoraOptions
@@ -29,10 +30,12 @@ from stretto.objectives import AlgorithmOptions
 from stretto.objectives.grpo import GrpoOptions
 from stretto.observe.options import ObserveOptions
 from stretto.options import Options
-from stretto.recipe.checks import ineffective_keys, refusals, replays_nothing, with_effect
+from stretto.recipe.checks import ineffective_keys, refusals, replays_nothing, without_effect
 from stretto.recipe.error_messages import explain
 from stretto.recipe.overrides import Overrides, apply_overrides, described
 from stretto.recipe.shipped_recipes import found, missing
+from stretto.recipe.task_tables import Path as KeyPath
+from stretto.recipe.task_tables import remove_key
 from stretto.training.options import TrainingOptions
 
 PARADIGM_NAMES = tuple(PARADIGMS)
@@ -211,7 +214,7 @@ class EvaluationSection(Options):
     """Evaluation on held-out prompts, before and after training and optionally in between."""
 
     every: int = Field(0, ge=0, description="Updates between evaluations; 0: only before and after")
-    prompts: int = Field(64, ge=0, le=1_000_000, description="Held-out prompts; 0: never evaluate")
+    prompts: int = Field(64, ge=0, le=1_000_000, description="Held-out prompts of each task; 0: never evaluate")
     temperature: float | None = Field(None, ge=0, description="Sampling temperature; 0: greedy; default: as in rollout")
     greedy: bool = Field(False, description="Also answer every prompt once at temperature 0, for a second score")
     max_tokens: int | None = Field(None, ge=1, description="Most tokens of a completion; default: as in rollout")
@@ -305,6 +308,14 @@ class RuntimeSection(Options):
     )
 
 
+OneTask = Annotated[TaskOptions, Tag("[task]")]
+SeveralTasks = Annotated[tuple[TaskOptions, ...], Field(min_length=1), Tag("[[task]]")]
+
+
+def _form_of_task(value: object) -> str:
+    return "[[task]]" if isinstance(value, list | tuple) else "[task]"
+
+
 class Recipe(Options):
     """A run."""
 
@@ -312,7 +323,7 @@ class Recipe(Options):
         0, ge=0, le=MAX_SEED, description="Seeds the order of the data, the trajectories and the initial adapters"
     )
     model: ModelSection
-    task: TaskOptions
+    task: Annotated[OneTask | SeveralTasks, Discriminator(_form_of_task)]
     rollout: RolloutSection = RolloutSection()
     algorithm: AlgorithmOptions = GrpoOptions()
     training: TrainingSection = TrainingSection()
@@ -326,6 +337,37 @@ class Recipe(Options):
         if info.context != UNREFUSED and (problems := refusals(self)):
             raise RecipeError("\n".join(problems))
         return self
+
+    @property
+    def tasks(self) -> tuple[TaskOptions, ...]:
+        """The tasks: one, or those of a mixture."""
+        return self.task if isinstance(self.task, tuple) else (self.task,)
+
+    @property
+    def parts(self) -> tuple[OneTaskRecipe, ...]:
+        """A recipe for each task, as if it had that task alone, with the task's own limits."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        parts = []
+        for task in self.tasks:
+            own = {name: value for name in ("max_tokens", "stop") if (value := getattr(task, name)) is not None}
+            changed = {"task": task, "rollout": self.rollout.model_copy(update=own)}
+            parts.append(OneTaskRecipe.model_construct(self.model_fields_set, **values | changed))
+        return tuple(parts)
+
+    @property
+    def shares(self) -> dict[str, Share]:
+        """The share of each task in the trained groups, by label; empty if there is one task without a label."""
+        return {task.label: Share(task.share or 1.0, task.oversample) for task in self.tasks if task.label is not None}
+
+    @property
+    def max_lineages(self) -> int:
+        """The most lineages of one episode, of any task."""
+        return max(task.max_lineages for task in self.tasks)
+
+    @property
+    def num_answers(self) -> int:
+        """Most completions of one evaluation, of all tasks."""
+        return self.evaluation.num_answers * len(self.tasks)
 
     @property
     def paradigm(self) -> Paradigm:
@@ -381,11 +423,20 @@ class Recipe(Options):
 
     def dumps(self) -> str:
         """The recipe as TOML with every default that has an effect. Parses to the same run."""
-        return tomli_w.dumps(_without_none(with_effect(self, self.model_dump(mode="json"))))
+        values = _without_none(self.model_dump(mode="json"))
+        for path in without_effect(self):
+            remove_key(values, path)
+        return tomli_w.dumps({name: value for name, value in values.items() if value != {}})
 
     def source_toml(self) -> str:
         """The recipe as TOML with only the keys that were set. Parses to the same recipe."""
         return tomli_w.dumps(_without_none(self.model_dump(mode="json", exclude_unset=True)))
+
+
+class OneTaskRecipe(Recipe):
+    """The recipe of one task. `Recipe.parts` makes it, of parts that were checked together."""
+
+    task: TaskOptions
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -396,15 +447,15 @@ def load_recipe(
     overrides: Overrides = (),
     *,
     compare_as: str | None = None,
-    change_task: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
+    change_task: Callable[[Any], Any] | None = None,
     source: str | None = None,
 ) -> Recipe:
     """Reads and validates a recipe: a TOML file, the name of a shipped one, its tables, or one that was read.
 
     `overrides` are dotted keys with their values, None removes a key; or strings `key=value`, where `key=` removes one.
-    `compare_as` changes the recipe to another paradigm, and `change_task` its table `[task]`. `source` is the
-    name of the recipe in errors, by default its file. Raises `RecipeError`, which names the overrides as the cause if
-    the recipe alone is valid.
+    `compare_as` changes the recipe to another paradigm, and `change_task` its table `[task]` or its tables `[[task]]`.
+    `source` is the name of the recipe in errors, by default its file. Raises `RecipeError`, which names the overrides
+    as the cause if the recipe alone is valid.
     """
     raw, own = _tables(recipe)
     source = source or own
@@ -413,7 +464,7 @@ def load_recipe(
         typed = described(overrides)
         source = f"`{typed}` on `{source}`" if _is_recipe(written) else f"`{source}` with `{typed}`"
     if change_task is not None:
-        raw = {**raw, "task": change_task(raw.get("task") or {})}
+        raw = {**raw, "task": change_task(raw.get("task"))}
     if compare_as is not None:
         raw = paradigm_overrides(raw, compare_as)
     return parse_recipe(raw, source=source)
@@ -482,24 +533,23 @@ def paradigm_overrides(raw: Mapping[str, Any], paradigm: str) -> dict[str, Any]:
         most = redundancy.get("groups", prompts) * redundancy.get("members", group)
         if rollout.get("rows", 0) > most:  # more than one batch has
             rollout.pop("rows")
-    for section, key in ineffective_in(result) - ineffective_in(raw):
+    for path in ineffective_in(result) - ineffective_in(raw):
         # Such as clips and comparisons of older versions, which have no effect without staleness.
-        if section in ("algorithm", "runtime") or key == "mismatch_samples":
-            del result[section][key]
+        if path[0] in ("algorithm", "runtime") or path[-1] == "mismatch_samples":
+            remove_key(result, path)
     return result
 
 
 def _overridden(raw: Mapping[str, Any], overrides: Overrides) -> dict[str, Any]:
     """Applies overrides to a recipe. Removes keys that lost their effect by that, unless they were set with it."""
     result = copy.deepcopy(dict(raw))
-    asked = {path[:2] for path in apply_overrides(result, overrides)}  # of `observe.wandb.project`, `observe.wandb`
-    for section, key in ineffective_in(result) - ineffective_in(raw):
-        if asked.isdisjoint({(section,), (section, key)}):
-            del result[section][key]
+    asked = {path[:depth] for path in apply_overrides(result, overrides) for depth in range(1, len(path) + 1)}
+    for path in ineffective_in(result) - ineffective_in(raw) - asked:
+        remove_key(result, path)
     return result
 
 
-def ineffective_in(raw: Mapping[str, Any]) -> set[tuple[str, ...]]:
+def ineffective_in(raw: Mapping[str, Any]) -> set[KeyPath]:
     """The keys that are set and have no effect; none if the recipe is invalid, which `parse_recipe` explains."""
     try:
         return set(ineffective_keys(Recipe.model_validate(_tuples(raw), context=UNREFUSED)))

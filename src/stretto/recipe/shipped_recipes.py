@@ -7,6 +7,7 @@ Imports nothing heavy.
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 from collections.abc import Collection
 from glob import glob
@@ -40,7 +41,7 @@ def missing(recipe: Path) -> str:
     return f"recipe `{recipe}` does not exist{hint}"
 
 
-def refuse_missing_files(recipe: object, task: object, given: Collection[str] = ()) -> None:
+def refuse_missing_files(recipe: object, *tasks: object, given: Collection[str] = ()) -> None:
     """Raises `RecipeError` if a shipped recipe names a data file of the repository that is not below this folder.
 
     `given` has the keys of the task whose values came from Python: they are no files.
@@ -48,7 +49,7 @@ def refuse_missing_files(recipe: object, task: object, given: Collection[str] = 
     if not isinstance(recipe, str | Path) or found(Path(recipe)).resolve().parent != FOLDER.resolve():
         return
     name = found(Path(recipe)).stem
-    for key in ("path", "evaluation_path"):
+    for task, key in itertools.product(tasks, ("path", "evaluation_path")):
         value = None if key in given else getattr(task, key, None)
         for file in value if isinstance(value, tuple) else (value,):
             if not isinstance(file, str | Path) or Path(file).is_absolute() or Path(file).exists() or glob(str(file)):

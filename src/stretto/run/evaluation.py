@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,15 +22,16 @@ from typing import Any
 
 from stretto import clock
 from stretto.engines.protocol import Engine
-from stretto.environments.data import PromptStream
 from stretto.environments.function_specs import last_line
-from stretto.environments.protocol import Earned, Environment, earned
+from stretto.environments.mixed_prompts import HeldOut
+from stretto.environments.protocol import Earned, earned
 from stretto.environments.single_turn import Decode
 from stretto.errors import EngineError, RequestError, RewardError, StalledError, StrettoError, VersionNotResidentError
 from stretto.run.episodes import Episode, TakeTurn
 from stretto.run.first_reward import FirstReward
 from stretto.run.output_checks import refuse_output
 from stretto.run.seeds import derived_seed, turn_seed
+from stretto.run.task_play import Tasks, play_of
 from stretto.run.turns import Turns
 from stretto.store.journal import Journal
 from stretto.types import (
@@ -44,6 +44,7 @@ from stretto.types import (
     Prompt,
     Request,
     Sampling,
+    TaskScore,
     part_means,
 )
 
@@ -76,48 +77,32 @@ class Evaluator:
 
     def __init__(
         self,
-        prompts: PromptStream,
+        prompts: HeldOut,
         count: int,
         *,
-        environment: Environment,
-        sampling: Sampling,
+        tasks: Tasks,
         seed: int,
         journal: Journal,
         greedy: bool = False,
         vocabulary: int | None = None,
-        max_turns: int = 1,
-        max_lineages: int = 1,
-        max_context: int | None = None,
-        episode_s: float | None = None,
-        cut_s: float | None = None,
-        budget: float = math.inf,
         first_reward: FirstReward | None = None,
         decode: Decode | None = None,
     ) -> None:
-        """`greedy`: answers every prompt a second time, at temperature 0; `sampling` must then have another.
+        """`tasks`: how episodes are played, by the labels of the prompts' tasks.
+
+        `greedy`: answers every prompt a second time, at temperature 0; the others must then have another.
 
         `decode`: turns tokens into the text that the journal keeps of each answer; None: it keeps no answers.
 
-        `vocabulary`: size, an engine may answer with smaller token ids only; None: any. `max_turns`,
-        `max_lineages`: of an episode. `max_context`: tokens of a lineage with a context of its own; None: any number.
-        `episode_s`: an environment's deadline between tokens; None: whatever it waits for has a deadline. `cut_s`: of
-        an episode outside of generation, after which it is cut; None: it is not. `budget`: that an episode may spend.
+        `vocabulary`: size, an engine may answer with smaller token ids only; None: any.
         """
-        assert not greedy or sampling.temperature > 0, "refused in the recipe"
         self._prompts = prompts
         self._count = count
-        self._environment = environment
-        self._sampling = sampling
+        self._play_of = play_of(tasks)
         self._greedy = greedy
         self._seed = seed
         self._journal = journal
         self._vocabulary = vocabulary
-        self._max_turns = max_turns
-        self._max_lineages = max_lineages
-        self._max_context = max_context
-        self._episode_s = episode_s
-        self._cut_s = cut_s
-        self._budget = budget
         self._first_reward = first_reward or FirstReward()
         self._decode = decode
         self._answers: tuple[EvaluationResult, list[HeldOutAnswer]] | None = None  # of the last evaluation
@@ -134,11 +119,18 @@ class Evaluator:
         started = clock.now()
         checksums = {} if checksum is None else {version: checksum}
         prompts = [self._prompts.prompt(index) for index in range(self._count)]
-        sampled = [_HeldOut(-1 - index, index, prompt, self._sampling) for index, prompt in enumerate(prompts)]
+        sampled = [
+            _HeldOut(-1 - index, index, prompt, self._play_of(prompt.task).sampling)
+            for index, prompt in enumerate(prompts)
+        ]
         greedy = []
         if self._greedy:
-            at_zero = replace(self._sampling, temperature=0.0)
-            greedy = [_HeldOut(each.id - self._count, each.index, each.prompt, at_zero, True) for each in sampled]
+            greedy = [
+                _HeldOut(
+                    each.id - self._count, each.index, each.prompt, replace(each.sampling, temperature=0.0), True
+                )
+                for each in sampled
+            ]  # fmt: skip
         answers = [*sampled, *greedy]
         episodes = [self._episode(each, partial(self._turn, engine, version, checksums, each)) for each in answers]
         outcomes = await _outcomes(episodes)
@@ -156,19 +148,20 @@ class Evaluator:
             seconds=ended - started,
             greedy=of_greedy if self._greedy else None,
             rewards=_means(outcomes[: self._count]),
+            tasks=_by_task(sampled, outcomes[: self._count], greedy, outcomes[self._count :]),
         )
         self._answers = (result, [_answer(*each) for each in zip(answers, outcomes, strict=True)])
         return result
 
     async def _episode(self, held_out: _HeldOut, take_turn: TakeTurn) -> Earned:
-        max_tokens = held_out.sampling.max_tokens
+        play = self._play_of(held_out.prompt.task)
         episode = Episode(
             held_out.turns, take_turn,
-            max_tokens=max_tokens, max_context=self._max_context, deadline_s=self._episode_s,
-            seconds=self._cut_s, budget=self._budget,
+            max_tokens=held_out.sampling.max_tokens, max_context=play.max_context, deadline_s=play.episode_s,
+            seconds=play.cut_s, budget=play.budget,
         )  # fmt: skip
         try:
-            outcome = await episode.play(self._environment, held_out.prompt)
+            outcome = await episode.play(play.environment, held_out.prompt)
             found = earned(outcome, len(held_out.turns.done))
             self._first_reward.scored()
             return found
@@ -206,10 +199,10 @@ class Evaluator:
         lineage: int,
         train: bool,
     ) -> Completion:
-        turns, sampling = held_out.turns, held_out.sampling
+        turns, sampling, play = held_out.turns, held_out.sampling, self._play_of(held_out.prompt.task)
         room = turns.room(
-            number, tokens, lineage, train, max_turns=self._max_turns, max_tokens=sampling.max_tokens,
-            max_lineages=self._max_lineages, max_context=self._max_context,
+            number, tokens, lineage, train, max_turns=play.max_turns, max_tokens=sampling.max_tokens,
+            max_lineages=play.max_lineages, max_context=play.max_context,
         )  # fmt: skip
         request = Request(
             id=held_out.id,
@@ -218,7 +211,7 @@ class Evaluator:
             seed=turn_seed(derived_seed(self._seed, "evaluation", held_out.index), number),
             sampling=replace(sampling, max_tokens=room),
             priority=PRIORITY,
-            keep=number + 1 < self._max_turns,
+            keep=number + 1 < play.max_turns,
         )
         try:
             completion = await engine.generate(request)
@@ -273,7 +266,10 @@ def _means(outcomes: Sequence[Earned | Exception]) -> dict[str, float] | None:
 
 
 def _score(answers: Sequence[_HeldOut], outcomes: Sequence[Earned | Exception], where: str) -> HeldOutScore:
-    """Returns the score of answers with these outcomes, and logs what failed. Raises an error that is no failure."""
+    """Returns the score of answers with these outcomes. Raises an error that is no failure.
+
+    Logs what failed, unless `where` is empty.
+    """
     rewards: list[float] = []
     failures: list[RewardError | RequestError] = []
     for outcome in outcomes:
@@ -283,7 +279,7 @@ def _score(answers: Sequence[_HeldOut], outcomes: Sequence[Earned | Exception], 
         if isinstance(outcome, Exception):
             raise outcome
         rewards.append(outcome.reward)
-    if failures:
+    if failures and where:
         failed = f"{len(failures)} of {len(outcomes)} held-out prompts failed"
         log.warning("%s %s, the first of them: %s", failed, where, failures[0])
     lengths = [each.turns.num_sampled for each in answers if each.turns.done]
@@ -293,6 +289,25 @@ def _score(answers: Sequence[_HeldOut], outcomes: Sequence[Earned | Exception], 
         num_failed=len(failures),
         mean_tokens=sum(lengths) / len(lengths) if lengths else 0.0,
     )
+
+
+def _by_task(
+    sampled: Sequence[_HeldOut],
+    outcomes: Sequence[Earned | Exception],
+    greedy: Sequence[_HeldOut],
+    greedy_outcomes: Sequence[Earned | Exception],
+) -> dict[str, TaskScore]:
+    """Returns the scores of each task that has a label."""
+
+    def score(label: str, answers: Sequence[_HeldOut], of: Sequence[Earned | Exception]) -> HeldOutScore:
+        own = [place for place, each in enumerate(answers) if each.prompt.task == label]
+        return _score([answers[place] for place in own], [of[place] for place in own], "")
+
+    labels = dict.fromkeys(each.prompt.task for each in sampled if each.prompt.task is not None)
+    return {
+        label: TaskScore(score(label, sampled, outcomes), score(label, greedy, greedy_outcomes) if greedy else None)
+        for label in labels
+    }
 
 
 async def _outcomes(episodes: Sequence[Coroutine[Any, Any, Earned]]) -> list[Earned | Exception]:

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from stretto.errors import RunError
 from stretto.run.command_hint import command
@@ -124,17 +125,32 @@ def refuse_lost(folder: Path) -> None:
     raise RunError("\n  ".join([*lines, "nothing was changed"]))
 
 
+class DrawnRows(NamedTuple):
+    """The rows of a task."""
+
+    num: int  # that are drawn, which is one epoch
+    dropped: int = 0  # beside them: they are too long, are never drawn, and count in row numbers
+    prompt_limit: int = 0  # tokens, beyond which prompts are dropped or cut; 0: none is
+
+
+NO_ROWS = DrawnRows(0)
+
+
 def facts_of(
     recipe: Recipe,
     *,
-    data_rows: int,
+    rows: Mapping[str | None, DrawnRows],
     templated: bool,
     vocabulary: int,
-    dropped_rows: int = 0,
-    prompt_limit: int = 0,
 ) -> RunFacts:
-    """Returns the facts that the journal records of a run: from its recipe, its data and its model."""
+    """Returns the facts that the journal records of a run: from its recipe, its data and its model.
+
+    `rows` are those of each task, by its label.
+    """
     plan = recipe.plan
+    found = [(task.label, rows.get(task.label, NO_ROWS), task.order) for task in recipe.tasks]
+    labelled = [(label, each, order) for label, each, order in found if label is not None]
+    only = NO_ROWS if isinstance(recipe.task, tuple) else found[0][1]
     return RunFacts(
         paradigm=plan.paradigm.name,
         staleness=plan.staleness,
@@ -143,10 +159,11 @@ def facts_of(
         group=plan.group_size,
         updates=plan.updates,
         seed=recipe.seed,
-        data_rows=data_rows,
+        data_rows=sum(each.num for each in rows.values()),
         retries=plan.retries,
         filter_limit=plan.filter_limit,
-        order=recipe.task.order,
+        order="mixed" if isinstance(recipe.task, tuple) else recipe.task.order,
+        tasks=tuple((label, each.num, order, each.dropped, each.prompt_limit) for label, each, order in labelled),
         replay_groups=plan.replay_groups,
         replay_uses=plan.replay_uses,
         templated=templated,
@@ -154,6 +171,6 @@ def facts_of(
         laws_broken=plan.paradigm.breaks,
         reserve_groups=plan.reserve_groups,
         reserve_members=plan.reserve_members,
-        dropped_rows=dropped_rows,
-        prompt_limit=prompt_limit,
+        dropped_rows=only.dropped,
+        prompt_limit=only.prompt_limit,
     )

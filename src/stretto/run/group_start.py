@@ -7,7 +7,7 @@ from collections import Counter
 
 from stretto import clock
 from stretto.core import messages as core
-from stretto.environments.data import PromptStream
+from stretto.environments.mixed_prompts import Prompts
 from stretto.observe.tail_latency import Tail
 from stretto.run.rollout import Rollout
 from stretto.run.seeds import trajectory_seed
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 class Admissions:
     """Draws the prompts of a run. For the loop's thread only."""
 
-    def __init__(self, prompts: PromptStream, *, seed: int, journal: Journal, tail: Tail) -> None:
+    def __init__(self, prompts: Prompts, *, seed: int, journal: Journal, tail: Tail) -> None:
         self.prompts = prompts
         self._seed = seed
         self._journal = journal
@@ -29,7 +29,7 @@ class Admissions:
     def admit(self, command: core.Start) -> list[Rollout]:
         """Draws a prompt for a group, records the group, and returns its rollouts."""
         draw = self.prompts.draw(command.group)
-        prompt = self.prompts.prompt(command.group, draw.row_number)
+        prompt = self.prompts.prompt(command.group, draw.row_number, draw.task)
         seeds = [trajectory_seed(self._seed, id) for id in command.trajectories]
         self._journal.group_admitted(
             command.group,
@@ -43,6 +43,7 @@ class Admissions:
             trajectories=command.trajectories,
             seeds=seeds,
             instances=command.instances,
+            task_index=draw.place,
             at=clock.now(),
         )
         self._admitted[command.version] += 1

@@ -65,8 +65,7 @@ from stretto import clock
 from stretto.core import messages as core
 from stretto.core.controller import Controller
 from stretto.engines.protocol import Engine
-from stretto.environments.data import PromptStream
-from stretto.environments.protocol import Environment
+from stretto.environments.mixed_prompts import MixedPrompts, Prompts
 from stretto.environments.single_turn import Decode
 from stretto.errors import EngineError, ScoringHaltedError
 from stretto.observe.metrics import Tally
@@ -86,6 +85,7 @@ from stretto.run.rollout_runner import Rollouts
 from stretto.run.settings import Settings
 from stretto.run.stall_watchdog import StallWatchdog
 from stretto.run.task_group import TaskGroup
+from stretto.run.task_play import Tasks
 from stretto.run.untrained_trajectories import Terminations
 from stretto.run.updates import Updates
 from stretto.run.version_loader import VersionLoader
@@ -115,8 +115,8 @@ class Loop:
         *,
         engines: Pool | Mapping[int, Engine],
         trainer: TrainerBackend,
-        environment: Environment,
-        prompts: PromptStream,
+        tasks: Tasks,
+        prompts: Prompts,
         decode: Decode,
         evaluator: Evaluator | None,
         journal: Journal,
@@ -133,6 +133,8 @@ class Loop:
         scoring_wait: Callable[[], str] = lambda: "",
     ) -> None:
         """`engines` are a pool, or instances that the caller made and that are not replaced.
+
+        `tasks`: how episodes are played, by the labels of the prompts' tasks.
 
         `rollouts` are in progress. `kept` are trained, and may be trained again. If there are `versions`, weights are
         on disk in them before an engine loads them. `first_reward` is shared with the evaluations before the run.
@@ -173,7 +175,7 @@ class Loop:
             rollouts,
             instances=self.instances,
             version_loader=self._version_loader,
-            environment=environment,
+            tasks=tasks,
             decode=decode,
             settings=settings,
             pinned=controller.plan.paradigm.pinned,
@@ -236,7 +238,7 @@ class Loop:
         return self._rollouts.in_progress
 
     @property
-    def prompts(self) -> PromptStream:
+    def prompts(self) -> Prompts:
         """The stream that prompts are drawn from."""
         return self._admissions.prompts
 
@@ -300,7 +302,7 @@ class Loop:
     def _record(self, event: core.Event) -> None:
         """Records an event as the core counts it, so that a checkpoint and the files agree."""
         if isinstance(event, core.Scored) and (rollout := self.rollouts.get(event.trajectory)) is not None:
-            self.prompts.scored(rollout.row_number, event.reward)
+            self.prompts.scored(rollout.row_number, event.reward, rollout.prompt.task)
         elif isinstance(event, core.GenerationFailed | core.ScoringFailed) and event.trajectory in self.rollouts:
             where = None if isinstance(event, core.ScoringFailed) else event.instance
             if where is None or self._runs_on(event.trajectory, where):
@@ -380,7 +382,27 @@ class Loop:
     def _rescore(self, command: core.Rescore) -> None:
         self._spawn(self._rollouts.score(self.rollouts[command.trajectory]), f"score {command.trajectory}")
 
+    def _fail(self, command: core.Fail) -> None:
+        rollout = self.rollouts[command.trajectory]
+        self._terminations.fail(command)
+        if all(other.group != rollout.group for other in self.rollouts.values()):
+            self._note_loss(rollout)
+
+    def _filter(self, command: core.Filter) -> None:
+        rollout = self.rollouts[command.trajectories[0]]
+        self._terminations.filter(command)
+        self._note_loss(rollout)
+
+    def _note_loss(self, rollout: Rollout) -> None:
+        """Notes that no trajectory of a rollout's group is trained: of several tasks, its own replaces it."""
+        if isinstance(self.prompts, MixedPrompts):
+            self.prompts.lost(rollout.group, rollout.prompt.task)
+            self._journal.group_lost(rollout.group)
+
     def _drop(self, command: core.Drop) -> None:
+        known = [self.rollouts[id] for id in command.trajectories if id in self.rollouts]
+        if known and not command.surplus:
+            self._note_loss(known[0])
         task = self._spawn(self._terminations.drop(command), f"drop {command.group}")
         self._drops.add(task)
         task.add_done_callback(self._drops.discard)
@@ -464,9 +486,9 @@ _HANDLERS: dict[type[Any], Callable[[Loop, Any], None]] = {
     core.ReleaseInstance: lambda loop, command: loop.instances.release(command.instance),
     core.KeepInstance: lambda loop, command: loop.instances.cancel_removal(command.instance),
     core.Rescore: Loop._rescore,
-    core.Fail: lambda loop, command: loop._terminations.fail(command),
+    core.Fail: Loop._fail,
     core.Drop: Loop._drop,
-    core.Filter: lambda loop, command: loop._terminations.filter(command),
+    core.Filter: Loop._filter,
     core.SpareFromFilter: lambda loop, command: loop._terminations.spare(command),
     core.Train: Loop._train,
     core.EndReuse: lambda loop, command: loop._updates.forget(command.trajectories),

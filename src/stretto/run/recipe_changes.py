@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.errors import RecipeError, RunError
+from stretto.recipe.task_tables import table_at
 from stretto.run.command_hint import command
-from stretto.run.folder_checks import OUT, facts_of, standing
+from stretto.run.folder_checks import OUT, DrawnRows, facts_of, standing
+from stretto.store.recipe_keys import flat_keys, of_one_task
 from stretto.store.schema import JOURNAL_NAME, RESTORE, RunFacts
 from stretto.store.traces import recorded_in
 
@@ -48,6 +50,8 @@ MAY_CHANGE: Mapping[str, str] = {
     "task.evaluation_path": "later evaluations, if it was set before and is set now",
     "task.evaluation_dataset": "later evaluations, as `task.evaluation_path`",
     "task.dataset.revision": "where the data set is read from: its rows must be those that the run began with",
+    "task.share": "the tasks of groups that are admitted later, which count from then on",
+    "task.oversample": "the tasks of groups that are admitted later, which count from then on",
     "task.pass_env": "the processes of the task",
     "task.workers": "the processes of the task",
     "task.worker_gib": "the processes of the task",
@@ -90,6 +94,9 @@ FIXED: Mapping[str, str] = {
     "model.dtype": "the weights of all versions have one type",
     "model.warm_start": _MODEL,
     "task.type": _TASK,
+    "task.label": "groups are recorded with it",
+    "task.max_tokens": _SAMPLED,
+    "task.stop": _SAMPLED,
     "task.order": "the rows that were drawn follow from it",
     "task.pass_reward": "the rows that were drawn follow from it",
     "task.sandbox": "code that passed within its limits may fail within others",
@@ -201,18 +208,39 @@ def refuse_another_recipe(recipe: Recipe, folder: Path, instead: str) -> None:
     `instead` is what the error tells the user to do.
     """
     before = current_recipe(folder)
-    changed = [each.key for each in _changes(before, recipe) if _row(each.key, OF_THE_MACHINE) is None]
+    if other := _other_tasks(before, recipe, folder):
+        raise RunError("\n  ".join(["this is another recipe:", other, instead]))
+    changes = _changes(before, recipe)
+    changed = [each.key for each in changes if _row(of_one_task(each.key, recipe.task), OF_THE_MACHINE) is None]
     if changed:
         raise RunError("\n  ".join(["this is another recipe:", *_lines(recipe, before, folder, changed), instead]))
     _refuse_another_journal(recipe, folder, f"`{folder / 'config.toml'}`")
 
 
 def reason_against(key: str) -> str | None:
-    """Returns why a key cannot change in a run; None if it may. Raises `KeyError` for a key that no table has."""
+    """Returns why a key cannot change in a run; None if it may. Raises `KeyError` for a key that no table has.
+
+    A key of one of several tasks is given as that of one: `task.share`.
+    """
     found = _row(key, (*MAY_CHANGE, *FIXED))
     if found is None:
         raise KeyError(key)
     return FIXED.get(found)
+
+
+def _other_tasks(before: Recipe, now: Recipe, folder: Path) -> str:
+    """Returns a line if tasks were added or removed; empty if not."""
+    was, are = ([task.label for task in each.tasks] if isinstance(each.task, tuple) else None for each in (before, now))
+    if was == are:
+        return ""
+    names = [
+        "one `[task]`" if labels is None else "the tasks " + ", ".join(f"`{label}`" for label in labels)
+        for labels in (are, was)
+    ]
+    return (
+        f"it has {names[0]}, and the run in `{folder}` was started with {names[1]}: tasks are not added, removed "
+        "or reordered, because rows and shares of a run are counted by the tasks that it began with"
+    )
 
 
 def _row(key: str, table: Sequence[str]) -> str | None:
@@ -249,6 +277,13 @@ def current_recipe(folder: Path) -> Recipe:
     return written if phases is None else phases.parts[-1][1]
 
 
+def _rows_of(facts: RunFacts) -> dict[str | None, DrawnRows]:
+    """Returns the rows of each task of a run, by its label."""
+    if not facts.tasks:
+        return {None: DrawnRows(facts.data_rows, facts.dropped_rows, facts.prompt_limit)}
+    return {label: DrawnRows(num, dropped, limit) for label, num, _, dropped, limit in facts.tasks}
+
+
 def _refuse_another_journal(recipe: Recipe, folder: Path, name: str) -> None:
     """Raises `RunError` if the journal in a run's folder is not that of a recipe, which is called `name`."""
     if not recorded_in(folder).begun:
@@ -259,11 +294,9 @@ def _refuse_another_journal(recipe: Recipe, folder: Path, name: str) -> None:
         found = reader.facts()
     wanted = facts_of(
         recipe,
-        data_rows=found.data_rows,
+        rows=_rows_of(found),
         templated=found.templated,
         vocabulary=found.vocabulary,
-        dropped_rows=found.dropped_rows,
-        prompt_limit=found.prompt_limit,
     )
     names = [
         each.name
@@ -293,11 +326,18 @@ def _changes(before: Recipe, now: Recipe) -> list[Change]:
 
 def _refused(before: Recipe, now: Recipe, folder: Path, changes: Sequence[Change]) -> Iterator[str]:
     """Returns a sentence for each change that a run cannot make."""
-    fixed = [each.key for each in changes if reason_against(each.key) is not None]
+    if other := _other_tasks(before, now, folder):
+        yield other
+        return
+
+    def reason(key: str) -> str | None:
+        return reason_against(of_one_task(key, now.task))
+
+    fixed = [each.key for each in changes if reason(each.key) is not None]
     for key, line in zip(*_causes_and_lines(now, before, folder, fixed), strict=True):
-        yield f"{line}: {reason_against(key) or 'other keys lose their effect by that'}"
+        yield f"{line}: {reason(key) or 'other keys lose their effect by that'}"
     changed = {each.key for each in changes}
-    held_out = [each.key for each in changes if each.key.startswith(("task.evaluation_", "evaluation.prompts"))]
+    held_out = [key for key in changed if _is_held_out(key)]
     if held_out and not (_holds_out(before) and _holds_out(now)):
         for line in _lines(now, before, folder, held_out[-1:]):
             yield f"{line}: held-out rows are split from those to train on, so other rows would be trained on"
@@ -316,8 +356,12 @@ def _holds_out(recipe: Recipe) -> bool:
     """True if the rows to evaluate on are not taken from those to train on."""
     from stretto.environments.data_options import RowsOptions
 
-    task = recipe.task
-    return not isinstance(task, RowsOptions) or task.evaluation_name is not None
+    return all(not isinstance(task, RowsOptions) or task.evaluation_name is not None for task in recipe.tasks)
+
+
+def _is_held_out(key: str) -> bool:
+    """Tells if a key says which rows are held out."""
+    return key == "evaluation.prompts" or (key.startswith("task.") and ".evaluation_" in key)
 
 
 def _refuse_too_few_updates(recipe: Recipe, folder: Path, done: int, *, changed: bool) -> None:
@@ -385,7 +429,9 @@ def _with(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     result = copy.deepcopy(dict(values))
     for key, value in changes.items():
         *path, last = key.split(".")
-        table = result
+        table: Any = result
+        if isinstance(result.get("task"), list) and path[:1] == ["task"]:
+            table, path = table_at(result, path[:2]), path[2:]
         for part in path:
             table = table.setdefault(part, {})
         table.pop(last, None)
@@ -394,15 +440,9 @@ def _with(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     return result
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns nested tables as one, with dotted keys. A key without a value is left out."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        elif value is not None:
-            flat[f"{prefix}{key}"] = value
-    return flat
+    return {key: value for key, value in flat_keys(values) if value is not None}
 
 
 def _shown(value: Any) -> str:

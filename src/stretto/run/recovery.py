@@ -18,9 +18,10 @@ from stretto.core.ledger import Counters, TrajectoryState
 from stretto.core.plan import Plan
 from stretto.core.reuse import ReusableGroup
 from stretto.core.snapshots import GroupSnapshot, Snapshot, TrajectorySnapshot
-from stretto.environments.data import PromptStream
+from stretto.environments.mixed_prompts import DrawnGroup, MixedPrompts, Prompts
 from stretto.environments.reward_range import BEYOND, MAX_REWARD, is_trainable
 from stretto.errors import JournalError
+from stretto.recipe.schema import Recipe
 from stretto.run.phases import Phases
 from stretto.store.reader import JournalReader
 from stretto.store.schema import RESTORE, opened_readonly
@@ -100,8 +101,16 @@ def untrainable_rewards(path: Path) -> dict[int, str]:
         return found
 
 
-def recall_draws(path: Path, prompts: PromptStream) -> None:
-    """Repeats to the prompts what was drawn, scored and trained, in its order: later draws follow from that."""
+def recall_draws(path: Path, prompts: Prompts, recipe: Recipe | None = None) -> None:
+    """Repeats to the prompts what was drawn, scored and trained, in its order: later draws follow from that.
+
+    `recipe` is the one that the run goes on with, which several tasks have their shares from.
+    """
+    if isinstance(prompts, MixedPrompts):
+        assert recipe is not None
+        with opened_readonly(path) as db:
+            drawn = db.execute("SELECT group_id, task, lost_before FROM groups ORDER BY group_id").fetchall()
+        prompts.recall((DrawnGroup(*each) for each in drawn), _shares_since(path, recipe, len(drawn)))
     if not prompts.follows_rewards:
         return
     # If a reward or a batch was taken back and recorded again, only the last record counts.
@@ -111,7 +120,7 @@ def recall_draws(path: Path, prompts: PromptStream) -> None:
     )
     with opened_readonly(path) as db:
         rows = db.execute(
-            "SELECT t.from_state, t.to_state, g.row_number, x.reward, x.member, m.update_id, group_id "
+            "SELECT t.from_state, t.to_state, g.row_number, x.reward, x.member, m.update_id, group_id, g.task "
             "FROM transitions t JOIN trajectories x USING (trajectory) JOIN groups g USING (group_id) "
             "LEFT JOIN (SELECT DISTINCT trajectory, update_id FROM members WHERE use = 0) m USING (trajectory) "
             "WHERE t.from_state IS NULL "
@@ -121,15 +130,28 @@ def recall_draws(path: Path, prompts: PromptStream) -> None:
         )
         (group_size,) = db.execute("SELECT CAST(value AS INTEGER) FROM run WHERE key = 'group'").fetchone()
         num_scored = Counter[int]()  # by group; the core had dropped those that came after the first `group_size`
-        for from_state, to_state, row, reward, member, update, group in rows:
+        for from_state, to_state, row, reward, member, update, group, task in rows:
             if to_state == "training":
                 prompts.settle(update)
             elif to_state == "scored":
                 num_scored[group] += 1
                 if num_scored[group] <= group_size:
-                    prompts.scored(row, reward)
+                    prompts.scored(row, reward, task)
             elif from_state is None and member == 0:
-                prompts.drawn(row)
+                prompts.drawn(row, task)
+
+
+def _shares_since(path: Path, recipe: Recipe, num_groups: int) -> int:
+    """Returns the first group that the shares of a recipe count: that of the phases at the end that have them."""
+    since = num_groups
+    with JournalReader(path) as reader:
+        firsts = [phase.first_group for phase in reader.phases()]
+    phases = Phases.recorded(path)
+    for first, (_, each) in reversed(list(zip(firsts, () if phases is None else phases.parts, strict=True))):
+        if each.shares != recipe.shares:
+            break
+        since = first
+    return since
 
 
 def _groups(db: sqlite3.Connection, plan: Plan, newest: int) -> list[GroupSnapshot]:

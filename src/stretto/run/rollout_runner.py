@@ -29,8 +29,8 @@ import numpy as np
 from stretto import clock
 from stretto.core import messages as core
 from stretto.environments.function_specs import last_line
-from stretto.environments.protocol import Earned, Environment, earned, is_deterministic, other_tokens
-from stretto.environments.single_turn import Decode, SingleTurn
+from stretto.environments.protocol import Earned, earned, other_tokens
+from stretto.environments.single_turn import Decode
 from stretto.errors import (
     AbortedError,
     EngineError,
@@ -55,6 +55,7 @@ from stretto.run.rollout import PendingTurn, Placement, Rollout, RolloutState
 from stretto.run.seeds import turn_seed
 from stretto.run.settings import Settings
 from stretto.run.suspensions import Suspensions, all_done
+from stretto.run.task_play import Tasks, longest_completion, play_of
 from stretto.run.version_loader import VersionLoader
 from stretto.store.journal import Journal
 from stretto.types import Completion, EpisodeLimit, Request, Suspended
@@ -96,7 +97,7 @@ class Rollouts:
         *,
         instances: Instances,
         version_loader: VersionLoader,
-        environment: Environment,
+        tasks: Tasks,
         decode: Decode,
         settings: Settings,
         pinned: bool,
@@ -107,15 +108,16 @@ class Rollouts:
         post: Callable[[core.Event], None],
         halt: Callable[[ScoringHaltedError], None],
     ) -> None:
-        """`pinned`: a trajectory keeps its version for life. `halt` is called if scoring cannot go on."""
+        """`tasks`: how episodes are played. `pinned`: a trajectory keeps its version for life.
+
+        `halt` is called if scoring cannot go on.
+        """
         self.in_progress: dict[int, Rollout] = dict(in_progress)
         self.instances = instances
         self.failed_in_a_row = 0  # trajectories that failed for good since the last reward
         self._version_loader = version_loader
-        self._environment = environment
-        self._may_differ = not is_deterministic(environment)
+        self._play_of = play_of(tasks)
         self._decode = decode
-        self._sampling = settings.sampling
         self._journal = journal
         self._tally = tally
         self._tail = tail
@@ -123,16 +125,10 @@ class Rollouts:
         self._post = post
         self._halt = halt
         self._pinned = pinned
-        self._episode_s = settings.episode_s
-        self._cut_s = settings.cut_s
-        self._budget = settings.budget
-        self._max_turns = settings.max_turns
-        self._max_lineages = settings.max_lineages
-        self._max_context = settings.max_context
         self._check = partial(
             refuse_output, checksums=version_loader.checksums, vocabulary=settings.vocabulary, continued=not pinned
         )
-        self._load_sampler = LoadSampler(self.in_progress, instances, settings.sampling.max_tokens)
+        self._load_sampler = LoadSampler(self.in_progress, instances, longest_completion(tasks))
         self.suspensions = Suspensions(
             self.in_progress,
             instances=instances,
@@ -195,16 +191,17 @@ class Rollouts:
                 self._journal.state_changed(rollout.id, "running", at=clock.now(), reason=why, instance=where)
         if run.outdated:
             return
+        play = self._play_of(rollout.prompt.task)
         episode = Episode(
             rollout.turns, partial(self._turn, run),
-            max_tokens=self._sampling.max_tokens, max_context=self._max_context, deadline_s=self._episode_s,
-            seconds=self._cut_s, budget=self._budget,
+            max_tokens=play.sampling.max_tokens, max_context=play.max_context, deadline_s=play.episode_s,
+            seconds=play.cut_s, budget=play.budget,
         )  # fmt: skip
         self._episodes.add(episode)
         run.episode = episode
         self._world_works(run)
         try:
-            outcome = await episode.play(self._environment, rollout.prompt)
+            outcome = await episode.play(play.environment, rollout.prompt)
             reward, turn_rewards, parts = self._earned(run, outcome, episode.num_asked)
         except (SuspendedError, AbortedError, EngineError) as error:
             self._interrupted(run, error)
@@ -227,7 +224,7 @@ class Rollouts:
             return  # dropped while it was scored, or its episode is run again elsewhere
         if not rollout.is_generated:
             self._complete(run)
-        self._note_limit(rollout, limit_of(episode, rollout.turns, self._max_turns), episode.spending.spent)
+        self._note_limit(rollout, limit_of(episode, rollout.turns, play.max_turns), episode.spending.spent)
         rollout.score(reward, turn_rewards, parts)
         self.failed_in_a_row = 0
         self._first_reward.scored()
@@ -237,7 +234,7 @@ class Rollouts:
 
     def _note_limit(self, rollout: Rollout, limit: EpisodeLimit | None, spent: float) -> None:
         """Records the limit that an episode has reached, and what it has spent, instead of what an earlier try had."""
-        if isinstance(self._environment, SingleTurn):
+        if self._play_of(rollout.prompt.task).is_single_turn:
             return
         self._journal.episode_limited(rollout.id, limit, spent)
         if limit is not None or spent:
@@ -247,7 +244,7 @@ class Rollouts:
         """Returns what an episode has earned. Raises `RewardError` if it returned anything else."""
         rollout = run.rollout
         if run.counts and 0 < num_turns < (had := len(rollout.turns.done)):
-            if not self._may_differ or rollout.is_generated:
+            if not self._play_of(rollout.prompt.task).may_differ or rollout.is_generated:
                 raise RewardError(
                     f"the environment returned after {num_turns} turns, and had asked for {had} the first time: an "
                     "episode that is run again must ask for the same"
@@ -313,9 +310,10 @@ class Rollouts:
             raise AbortedError(f"trajectory {rollout.id} continues elsewhere, or has ended")
         if (done := rollout.turns.get(number, tokens, lineage, train)) is not None:
             return done
+        play = self._play_of(rollout.prompt.task)
         room = rollout.turns.room(
-            number, tokens, lineage, train, max_turns=self._max_turns, max_tokens=self._sampling.max_tokens,
-            max_lineages=self._max_lineages, max_context=self._max_context,
+            number, tokens, lineage, train, max_turns=play.max_turns, max_tokens=play.sampling.max_tokens,
+            max_lineages=play.max_lineages, max_context=play.max_context,
         )  # fmt: skip
         if number < len(rollout.turns.done):
             self._take_another_course(rollout, number)
@@ -370,9 +368,10 @@ class Rollouts:
             if rollout.suspended.request.prompt == tokens:
                 return _under(rollout.suspended, version)
             self._take_another_course(rollout, number)
-        sampling = self._sampling if room == self._sampling.max_tokens else replace(self._sampling, max_tokens=room)
+        play = self._play_of(rollout.prompt.task)
+        sampling = play.sampling if room == play.sampling.max_tokens else replace(play.sampling, max_tokens=room)
         seed = turn_seed(rollout.seed, number)
-        keep = number + 1 < self._max_turns
+        keep = number + 1 < play.max_turns
         return Request(rollout.id, version, tokens, seed, sampling, group=rollout.group, keep=keep)
 
     def _take_another_course(self, rollout: Rollout, number: int) -> None:
@@ -380,7 +379,7 @@ class Rollouts:
 
         Raises `RewardError` if its environment is deterministic, or if it has its last token, which is recorded.
         """
-        if not self._may_differ or rollout.is_generated:
+        if not self._play_of(rollout.prompt.task).may_differ or rollout.is_generated:
             raise other_tokens(number)
         text = "trajectory %d was run again and asked for something else at turn %d: %d tokens are discarded"
         before = rollout.num_sampled
@@ -445,7 +444,8 @@ class Rollouts:
         rollout.end_turn(placement, request.prompt, completion, lineage, train)
         if rollout.state is RolloutState.ENDED:
             raise AbortedError(f"trajectory {rollout.id} was dropped as it ended")
-        if rollout.turns.is_full(max_turns=self._max_turns, max_lineages=self._max_lineages):
+        play = self._play_of(rollout.prompt.task)
+        if rollout.turns.is_full(max_turns=play.max_turns, max_lineages=play.max_lineages):
             self._complete(run)
         elif run.outdated:
             raise AbortedError(f"trajectory {rollout.id} continues elsewhere")
@@ -457,7 +457,8 @@ class Rollouts:
 
     def _world_works(self, run: _EpisodeRun) -> None:
         """Frees the row of a rollout if its environment takes long, before its first turn or after one."""
-        if self._max_turns > 1 and run.placement is not None and not run.rollout.is_generated:
+        max_turns = self._play_of(run.rollout.prompt.task).max_turns
+        if max_turns > 1 and run.placement is not None and not run.rollout.is_generated:
             _cancel_timer(run)
             run.row_timer = asyncio.get_running_loop().call_later(WORLD_S, self._free_row, run)
 

@@ -5,27 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from stretto.types import Sampling
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The options of a loop. Durations are in seconds."""
 
     seed: int
-    sampling: Sampling
     stall_s: float  # without an event or a token, until the run ends with an error
     reward_s: float = 0.0  # beyond `stall_s`, for a reward that has a deadline of its own
-    episode_s: float | None = None  # for an environment between tokens; None: whatever it waits for has a deadline
-    cut_s: float | None = None  # of one episode outside of generation, after which it is cut; None: it is not
-    budget: float = math.inf  # of one episode
     checkpoint_s: float = math.inf  # between checkpoints, which are written when a version is published
     instance_s: float = 120.0  # for an instance that has work and makes no progress; then it is lost
     replacements: int = 0  # of lost instances, at most
     rebalance_s: float = 5.0  # between two load samples
     vocabulary: int | None = None  # size: instances may answer with smaller token ids only; None: any
-    max_turns: int = 1  # of one episode
-    max_lineages: int = 1  # of one episode
-    max_context: int | None = None  # tokens of a lineage with a context of its own; None: as many as the engine takes
     records_tokens: bool = False  # the journal gets what the trainer computed for each token
     sampled_ages: int = 0  # an update gets the weights of versions up to so much older than its own; 0: of none

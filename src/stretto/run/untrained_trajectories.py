@@ -35,7 +35,7 @@ class Terminations:
     def fail(self, command: core.Fail) -> None:
         """Ends a trajectory that failed for good. Raises `StalledError` if too many failed in a row."""
         rollout = self._rollouts.remove(command.trajectory)
-        self._tally.failed(rollout.num_sampled)
+        self._tally.failed(rollout.num_sampled, rollout.prompt.task)
         lost = 0 if rollout.is_generated else rollout.num_sampled
         self._journal.failed(rollout.id, command.reason, at=clock.now(), num_tokens=lost)
         self._tail.member_ended(rollout.group, scored=False)
@@ -65,7 +65,7 @@ class Terminations:
         for rollout in rollouts:
             self._journal.filtered(rollout.id, reason, at=clock.now())
         lengths = [rollout.num_sampled for rollout in rollouts]
-        self._tally.filtered(lengths, rollouts[0].reward or 0.0)
+        self._tally.filtered(lengths, rollouts[0].reward or 0.0, rollouts[0].prompt.task)
 
     def spare(self, command: core.SpareFromFilter) -> None:
         """Records that a group without signal is trained, because too many were filtered before it."""

@@ -160,6 +160,7 @@ def samples_of(rollout: Rollout, use: int) -> list[Sample]:
             rollout.id, rollout.group, rollout.version, lineage.context, lineage.completion, rollout.reward, use,
             turn_rewards=rollout.turn_rewards, lineage=number, turn_numbers=lineage.turn_numbers,
             reward_parts=rollout.reward_parts,
+            task=rollout.prompt.task,
         )
         for number, lineage in enumerate(rollout.lineages)
         if lineage.train

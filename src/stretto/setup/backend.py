@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from stretto.environments.protocol import Environment
@@ -17,13 +17,20 @@ async def _nothing_to_reserve() -> None:
     pass
 
 
+@dataclass(frozen=True, slots=True)
+class TaskBackend:
+    """The processes of one task."""
+
+    rewards: Rewards
+    environment: Environment  # plays its episodes
+
+
 @dataclass(slots=True)
 class Backend:
     """The parts that `assembly/train.py` starts, gives to the loop, and closes. Making them starts nothing."""
 
     driver: DriverInputs
-    rewards: Rewards
-    environment: Environment  # plays the episodes of the task
+    tasks: Mapping[str | None, TaskBackend]  # by label
     pool: Pool
     make_trainer: Callable[[Journal], TrainerBackend]
     # Brings weights that were read from a file to where instances load them from.
@@ -31,6 +38,16 @@ class Backend:
     # Finds room for the trainer before instances take it. `release` gives it back, also if no trainer was made.
     reserve: Callable[[], Awaitable[None]] = _nothing_to_reserve
     release: Callable[[], None] = lambda: None
+
+    @property
+    def longest_reward_s(self) -> float:
+        """The most seconds that one reward may take, of all tasks."""
+        return max(each.rewards.longest_s for each in self.tasks.values())
+
+    @property
+    def scoring_wait(self) -> str:
+        """A sentence on what scoring waits for, such as a judge that is away; empty if it waits for nothing."""
+        return next((each.rewards.waiting for each in self.tasks.values() if each.rewards.waiting), "")
 
 
 MakeBackend = Callable[[Callable[[str], None], VersionFiles], Backend]

@@ -8,14 +8,13 @@ from stretto.environments.custom import load_environment
 from stretto.environments.episode_pool import EpisodePool
 from stretto.environments.protocol import Environment
 from stretto.environments.single_turn import SingleTurn
-from stretto.recipe.schema import Recipe
 from stretto.run.protocols import Rewards
 from stretto.setup.factories import DriverInputs
-from stretto.setup.inputs import episode_pool_options, played_in_thread, plays_in_workers, worker_options
+from stretto.setup.inputs import TaskInputs, episode_pool_options, played_in_thread, plays_in_workers, worker_options
 
 
 def local_environment(
-    recipe: Recipe, driver: DriverInputs, rewards: Rewards, said: Callable[[str], None]
+    own: TaskInputs, driver: DriverInputs, rewards: Rewards, said: Callable[[str], None]
 ) -> Environment:
     """Makes the environment of the task: worker processes, one in this process, or one turn that `rewards` scores.
 
@@ -23,11 +22,11 @@ def local_environment(
 
     `said` gets every line that worker processes print.
     """
-    task = driver.inputs.task
+    recipe, task, tokenizer = own.recipe, own.task, own.tokenizer
     if task.environment is None:
         return SingleTurn(rewards, driver.decode)
     if task.environment.given is not None:
-        return played_in_thread(recipe, task.environment, driver.tokenizer)
+        return played_in_thread(recipe, task.environment, tokenizer)
     if plays_in_workers(recipe):
-        return EpisodePool(episode_pool_options(recipe, task, driver.tokenizer), worker_options(recipe, said))
-    return load_environment(task.environment, driver.tokenizer)
+        return EpisodePool(episode_pool_options(recipe, task, tokenizer), worker_options(recipe, said))
+    return load_environment(task.environment, tokenizer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -44,21 +44,22 @@ class DriverInputs:
 
 
 def load_driver_inputs(
-    recipe: Recipe, model_path: str, given: Given = NOTHING_GIVEN, prompt_limit: int | None = None
+    recipe: Recipe, model_path: str, given: Given = NOTHING_GIVEN, prompt_limits: Mapping[str | None, int] | None = None
 ) -> DriverInputs:
     """Reads the inputs of a run and checks them against tokenizer and configuration. Does not read the weights.
 
-    `prompt_limit` is that of a run that is resumed (`load_inputs`).
+    `prompt_limits` are those of a run that is resumed (`load_inputs`).
     """
     check_objective(recipe)
-    tokenizer, config = prompt_tokenizer(recipe, load_tokenizer(model_path)), load_config(model_path)
+    own, config = load_tokenizer(model_path), load_config(model_path)
+    tokenizer = prompt_tokenizer(recipe, own)
     inputs = load_inputs(
         recipe,
-        tokenizer,
+        own,
         context=context_length(config),
         model_path=model_path,
         given=given,
-        prompt_limit=prompt_limit,
+        prompt_limits=prompt_limits,
     )
     check_teachers(recipe, tokenizer, inputs.longest_prompt)
     sampling = Sampling(

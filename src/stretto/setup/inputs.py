@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,8 @@ from stretto.environments.custom import (
 from stretto.environments.data import PromptStream, Row, TooLong
 from stretto.environments.data_options import ChatTemplateOptions, RowsOptions
 from stretto.environments.episode_pool import EpisodePool, EpisodePoolOptions, default_workers, pickled_tokenizer
-from stretto.environments.given import NOTHING_GIVEN, Given, is_given
+from stretto.environments.given import NOTHING_GIVEN, Given, is_given, of_task
+from stretto.environments.mixed_prompts import HeldOut, MixedHeldOut, MixedPrompts, Prompts
 from stretto.environments.prompt_order import PassRates
 from stretto.environments.protocol import Environment
 from stretto.environments.reward_calls import ONE_AT_A_TIME, Columns, RewardSpec
@@ -39,43 +40,44 @@ from stretto.environments.task_options import (
     ScoredTaskOptions,
     TaskOptions,
 )
+from stretto.environments.task_shares import TaskShares
 from stretto.environments.tasks import Task, load_task
 from stretto.environments.thread_episodes import ThreadEpisodes
 from stretto.environments.thread_rewards import ThreadRewards
 from stretto.environments.worker_process import WorkerOptions
 from stretto.errors import RecipeError
 from stretto.objectives.custom import CustomOptions
-from stretto.recipe.schema import Recipe
+from stretto.recipe.schema import OneTaskRecipe, Recipe
+from stretto.run.folder_checks import DrawnRows
+from stretto.run.seeds import derived_seed
 from stretto.setup.scorers import described_scorer, judge_variables, option_of, reward_specs, scorers_of
 
 log = logging.getLogger(__name__)
 
 LEAST_HANG_S = 5.0  # that a worker may be blocked for, however short its episodes are: machines are busy at times
+MAX_TASK_SEED = 1 << 31  # of one of several tasks; some generators take no larger ones
 SAMPLED_ROWS = 64  # of a generated task, to compare their columns with the parameters of the reward function
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
-    """The task and its prompts. Those that were checked are neither empty nor too long."""
+class TaskInputs:
+    """One task and its prompts. Those that were checked are neither empty nor too long."""
 
+    recipe: OneTaskRecipe  # as if it had this task alone
     task: Task
     prompts: PromptStream
     held_out: PromptStream | None
+    tokenizer: Any  # with the chat template that the task asks for
 
     @property
-    def longest_prompt(self) -> int:
-        """Tokens of the longest checked prompt, which the engine must be able to hold."""
-        return max(self.prompts.longest_checked, 0 if self.held_out is None else self.held_out.longest_checked)
+    def label(self) -> str | None:
+        """The label of the task, if it has one."""
+        return self.recipe.task.label
 
     @property
     def prompt_limit(self) -> int:
         """Tokens, beyond which prompts of rollout are dropped or cut; 0: none is."""
         return self.prompts.too_long.limit if self.prompts.bends_long else 0
-
-    @property
-    def templated(self) -> bool:
-        """True if the tokenizer's chat template makes most of the prompts; otherwise they are raw text."""
-        return 2 * self.prompts.num_templated > self.prompts.num_rows
 
     @property
     def form(self) -> str:
@@ -85,8 +87,12 @@ class Inputs:
             return f"{templated:,} made by the chat template and {num_rows - templated:,} raw text"
         return "made by the chat template" if templated else "raw text"
 
-    def notes(self, recipe: Recipe) -> Iterator[str]:
-        """Yields sentences that the user should read before the run, although nothing is wrong."""
+    def notes(self, prompts_per_update: float) -> Iterator[str]:
+        """Yields sentences that the user should read before the run, although nothing is wrong.
+
+        `prompts_per_update`: of this task.
+        """
+        recipe = self.recipe
         yield from _sandbox_notes(recipe)
         yield from self._data_notes(recipe)
         yield from self._given_notes()
@@ -100,11 +106,12 @@ class Inputs:
                 f"{wanted}`: {why}"
             )
         checked, num_rows = self.prompts.num_checked, self.prompts.num_rows
-        if recipe.rollout.prompts > num_rows:
+        if prompts_per_update > num_rows:
+            own = "" if prompts_per_update == recipe.rollout.prompts else f", of which it has {prompts_per_update:.3g},"
             yield (
-                f"`rollout.prompts = {recipe.rollout.prompts}` is more than the {num_rows:,} rows of {self.task.name}: "
-                f"an update has the same prompt up to {math.ceil(recipe.rollout.prompts / num_rows)} times; raise "
-                "`rollout.group` for more samples of a prompt"
+                f"`rollout.prompts = {recipe.rollout.prompts}`{own} is more than the {num_rows:,} rows of "
+                f"{self.task.name}: an update has the same prompt up to {math.ceil(prompts_per_update / num_rows)} "
+                "times; raise `rollout.group` for more samples of a prompt"
             )
         if 0 < self.prompts.num_templated < num_rows:
             yield (
@@ -124,7 +131,7 @@ class Inputs:
                 "a later one that is too long fails, is counted, and the next takes its place"
             )
 
-    def _data_notes(self, recipe: Recipe) -> Iterator[str]:
+    def _data_notes(self, recipe: OneTaskRecipe) -> Iterator[str]:
         """Says which revision of a data set was read, and what was done with prompts that are too long."""
         for key, revision in self.task.data.revisions.items():
             if getattr(recipe.task, key.removeprefix("task.")).revision != revision:
@@ -156,8 +163,50 @@ class Inputs:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The tasks of a run, and the prompts of all of them."""
+
+    tasks: tuple[TaskInputs, ...]
+    prompts: Prompts
+    held_out: HeldOut | None
+    chat_template: Template | None  # that all tasks ask for; None: the model's own, or not all ask for the same
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest checked prompt, which the engine must be able to hold."""
+        return max(self.prompts.longest_checked, 0 if self.held_out is None else self.held_out.longest_checked)
+
+    @property
+    def templated(self) -> bool:
+        """True if the tokenizer's chat template makes most of the prompts; otherwise they are raw text."""
+        return 2 * self.prompts.num_templated > self.prompts.num_rows
+
+    @property
+    def rows(self) -> dict[str | None, DrawnRows]:
+        """The rows of each task, by its label."""
+        return {
+            each.label: DrawnRows(each.prompts.num_rows, each.prompts.num_dropped, each.prompt_limit)
+            for each in self.tasks
+        }
+
+    def notes(self, recipe: Recipe) -> Iterator[str]:
+        """Yields sentences that the user should read before the run, although nothing is wrong."""
+        several, weights = len(self.tasks) > 1, [task.share or 1.0 for task in recipe.tasks]
+        for each, weight in zip(self.tasks, weights, strict=True):
+            for note in each.notes(recipe.rollout.prompts * weight / sum(weights)):
+                yield f"task `{each.label}`: {note}" if several else note
+
+
 def prompt_tokenizer(recipe: Recipe, tokenizer: Any) -> Any:
-    """Returns the tokenizer with the chat template that the task asks for, which all that chats is given."""
+    """Returns the tokenizer with the chat template that the task asks for, or all tasks alike; else as it is."""
+    made = [_task_tokenizer(part, tokenizer) for part in recipe.parts]
+    alike = all(each.chat_template == made[0].chat_template for each in made)
+    return made[0] if alike else tokenizer
+
+
+def _task_tokenizer(recipe: OneTaskRecipe, tokenizer: Any) -> Any:
+    """Returns the tokenizer with the chat template that one task asks for, which all that chats in it is given."""
     task = recipe.task
     if not isinstance(task, ChatTemplateOptions):
         return tokenizer
@@ -166,10 +215,13 @@ def prompt_tokenizer(recipe: Recipe, tokenizer: Any) -> Any:
 
 
 def asked_template(recipe: Recipe, tokenizer: Any) -> Template | None:
-    """Returns the template of a tokenizer from `prompt_tokenizer`; None if it is the model's own."""
-    task = recipe.task
-    asks = isinstance(task, ChatTemplateOptions) and (task.chat_template or task.template or task.prefill)
-    return tokenizer.chat_template if asks else None
+    """Returns the template that all tasks ask for; None if it is the model's own, or not all ask for the same.
+
+    The `tokenizer` is that of the model.
+    """
+    found = prompt_tokenizer(recipe, tokenizer)
+    template: Template | None = None if found is tokenizer else found.chat_template
+    return template
 
 
 def load_inputs(
@@ -179,37 +231,51 @@ def load_inputs(
     context: int,
     model_path: str,
     given: Given = NOTHING_GIVEN,
-    prompt_limit: int | None = None,
+    prompt_limits: Mapping[str | None, int] | None = None,
 ) -> Inputs:
-    """Reads the data set and checks it against the tokenizer and the model's `context`. Raises `RecipeError`.
+    """Reads the data sets and checks them against the tokenizer and the model's `context`. Raises `RecipeError`.
 
-    The `tokenizer` is that of `prompt_tokenizer`. `prompt_limit`: tokens, beyond which a run that is resumed began to
-    drop or cut prompts; it goes on so.
+    The `tokenizer` is that of the model. `prompt_limits`: tokens by the label of a task, beyond which a run that is
+    resumed began to drop or cut prompts; it goes on so.
     """
-    limits = _prompt_limits(recipe, model_path, context)
-    if prompt_limit is not None:
-        limits = _limit_as_begun(prompt_limit, limits[0]), limits[1]
+    several, template = isinstance(recipe.task, tuple), asked_template(recipe, tokenizer)
+    tasks = []
+    for part in recipe.parts:
+        label = part.task.label
+        seed = derived_seed(recipe.seed, "task", str(label)) % MAX_TASK_SEED if several else recipe.seed
+        limits = _prompt_limits(part, model_path, context)
+        if limit := (prompt_limits or {}).get(label):
+            limits = _limit_as_begun(limit, limits[0]), limits[1]
+        with of_task(label if several else None):
+            tasks.append(_load_task_inputs(part, tokenizer, seed, limits, given.of_label(label)))
+    if not several:
+        return Inputs(tuple(tasks), tasks[0].prompts, tasks[0].held_out, template)
+    prompts = MixedPrompts({str(each.label): each.prompts for each in tasks}, TaskShares(recipe.shares))
+    held_out = {str(each.label): each.held_out for each in tasks if each.held_out is not None}
+    return Inputs(tuple(tasks), prompts, MixedHeldOut(held_out) if held_out else None, template)
+
+
+def _load_task_inputs(
+    recipe: OneTaskRecipe, tokenizer: Any, seed: int, limits: tuple[int, int], given: Given
+) -> TaskInputs:
     task = load_task(
-        recipe.task,
-        seed=recipe.seed,
-        num_evaluation=recipe.evaluation.prompts,
-        given=given,
-        endpoint=recipe.serve,
+        recipe.task, seed=seed, num_evaluation=recipe.evaluation.prompts, given=given, endpoint=recipe.serve
     )
-    rates = None
+    rates, label, own = None, recipe.task.label, _task_tokenizer(recipe, tokenizer)
     if recipe.task.order == "pass-rate":
-        rates = PassRates(len(task.train), seed=recipe.seed, pass_reward=recipe.task.pass_reward or 1.0)
+        rates = PassRates(len(task.train), seed=seed, pass_reward=recipe.task.pass_reward or 1.0)
     choices = recipe.task.other_too_long if isinstance(recipe.task, RowsOptions) else ()
 
     def stream(rows: Sequence[Row], limit: int, name: str, **options: Any) -> PromptStream:
         return PromptStream(
             rows,
-            tokenizer,
-            seed=recipe.seed,
+            own,
+            seed=seed,
             max_prompt_tokens=limit,
             name=name,
             too_long=_too_long(recipe.task),
             choices=choices,
+            task=label,
             **options,
         )
 
@@ -223,7 +289,7 @@ def load_inputs(
                 "out; name a file of them in `task.evaluation_path`, or set `evaluation.prompts = 0`"
             )
         held_out = stream(task.evaluation, limits[1], f"the held-out rows of {task.name}", shuffle=False)
-    return Inputs(task, prompts, held_out)
+    return TaskInputs(recipe, task, prompts, held_out, own)
 
 
 def _too_long(task: TaskOptions) -> TooLong:
@@ -240,7 +306,7 @@ def _limit_as_begun(begun: int, now: int) -> int:
     return begun
 
 
-def _refuse_raw_text(recipe: Recipe, prompts: PromptStream, name: str) -> None:
+def _refuse_raw_text(recipe: OneTaskRecipe, prompts: PromptStream, name: str) -> None:
     """Raises `RecipeError` if options of the chat template have no effect, because rows are raw text.
 
     An environment may chat whatever the rows are.
@@ -271,7 +337,7 @@ def reward_columns(task: Task) -> Columns:
     return {name: next((row.where for row in rows if name not in row.columns), None) for name in names}
 
 
-def passed_variables(recipe: Recipe) -> dict[str, str]:
+def passed_variables(recipe: OneTaskRecipe) -> dict[str, str]:
     """The variables of `task.pass_env`. Raises `RecipeError` for one, or for the key of a judge, that is not set."""
     for name, options in scorers_of(recipe.task).items():
         if isinstance(options, JudgeOptions):
@@ -280,7 +346,7 @@ def passed_variables(recipe: Recipe) -> dict[str, str]:
 
 
 def make_rewards(
-    recipe: Recipe, task: Task, said: Callable[[str], None] | None = None, folder: Path | None = None
+    recipe: OneTaskRecipe, task: Task, said: Callable[[str], None] | None = None, folder: Path | None = None
 ) -> RewardPool | ThreadRewards | CombinedRewards:
     """Makes what scores `task`: processes, or threads for a function that was given from Python.
 
@@ -312,18 +378,18 @@ def make_rewards(
     return combined_rewards(reward_specs(recipe, task, folder), pool)
 
 
-def plays_in_workers(recipe: Recipe) -> bool:
+def plays_in_workers(recipe: OneTaskRecipe) -> bool:
     """True if worker processes play the episodes of the task."""
     task = recipe.task
     return isinstance(task, EnvironmentOptions) and task.workers != 0 and not is_given(task.environment)
 
 
-def played_in_thread(recipe: Recipe, spec: EnvironmentSpec, tokenizer: Any) -> ThreadEpisodes:
+def played_in_thread(recipe: OneTaskRecipe, spec: EnvironmentSpec, tokenizer: Any) -> ThreadEpisodes:
     """Makes the environment that was given from Python. Raises `RecipeError` if that fails."""
     return ThreadEpisodes(lambda: load_environment(spec, tokenizer), hang_s=recipe.runtime.stall_seconds / 2)
 
 
-def episode_pool_options(recipe: Recipe, task: Task, tokenizer: Any) -> EpisodePoolOptions:
+def episode_pool_options(recipe: OneTaskRecipe, task: Task, tokenizer: Any) -> EpisodePoolOptions:
     """The options of the pool that plays the episodes of `task`."""
     assert task.environment is not None
     assert isinstance(recipe.task, EnvironmentOptions)
@@ -342,7 +408,7 @@ def episode_pool_options(recipe: Recipe, task: Task, tokenizer: Any) -> EpisodeP
     )
 
 
-def worker_options(recipe: Recipe, said: Callable[[str], None]) -> WorkerOptions:
+def worker_options(recipe: OneTaskRecipe, said: Callable[[str], None]) -> WorkerOptions:
     """The options of the processes of a task. `said` gets every line that they print."""
     assert isinstance(recipe.task, ProcessTaskOptions)
     sandbox = recipe.task.sandbox
@@ -354,7 +420,7 @@ def worker_options(recipe: Recipe, said: Callable[[str], None]) -> WorkerOptions
     )
 
 
-def _sandbox_notes(recipe: Recipe) -> Iterator[str]:
+def _sandbox_notes(recipe: OneTaskRecipe) -> Iterator[str]:
     """Says which parts of the sandbox hold on this machine, and what code in it can do because others do not."""
     if not isinstance(recipe.task, ProcessTaskOptions) or recipe.task.sandbox is None:
         return
@@ -382,7 +448,7 @@ def check_objective(recipe: Recipe) -> None:
         recipe.algorithm.try_out()
 
 
-def check_scoring(recipe: Recipe, task: Task, tokenizer: Any) -> str:
+def check_scoring(recipe: OneTaskRecipe, task: Task, tokenizer: Any) -> str:
     """Imports the reward function or the environment in a process, as a run does, and ends that process.
 
     Returns a phrase on how the task is scored.
@@ -418,7 +484,7 @@ def check_scoring(recipe: Recipe, task: Task, tokenizer: Any) -> str:
     return f"scored by {_described(recipe, task, forms)}" + (" in the driver's process" if task.functions else "")
 
 
-def _described(recipe: Recipe, task: Task, forms: Sequence[str]) -> str:
+def _described(recipe: OneTaskRecipe, task: Task, forms: Sequence[str]) -> str:
     """Returns the rewards of a task in words, and how each is called if that is not the plain way."""
     scorers = scorers_of(recipe.task)
     if "" in scorers:
@@ -433,7 +499,7 @@ def _described(recipe: Recipe, task: Task, forms: Sequence[str]) -> str:
     return "the sum of " + ", ".join(parts)
 
 
-async def _try_worker(recipe: Recipe, task: Task, tokenizer: Any) -> str:
+async def _try_worker(recipe: OneTaskRecipe, task: Task, tokenizer: Any) -> str:
     """Starts one worker that plays episodes, and ends it. Returns a phrase on what it found."""
     asked = episode_pool_options(recipe, task, tokenizer)
     count = default_workers() if asked.workers is None else asked.workers
@@ -448,7 +514,7 @@ async def _try_worker(recipe: Recipe, task: Task, tokenizer: Any) -> str:
     return f"in {count} worker process{'es' * (count > 1)} (one starts in {took_s:.1f} s and takes {memory >> 20} MiB)"
 
 
-def _prompt_limits(recipe: Recipe, model_path: str, context: int) -> tuple[int, int]:
+def _prompt_limits(recipe: OneTaskRecipe, model_path: str, context: int) -> tuple[int, int]:
     """Returns the longest prompts of rollout and of evaluation that context and KV cache leave room for."""
     evaluation = recipe.evaluation.max_tokens or recipe.rollout.max_tokens
     asked = {"rollout.max_tokens": recipe.rollout.max_tokens, "evaluation.max_tokens": evaluation}

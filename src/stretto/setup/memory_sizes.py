@@ -49,7 +49,7 @@ def engine_rows(recipe: Recipe) -> int:
     more than the whole target.
     """
     rows = min(recipe.plan.rows, 2 * -(-recipe.plan.rows // recipe.runtime.instances))
-    return rows + min(recipe.evaluation.num_answers, max(8, rows // 4))
+    return rows + min(recipe.num_answers, max(8, rows // 4))
 
 
 def kv_bytes_per_token(config: Any, dtype: torch.dtype = torch.float32) -> int:
@@ -83,14 +83,14 @@ def scored_ahead_bytes(recipe: Recipe) -> int:
     """
     algorithm, plan = recipe.algorithm, recipe.plan
     values = (recipe.training.optimizer_steps > 1) + 2 * algorithm.uses_critic + (algorithm.kl is not None)
-    rows = (plan.batch + plan.replay_groups) * plan.group_size * recipe.task.max_lineages
+    rows = (plan.batch + plan.replay_groups) * plan.group_size * recipe.max_lineages
     tokens = rows * recipe.rollout.max_tokens
     return values * tokens * torch.float32.itemsize
 
 
 def micro_batch_tokens(recipe: Recipe, longest: int) -> int:
     """Returns the tokens of the largest micro-batch: at least one whole lineage, at most a batch of them."""
-    batch = recipe.rollout.prompts * recipe.rollout.group * recipe.task.max_lineages * longest
+    batch = recipe.rollout.prompts * recipe.rollout.group * recipe.max_lineages * longest
     return min(max(recipe.training.micro_batch_tokens, longest), batch)
 
 

@@ -15,7 +15,8 @@ from stretto.setup.teacher_memory import LAYER_WIDTHS
 
 def reward_model_footprint(recipe: Recipe, device: torch.device) -> int:
     """Returns the bytes of the reward models' processes on `device`; 0 if there is none, or they are elsewhere."""
-    models = [each for each in scorers_of(recipe.task).values() if isinstance(each, RewardModelOptions)]
+    scorers = [each for task in recipe.tasks for each in scorers_of(task).values()]
+    models = [each for each in scorers if isinstance(each, RewardModelOptions)]
     return sum(process_bytes(each, device) for each in models if shares_device(recipe, each, device))
 
 

@@ -18,14 +18,14 @@ from stretto.environments.rewards.reward_model_options import RewardModelOptions
 from stretto.environments.task_options import FileOptions, TaskOptions
 from stretto.environments.tasks import Task
 from stretto.errors import RecipeError
-from stretto.recipe.schema import Recipe
+from stretto.recipe.schema import OneTaskRecipe, Recipe
 from stretto.setup.device import choose_device, choose_dtype
 
 JUDGE_START_S = 120.0
 MODEL_ITEMS = 512  # completions that the process of a reward model has at once, to make batches of
 
 
-def reward_specs(recipe: Recipe, task: Task, folder: Path | None = None) -> tuple[RewardSpec, ...]:
+def reward_specs(recipe: OneTaskRecipe, task: Task, folder: Path | None = None) -> tuple[RewardSpec, ...]:
     """Returns the rewards of a task, with what its judges and reward models are made from.
 
     `folder` is the run folder; None: nothing is kept.

@@ -35,7 +35,7 @@ def teachers_footprint(recipe: Recipe, dtype: torch.dtype, device: torch.device,
     if not recipe.algorithm.teachers:
         return TeachersFootprint()
     plan, resident, scoring, blocks = recipe.plan, 0, 0, 0
-    rows = (plan.batch + plan.replay_groups) * plan.group_size * recipe.task.max_lineages
+    rows = (plan.batch + plan.replay_groups) * plan.group_size * recipe.max_lineages
     per_token = []
     for options, source in zip(recipe.algorithm.teachers, teacher_sources(recipe), strict=True):
         config = source.config().get_text_config()

@@ -109,8 +109,14 @@ def _demonstrations(recipe: Recipe, tokenizer: Any, config: Any, stops: tuple[in
         tokenizer,
         context=context_length(config),
         end=end_of_turn(tokenizer, stops),
-        system=getattr(recipe.task, "system", None),
+        system=_system(recipe),
     )
+
+
+def _system(recipe: Recipe) -> str | None:
+    """Returns the system message of the tasks, if it is that of all."""
+    found = {getattr(task, "system", None) for task in recipe.tasks}
+    return found.pop() if len(found) == 1 else None
 
 
 def _digest(recipe: Recipe, base: str) -> str:
@@ -132,8 +138,8 @@ def _digest(recipe: Recipe, base: str) -> str:
         "data": data,
         "options": options.model_dump(exclude={"path"}),
         "lora": None if model.lora is None else model.lora.model_dump(),
-        "system": getattr(recipe.task, "system", None),
-        "template": asked_template(recipe, prompt_tokenizer(recipe, load_tokenizer(base))),
+        "system": _system(recipe),
+        "template": asked_template(recipe, load_tokenizer(base)),
         "checkpointing": recipe.training.checkpointing,
         "dtype": str(_dtype(recipe)),
         "device": choose_device(recipe.runtime.device).type,

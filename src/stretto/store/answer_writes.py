@@ -49,8 +49,9 @@ def _prompt_id(db: sqlite3.Connection, answer: HeldOutAnswer, tokens: bytes) -> 
     prompt, row = answer.prompt, json.dumps(dict(answer.prompt.row), default=str)
     digest = blake2b(tokens + b"\0" + row.encode("utf-8", "replace"), digest_size=16).hexdigest()
     db.execute(
-        "INSERT OR IGNORE INTO held_out (prompt_index, digest, prompt_text, prompt_tokens, row) VALUES (?, ?, ?, ?, ?)",
-        (answer.index, digest, storable(prompt.text), tokens, row),
+        "INSERT OR IGNORE INTO held_out (prompt_index, digest, prompt_text, prompt_tokens, row, task) "
+        "VALUES (?, ?, ?, ?, ?, ?)",
+        (answer.index, digest, storable(prompt.text), tokens, row, prompt.task),
     )
     (id,) = db.execute(
         "SELECT id FROM held_out WHERE prompt_index = ? AND digest = ?", (answer.index, digest)

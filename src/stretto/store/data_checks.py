@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from stretto.store.blobs import CompletionBlobs, read_parts, sampled_values
 from stretto.store.digests import SIZE, row_digest, untrained_digest, update_digest
+from stretto.store.mixture_checks import mixture_breaks
 from stretto.store.phase_checks import CONFIG_NAME, phase_breaks, read_phases, rest_of_folder
 from stretto.store.schema import FAILURES_OF_MEMBERS, LARGEST_ID, PHASES, UNTRAINED_OF_MEMBERS
 from stretto.types import RewardPart, part_means
@@ -32,7 +33,7 @@ ROUNDING = 1e-9  # of a metric, relative to the largest number that it is made o
 
 MEMBERS = """SELECT m.trajectory, m.use, m.lineage, t.group_id, t.version, t.reward, t.turn_rewards,
     t.reward_parts, COALESCE(c.context, g.prompt_tokens), c.turn_numbers, c.version, c.checksum, c.finish, c.tokens,
-    c.logprobs, c.token_versions, c.supports, c.turns, c.num_sampled, c.num_tokens
+    c.logprobs, c.token_versions, c.supports, c.turns, c.num_sampled, c.num_tokens, g.task
     FROM members m LEFT JOIN trajectories t USING (trajectory) LEFT JOIN groups g ON g.group_id = t.group_id
     LEFT JOIN completions c ON c.trajectory = m.trajectory AND c.lineage = m.lineage
     WHERE m.update_id = ? ORDER BY m.position"""
@@ -54,6 +55,7 @@ class _Sample:
     truncated: bool
     oldest: int  # version of a token
     parts: tuple[RewardPart, ...] = ()  # of its reward, if it has several
+    task: str | None = None  # the label of its task
 
     @property
     def name(self) -> str:
@@ -83,11 +85,12 @@ def check_data(
 ) -> DataResult:
     """Checks the rows of a run in `folder`. `facts` are those of its journal. `done` gets the updates so far."""
     result = DataResult(has_config=(folder / CONFIG_NAME).exists())
+    phases = read_phases(db)
+    result.breaks += mixture_breaks(db, phases)
     _check_updates(db, result, done)
     result.breaks += _sessions(db)
     result.breaks += _prompts(db, facts.get("vocabulary", 0))
     result.breaks += _seeds(db, facts.get("seed"))
-    phases = read_phases(db)
     result.breaks += phase_breaks(phases, facts)
     result.breaks += rest_of_folder(folder, facts, phases, result.num_updates)
     return result
@@ -156,11 +159,11 @@ def _check_updates(db: sqlite3.Connection, result: DataResult, done: Callable[[i
 def read_sample(update: int, row: Sequence[Any]) -> _Sample:
     trajectory, use, lineage, group, version, reward, turn_rewards, parts, prompt, *others = row
     numbers, made, checksum, finish, *rest = others
-    tokens, logprobs, token_versions, supports, turns, num_sampled, num_tokens = rest
+    tokens, logprobs, token_versions, supports, turns, num_sampled, num_tokens, task = rest
     arrays = CompletionBlobs(tokens, logprobs, token_versions, supports, turns)
     digest = row_digest(
         trajectory, group, version, reward, turn_rewards, prompt, made, checksum, finish, arrays, lineage, numbers,
-        parts,
+        parts, task,
     )  # fmt: skip
     oldest = int(version)
     if token_versions is not None:
@@ -179,6 +182,7 @@ def read_sample(update: int, row: Sequence[Any]) -> _Sample:
         truncated=finish == "length",
         oldest=oldest,
         parts=read_parts(parts) or (),
+        task=task,
     )
 
 
@@ -196,7 +200,7 @@ def _metrics(update: int, samples: Sequence[_Sample], line: Mapping[str, Any]) -
     values = [abs(part.value) for sample in samples for part in sample.parts if part.value is not None]
     scale = max([1.0, *(abs(sample.reward) for sample in samples), *values])
     for name, value in expected_metrics(update, samples, line).items():
-        if name in line and not _equal(line[name], value, scale if name.startswith("reward") else 1.0):
+        if name in line and not _equal(line[name], value, scale if "reward" in name else 1.0):
             yield f"has `{name}` {line[name]} in its metrics, and its samples give {value}"
 
 
@@ -231,12 +235,29 @@ def expected_metrics(update: int, samples: Sequence[_Sample], line: Mapping[str,
         **_means(uses),
         **{name: 0 for name in line if name.startswith("advantage_count_age_")},
         **{f"advantage_count_age_{age}": count for age, count in rows_by_age.items()},
+        **_task_metrics(samples),
     }
 
 
 def _means(uses: Sequence[Sequence[_Sample]]) -> dict[str, float]:
     """Returns the mean of each of several rewards, over the trajectories that it applies to."""
     return {f"reward/{name}": mean for name, mean in part_means(own[0].parts for own in uses).items()}
+
+
+def _task_metrics(samples: Sequence[_Sample]) -> dict[str, Any]:
+    """Returns the metrics that follow from the samples of each task that has a label."""
+    found: dict[str, Any] = {}
+    for label in {sample.task for sample in samples if sample.task is not None}:
+        own = [sample for sample in samples if sample.task == label]
+        rewards = np.array([uses[0].reward for uses in _uses(own)])
+        found |= {
+            f"task/{label}/groups": len({sample.group for sample in own if sample.use == 0}),
+            f"task/{label}/reward": float(rewards.mean()),
+            f"task/{label}/reward_std": _deviation(rewards),
+            f"task/{label}/length": sum(sample.num_sampled for sample in own) / len(own),
+            f"task/{label}/truncated": sum(sample.truncated for sample in own) / len(own),
+        }
+    return found
 
 
 def _uses(samples: Sequence[_Sample]) -> list[list[_Sample]]:
@@ -263,6 +284,8 @@ def _equal(recorded: object, value: Any, scale: float) -> bool:
 def add_sums(sums: Counter[str], update: int, samples: Sequence[_Sample]) -> None:
     """Adds the samples of an update to the sums of the run, by their names in `totals`."""
     sums["steps"] += 1
+    for task, _ in {(sample.task, sample.group) for sample in samples if sample.task is not None and not sample.use}:
+        sums[f"groups of {task}"] += 1
     for own in _uses(samples):
         num_sampled = sum(sample.num_sampled for sample in own)
         if own[0].use == 0:
@@ -279,6 +302,10 @@ def _totals(sums: Counter[str], totals: Mapping[str, Any]) -> Iterator[str]:
     for name in ("steps", "trained", "tokens", "truncated", "replayed", "replayed_tokens"):
         if name in totals and totals[name] != sums[name]:
             yield f"has a sum of `{name}` of {totals[name]}, and the updates so far give {sums[name]}"
+    for task, own in totals.get("tasks", {}).items():
+        trained = sums[f"groups of {task}"]
+        if own.get("groups", 0) != trained:
+            yield f"has a sum of {own.get('groups', 0)} groups of task {task!r}, and the updates so far give {trained}"
     ages = {name.removeprefix("age "): count for name, count in sums.items() if name.startswith("age ")}
     if "ages" in totals and totals["ages"] != ages:
         yield f"has sums of `ages` of {totals['ages']}, and the updates so far give {ages}"

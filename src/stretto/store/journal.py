@@ -176,6 +176,7 @@ class Journal:
     version_loaded = _recorded(journal_writes.version_loaded)
 
     group_admitted = _recorded(journal_writes.group_admitted)
+    group_lost = _recorded(journal_writes.group_lost)
     group_spared = _recorded(journal_writes.group_spared)
 
     state_changed = _recorded(journal_writes.state_changed)

@@ -131,6 +131,22 @@ def settle(
         reason = "past its age limit" if last_update is None else "in reserve, and not needed"
         for trajectory, num_sampled in past.fetchall():
             dropped(db, trajectory, reason, at, num_sampled)
+    _settle_losses(db, at)
+
+
+def _settle_losses(db: sqlite3.Connection, at: float) -> None:
+    """Completes what is recorded of lost groups of several tasks: the loss without its ends, or the ends alone."""
+    unfinished = db.execute(
+        "SELECT trajectory, SUM(num_sampled) FROM trajectories JOIN groups USING (group_id) "
+        f"LEFT JOIN completions USING (trajectory) WHERE lost_before IS NOT NULL AND {_NOT_ENDED} GROUP BY trajectory"
+    )
+    for trajectory, num_sampled in unfinished.fetchall():
+        dropped(db, trajectory, "counted as lost", at, num_sampled)
+    if db.execute("SELECT 1 FROM run WHERE key = 'order' AND value = '\"mixed\"'").fetchone():
+        db.execute(
+            "UPDATE groups SET lost_before = (SELECT COUNT(*) FROM groups) WHERE lost_before IS NULL AND group_id NOT "
+            "IN (SELECT group_id FROM trajectories WHERE state NOT IN ('failed', 'filtered', 'dropped'))"
+        )
 
 
 def _drop_surplus(db: sqlite3.Connection, wanted: int, at: float) -> None:
@@ -208,18 +224,28 @@ def group_admitted(
     at: float,
     draw: str = "shuffled",
     instances: Sequence[int] | None = None,
+    task_index: int | None = None,
 ) -> None:
     """Starts a group: its trajectories, in the order of members and with one seed and instance each, are `running`.
 
     `row_number` is the row of the data set, from 0, and `draw` why it was drawn. `epoch` is None if rows are drawn by
-    pass rate.
+    pass rate. `task_index` is its place among the groups of its task; None: among all groups.
     """
     tokens = blob(prompt.tokens, "<i4")
     row = json.dumps(dict(prompt.row), default=str)  # only to read: a resumed run draws its prompts from the task
     numbers = (group, epoch, prompt.index, row_number, version, deadline, staleness)
     db.execute(
-        "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL)",
-        (*numbers, storable(prompt.text), tokens, row, at, draw),
+        "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, ?, ?, NULL)",
+        (
+            *numbers,
+            storable(prompt.text),
+            tokens,
+            row,
+            at,
+            draw,
+            prompt.task,
+            group if task_index is None else task_index,
+        ),
     )
     db.executemany(
         "INSERT INTO trajectories (trajectory, group_id, member, version, seed, state, instance) "
@@ -232,6 +258,14 @@ def group_admitted(
     db.executemany(
         "INSERT INTO transitions (trajectory, from_state, to_state, at, reason) VALUES (?, NULL, 'running', ?, '')",
         [(trajectory, at) for trajectory in trajectories],
+    )
+
+
+def group_lost(db: sqlite3.Connection, group: int) -> None:
+    """Counts a group of a mixture as lost, before the next group is admitted: one of its task replaces it."""
+    db.execute(
+        "UPDATE groups SET lost_before = (SELECT COUNT(*) FROM groups) WHERE group_id = ? AND lost_before IS NULL",
+        (group,),
     )
 
 

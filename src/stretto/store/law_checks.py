@@ -3,7 +3,8 @@
 The parameters are the facts of the run (`schema.RunFacts`), whether it is `:finished`, whether it `:drops` trajectories
 (the paradigm gives up law 2), and whether a trajectory `:continues` under newer weights (it gives up law 1). A recipe
 with redundancy gives up law 2 too, for what is not needed alone. Then `:members` is what a group starts with, `:group`
-what it needs, and `:drains` says that a version is published only when nothing runs that the batches need.
+what it needs, and `:drains` says that a version is published only when nothing runs that the batches need. `:tasks` has
+the label, the rows and the order of each task as JSON; a task without a label has NULL.
 """
 
 from stretto.store.schema import LARGEST_ID, STALENESS_OF_PHASE
@@ -43,6 +44,12 @@ DROPS = """
 LAST_UPDATES = f"""(SELECT json_extract(facts, '$.updates') - 1 AS last_update,
         LEAD(first_group, 1, {LARGEST_ID}) OVER (ORDER BY phase) AS next_group FROM phases
     UNION ALL SELECT :updates - 1, {LARGEST_ID})"""
+
+# Every group with the rows and the order of its task.
+DRAWN = """tasks AS (SELECT json_extract(value, '$[0]') AS label, json_extract(value, '$[1]') AS num_rows,
+        json_extract(value, '$[2]') AS row_order, json_extract(value, '$[3]') AS num_dropped FROM json_each(:tasks)),
+    drawn AS (SELECT group_id, epoch, row_number, task, task_index, draw, num_rows, row_order, num_dropped,
+        iif(task IS NULL, '', ' of task ' || task) AS of_task FROM groups JOIN tasks ON label IS task)"""
 
 CHECKS: tuple[tuple[str, str], ...] = (
     (
@@ -149,26 +156,53 @@ CHECKS: tuple[tuple[str, str], ...] = (
     # With the three below, and no group skipped, an epoch that is over has drawn every row exactly once.
     (
         "2",
-        """SELECT 'groups ' || MIN(group_id) || ' and ' || MAX(group_id) || ' are both drawn from row ' || row_number ||
-            ' in epoch ' || COALESCE(epoch, 'none')
-        FROM groups WHERE :order = 'shuffled' GROUP BY epoch, row_number HAVING COUNT(*) > 1""",
+        f"""WITH {DRAWN}
+        SELECT 'groups ' || MIN(group_id) || ' and ' || MAX(group_id) || ' are both drawn from row ' || row_number ||
+            of_task || ' in epoch ' || COALESCE(epoch, 'none')
+        FROM drawn WHERE row_order = 'shuffled' GROUP BY task, epoch, row_number HAVING COUNT(*) > 1""",
     ),
     (
         "2",
-        """SELECT 'group ' || group_id || ' is drawn from row ' || row_number || ' of ' || (:data_rows + :dropped_rows)
-        FROM groups WHERE row_number NOT BETWEEN 0 AND :data_rows + :dropped_rows - 1""",
+        f"""WITH {DRAWN}
+        SELECT 'group ' || group_id || ' is drawn from row ' || row_number || of_task || ' of ' ||
+            (num_rows + num_dropped)
+        FROM drawn WHERE row_number NOT BETWEEN 0 AND num_rows + num_dropped - 1""",
     ),
     (
         "2",
-        """SELECT 'group ' || group_id || ' is of epoch ' || COALESCE(epoch, 'none') || ', and prompt ' ||
-            prompt_index || ' of ' || :data_rows || ' rows is of epoch ' || (prompt_index / :data_rows)
-        FROM groups WHERE :order = 'shuffled' AND epoch IS NOT prompt_index / :data_rows""",
+        f"""WITH {DRAWN}
+        SELECT 'group ' || group_id || ' is of epoch ' || COALESCE(epoch, 'none') || ', and prompt ' ||
+            task_index || of_task || ' of ' || num_rows || ' rows is of epoch ' || (task_index / num_rows)
+        FROM drawn WHERE row_order = 'shuffled' AND epoch IS NOT task_index / num_rows""",
     ),
     (
         "2",
-        """SELECT 'group ' || group_id || iif(epoch IS NULL, ' does not say why its row was drawn',
+        f"""WITH {DRAWN}
+        SELECT 'group ' || group_id || iif(epoch IS NULL, ' does not say why its row was drawn',
             ' is of epoch ' || epoch || ', and rows that come by their pass rate have none')
-        FROM groups WHERE :order = 'pass-rate' AND (epoch IS NOT NULL OR draw = '')""",
+        FROM drawn WHERE row_order = 'pass-rate' AND (epoch IS NOT NULL OR draw = '')""",
+    ),
+    (
+        "2",
+        f"""WITH {DRAWN}
+        SELECT 'group ' || group_id || iif(task IS NULL, ' has no task', ' is of task ' || task) ||
+            ', which the run does not have'
+        FROM groups WHERE group_id NOT IN (SELECT group_id FROM drawn)""",
+    ),
+    (
+        "2",
+        """SELECT 'group ' || group_id || ' is group ' || task_index || iif(task IS NULL, '', ' of task ' || task) ||
+            ', and ' || place || ' came before it'
+        FROM (SELECT group_id, task, task_index, ROW_NUMBER() OVER (PARTITION BY task ORDER BY group_id) - 1 AS place
+            FROM groups) WHERE task_index <> place""",
+    ),
+    (
+        "2",
+        """SELECT 'group ' || group_id || iif(is_counted, ' is counted as lost and is not', ' is lost and not counted')
+        FROM (SELECT group_id, lost_before NOTNULL AS is_counted,
+                SUM(state NOT IN ('failed', 'filtered', 'dropped')) = 0 AS is_lost, MAX(state = 'trained') AS is_trained
+            FROM groups JOIN trajectories USING (group_id) WHERE :order = 'mixed' GROUP BY group_id)
+        WHERE (is_counted AND is_trained) OR (:finished AND is_counted <> is_lost)""",
     ),
     (
         "2",

@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from stretto.store.recipe_keys import flat_keys, of_one_task
 from stretto.store.schema import JOURNAL_NAME
 from stretto.store.traces import recorded_in
 
@@ -147,16 +148,10 @@ def _configured(config: Any, facts: Mapping[str, Any]) -> Iterator[tuple[str, ob
         yield "filter_limit", bool(facts.get("filter_limit")), "rollout.filter", kind != "none"
 
 
-def _comparable(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of a recipe that decide what is trained, dotted, with their values."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping):
-            flat |= _comparable(value, f"{key}.")
-        elif not key.startswith(_OF_THE_MACHINE):
-            flat[key] = value
-    return flat
+    tasks = values.get("task")
+    return {key: value for key, value in flat_keys(values) if not of_one_task(key, tasks).startswith(_OF_THE_MACHINE)}
 
 
 def _named(values: Mapping[str, Any], key: str) -> str:

@@ -75,6 +75,7 @@ class GroupRecord:
     prompt: Prompt
     admitted_at: float
     trajectories: tuple[TrajectoryRecord, ...]
+    task: str | None = None  # the label of its task
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +117,25 @@ class SampleRecord:
     turn_rewards: tuple[float, ...] | None  # one for each turn of the trajectory, if the environment returns them
     limit: str | None  # that its episode reached
     spent: float | None  # by its episode
+    task: str | None  # the label of its task
     reward_parts: tuple[RewardPart, ...] | None = None  # if the task has several rewards
 
     @property
     def rewards(self) -> dict[str, float | None]:
         """The value of each reward by its name, without its weight; None: it does not apply. Empty: there is one."""
         return {part.name: part.value for part in self.reward_parts or ()}
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRecord:
+    """A task of a run, and what became of its groups so far."""
+
+    label: str
+    drawn: int  # groups
+    trained: int  # groups; those of an update that trains now are among them
+    filtered: int  # groups
+    failed: int  # trajectories
+    reward: float | None  # mean of the trained trajectories' groups; None: there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +149,7 @@ class EvaluationRecord:
     num: int  # prompts that `reward` is the mean of
     seconds: float
     greedy: HeldOutScore | None  # None: not asked for, or skipped
+    tasks: Mapping[str, float | None]  # the score of each task that has a label
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +234,7 @@ class JournalReader:
         if stored["paradigm"] not in LAWS_GIVEN_UP:
             raise JournalError(f"journal `{self.path}` has the unknown paradigm `{stored['paradigm']}`: {RESTORE}")
         stored["laws_broken"] = tuple(stored.get("laws_broken", ()))  # JSON has no tuples
+        stored["tasks"] = tuple(tuple(each) for each in stored.get("tasks", ()))
         return _typed(RunFacts(**{each.name: stored[each.name] for each in fields(RunFacts) if each.name in stored}))
 
     @_decodes
@@ -314,14 +330,15 @@ class JournalReader:
     def _groups(self, chosen: str, *args: Any) -> list[GroupRecord]:
         rows = self._rows(
             "SELECT group_id, epoch, row_number, version, deadline, staleness, prompt_index, prompt_text, "
-            f"prompt_tokens, row, admitted_at FROM groups WHERE group_id IN {chosen} ORDER BY group_id",
+            f"prompt_tokens, row, admitted_at, task FROM groups WHERE group_id IN {chosen} ORDER BY group_id",
             *args,
         )
         groups = []
-        for group, epoch, number, version, deadline, staleness, index, text, tokens, row, at in rows:
-            prompt = Prompt(index, text, tuple(np.frombuffer(tokens, "<i4").tolist()), _mapping(row))
+        for group, epoch, number, version, deadline, staleness, index, text, tokens, row, at, task in rows:
+            prompt = Prompt(index, text, tuple(np.frombuffer(tokens, "<i4").tolist()), _mapping(row), task)
             members = tuple(self._trajectories("WHERE group_id = ? ORDER BY member", group))
-            groups.append(_typed(GroupRecord(group, epoch, number, version, deadline, staleness, prompt, at, members)))
+            made = GroupRecord(group, epoch, number, version, deadline, staleness, prompt, at, members, task)
+            groups.append(_typed(made))
         return groups
 
     def _trajectories(self, where: str, *args: Any) -> list[TrajectoryRecord]:
@@ -393,7 +410,7 @@ class JournalReader:
     def _samples(self, what: str, where: str, *args: Any) -> list[Sample]:
         rows = self._rows(
             "SELECT m.trajectory, t.group_id, t.version, t.reward, m.use, t.turn_rewards, t.reward_parts, m.lineage, "
-            f"{_LINEAGE} "
+            f"g.task, {_LINEAGE} "
             "FROM members m LEFT JOIN trajectories t USING (trajectory) LEFT JOIN groups g USING (group_id) "
             f"LEFT JOIN completions c ON c.trajectory = m.trajectory AND c.lineage = m.lineage WHERE {where}",
             *args,
@@ -432,7 +449,7 @@ class JournalReader:
             "COALESCE(c.text, ''), t.reward, COALESCE(c.num_sampled, 0), COALESCE(c.finish, ''), "
             "COALESCE(LENGTH(c.turns) / 8, 1), COALESCE(c.lineage, 0), COALESCE(t.num_lineages, 1), "
             "COALESCE(c.train, 1), iif(c.context IS NULL, NULL, COALESCE(c.context_text, '')), t.turn_rewards, "
-            "t.limit_reached, t.spent, t.reward_parts FROM "
+            "t.limit_reached, t.spent, g.task, t.reward_parts FROM "
             f"(SELECT update_id, trajectory, use, MIN(position) AS position FROM members WHERE update_id = ? {chosen} "
             "GROUP BY trajectory, use) m JOIN trajectories t USING (trajectory) JOIN groups g USING (group_id) "
             "LEFT JOIN completions c USING (trajectory) ORDER BY m.position, c.lineage",
@@ -454,10 +471,23 @@ class JournalReader:
         return [ids[number * len(ids) // most] for number in range(most)] if len(ids) > most else ids
 
     @_decodes
+    def tasks(self) -> list[TaskRecord]:
+        """Returns the tasks that have labels, in the order of their first groups, with what became of their groups."""
+        rows = self._rows(
+            "WITH ends AS (SELECT g.group_id, task, "
+            "MAX(state IN ('trained', 'training')) AS taken, MAX(state = 'filtered') AS filtered, "
+            "SUM(state = 'failed') AS failed, AVG(iif(state = 'trained', reward, NULL)) AS reward "
+            "FROM groups g JOIN trajectories USING (group_id) WHERE task NOTNULL GROUP BY g.group_id) "
+            "SELECT task, COUNT(*), SUM(taken), SUM(filtered), SUM(failed), AVG(reward) FROM ends GROUP BY task "
+            "ORDER BY MIN(group_id)"
+        )
+        return [_typed(TaskRecord(*row)) for row in rows]
+
+    @_decodes
     def evaluations(self) -> list[EvaluationRecord]:
         """Returns every evaluation, in the order in which they ended."""
         rows = self._rows("SELECT version, kind, at, reward, num, seconds, line FROM evaluations ORDER BY id")
-        return [_typed(EvaluationRecord(*(*row[:-1], _greedy(row[-1])))) for row in rows]
+        return [_typed(EvaluationRecord(*(*row[:-1], _greedy(row[-1]), _task_scores(row[-1])))) for row in rows]
 
     @_decodes
     def notes(self) -> list[tuple[float, str, str]]:
@@ -490,6 +520,7 @@ def _sample(
     by_turn: bytes | None,
     parts: str | None,
     number: int,
+    task: str | None,
     _: int | None,
     *made: Any,
 ) -> Sample:
@@ -505,7 +536,7 @@ def _sample(
         return _typed(
             Sample(
                 trajectory, group, version, list(lineage.context), completion, _reward(reward), use, rewards,
-                lineage=number, turn_numbers=numbers, reward_parts=read_parts(parts),
+                lineage=number, turn_numbers=numbers, reward_parts=read_parts(parts), task=task,
             )
         )  # fmt: skip
 
@@ -578,6 +609,16 @@ def _greedy(line: str | None) -> HeldOutScore | None:
     """Returns the greedy score that the line of an evaluation has; None if it has none."""
     found = None if line is None else _mapping(line).get("greedy")
     return None if found is None else _typed(HeldOutScore(*(found[each.name] for each in fields(HeldOutScore))))
+
+
+def _task_scores(line: str | None) -> dict[str, float | None]:
+    """Returns the score of each task that the line of an evaluation has."""
+    found = {} if line is None else _mapping(line)
+    return {
+        name.split("/")[1]: value
+        for name, value in found.items()
+        if name.startswith("task/") and name.endswith("/score") and isinstance(value, float | int | None)
+    }
 
 
 def _mapping(text: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.store.phase_checks import CONFIG_NAME, read_phases
+from stretto.store.recipe_keys import flat_keys
 
 Parts = Sequence[tuple[int, Mapping[str, Any]]]
 """The first update of each part of a run, and its recipe with dotted keys."""
@@ -61,12 +62,6 @@ def in_words(value: Any) -> str:
     return "not set" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(table: Mapping[str, Any]) -> dict[str, Any]:
     """Returns nested tables as one, with dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
+    return dict(flat_keys(table))

@@ -13,7 +13,10 @@
     groups         one row an admitted prompt: version, deadline (`version + staleness`), the prompt itself, its place
                    in the stream of prompts (`prompt_index`), the row of the data set that it was drawn from and why
                    (`draw`); `epoch` is NULL where rows come as often as their priority has it; `spared` is the update
-                   before whose batch it was kept without a signal, because the limit of filtered groups was reached
+                   before whose batch it was kept without a signal, because the limit of filtered groups was reached;
+                   `task` is the label of its task, NULL if that has none, and `task_index` its place among the groups
+                   of that task; of several tasks, `lost_before` is the next group that was admitted when this one was
+                   counted as lost (filtered, dropped or failed as a whole), NULL if it was not
     trajectories   one small row each, changed as it moves through its states; `turn_rewards` are those of its turns
                    where they are told apart, and add up to `reward`; `reward_parts` are the rewards of a task that has
                    several, and `reward` is their weighted sum; `lost_tokens` were sampled before it ended
@@ -38,7 +41,8 @@
                    those of a replay buffer. (trajectory, lineage, use) is unique: the file refuses to train one twice
     evaluations    before, during, after, skipped; `reward` is the score at the evaluation's temperature; `line` is what
                    `metrics.jsonl` says of it (JSON), with the greedy score if there is one
-    held_out       the prompts of evaluations, once each: a later phase may ask others, so that one index has several
+    held_out       the prompts of evaluations, once each: a later phase may ask others, so that one index has several;
+                   `task` is the label of its task, NULL if that has none
     answers        what an evaluation's version answered, one row a lineage, with the columns of `completions`; `greedy`
                    is 1 at temperature 0; `reward` is NULL and `error` says why if it could not be scored;
                    `reward_parts` as in `trajectories`
@@ -102,7 +106,8 @@ LAWS_GIVEN_UP: Mapping[str, tuple[int, ...]] = {
 RESERVES = ("reserve_groups", "reserve_members")  # the facts by which a recipe gives up law 2
 
 Attempt = Literal["generation", "scoring"]
-Order = Literal["shuffled", "pass-rate"]
+Order = Literal["shuffled", "pass-rate", "mixed"]
+"""Of the rows: of one task, or `mixed` if there are several, each with its own."""
 
 Departure = Literal["removed", "lost"]
 
@@ -122,7 +127,8 @@ CREATE TABLE remade (version INTEGER NOT NULL, checksum TEXT NOT NULL, at REAL N
 CREATE TABLE groups (
     group_id INTEGER PRIMARY KEY, epoch INTEGER, prompt_index INTEGER NOT NULL, row_number INTEGER NOT NULL,
     version INTEGER NOT NULL, deadline INTEGER NOT NULL, staleness INTEGER NOT NULL, prompt_text TEXT NOT NULL,
-    prompt_tokens BLOB NOT NULL, row TEXT NOT NULL, admitted_at REAL NOT NULL, draw TEXT NOT NULL, spared INTEGER);
+    prompt_tokens BLOB NOT NULL, row TEXT NOT NULL, admitted_at REAL NOT NULL, draw TEXT NOT NULL, spared INTEGER,
+    task TEXT, task_index INTEGER NOT NULL, lost_before INTEGER);
 CREATE TABLE trajectories (
     trajectory INTEGER PRIMARY KEY, group_id INTEGER NOT NULL, member INTEGER NOT NULL, version INTEGER NOT NULL,
     seed INTEGER NOT NULL, state TEXT NOT NULL, instance INTEGER, reward REAL, scored_at REAL,
@@ -157,7 +163,7 @@ CREATE TABLE evaluations (
     num INTEGER NOT NULL, seconds REAL NOT NULL, line TEXT);
 CREATE TABLE held_out (
     id INTEGER PRIMARY KEY, prompt_index INTEGER NOT NULL, digest TEXT NOT NULL, prompt_text TEXT NOT NULL,
-    prompt_tokens BLOB NOT NULL, row TEXT NOT NULL, UNIQUE (prompt_index, digest));
+    prompt_tokens BLOB NOT NULL, row TEXT NOT NULL, task TEXT, UNIQUE (prompt_index, digest));
 CREATE TABLE answers (
     evaluation INTEGER NOT NULL, prompt_index INTEGER NOT NULL, prompt INTEGER NOT NULL, greedy INTEGER NOT NULL,
     lineage INTEGER NOT NULL, num_lineages INTEGER NOT NULL, reward REAL, reward_parts TEXT, error TEXT,
@@ -220,6 +226,8 @@ class RunFacts:
     retries: int  # tries after the first, to generate a trajectory and again to score it
     filter_limit: int = 0  # groups without signal that are replaced before one batch, at most; 0: none
     order: Order = "shuffled"  # of the rows
+    # Label, rows, order, dropped rows and limit of prompts (as below) of each task that has a label.
+    tasks: tuple[tuple[str, int, str, int, int], ...] = ()
     replay_groups: int = 0  # groups that an update uses again, at most
     replay_uses: int = 0  # of one group, after its first, at most
     templated: bool = False  # a chat template made the prompts

@@ -29,6 +29,7 @@ from stretto.errors import JournalError
 from stretto.store.blobs import read_parts
 from stretto.store.data_checks import MAX_REWARD, DataResult, check_data, token_range
 from stretto.store.law_checks import CHECKS
+from stretto.store.mixture_checks import realised_shares
 from stretto.store.overview import state_of
 from stretto.store.phase_checks import CONFIG_NAME
 from stretto.store.schema import (
@@ -177,6 +178,8 @@ def _read_run(db: sqlite3.Connection, path: Path) -> _Run:
             f"up laws {list(given_up)}: {RESTORE}"
         )
     params |= {name: facts.get(name, 0) for name in (*RESERVES, "dropped_rows")}  # a run may be older than these
+    only = [None, facts["data_rows"], facts["order"], params["dropped_rows"], 0]
+    params["tasks"] = json.dumps(facts.get("tasks") or [only])
     params |= {"members": params["group"] + params["reserve_members"], "drains": paradigm == "one-step-off"}
     params |= {"finished": outcome == "finished", "continues": 1 in given_up, "drops": 2 in given_up}
     how = f"run {state_of(path.resolve().parent, outcome)}"
@@ -454,6 +457,8 @@ def _findings(db: sqlite3.Connection, run: _Run, data: DataResult) -> list[Findi
         )
     if run.num_parts:
         counts["2"] += f"; weighted sums of rewards: {run.num_parts:,}"
+    if shares := realised_shares(db):
+        counts["2"] += "; shares of tasks: " + ", ".join(f"{label} {share:.2%}" for label, _, share in shares)
     if remade:
         counts["1"] += f", {remade:,} of them made again with other bits"
     excused = {"1": run.mixed if run.params["continues"] else None, "2": dropped if run.params["drops"] else None}

@@ -11,14 +11,8 @@ from stretto.objectives.teacher_options import TeacherOptions, teacher_index
 from stretto.types import Sample
 
 
-def task_of(sample: Sample) -> str | None:
-    """Returns the label of a sample's task; None if it has none."""
-    label: str | None = getattr(sample, "task", None)
-    return label
-
-
 def taught_by(samples: Sequence[Sample], teachers: Sequence[TeacherOptions]) -> NDArray[np.int64]:
     """Returns the teacher of each sample [n]; -1 if it has none."""
-    by_task = {label: teacher_index(teachers, label) for label in {task_of(sample) for sample in samples}}
-    found = [by_task[task_of(sample)] for sample in samples]
+    by_task = {label: teacher_index(teachers, label) for label in {sample.task for sample in samples}}
+    found = [by_task[sample.task] for sample in samples]
     return np.array([-1 if index is None else index for index in found], dtype=np.int64)

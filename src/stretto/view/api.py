@@ -115,6 +115,7 @@ class Api:
             reward=_bounds(parameters, "reward"),
             limit=_integer(parameters, "limit", 100),
             cursor=_integer(parameters, "cursor", 0),
+            task=parameters.get("task", "").strip(),
         )
 
     def _answer(self, parameters: Parameters) -> dict[str, Any]:
@@ -135,6 +136,7 @@ def _query(parameters: Parameters) -> Query:
         finish=parameters.get("finish") or None,
         state=parameters.get("state") or None,
         failed=parameters.get("failed") == "1",
+        task=parameters.get("task", "").strip(),
         text=parameters.get("text", ""),
         tool=parameters.get("tool", "").strip(),
         sort=parameters.get("sort") or "newest",

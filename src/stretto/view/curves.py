@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
+from collections.abc import Sequence
 from typing import Any
 
 # Of each update; a name that an update does not have is None. `docs/metrics.md` explains them.
@@ -31,9 +32,11 @@ class Curves:
         self._versions: dict[int, tuple[float, float | None]] = {}
         self._training: list[float] | None = None
         self._instances: list[dict[str, Any]] = []
+        self._tasks: list[str] = []  # labels
 
     def refresh(self, db: sqlite3.Connection) -> None:
         """Reads what is new."""
+        self._tasks = self._tasks or task_labels(db)
         last = self._updates[-1]["update"] if self._updates else -1
         rows = db.execute(
             "SELECT update_id, taken_at, finished_at, metrics FROM updates WHERE update_id > ? ORDER BY update_id",
@@ -44,7 +47,7 @@ class Curves:
             if finished_at is None:
                 self._training = [update, taken_at]
                 break
-            line = _update(update, taken_at, finished_at, metrics)
+            line = _update(update, taken_at, finished_at, metrics, self._tasks)
             took = line["cycle_seconds"]
             self._trained_s += finished_at - taken_at if took is None else took
             self._updates.append({**line, "elapsed_seconds": round(self._trained_s, 4)})
@@ -54,11 +57,13 @@ class Curves:
             (self._last_evaluation,),
         )
         for id, version, kind, at, reward, num, seconds, line in evaluations:
-            greedy = (json.loads(line).get("greedy") or {}).get("score") if line else None
+            recorded = json.loads(line) if line else {}
+            greedy = (recorded.get("greedy") or {}).get("score")
+            tasks = {label: finite(recorded.get(f"task/{label}/score")) for label in self._tasks}
             self._last_evaluation = id
             self._evaluations.append(
                 {"id": id, "version": version, "kind": kind, "at": at, "score": reward, "greedy": greedy, "num": num,
-                 "seconds": seconds}
+                 "seconds": seconds, "tasks": tasks}
             )  # fmt: skip
         newest = max(self._versions, default=0)
         self._versions |= {
@@ -77,7 +82,7 @@ class Curves:
     def payload(self, after: int = -1) -> dict[str, Any]:
         """Returns columns of the updates behind `after`, and everything else."""
         chosen = [line for line in self._updates if line["update"] > after]
-        names = ("update", "taken_at", "finished_at", "elapsed_seconds", *NUMBERS)
+        names = ("update", "taken_at", "finished_at", "elapsed_seconds", *NUMBERS, *_of_tasks(self._tasks))
         columns = {name: [line[name] for line in chosen] for name in names}
         for name in self._rewards:
             columns[name] = [line["rewards"].get(name) for line in chosen]
@@ -92,16 +97,27 @@ class Curves:
             "evaluations": self._evaluations,
             "versions": [[version, *times] for version, times in sorted(self._versions.items())],
             "instances": self._instances,
+            "tasks": self._tasks,
         }
 
 
-def _update(update: int, taken_at: float, finished_at: float, metrics: str) -> dict[str, Any]:
+def task_labels(db: sqlite3.Connection) -> list[str]:
+    """Returns the labels of the tasks of a run, in the order of its recipe."""
+    found = db.execute("SELECT value FROM run WHERE key = 'tasks'").fetchone()
+    return [str(label) for label, *_ in json.loads(found[0])] if found else []
+
+
+def _of_tasks(labels: Sequence[str]) -> list[str]:
+    return [f"task/{label}/reward" for label in labels]
+
+
+def _update(update: int, taken_at: float, finished_at: float, metrics: str, tasks: Sequence[str]) -> dict[str, Any]:
     line = json.loads(metrics or "{}")
     return {
         "update": update,
         "taken_at": taken_at,
         "finished_at": finished_at,
-        **{name: finite(line.get(name)) for name in NUMBERS},
+        **{name: finite(line.get(name)) for name in (*NUMBERS, *_of_tasks(tasks))},
         "rewards": {name: finite(value) for name, value in line.items() if name.startswith(REWARD)},
         "waited_for": line.get("trainer_waited_for") or "",
         "warnings": line.get("warnings") or [],

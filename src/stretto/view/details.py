@@ -32,7 +32,7 @@ def group(run: RunSource, id: int) -> dict[str, Any]:
     """Returns a group and its members, with their texts. Raises `RunError` if there is none."""
     with run.reading() as db:
         found = db.execute(
-            "SELECT version, deadline, staleness, prompt_text, row, admitted_at, draw, row_number FROM groups "
+            "SELECT version, deadline, staleness, prompt_text, row, admitted_at, draw, row_number, task FROM groups "
             "WHERE group_id = ?",
             (id,),
         ).fetchone()
@@ -46,7 +46,7 @@ def group(run: RunSource, id: int) -> dict[str, Any]:
             "ORDER BY t.member, c.lineage",
             (id,),
         ).fetchall()
-    names = ("version", "deadline", "staleness", "prompt", "row", "admitted_at", "draw", "row_number")
+    names = ("version", "deadline", "staleness", "prompt", "row", "admitted_at", "draw", "row_number", "task")
     by_member: dict[int, dict[str, Any]] = {}
     for each, member, state, reward, parts, error, limit, lineage, length, finish, text, update in members:
         own = by_member.setdefault(
@@ -70,7 +70,8 @@ def answer(run: RunSource, evaluation: int, index: int, greedy: bool, pieces: Pi
     """Returns an answer of an evaluation. Raises `RunError` if there is none."""
     with run.reading() as db:
         rows = db.execute(
-            "SELECT e.version, h.prompt_text, h.row, h.prompt_tokens, a.reward, a.reward_parts, a.error, a.lineage, 1, "
+            "SELECT e.version, h.prompt_text, h.row, h.task, h.prompt_tokens, a.reward, a.reward_parts, a.error, "
+            "a.lineage, 1, "
             "a.num_sampled, a.finish, NULL, NULL, a.turn_numbers, a.turns, a.text, a.context_text, a.context, "
             "a.tokens, a.logprobs, NULL FROM answers a JOIN held_out h ON h.id = a.prompt "
             "JOIN evaluations e ON e.id = a.evaluation "
@@ -79,7 +80,7 @@ def answer(run: RunSource, evaluation: int, index: int, greedy: bool, pieces: Pi
         ).fetchall()
     if not rows:
         raise RunError(f"evaluation {evaluation} has no answer to prompt {index}")
-    version, prompt, row, prompt_tokens, reward, parts, error = rows[0][:7]
+    version, prompt, row, task, prompt_tokens, reward, parts, error = rows[0][:8]
     return {
         "evaluation": evaluation,
         "index": index,
@@ -87,6 +88,7 @@ def answer(run: RunSource, evaluation: int, index: int, greedy: bool, pieces: Pi
         "version": version,
         "prompt": prompt,
         "row": row,
+        "task": task,
         "num_prompt_tokens": len(prompt_tokens) // 4,
         "reward": finite(reward),
         "reward_parts": _parts(parts),

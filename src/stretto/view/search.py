@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from stretto.chat.transcripts import find_calls
 from stretto.errors import RunError
 from stretto.view.columns import FINISHES, STATES, Columns
-from stretto.view.curves import finite
+from stretto.view.curves import finite, task_labels
 from stretto.view.pieces import Pieces
 from stretto.view.runs import RunSource
 
@@ -43,6 +43,7 @@ class Query:
     finish: str | None = None
     state: str | None = None
     failed: bool = False  # only those with a failed attempt
+    task: str = ""  # only those of the task with this label
     text: str = ""
     tool: str = ""  # only those that call this tool; `*`: any tool
     sort: str = "newest"
@@ -68,6 +69,8 @@ def search(run: RunSource, query: Query, pieces: Pieces) -> dict[str, Any]:
     """
     with run.columns(wanted=_wanted(run, query)) as (columns, progress):
         ids = _matching(columns, query)
+        if query.task:
+            ids = ids[np.isin(columns["group"][ids], _groups_of(run, query.task))]
         cursor, done = query.cursor + query.limit, True
         found = ids[query.cursor : cursor].tolist()
         if query.text or query.tool:
@@ -84,6 +87,17 @@ def search(run: RunSource, query: Query, pieces: Pieces) -> dict[str, Any]:
         "read": progress.num_read,
         "all": progress.num_all,
     }
+
+
+def _groups_of(run: RunSource, task: str) -> NDArray[np.int64]:
+    """Returns the groups of the task with a label. Raises `RunError` if the run has no such task."""
+    with run.reading() as db:
+        if task not in (known := task_labels(db)):
+            has = f"give one of {', '.join(known)}" if known else "the task of this run has no label"
+            raise RunError(f"`task` is `{task}`: {has}")
+        return np.fromiter(
+            (group for (group,) in db.execute("SELECT group_id FROM groups WHERE task = ?", (task,))), "i8"
+        )
 
 
 def _wanted(run: RunSource, query: Query) -> tuple[int, int] | None:
@@ -200,27 +214,29 @@ def _add_excerpts(run: RunSource, rows: list[dict[str, Any]]) -> None:
             id: rest
             for id, *rest in db.execute(
                 "SELECT t.trajectory, substr(g.prompt_text, -?1), (SELECT substr(c.text, 1, ?1) FROM completions c "
-                "WHERE c.trajectory = t.trajectory AND c.lineage = 0), t.error FROM trajectories t "
+                "WHERE c.trajectory = t.trajectory AND c.lineage = 0), t.error, g.task FROM trajectories t "
                 f"JOIN groups g USING (group_id) WHERE t.trajectory IN ({marks})",
                 (EXCERPT,),
             )
         }
     for row in rows:
-        prompt, text, error = texts.get(row["trajectory"], ("", None, None))
-        row |= {"prompt": prompt, "text": text, "error": error}
+        prompt, text, error, task = texts.get(row["trajectory"], ("", None, None, None))
+        row |= {"prompt": prompt, "text": text, "error": error, "task": task}
 
 
 # -- evaluations -------------------------------------------------------------------------------------------------------
 
 
 def answers(run: RunSource, evaluation: int, *, greedy: bool | None, text: str, reward: tuple[float, float] | None,
-            limit: int, cursor: int) -> dict[str, Any]:  # fmt: skip
+            limit: int, cursor: int, task: str = "") -> dict[str, Any]:  # fmt: skip
     """Returns one page of the answers of an evaluation."""
     where, values = "a.evaluation = ? AND a.lineage = 0", list[Any]([evaluation])
     if greedy is not None:
         where, values = f"{where} AND a.greedy = ?", [*values, int(greedy)]
     if reward is not None:
         where, values = f"{where} AND a.reward BETWEEN ? AND ?", [*values, *reward]
+    if task:
+        where, values = f"{where} AND h.task = ?", [*values, task]
     if text:
         where += " AND (a.text LIKE ? ESCAPE '\\' OR h.prompt_text LIKE ? ESCAPE '\\')"
         values += [f"%{_escaped(text)}%"] * 2
@@ -230,11 +246,11 @@ def answers(run: RunSource, evaluation: int, *, greedy: bool | None, text: str, 
         (count,) = db.execute(f"SELECT COUNT(*) {join} WHERE {where}", values).fetchone()
         rows = db.execute(
             "SELECT a.prompt_index, a.greedy, a.reward, a.num_sampled, a.finish, a.error, a.num_lineages, "
-            f"substr(h.prompt_text, -{EXCERPT}), substr(a.text, 1, {EXCERPT}) {join} WHERE {where} "
+            f"substr(h.prompt_text, -{EXCERPT}), substr(a.text, 1, {EXCERPT}), h.task {join} WHERE {where} "
             "ORDER BY a.prompt_index, a.greedy LIMIT ? OFFSET ?",
             (*values, limit, cursor),
         ).fetchall()
-    names = ("index", "greedy", "reward", "length", "finish", "error", "lineages", "prompt", "text")
+    names = ("index", "greedy", "reward", "length", "finish", "error", "lineages", "prompt", "text", "task")
     return {
         "rows": [dict(zip(names, row, strict=True)) for row in rows],
         "matching": count,

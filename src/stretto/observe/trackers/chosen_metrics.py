@@ -24,6 +24,7 @@ CURATED = {
     ),
     "evaluation": ("score", "greedy_score"),
 }
+CURATED_BY_TASK = ("reward", "score", "share")  # of each task that has a label
 _PLACES = ("kind", "update", "version", "at")  # say what the numbers belong to, and are no numbers to draw
 
 
@@ -31,7 +32,8 @@ def chosen(line: Mapping[str, Any], choice: Choice) -> dict[str, float]:
     """Returns the numbers of a line by name. A number that was not measured is left out; a NaN is not."""
     numbers = dict(_numbers(line, "")) | _derived(line)
     if choice == "curated":
-        return {name: numbers[name] for name in CURATED[line["kind"]] if name in numbers}
+        by_task = [name for name in numbers if name.startswith("task/") and name.rpartition("/")[2] in CURATED_BY_TASK]
+        return {name: numbers[name] for name in (*CURATED[line["kind"]], *by_task) if name in numbers}
     return {name: value for name, value in numbers.items() if name not in _PLACES}
 
 

@@ -23,6 +23,7 @@ from stretto.observe.listeners import Callback, LiveRun, Outcome
 from stretto.observe.options import ObserveOptions
 from stretto.observe.trackers.chosen_metrics import chosen, step_of
 from stretto.observe.trackers.sample_rows import Row, Samples
+from stretto.store.recipe_keys import flat_keys
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class TrackedRun:
     @property
     def parameters(self) -> dict[str, Any]:
         """The values of the recipe by dotted key."""
-        return dict(_flat(self.recipe))
+        return dict(flat_keys(self.recipe))
 
 
 class Tracker(Callback, ABC):
@@ -171,10 +172,3 @@ def _write_ids(folder: Path, name: str, ids: Mapping[str, str]) -> None:
     scratch = path.with_suffix(".partial")
     scratch.write_text(json.dumps(ids), encoding="utf-8")
     scratch.replace(path)
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    flat: list[tuple[str, Any]] = []
-    for key, value in table.items():
-        flat += _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
-    return flat

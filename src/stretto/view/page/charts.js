@@ -184,10 +184,10 @@
   };
 
   const pick = (name) => (run) => ({ x: S.axisOf(run), y: run.curves.updates[name] });
-  /** The eight curves: title, unit, and series by name. The first series of each is the one that `compare` shows. */
+  /** The eight curves: title, unit, and series by name. The first series of each is the one that `compare` shows; `byTask` adds one for each task that has a label. */
   S.CURVES = [
-    { title: "Reward", unit: "mean of the batch", series: [["mean", pick("reward_mean")]] },
-    { title: "Held-out score", unit: "by version", points: true, empty: "No evaluation yet", series: [["score", (run) => heldOut(run, "score")], ["greedy", (run) => heldOut(run, "greedy")]] },
+    { title: "Reward", unit: "mean of the batch", series: [["mean", pick("reward_mean")]], byTask: (label) => pick(`task/${label}/reward`) },
+    { title: "Held-out score", unit: "by version", points: true, empty: "No evaluation yet", series: [["score", (run) => heldOut(run, "score")], ["greedy", (run) => heldOut(run, "greedy")]], byTask: (label) => (run) => heldOut(run, (each) => (each.tasks || {})[label]) },
     { title: "Speed", unit: "tokens/s trained on", from: 0, series: [["tokens/s", pick("tokens_per_second")]] },
     { title: "Age", unit: "updates since sampling", from: 0, series: [["mean", pick("staleness_mean")], ["oldest", pick("staleness_max")]] },
     { title: "Entropy", unit: "nats a token", from: 0, series: [["entropy", pick("entropy")]] },
@@ -199,8 +199,9 @@
   S.REWARDS = { title: "Rewards", unit: "mean of each, without weights" };
   S.rewardSeries = (run) => (run.curves?.rewards || []).map((name) => [name, pick(`reward/${name}`)]);
   function heldOut(run, name) {
-    const made = run.curves.evaluations.filter((each) => each[name] !== null && each[name] !== undefined);
-    return { x: made.map((each) => S.axisAtVersion(run, each.version)), y: made.map((each) => each[name]), points: true };
+    const value = typeof name === "string" ? (each) => each[name] : name;
+    const made = run.curves.evaluations.filter((each) => value(each) !== null && value(each) !== undefined);
+    return { x: made.map((each) => S.axisAtVersion(run, each.version)), y: made.map(value), points: true };
   }
   S.axisControls = function (change) {
     return S.h("div", { class: "row" }, S.choice("Horizontal axis", [["update", "by update"], ["seconds", "by second"], ["tokens", "by token"]], S.axis, (axis) => { S.axis = axis; change(); }),

@@ -71,7 +71,7 @@
     const wanted = (p.text || "").toLowerCase();
     const rows = run.rows.filter((row) =>
       ["update", "version", "group", "reward", "length", "age"].every((name) => between(row[name], p[name])) &&
-      (!p.finish || row.finish === p.finish) && (!p.state || row.state === p.state) && (p.failed !== "1" || row.failures > 0 || row.error) &&
+      (!p.finish || row.finish === p.finish) && (!p.state || row.state === p.state) && (p.failed !== "1" || row.failures > 0 || row.error) && (!p.task || row.task === p.task) &&
       (!p.tool || calls(run, row.trajectory, p.tool)) && (!wanted || `${row.prompt}\n${row.text || ""}`.toLowerCase().includes(wanted)));
     const sort = p.sort || "newest", key = sort.replace("-", ""), sign = sort.startsWith("-") ? -1 : 1;
     rows.sort(sort === "newest" ? (a, b) => b.trajectory - a.trajectory : sort === "oldest" ? (a, b) => a.trajectory - b.trajectory : (a, b) => sign * ((a[key] ?? Infinity) - (b[key] ?? Infinity)));
@@ -79,7 +79,7 @@
   };
   S.reportAnswers = function (run, p) {
     const wanted = (p.text || "").toLowerCase();
-    const rows = run.answers.filter((each) => each.evaluation === Number(p.evaluation) && between(each.reward, p.reward) &&
+    const rows = run.answers.filter((each) => each.evaluation === Number(p.evaluation) && between(each.reward, p.reward) && (!p.task || each.task === p.task) &&
       (!wanted || `${each.prompt}\n${each.lineages[0] ? each.lineages[0].text : ""}`.toLowerCase().includes(wanted)))
       .map((each) => ({ ...each, greedy: each.greedy ? 1 : 0, length: each.lineages.reduce((sum, one) => sum + one.num_sampled, 0), finish: each.lineages[0] ? each.lineages[0].finish : null, text: each.lineages[0] ? each.lineages[0].text.slice(0, 160) : "", prompt: each.prompt.slice(-160), lineages: each.lineages.length }));
     return { rows, matching: rows.length, cursor: null };

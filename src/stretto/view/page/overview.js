@@ -9,9 +9,8 @@
     title: "Overview",
     show(main, run) {
       const parts = { about: S.h("section", { class: "card" }), now: S.h("section", { class: "card" }), laws: S.h("section", { class: "card laws-card" }), notes: S.h("div") };
-      const lines = (series) => (run.curves ? series.map(([label, values], place) => ({ label, colour: S.series(place), dash: place ? [4, 3] : null, ...values(run) })) : []);
-      const charts = S.CURVES.map((curve) => new S.Chart(curve, () => lines(curve.series)));
-      const rewards = new S.Chart(S.REWARDS, () => lines(S.rewardSeries(run)));
+      const charts = S.CURVES.map((curve) => new S.Chart(curve, () => (run.curves ? seriesOf(curve, run) : [])));
+      const rewards = new S.Chart(S.REWARDS, () => (run.curves ? seriesOf({ series: S.rewardSeries(run) }, run) : []));
       rewards.element.classList.add("wraps");
       charts.push(rewards);
       S.fill(main, S.h("div", { class: "stack" }, S.h("div", { class: "top" }, parts.about, parts.now, parts.laws), S.axisControls(S.redrawCharts), S.h("div", { class: "charts" }, charts.map((chart) => chart.element)), parts.notes));
@@ -22,6 +21,13 @@
       return { draw, close: () => laws.close() };
     },
   };
+
+  /** The series of a curve: its own, and one for each task that has a label. */
+  function seriesOf(curve, run) {
+    const own = curve.series.map(([label, values], place) => ({ label, colour: S.series(place), dash: place ? [4, 3] : null, ...values(run) }));
+    const labels = curve.byTask ? run.curves.tasks || [] : [];
+    return own.concat(labels.map((label, place) => ({ label, colour: S.series(place + 2), ...curve.byTask(label)(run) })));
+  }
 
   function facts(pairs) { return S.h("dl", { class: "facts" }, pairs.filter(Boolean).map(([name, value]) => [S.h("dt", {}, name), S.h("dd", {}, value)])); }
 

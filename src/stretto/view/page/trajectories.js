@@ -1,7 +1,7 @@
 // Trajectories: search, one of them token by token, a group's members side by side, and the answers of evaluations.
 "use strict";
 (function (S) {
-  const NAMES = ["update", "reward", "length", "age", "version", "group", "finish", "state", "failed", "tool", "text", "sort"];
+  const NAMES = ["update", "reward", "length", "age", "version", "group", "finish", "state", "failed", "task", "tool", "text", "sort"];
   const ENDS = new Set(["trained", "failed", "filtered", "dropped"]);
   const HINTS = { update: "7 or 5..9", reward: "0.5..", length: "100..", age: "2", version: "3", group: "12", tool: "name, or *" };
   const pressed = (element, act) => ({ click: act, keydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); act(event); } else if (event.key === "ArrowDown" || event.key === "ArrowUp") { const next = event.key === "ArrowDown" ? event.currentTarget.nextElementSibling : event.currentTarget.previousElementSibling; if (next) { event.preventDefault(); next.focus(); } } void element; } });
@@ -24,15 +24,17 @@
       const options = (name, choices) => S.h("select", { name, on: { change: () => this.submit() } }, choices.map(([value, label]) => S.h("option", { value, selected: (p[name] || "") === value }, label)));
       const source = field("look at", options("evaluation", [["", "training"], ...made.map((each) => [String(each.id), `evaluation of version ${each.version}${each.score === null ? "" : ` (${S.number(each.score)})`}`])]), true);
       const search = field("text of prompt or completion", S.h("input", { type: "search", name: "text", value: p.text || "", placeholder: "press / to search", spellcheck: false }), true);
+      const byTask = (this.run.curves.tasks || []).length > 1 ? field("task", options("task", [["", "any"], ...this.run.curves.tasks.map((each) => [each, each])])) : null;
       const training = this.source ? [] : [
         ...["update", "reward", "length", "age", "version", "group"].map((name) => field(name, text(name))),
         field("finish", options("finish", [["", "any"], ["stop", "stopped"], ["length", "cut at the limit"]])),
         field("state", options("state", [["", "any"], ..."running scoring scored training trained failed filtered dropped waiting".split(" ").map((each) => [each, each])])),
+        byTask,
         field("calls the tool", text("tool")),
         field("attempts", options("failed", [["", "any"], ["1", "one failed"]])),
         field("order", options("sort", [["", "newest first"], ["oldest", "oldest first"], ["-reward", "best reward"], ["reward", "worst reward"], ["-length", "longest"], ["length", "shortest"], ["-age", "oldest data"]])),
       ];
-      const ending = this.source ? [field("reward", text("reward"))] : [];
+      const ending = this.source ? [field("reward", text("reward")), byTask] : [];
       S.fill(this.form, source, search, training, ending, S.h("div", { class: "row wide" }, S.h("button", { class: "primary" }, "Search"), S.h("button", { type: "button", class: "quiet", on: { click: () => S.go("trajectories", { evaluation: this.source || null }, true) } }, "Clear")));
     }
     submit() {
@@ -45,7 +47,7 @@
     }
     async search(cursor = 0, rows = []) {
       const mine = (this.generation += 1), { run } = this, limit = 100;
-      const query = this.source ? { run: run.place, evaluation: this.source, text: this.parameters.text, reward: this.parameters.reward, limit } : { run: run.place, limit, ...Object.fromEntries(NAMES.map((name) => [name, this.parameters[name]])) };
+      const query = this.source ? { run: run.place, evaluation: this.source, text: this.parameters.text, reward: this.parameters.reward, task: this.parameters.task, limit } : { run: run.place, limit, ...Object.fromEntries(NAMES.map((name) => [name, this.parameters[name]])) };
       if (!cursor) this.table(rows, true);
       const first = rows.length;
       try {
@@ -157,7 +159,7 @@
       const rewards = found.members.map((each) => each.reward), [low, high] = S.rewardBounds(rewards), known = rewards.filter((each) => each !== null);
       const mean = known.reduce((a, b) => a + b, 0) / Math.max(1, known.length);
       S.fill(this.details, S.h("div", { class: "card stack" },
-        S.h("div", { class: "row title" }, S.h("h2", {}, `Group ${found.group}`), S.h("span", { class: "muted" }, `version ${found.version}, due by update ${found.deadline}, mean reward ${known.length ? S.number(mean) : "-"}`), S.h("span", { class: "spacer" }), S.h("button", { type: "button", class: "quiet", "aria-label": "close", on: { click: () => this.close() } }, "✕")),
+        S.h("div", { class: "row title" }, S.h("h2", {}, `Group ${found.group}`), S.h("span", { class: "muted" }, `${found.task ? `task ${found.task}, ` : ""}version ${found.version}, due by update ${found.deadline}, mean reward ${known.length ? S.number(mean) : "-"}`), S.h("span", { class: "spacer" }), S.h("button", { type: "button", class: "quiet", "aria-label": "close", on: { click: () => this.close() } }, "✕")),
         S.h("pre", { class: "text" }, found.prompt),
         S.h("div", { class: "members" }, found.members.map((each) => S.h("article", {}, S.h("div", { class: "row" }, S.h("a", { href: "#", on: { click: (event) => { event.preventDefault(); this.open(each.trajectory); } } }, `Trajectory ${each.trajectory}`), S.h("span", { class: "spacer" }), S.h("span", { class: "reward", style: { background: S.shade(each.reward, low, high, (low + high) / 2, 0.3) } }, S.number(each.reward))),
           S.h("div", { class: "small muted" }, `${each.state}, ${S.plural(each.length, "token")}${each.finish === "length" ? ", cut" : ""}${each.update !== null ? `, update ${each.update}` : ""}${each.reward_parts ? `; reward${summed(each)}` : ""}`), each.error ? S.h("p", { class: "small verdict bad" }, each.error) : null,
