@@ -43,7 +43,7 @@ def train(
     - `overrides`: dotted keys with their values (None removes a key), or strings as after `--set`.
     - `out`: the run folder; by default a new one in `runs/`. With `resume`, the run in it is continued.
     - `reward`: a function `reward(prompt, completion, **row)`, plain or `async`, for a task of rows.
-    - `data`: the rows, each a mapping with `prompt` or `messages` (or other names, by `task.columns`): a list or another
+    - `data`: the rows, each a mapping with `prompt` or `messages`, or with other names by `task.columns`: a list or any
       iterable, a split of the package datasets, or a data frame. `evaluation_data`: rows to evaluate on, by default
       split from `data`. With `data` and `reward` the recipe needs no `[task]`.
     - `environment`: a class or an object that plays episodes, instead of `reward`.
