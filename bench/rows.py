@@ -120,7 +120,7 @@ def main() -> int:
     import tokenizers
 
     result = {
-        "command": "python bench/rows.py",
+        "command": f"python bench/rows.py --rows {options.rows}",
         "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": {"cores": os.cpu_count(), "machine": platform.machine(), "load": os.getloadavg()},
         "versions": {

@@ -137,11 +137,25 @@ def test_held_out_rows_that_are_split_from_the_data_cannot_change(path: Path) ->
     path.write_text(RECIPE.replace('type = "countdown-chain"', task))
     Path("config.toml").write_text(load_recipe(path).dumps())
     for override in ("evaluation.prompts=8", 'task.evaluation_path="q.jsonl"'):
-        with pytest.raises(RunError, match=r"held-out rows are split from `task\.path`, so other rows would"):
+        with pytest.raises(RunError, match="held-out rows are split from those to train on, so other rows would"):
             changes(path, override)
     path.write_text(path.read_text().replace("m:f", 'm:f"\nevaluation_path = "e.jsonl'))
     Path("config.toml").write_text(load_recipe(path).dumps())
     assert len(changes(path, "evaluation.prompts=8", 'task.evaluation_path="q.jsonl"')) == 2
+
+
+def test_a_data_set_may_be_held_at_its_revision_and_evaluated_on_another(path: Path) -> None:
+    source = 'dataset = { name = "a/b" }\nevaluation_dataset = { name = "a/b", split = "test" }'
+    task = f'type = "file"\nreward = "m:f"\n{source}'
+    path.write_text(RECIPE.replace('type = "countdown-chain"', task))
+    Path("config.toml").write_text(load_recipe(path).dumps())
+    accepted = changes(path, 'task.dataset.revision="v1"', 'task.evaluation_dataset.name="a/c"')
+    assert accepted == ["`task.dataset.revision` left out -> v1", "`task.evaluation_dataset.name` a/b -> a/c"]
+    for override in ('task.dataset.name="a/c"', 'task.columns.prompt="q"', 'task.too_long="drop"', 'task.prefill="<"'):
+        with pytest.raises(RunError, match=rf"`{override.partition('=')[0]}` is "):
+            changes(path, override)
+    with pytest.raises(RunError, match="held-out rows are split from those to train on"):
+        changes(path, "task.evaluation_dataset=")
 
 
 def test_a_comparison_goes_on_with_other_keys_of_the_machine_alone(path: Path) -> None:

@@ -44,7 +44,8 @@ def train(
     - `out`: the run folder; by default a new one in `runs/`. With `resume`, the run in it is continued.
     - `reward`: a function `reward(prompt, completion, **row)`, plain or `async`, for a task of rows; one of batches, as
       TRL calls it; or a list of such functions and of `Reward`, which has a weight: then their weighted sum counts.
-    - `data`: the rows, each a mapping with `prompt` or `messages`; `evaluation_data`: rows to evaluate on, by default
+    - `data`: the rows, each a mapping with `prompt` or `messages`, or with other names by `task.columns`: a list or any
+      iterable, a split of the package datasets, or a data frame. `evaluation_data`: rows to evaluate on, by default
       split from `data`. With `data` and `reward` the recipe needs no `[task]`.
     - `environment`: a class or an object that plays episodes, instead of `reward`.
     - With several tasks these four are given by label: `reward={"math": exact}`.

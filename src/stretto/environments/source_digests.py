@@ -7,13 +7,13 @@ looked at. What was given from Python has its digest from there (`given.py`).
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from stretto.environments.function_specs import is_spec
 from stretto.environments.given import is_given
+from stretto.environments.row_sources import file_digest
 from stretto.environments.task_options import TaskOptions, rewards_of
 
 SPECS = ("reward", "environment", "function")  # keys of a task that may name `package.module:function`
@@ -27,8 +27,7 @@ def source_digests(task: TaskOptions) -> dict[str, str]:
     found = {}
     for name, path in _sources(task):
         try:
-            with path.open("rb") as file:
-                found[name] = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+            found[name] = file_digest(path)
         except OSError:
             continue
     return found
