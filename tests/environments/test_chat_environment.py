@@ -63,7 +63,7 @@ def test_a_tool_that_cannot_be_offered_and_a_class_without_play_are_errors_that_
         asyncio.run(ChatEnvironment(TOKENIZER).episode(prompt_of("hi"), ScriptedPolicy(TOKENIZER)))
 
 
-def test_an_environment_gets_the_messages_of_a_file_and_a_reward_does_not(tmp_path: Path) -> None:
+def test_the_messages_of_a_file_are_a_column_for_environments_and_for_rewards_that_ask_for_them(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}]
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": messages, "answer": 1}) + "\n" + json.dumps({"prompt": "x", "answer": 2}))
@@ -76,7 +76,7 @@ def test_an_environment_gets_the_messages_of_a_file_and_a_reward_does_not(tmp_pa
     ]
     scored = {"type": "file", "path": str(path), "reward": "m:f"}
     assert [row.columns for row in load_task(FileOptions.model_validate(scored), num_evaluation=0).train] == [
-        {"answer": 1},
+        {"answer": 1, "messages": messages},
         {"answer": 2},
     ]
 
