@@ -95,6 +95,7 @@ def measure(steps: int, samples: int, sink: str | None) -> dict[str, object]:
             sinks = ['observe.sinks=["tensorboard", "prometheus"]', f"observe.prometheus.port={PORT}"]
             reader = threading.Thread(target=scrape, args=(ended,), name="reader")
         else:
+            os.chdir(folder)  # MLflow writes files into the working directory
             os.environ["TRACKIO_DIR"] = f"{folder}/trackio"
             sinks = [f'observe.sinks=["{sink}"]', *(each.format(folder=folder) for each in OFFLINE[sink])]
             reader = threading.Thread(target=watch_programs, args=(sink, programs, ended), name="reader")
