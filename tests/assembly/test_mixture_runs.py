@@ -249,7 +249,9 @@ def test_what_is_given_from_python_is_given_by_label(model: Path, tmp_path: Path
         stretto.check(made, reward=vowels)
     with pytest.raises(RecipeError, match="given for the task 'leters', which the recipe does not have; did you mean"):
         stretto.check(made, reward={"leters": vowels})
-    with pytest.raises(RecipeError, match="`data` is given for one task, and others by label"):
+    with pytest.raises(
+        RecipeError, match="`reward` is a dict; give a function; or, with several tasks, give `data` by label"
+    ):
         stretto.check(made, reward={"letters": vowels}, data=data)
     single = {"model": {"path": str(model)}, "task": {"type": "file", "path": "prompts.jsonl", "reward": "a:b"}}
     with pytest.raises(RecipeError, match="given by label, for `letters`, and the recipe has one task"):

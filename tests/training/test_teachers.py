@@ -1,6 +1,6 @@
 """Teachers in the trainer: the gradient of an update against the equations, and who teaches which sample."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,24 +12,15 @@ from stretto.models.lora_options import LoraOptions
 from stretto.objectives import OBJECTIVES
 from stretto.objectives.teacher_options import TeacherOptions
 from stretto.training.trainer import LocalTrainer, TrainingOptions
-from stretto.types import Batch, Sample
+from stretto.types import Batch
 
 DOUBLE = {"dtype": torch.float64}
 FORMS = [{}, {"top_k": 4}, {"form": "sampled"}]
 
 
-@dataclass(frozen=True, slots=True)
-class LabelledSample(Sample):
-    """A sample of a task with a label."""
-
-    task: str | None = None
-
-
 def labelled(batch: Batch, label) -> Batch:
     """The batch with `label(sample)` as the task of each sample."""
-    fields = Sample.__dataclass_fields__
-    made = [LabelledSample(**{name: getattr(s, name) for name in fields}, task=label(s)) for s in batch.samples]
-    return replace(batch, samples=made)
+    return replace(batch, samples=[replace(sample, task=label(sample)) for sample in batch.samples])
 
 
 def larger(seed: int = 5, **changes):

@@ -47,6 +47,13 @@ ARGUMENTS = {
 }
 """Key of `[task]` -> the argument of `stretto.train` that gives it."""
 
+_OF_ONE_TASK = {
+    "reward": "give a function",
+    "environment": "give a class or an object",
+    "data": "give rows, as a list of mappings",
+    "evaluation_data": "give rows, as a list of mappings",
+}
+
 Rows = Sequence[Mapping[str, Any]]
 GivenRows = Iterable[Mapping[str, Any]]
 GivenRewards = Rewards | Mapping[str, Rewards]
@@ -131,9 +138,13 @@ class Given:
     def _of_several(cls, arguments: Mapping[str, Any]) -> Given:
         """Takes arguments that are given by label."""
         by_label: dict[str, dict[str, Any]] = {}
+        labelled = next(name for name, given in arguments.items() if isinstance(given, Mapping))
         for name, given in arguments.items():
             if given is not None and not isinstance(given, Mapping):
-                raise RecipeError(f"`{name}` is given for one task, and others by label; give all of them by label")
+                raise RecipeError(
+                    f"`{labelled}` is a {type(arguments[labelled]).__name__}; {_OF_ONE_TASK[labelled]}; or, with "
+                    f"several tasks, give `{name}` by label too"
+                )
             for label, thing in (given or {}).items():
                 if isinstance(thing, Mapping):
                     raise RecipeError(
