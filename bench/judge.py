@@ -245,7 +245,7 @@ def runs(port: int, latency_s: float, updates: int, staleness: int, repeats: int
     return {"staleness": staleness, "updates": updates, "medians": medians, "runs": found}
 
 
-PACED = {"batch": 8, "group_size": 8, "tokens": 40, "sigma": 0.5, "step_s": 0.01, "update_s": 0.6, "rows": 128}
+PACED = {"batch": 8, "group_size": 8, "tokens": 30, "sigma": 0.5, "step_s": 0.02, "update_s": 1.5, "rows": 128}
 
 
 class PacedEngine(FakeSteppedEngine):
@@ -343,7 +343,7 @@ def paced_runs(port: int, latency_s: float, updates: int, repeats: int) -> dict[
     found: dict[str, Any] = {"setting": PACED, "updates": updates}
     with tempfile.TemporaryDirectory() as scratch, chdir(scratch):
         Path("bench_rewards.py").write_text(FUNCTIONS.replace("LATENCY", str(latency_s)))
-        for staleness in (5, 1):
+        for staleness in (4, 1):
             runs_of: dict[str, list[dict[str, float]]] = {"instant": [], "ideal": [], "judge": []}
             for repeat in range(repeats):
                 for scorer, results in runs_of.items():
@@ -367,7 +367,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--staleness", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model", default="tiny")
-    parser.add_argument("--no-training", action="store_true", help="leave the runs of the real model out")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)

@@ -7,18 +7,16 @@ digest of the base and of the adapter. It takes as much room as the base.
 from __future__ import annotations
 
 import hashlib
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from stretto.errors import ModelError
 from stretto.models.adapters import adapter_digest, merge_adapter, read_adapter, refuse_another_base
 from stretto.models.checksums import checksum
 from stretto.models.loading import load_config, load_model, load_tokenizer
 from stretto.models.tiny import cache_folder
+from stretto.setup.made_models import made_once
 
 CPU = torch.device("cpu")
 
@@ -29,25 +27,12 @@ def merged_model(base: str, adapter: str, say: Callable[[str], None], *, name: s
     `name` is what errors call the base. Raises `ModelError` if the adapter does not fit the base.
     """
     digest = hashlib.blake2b(f"{adapter_digest(adapter)} {model_identity(base)}".encode(), digest_size=16).hexdigest()
-    target = cache_folder() / f"merged-{digest}"
-    if (target / "config.json").exists():
-        return target
-    say(f"the adapter in {adapter} is merged into {name or base}, once, in {target}")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        write_merged(base, adapter, scratch, name=name)
-        scratch.chmod(0o755)
-        try:
-            scratch.rename(target)
-        except OSError:
-            if not (target / "config.json").exists():  # otherwise another process was first
-                raise
-    except OSError as error:
-        raise ModelError(f"the merged model cannot be written to `{target}`: {error}") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return target
+
+    def make(folder: Path) -> None:
+        say(f"the adapter in {adapter} is merged into {name or base}, once, in {cache_folder() / f'merged-{digest}'}")
+        write_merged(base, adapter, folder, name=name)
+
+    return made_once(f"merged-{digest}", "config.json", make, what="the merged model")
 
 
 def write_merged(base: str, adapter: str | Path, folder: Path, *, name: str | None = None) -> None:

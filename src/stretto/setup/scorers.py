@@ -63,7 +63,7 @@ def judge_scorer(options: JudgeOptions, option: str, folder: Path | None) -> Bui
         {"options": options, "folder": None if folder is None else str(folder)},
         deadline_s=options.longest_s,
         start_s=JUDGE_START_S + 4 * options.seconds,
-        most_at_once=options.concurrency,
+        most_at_once=2 * options.concurrency,  # so that a call that ends is followed by the next one at once
         environment=judge_variables(options, option),
     )
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,17 +18,17 @@ from typing import Any
 import torch
 
 from stretto.environments.demonstrations import Demonstration, load_demonstrations
-from stretto.errors import ModelError, RecipeError
+from stretto.errors import RecipeError
 from stretto.models.adapter_config import CONFIG_FILE
 from stretto.models.adapters import adapter_digest, install_adapter, read_adapter, refuse_another_base
 from stretto.models.checksums import checksum
 from stretto.models.loading import load_config, load_model, load_tokenizer
 from stretto.models.lora import inject_lora, lora_tensors, write_adapter
 from stretto.models.stop_tokens import end_of_turn, stop_tokens
-from stretto.models.tiny import cache_folder
 from stretto.recipe.schema import Recipe, WarmStartSection
 from stretto.setup.device import choose_device, choose_dtype
 from stretto.setup.inputs import asked_template, prompt_tokenizer
+from stretto.setup.made_models import made_once
 from stretto.setup.memory_sizes import context_length
 from stretto.setup.merged_models import model_identity
 from stretto.setup.threads import thread_counts
@@ -51,25 +49,9 @@ def warm_started(recipe: Recipe, base: str, say: Callable[[str], None]) -> Path:
 
     Raises `RecipeError` for demonstrations that cannot be used.
     """
-    target = cache_folder() / f"warm-{_digest(recipe, base)}"
-    done = CONFIG_FILE if recipe.model.lora is not None else "config.json"
-    if (target / done).exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        _make(recipe, base, scratch, say)
-        scratch.chmod(0o755)
-        try:
-            scratch.rename(target)
-        except OSError:
-            if not (target / done).exists():  # otherwise another process was first
-                raise
-    except OSError as error:
-        raise ModelError(f"the warm-started model cannot be written to `{target}`: {error}") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return target
+    has = CONFIG_FILE if recipe.model.lora is not None else "config.json"
+    name = f"warm-{_digest(recipe, base)}"
+    return made_once(name, has, lambda folder: _make(recipe, base, folder, say), what="the warm-started model")
 
 
 def check_demonstrations(recipe: Recipe, tokenizer: Any, config: Any, stops: tuple[int, ...]) -> list[str]:
