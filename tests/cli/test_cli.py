@@ -460,7 +460,7 @@ def test_check_prints_what_a_run_would_use_where_the_recipe_says_nothing(
         ({"path": "holes.jsonl", "reward": "own_reward:open"}, "takes the column `answer`, which holes.jsonl:99"),
         ({"path": "none.jsonl"}, "`none.jsonl` is not a file"),
         ({"path": "few.jsonl"}, "too few rows to hold any out"),
-        ({"path": "long.jsonl"}, "its prompt has 5000 tokens"),
+        ({"path": "long.jsonl"}, "its prompt has 5,000 tokens"),
     ],
 )
 def test_check_refuses_what_train_refuses_and_prints_no_configuration(

@@ -85,7 +85,7 @@ def test_bash_completes_commands_options_recipes_runs_and_keys(terminal: Termina
         ("ver", ["verify"]),
         ("train --res", ["train", "--resume"]),
         ("train quickst", ["train", "quickstart"]),
-        ("train mi", ["train", "mine.toml"]),
+        ("train min", ["train", "mine.toml"]),
         ("check no", ["check", "no"]),  # a file, but no recipe
         ("show runs/o", ["show", "runs/one"]),
         ("show runs/compare/d", ["show", "runs/compare/drop"]),

@@ -154,7 +154,7 @@ def test_what_is_not_there_is_said_by_name(run_folder, tmp_path):
         show(run_folder, update=7)
     with pytest.raises(RunError, match="`--samples 0` shows nothing"):
         show(run_folder, update=0, samples=0)
-    with pytest.raises(RunError, match="is no run folder"):
+    with pytest.raises(RunError, match="nothing` does not exist"):
         show(tmp_path / "nothing")
 
 

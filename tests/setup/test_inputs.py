@@ -127,12 +127,12 @@ def test_prompts_that_are_dropped_or_cut_are_told_of(tmp_path):
     assert note.startswith("1 prompts of ")
     assert 'have more than 1,792 tokens and are left out (`task.too_long = "drop"`): ' in note
     assert note.endswith("rows.jsonl:4 (2,000 tokens)")
-    assert (dropped.prompts.num_rows, dropped.prompt_limit, dropped.longest_prompt) == (9, 1_792, 5)
+    assert (dropped.prompts.num_rows, dropped.tasks[0].prompt_limit, dropped.longest_prompt) == (9, 1_792, 5)
     cut, recipe = inputs_of(tmp_path, records, {"too_long": "truncate"}, rollout={"prompts": 2})
     assert "and are cut at their beginning" in next(cut.notes(recipe))
     assert (cut.prompts.num_rows, cut.longest_prompt) == (10, 1_792)
     refusing, _ = inputs_of(tmp_path, records[:3])
-    assert refusing.prompt_limit == 0
+    assert refusing.tasks[0].prompt_limit == 0
 
 
 def test_an_agent_does_not_cut_prompts_and_is_told_what_it_can_do(tmp_path):

@@ -344,7 +344,7 @@ def test_opening_says_what_to_do(recorder, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(RunError, match=r"no `journal\.sqlite`"):
         JournalReader(tmp_path / "empty")
-    with pytest.raises(RunError, match="no such folder"):
+    with pytest.raises(RunError, match="here` does not exist; give the folder"):
         JournalReader(tmp_path / "nothing" / "here")
     with pytest.raises(JournalError, match="cannot be opened"):
         Journal.open(tmp_path / "nothing" / "here" / JOURNAL_NAME)

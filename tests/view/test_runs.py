@@ -127,11 +127,11 @@ def test_the_command_refuses_bad_input_in_words(tmp_path: Path, capsys: pytest.C
     (tmp_path / "words.txt").write_text("some words")
     for arguments, words in (
         (["view", str(tmp_path)], "it holds runs; give one of them"),
-        (["view", str(tmp_path / "nothing")], "is no run folder"),
+        (["view", str(tmp_path / "nothing")], "nothing` does not exist"),
         (["view", str(tmp_path / "words.txt")], "is no run: it is a file, and no journal"),
         (["view", str(tmp_path / "run"), "--port", "70000"], "`--port 70000` is no port"),
         (["view", str(tmp_path / "run"), "--tokenizer", str(tmp_path)], "has no `tokenizer.json`"),
-        (["report", str(tmp_path / "nothing")], "is no run folder"),
+        (["report", str(tmp_path / "nothing")], "nothing` does not exist"),
         (["trace", str(tmp_path / "run"), "-o", str(tmp_path / "no" / "file")], "cannot be written"),
         (["trace", str(tmp_path / "run"), "--trajectories", "-1"], "`--trajectories -1`"),
     ):

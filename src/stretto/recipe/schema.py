@@ -543,9 +543,11 @@ def paradigm_overrides(raw: Mapping[str, Any], paradigm: str) -> dict[str, Any]:
 def _overridden(raw: Mapping[str, Any], overrides: Overrides) -> dict[str, Any]:
     """Applies overrides to a recipe. Removes keys that lost their effect by that, unless they were set with it."""
     result = copy.deepcopy(dict(raw))
-    asked = {path[:depth] for path in apply_overrides(result, overrides) for depth in range(1, len(path) + 1)}
-    for path in ineffective_in(result) - ineffective_in(raw) - asked:
-        remove_key(result, path)
+    asked = apply_overrides(result, overrides)
+    for path in ineffective_in(result) - ineffective_in(raw):
+        # `observe.wandb.project` asks for `observe.wandb`, and so does a whole table `observe`.
+        if not any(path == each[: len(path)] or each == path[: len(each)] for each in asked):
+            remove_key(result, path)
     return result
 
 

@@ -321,6 +321,24 @@ def _changes(before: Recipe, now: Recipe) -> list[Change]:
     ]
 
 
+_SCORERS = (("judge", "task.judge."), ("model", "task.reward_model."))  # a key of `task.rewards`, and its own table
+
+
+def _scored_alike(before: Any, now: Any) -> bool:
+    """Tells if rewards differ by nothing but what may change of a judge or a reward model, such as a budget."""
+
+    def fixed(rewards: Any) -> Any:
+        found = copy.deepcopy(rewards)
+        for table in found:
+            for key, prefix in _SCORERS:
+                own = table.get(key) or {}
+                for name in [name for name in own if f"{prefix}{name}" in MAY_CHANGE]:
+                    del own[name]
+        return found
+
+    return bool(before) and bool(now) and fixed(before) == fixed(now)
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -330,8 +348,13 @@ def _refused(before: Recipe, now: Recipe, folder: Path, changes: Sequence[Change
         yield other
         return
 
+    values = {each.key: (each.before, each.now) for each in changes}
+
     def reason(key: str) -> str | None:
-        return reason_against(of_one_task(key, now.task))
+        row = of_one_task(key, now.task)
+        if row == "task.rewards" and key in values and _scored_alike(*values[key]):
+            return None
+        return reason_against(row)
 
     fixed = [each.key for each in changes if reason(each.key) is not None]
     for key, line in zip(*_causes_and_lines(now, before, folder, fixed), strict=True):

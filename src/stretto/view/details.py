@@ -94,7 +94,7 @@ def answer(run: RunSource, evaluation: int, index: int, greedy: bool, pieces: Pi
         "reward_parts": _parts(parts),
         "error": error,
         "has_pieces": pieces.path is not None,
-        "lineages": [_lineage(each[7:], version, None, pieces) for each in rows if each[10] is not None],
+        "lineages": [_lineage(each[8:], version, None, pieces) for each in rows if each[11] is not None],
     }
 
 
@@ -109,17 +109,8 @@ def _trajectory(db: sqlite3.Connection, id: int, pieces: Pieces) -> dict[str, An
         raise RunError(f"there is no trajectory {id}")
     names = (
         *("group", "member", "version", "state", "instance", "reward", "scored_at", "ended_at", "error"),
-        *(
-            "turn_rewards",
-            "reward_parts",
-            "limit",
-            "spent",
-            "prompt",
-            "row",
-            "deadline",
-            "admitted_at",
-            "num_prompt_tokens",
-        ),
+        *("turn_rewards", "reward_parts", "limit", "spent", "prompt", "row", "deadline", "admitted_at"),
+        "num_prompt_tokens",
     )
     found = dict(zip(names, head, strict=True))
     by_turn = found["turn_rewards"]
