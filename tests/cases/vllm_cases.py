@@ -23,6 +23,7 @@ from stretto.errors import EngineError
 from stretto.types import Probe, Weights
 
 KV_TOKENS, BLOCK = 2048, 32
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROBE = tuple(torch.randint(0, VOCABULARY, (48,), generator=torch.Generator().manual_seed(3)).tolist())
 
 
@@ -41,6 +42,7 @@ def options_of(model: str, **changes: Any) -> frames.ChildOptions:
         kv_bytes=per_token * (KV_TOKENS + BLOCK),
         kv_block=BLOCK,
         prefill_tokens=2048,
+        lora_targets=TARGETS,
         threads=1,
     )
     return replace(options, **changes)

@@ -1,6 +1,6 @@
 """vLLM in the child process: `AsyncLLM`, without a server. Imported in the child alone.
 
-Five properties of vLLM shape it:
+Six properties of vLLM shape it:
 
 - A request without an adapter in a batch with adapters may be computed with one of those, on the CPU. So every request
   of a LoRA policy names an adapter; version 0 is one whose `B` is zero.
@@ -10,6 +10,8 @@ Five properties of vLLM shape it:
   versions.
 - The prefix cache knows an adapter by its name, and full weights not at all. So no name is used twice, and the cache is
   reset after a reload.
+- Log-probabilities of a prompt beside running requests end the engine if its output layer takes adapters. So only the
+  layers that have adapters do.
 - After a reload on the CPU, a tied output layer has its old weights (`worker_extension.py`).
 """
 
@@ -171,5 +173,6 @@ def engine_arguments(options: frames.ChildOptions) -> dict[str, Any]:
             "max_loras": options.slots + 1,
             "max_cpu_loras": options.slots + 1,
             "max_lora_rank": next(rank for rank in RANKS if rank >= options.lora_rank),
+            "lora_target_modules": list(options.lora_targets),
         }
     return arguments
