@@ -10,6 +10,7 @@ from stretto.environments.given import is_given
 from stretto.environments.task_options import EnvironmentOptions, ProcessTaskOptions
 from stretto.observe.options import TRACKERS
 from stretto.recipe.algorithm_checks import impossible_algorithm, options_without_effect
+from stretto.recipe.engine_checks import engine_without_effect, impossible_engine, impossible_full_versions
 from stretto.recipe.error_messages import as_toml
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
                 f'`runtime.{name}` has no effect with `runtime.type = "local"`: it is for a cluster; '
                 'choose `type = "ray"`, or leave it out'
             )
-    return found | _observe_without_effect(recipe) | options_without_effect(recipe)
+    return found | engine_without_effect(recipe) | _observe_without_effect(recipe) | options_without_effect(recipe)
 
 
 def _observe_without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
@@ -205,6 +206,7 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
             f"group; use at least {0.5 / rollout.prompts:.3g}, or leave `training.replay` out"
         )
     yield from impossible_algorithm(recipe)
+    yield from impossible_engine(recipe)
     try:
         plan = recipe.plan
     except ValueError as error:
@@ -217,6 +219,7 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
             f"{plan.in_flight + plan.reserve_groups} groups in flight; use at most {most}, or raise `rollout.in_flight`"
         )
     yield from _impossible_pool(recipe, plan)
+    yield from impossible_full_versions(recipe, plan)
     longest = max(rollout.max_tokens, recipe.evaluation.max_tokens or 0)
     least = (longest + 16) * recipe.runtime.instances
     if rollout.kv_tokens is not None and rollout.kv_tokens < least:

@@ -146,4 +146,5 @@ def facts_of(recipe: Recipe, *, data_rows: int, templated: bool, vocabulary: int
         laws_broken=plan.paradigm.breaks,
         reserve_groups=plan.reserve_groups,
         reserve_members=plan.reserve_members,
+        engine=recipe.engine.type,
     )

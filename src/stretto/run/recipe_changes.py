@@ -55,6 +55,8 @@ MAY_CHANGE: Mapping[str, str] = {
     "task.episode_seconds": "the deadline of later episodes",
     "task.seconds": "the deadline of later episodes",
     "task.wait_seconds": "the time that the world of later turns takes",
+    "engine.tensor_parallel": "the devices of an instance",
+    "engine.gpu_memory": "the memory of the engines",
     "runtime": "the execution of the run",
     "observe": "the reports of the run",
 }
@@ -102,6 +104,7 @@ FIXED: Mapping[str, str] = {
     "rollout.top_k": _SAMPLED,
     "rollout.min_p": _SAMPLED,
     "rollout.stop": _SAMPLED,
+    "engine.type": "`verify` expects receipts of all trajectories, or of none",
     "rollout.retries": _COUNTED,
     "rollout.filter": _COUNTED,
     "rollout.filter_limit": _COUNTED,

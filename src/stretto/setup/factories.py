@@ -12,6 +12,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from stretto.engines.native.engine import NativeEngine
+from stretto.engines.threaded import SteppedEngine
 from stretto.environments.given import NOTHING_GIVEN, Given
 from stretto.environments.single_turn import Decode
 from stretto.models.adapters import read_adapter, refuse_another_base
@@ -26,6 +27,7 @@ from stretto.setup.memory import footprint, free_for_instance, out_of_memory
 from stretto.setup.memory_sizes import context_length, engine_rows
 from stretto.setup.teachers import check_teachers, load_teachers, policy_vocabulary
 from stretto.setup.threads import ThreadCounts, thread_counts
+from stretto.setup.vllm_engines import check_vllm_model, make_vllm_instance
 from stretto.training.learning_rates import LearningRates
 from stretto.training.parallel import Ranks
 from stretto.training.trainer import LocalTrainer
@@ -48,6 +50,7 @@ def load_driver_inputs(recipe: Recipe, model_path: str, given: Given = NOTHING_G
     """Reads the inputs of a run and checks them against tokenizer and configuration. Does not read the weights."""
     check_objective(recipe)
     tokenizer, config = load_tokenizer(model_path), load_config(model_path)
+    check_vllm_model(recipe, config)
     inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=model_path, given=given)
     check_teachers(recipe, tokenizer, inputs.longest_prompt)
     sampling = Sampling(
@@ -96,8 +99,10 @@ def make_native_engine(recipe: Recipe, model: nn.Module, kv_tokens: int, decode:
     )
 
 
-def make_instance_engine(recipe: Recipe, model_path: str, longest_prompt: int) -> NativeEngine:
+def make_instance_engine(recipe: Recipe, model_path: str, longest_prompt: int) -> SteppedEngine:
     """Loads the model and makes the engine of a rollout instance that has a process for itself."""
+    if recipe.engine.type == "vllm":
+        return make_vllm_instance(recipe, model_path, longest_prompt, decoder_of(load_tokenizer(model_path)))
     config, device = load_config(model_path), choose_device(recipe.runtime.device)
     prepare_device(recipe, device)
     free = free_for_instance(recipe, device)
@@ -145,6 +150,7 @@ def make_trainer(
         temperature=recipe.rollout.temperature,
         max_tokens=recipe.rollout.max_tokens,
         seed=recipe.seed,
+        probes=recipe.engine.type == "vllm",
     )
     if continued is not None:
         refuse_another_base(continued, recipe.model.path, trainer.base_checksum() or "", trainer.weights_dtype)

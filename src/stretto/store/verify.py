@@ -172,6 +172,7 @@ def _read_run(db: sqlite3.Connection, path: Path) -> _Run:
             f"journal `{path}` says that its paradigm `{paradigm}` gives up laws {facts['laws_broken']}, and it gives "
             f"up laws {list(given_up)}: {RESTORE}"
         )
+    params["engine"] = facts.get("engine", "native")
     params |= {name: facts.get(name, 0) for name in RESERVES}  # a run may be older than redundancy
     params |= {"members": params["group"] + params["reserve_members"], "drains": paradigm == "one-step-off"}
     params |= {"finished": outcome == "finished", "continues": 1 in given_up, "drops": 2 in given_up}
@@ -423,6 +424,11 @@ def _findings(db: sqlite3.Connection, run: _Run, data: DataResult) -> list[Findi
     several, untrained = one("SELECT COUNT(*), COALESCE(SUM(train = 0), 0) FROM completions WHERE turn_numbers NOTNULL")
     if several:
         counts["2"] += f"; trajectories with several lineages have {several:,}, {untrained:,} of them not to be trained"
+    (by_receipt,) = one("SELECT COUNT(*) FROM completions WHERE receipts NOTNULL")
+    if by_receipt:
+        (receipts,) = one("SELECT COUNT(*) FROM receipts")
+        served = ", ".join(name for (name,) in db.execute("SELECT DISTINCT served_by FROM receipts ORDER BY 1"))
+        counts["1"] += f"; {by_receipt:,} of the completions by receipt ({receipts:,} receipts of {served})"
     if remade:
         counts["1"] += f", {remade:,} of them made again with other bits"
     excused = {"1": run.mixed if run.params["continues"] else None, "2": dropped if run.params["drops"] else None}

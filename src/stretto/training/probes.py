@@ -1,8 +1,8 @@
 """The probe of a policy: a fixed sequence with its log-probabilities, for engines that give receipts.
 
-An engine that cannot read back its weights scores the same sequence after it has loaded a version. So the sequence is the
-same for all versions of all runs with one vocabulary. Its tokens are drawn evenly from the vocabulary, so that many rows
-of the embedding and of the output layer take part.
+An engine that cannot read back its weights scores the same sequence after it has loaded a version. So the sequence is
+the same for all versions of all runs with one vocabulary. Its tokens are drawn evenly from the vocabulary, so that many
+rows of the embedding and of the output layer take part.
 """
 
 from __future__ import annotations
