@@ -99,7 +99,7 @@ def probed_weights(kind: str, model: Any, version: int, *, fake: bool) -> Weight
     return probed(weights_of(kind, model, version), model, fake=fake)
 
 
-def logprobs_of(model: Any, weights: Weights, tokens: Sequence[int]) -> list[float]:
+def logprobs_of(model: Any, weights: Weights, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
     """The log-probability of each token after the first, by transformers on merged weights."""
     parameters = dict(model.named_parameters())
     changed: dict[str, torch.Tensor] = {}
@@ -113,5 +113,5 @@ def logprobs_of(model: Any, weights: Weights, tokens: Sequence[int]) -> list[flo
         logits = torch.func.functional_call(
             model, changed, kwargs={"input_ids": torch.tensor([list(tokens)]), "use_cache": False}, tie_weights=True
         ).logits[0]
-    logprobs = logits.float().log_softmax(-1)[:-1]
+    logprobs = (logits.float() / temperature).log_softmax(-1)[:-1]
     return logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
