@@ -73,7 +73,8 @@ def impossible_full_versions(recipe: Recipe, plan: Plan) -> Iterable[str]:
     """The reason why instances with one version each cannot hold those of the run; none if they can."""
     if recipe.engine.type == "vllm" and recipe.model.lora is None and recipe.runtime.instances < plan.slots:
         yield (
-            f"`runtime.instances = {recipe.runtime.instances}` hold as many versions of full weights with `engine.type "
-            f'= "vllm"`, and the run needs {plan.slots} at once (K = {plan.staleness}); use at least {plan.slots} '
-            "instances, lower `rollout.staleness`, or train adapters, `model.lora = { rank = 16 }`"
+            f'`runtime.instances = {recipe.runtime.instances}` is too few: with `engine.type = "vllm"` an instance '
+            f"holds one version of full weights, and the run needs {plan.slots} at once (K = {plan.staleness}); use at "
+            f"least {plan.slots} instances, lower `rollout.staleness`, or train adapters, `model.lora = "
+            "{ rank = 16 }`"
         )

@@ -27,7 +27,7 @@ TRANSFERS = 3  # of one version to one instance
 
 
 async def send(
-    weights: Weights | WeightsRef, transfer: Callable[[], Awaitable[None]], note: Callable[[str, str], None]
+    weights: Weights | WeightsRef, transfer: Callable[[], Awaitable[object]], note: Callable[[str, str], None]
 ) -> None:
     """Sends a version to an instance, again if it arrives damaged or not at all.
 

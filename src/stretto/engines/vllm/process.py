@@ -140,7 +140,7 @@ class ChildProcess:
             lines = self._log.read_text(errors="replace").splitlines()
         except OSError:
             return ""
-        kept = [line for line in lines if line.strip()][-NUM_LINES:]
+        kept = [line for line in lines if line.strip() and " WARNING " not in line][-NUM_LINES:]
         return "".join(f"\n  | {line}" for line in kept)
 
 
