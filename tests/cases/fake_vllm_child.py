@@ -74,7 +74,7 @@ class FakeBackend:
     async def remove_adapter(self, number: int) -> None:
         del self._adapters[number]
 
-    async def reload(self, folder: Path) -> None:
+    async def reload(self, number: int, folder: Path) -> None:
         fresh = digest_of(load_file(folder / FULL_FILE))
         stale, self._base = self._base, b"half " + fresh
         await self.repack_head()

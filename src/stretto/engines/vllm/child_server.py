@@ -41,8 +41,8 @@ class Backend(Protocol):
         """Removes an adapter that no request uses."""
         ...
 
-    async def reload(self, folder: Path) -> None:
-        """Replaces all weights. No request runs meanwhile."""
+    async def reload(self, number: int, folder: Path) -> None:
+        """Replaces all weights by those of load `number`. No request runs meanwhile."""
         ...
 
     async def score(self, tokens: Sequence[int], number: int) -> list[float]:
@@ -166,7 +166,7 @@ class ChildServer:
         try:
             if frame.kind == "full":
                 await self._ended(list(self._requests))
-                await self._backend.reload(folder)
+                await self._backend.reload(frame.number, folder)
             else:
                 await self._backend.load_adapter(frame.number, folder)
         except Exception as error:

@@ -36,6 +36,7 @@ class VllmBackend:
         self._adapters: dict[int, Any] = {}  # by the number of the load: a `LoRARequest`
         self._requests: dict[int, str] = {}  # key -> vLLM's name of the request
         self._num_probes = 0
+        self._stamp = ""  # of the full weights, in the releases that stamp what they generate; empty: there is none
 
     async def start(self, options: frames.ChildOptions) -> frames.Ready:
         release = check_release(installed_release())
@@ -66,11 +67,14 @@ class VllmBackend:
         if self._adapters.pop(number, None) is not None:
             await self._llm.remove_lora(number)
 
-    async def reload(self, folder: Path) -> None:
+    async def reload(self, number: int, folder: Path) -> None:
         await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
         await self.repack_head()
         if not await self._llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache cannot be reset: requests are running")
+        if hasattr(self._llm, "update_weight_version"):  # since 0.32
+            self._stamp = f"load-{number}"
+            await self._llm.update_weight_version(self._stamp)
 
     async def repack_head(self) -> None:
         """Has the workers use the new weights of a tied output layer, on the CPU."""
@@ -133,12 +137,20 @@ class VllmBackend:
                 tokens = tuple(made.token_ids)
                 logprobs = tuple(float(d[t].logprob) for d, t in zip(made.logprobs or (), tokens, strict=True))
                 finish = made.finish_reason if made.finish_reason in ("stop", "length") else None
+                if finish is not None:
+                    self._refuse_other_stamps(made)
                 if tokens or finish is not None:
                     num_cached = (output.num_cached_tokens or 0) if first else 0
                     first = False
                     yield frames.Piece(work.key, tokens, logprobs, finish, num_cached)
         finally:
             del self._requests[work.key]
+
+    def _refuse_other_stamps(self, made: Any) -> None:
+        """Raises `RuntimeError` if vLLM says that it has sampled a token under other weights than the last load."""
+        spans = getattr(made, "weight_versions", None) if self._stamp else None
+        if spans and {span.version for span in spans} != {self._stamp}:
+            raise RuntimeError(f"vLLM has sampled under the weights {[span.version for span in spans]}")
 
     async def abort(self, keys: Sequence[int]) -> None:
         await self._llm.abort([self._requests[key] for key in keys if key in self._requests])
