@@ -55,11 +55,11 @@ class Children:
         self.module = module
         self.fault_file = folder / "fault"
         self.fault_file.write_text("")
-        os.environ[VARIABLE] = str(self.fault_file)
         self._free: dict[frames.ChildOptions, list[ChildProcess]] = {}
 
     def core(self, options: frames.ChildOptions, decode: Callable[[Sequence[int]], str] | None = None) -> VllmEngine:
         free = self._free.setdefault(options, [])
+        os.environ[VARIABLE] = str(self.fault_file)  # a child that starts now reads it
         process = free.pop() if free else ChildProcess(options, module=self.module)
 
         def release(child: ChildProcess) -> None:
