@@ -13,7 +13,8 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from stretto.engines.vllm.weight_folders import checksum_of_folder
 from stretto.errors import ChecksumError, describe
 
 ABORT_S = 30.0  # for an aborted request to end
+END_S = 3.0  # for the processes of a child to end when they are asked to
 AGAIN_S = 0.1  # until it is aborted again
 
 
@@ -74,8 +76,24 @@ def run_child(backend: Backend, arguments: Sequence[str]) -> None:
         shutil.rmtree(arguments[2], ignore_errors=True)  # an engine that was killed has not done so
         # Processes that the backend has started would outlive this one, and hold their memory.
         if os.getpgid(0) == os.getpid():
-            os.killpg(0, signal.SIGKILL)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            end_group(os.getpid())
         os._exit(1)
+
+
+def end_group(group: int, is_child_gone: Callable[[], bool] = lambda: False) -> None:
+    """Ends all processes of a group: by a request, so that shared memory is freed, and then by force.
+
+    `is_child_gone` has the caller take the exit status of its own child, which would count as alive otherwise.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGTERM)
+        deadline = time.monotonic() + END_S
+        while time.monotonic() < deadline:
+            is_child_gone()
+            os.killpg(group, 0)  # raises once the group is empty
+            time.sleep(0.02)
+        os.killpg(group, signal.SIGKILL)
 
 
 class ChildServer:

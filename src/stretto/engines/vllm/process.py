@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from stretto.engines.vllm import frames
+from stretto.engines.vllm.child_server import end_group
 from stretto.errors import ChecksumError, EngineError, RecipeError
 
 MODULE = "stretto.engines.vllm.child"
@@ -122,8 +122,7 @@ class ChildProcess:
 
     def close(self) -> None:
         """Kills the child with all that it started, and removes the folder. Safe to call twice."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        end_group(self._process.pid, lambda: self._process.poll() is not None)
         self._process.wait()
         self._pipe.close()
         shutil.rmtree(self.folder, ignore_errors=True)
