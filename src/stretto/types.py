@@ -108,6 +108,7 @@ class Completion:
     prefilled: int = 0  # tokens prefilled for it alone, prompt shared with its group not counted twice
     supports: Supports | None = None  # what each token was drawn from; None: the whole vocabulary, or not recorded
     turns: NDArray[np.int32] | None = None  # [turns, 2], where each begins and ends in `tokens`; None: one, all of it
+    receipts: tuple[str, ...] = ()  # of the loads that it was sampled under, by engines that give receipts
 
     @property
     def sampled(self) -> NDArray[np.int64]:
@@ -170,6 +171,32 @@ class Suspended:
     started_at: float = 0.0
     prefilled: int = 0
     supports: Supports | None = None  # [n], where its sampling records them
+    receipts: tuple[str, ...] = ()  # as in `Completion`
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A fixed sequence with its log-probabilities under some weights, by the trainer that made them.
+
+    An engine that cannot read back the weights that it holds scores the sequence, and compares.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: NDArray[np.float32]  # [tokens - 1], of each token after the first, at temperature 1
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """The evidence that an engine serves a version, where the engine cannot read back the weights that it holds."""
+
+    id: str  # unique in all runs
+    version: int
+    checksum: str  # of the file that the engine loaded, read before it did
+    num_tokens: int  # of the probe that were compared
+    mean_difference: float  # between engine and trainer, of the log-probabilities of the probe, absolute
+    largest_difference: float
+    tolerance: float  # the largest mean difference that counts as rounding
+    served_by: str  # the program and its release, such as `vllm 0.32.0`
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +208,7 @@ class Weights:
     tensors: Mapping[str, torch.Tensor]  # full: by parameter name; lora: `<module>.lora_A` [r, in], `.lora_B` [out, r]
     checksum: str
     scale: float = 1.0  # lora: alpha / rank
+    probe: Probe | None = None  # for engines that give receipts; None: the trainer was not asked for one
 
     def on_host(self) -> Weights:
         """Returns the same weights in host memory. Blocks."""

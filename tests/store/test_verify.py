@@ -900,3 +900,45 @@ def test_a_column_that_holds_another_type_is_named_with_what_it_holds(finished_r
     findings = damage(finished_run, f"{statement} WHERE trajectory = 14")
     assert exit_code(findings) == 1
     assert f"trajectory 14 {sentence}" in [detail for finding in findings for detail in finding.details]
+
+
+RECEIPTS = (
+    "INSERT INTO receipts SELECT 'r' || version, 0, version, checksum, 64, 1e-6, 1e-5, 1e-4, 'vllm 0.32.0', 1.0 "
+    "FROM versions",
+    "UPDATE completions SET receipts = '[\"r' || version || '\"]'",
+    "INSERT INTO run VALUES ('engine', '\"vllm\"') ON CONFLICT DO UPDATE SET value = excluded.value",
+)
+
+
+def test_completions_with_receipts_are_counted(finished_run: Path) -> None:
+    findings = damage(finished_run, *RECEIPTS)
+    assert laws(findings) == set(), format_findings(findings)
+    assert "; 24 of the completions by receipt (5 receipts of vllm 0.32.0)" in format_findings(findings)
+
+
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        (
+            "UPDATE completions SET receipts = NULL WHERE trajectory = 12",
+            "trajectory 12 has no receipt of the engine `vllm`",
+        ),
+        (
+            'UPDATE completions SET receipts = \'["r1", "x"]\' WHERE trajectory = 12',
+            "trajectory 12 has the receipt `x`, which was never given",
+        ),
+        (
+            "UPDATE completions SET receipts = '[\"r2\"]' WHERE trajectory = 12",
+            "trajectory 12 of version 1 and weights sum1 has the receipt `r2` of version 2 and weights sum2",
+        ),
+        (
+            "UPDATE receipts SET mean_difference = 0.5 WHERE id = 'r3'",
+            "receipt `r3` of version 3 has a difference of 0.5",
+        ),
+        ("UPDATE receipts SET checksum = 'sum9' WHERE id = 'r1'", "has the receipt `r1` of version 1 and weights sum9"),
+    ],
+)
+def test_a_receipt_that_proves_nothing_breaks_law_one(finished_run: Path, statement: str, told: str) -> None:
+    findings = damage(finished_run, *RECEIPTS, statement)
+    assert laws(findings) == {"1"}
+    assert told in format_findings(findings)

@@ -6,9 +6,11 @@ import asyncio
 import os
 import pickle
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -17,7 +19,7 @@ from stretto.errors import LostObjectError, RunError
 from stretto.models.checksums import checksum
 from stretto.store import version_files as module
 from stretto.store.version_files import VersionFiles
-from stretto.types import Weights
+from stretto.types import Probe, Weights
 
 
 def weights(version: int, kind: Any = "lora") -> Weights:
@@ -43,6 +45,17 @@ def files(tmp_path: Path) -> Any:
     made = VersionFiles(tmp_path / "versions")
     yield made
     made.close()
+
+
+def test_a_probe_comes_back_with_its_version(files: VersionFiles) -> None:
+    probe = Probe((5, 3, 1), np.array([-0.1, -2.3], dtype=np.float32))
+    files.write(replace(weights(1), probe=probe))
+    asyncio.run(files.durable(1))
+    found = files.read(1, weights(1).checksum)
+    assert found is not None
+    assert found.probe is not None
+    assert found.probe.tokens == probe.tokens
+    assert np.array_equal(found.probe.logprobs, probe.logprobs)
 
 
 def test_a_version_comes_back_as_it_was(files: VersionFiles, tmp_path: Path) -> None:

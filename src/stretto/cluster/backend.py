@@ -13,7 +13,7 @@ from pathlib import Path
 
 from stretto import clock
 from stretto.cluster.actor_calls import idle_seconds
-from stretto.cluster.connection import gpus_of
+from stretto.cluster.connection import instance_gpus
 from stretto.cluster.episodes import EpisodeOptions, RayEpisodes
 from stretto.cluster.instance_actor import InstanceOptions
 from stretto.cluster.model_files import InstanceEngineFactory, ModelSource
@@ -89,7 +89,7 @@ def cluster_backend(
     pool = RayPool(
         options,
         cpus=runtime.instance_cpus,
-        gpus=gpus_of(runtime.instance_gpus, recipe),
+        gpus=instance_gpus(recipe),
         store=store,
         instance_seconds=runtime.instance_seconds,
     )

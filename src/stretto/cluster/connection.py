@@ -120,12 +120,19 @@ def gpus_of(asked: float | None, recipe: Recipe) -> float:
     return asked if asked is not None else float(recipe.runtime.device == "cuda")
 
 
+def instance_gpus(recipe: Recipe) -> float:
+    """Returns the GPUs of one instance: what was asked for, or as many as its engine cuts the model over."""
+    return gpus_of(recipe.runtime.instance_gpus, recipe) * (
+        recipe.engine.tensor_parallel if recipe.runtime.instance_gpus is None else 1
+    )
+
+
 def shortage(recipe: Recipe, total: Mapping[str, float]) -> str | None:
     """Returns a sentence on what instances and ranks ask for beyond what a cluster has; None if all of it fits."""
     runtime = recipe.runtime
     wanted = {
         "CPU": (runtime.instance_cpus, runtime.trainer_cpus),
-        "GPU": (gpus_of(runtime.instance_gpus, recipe), gpus_of(runtime.trainer_gpus, recipe)),
+        "GPU": (instance_gpus(recipe), gpus_of(runtime.trainer_gpus, recipe)),
     }
     for kind, (instance, trainer) in wanted.items():
         asked, has = runtime.instances * instance + runtime.trainers * trainer, total.get(kind, 0)

@@ -18,7 +18,7 @@ from stretto.cluster.actor_calls import ActorCalls
 from stretto.cluster.instance_actor import InstanceActor, InstanceOptions, Started, TakenOut
 from stretto.cluster.weights import RayKVRef, WeightsStore
 from stretto.errors import ChecksumError, LostObjectError
-from stretto.types import Capacity, Completion, EngineStats, Request, Suspended, Weights, WeightsRef
+from stretto.types import Capacity, Completion, EngineStats, Receipt, Request, Suspended, Weights, WeightsRef
 
 
 def place(options: InstanceOptions, *, cpus: float, gpus: float, spread: bool = True) -> Any:
@@ -44,6 +44,7 @@ class RayEngine:
     ) -> None:
         self.node, self.process = started.node, started.process
         self._capacity, self._load = started.capacity, started.load
+        self.capabilities = started.capabilities
         self._store = store
         self._awaited: set[int] = set()  # trajectories that a call waits for
         self._remote = ActorCalls(actor, name, deadline_s=instance_seconds, on_status=self._on_status)
@@ -57,8 +58,8 @@ class RayEngine:
         """Returns the last report of the instance."""
         return self._load
 
-    async def load(self, weights: Weights | WeightsRef) -> None:
-        await self._transfer("load", (), weights)
+    async def load(self, weights: Weights | WeightsRef) -> Receipt | None:
+        return await self._transfer("load", (), weights)
 
     async def swap(self, old: int, weights: Weights | WeightsRef) -> None:
         await self._transfer("swap", (old,), weights)
@@ -99,7 +100,7 @@ class RayEngine:
     async def close(self) -> None:
         await self._remote.close()
 
-    async def _transfer(self, how: str, before: tuple[Any, ...], weights: Weights | WeightsRef) -> None:
+    async def _transfer(self, how: str, before: tuple[Any, ...], weights: Weights | WeightsRef) -> Receipt | None:
         """Has the instance pull a version, once: `run/version_loader.py` is what sends a version again.
 
         Raises `ChecksumError` or `LostObjectError`; `weights.recreate` then replaces the copy that was sent.
@@ -107,10 +108,11 @@ class RayEngine:
         reference = await self._store.reference(weights)
         ref = reference.ref
         try:
-            await self._remote.call(how, *before, reference)
+            receipt: Receipt | None = await self._remote.call(how, *before, reference)
         except (ChecksumError, LostObjectError):
             reference.failed_ref = ref
             raise
+        return receipt
 
     async def _follow(self, how: str, work: Request | Suspended, trajectory: int) -> Completion:
         own = trajectory not in self._awaited  # else the engine refuses it, and the first call continues

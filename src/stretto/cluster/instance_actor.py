@@ -19,9 +19,10 @@ import torch
 
 from stretto.cluster.actor_calls import CallServer, ServingActor
 from stretto.cluster.weights import FlatTensor, RayKVRef, RayWeightsRef, flatten, pull, unflatten
+from stretto.engines.protocol import Capabilities
 from stretto.engines.threaded import SteppedEngine, ThreadedEngine
 from stretto.errors import AbortedError, LostObjectError, StrettoError, SuspendedError
-from stretto.types import Capacity, Completion, EngineStats, Suspended
+from stretto.types import Capacity, Completion, EngineStats, Receipt, Suspended
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Started:
     """The answer of an instance that is ready to use."""
 
     capacity: Capacity
+    capabilities: Capabilities
     load: EngineStats
     node: str
     process: int
@@ -103,7 +105,7 @@ class InstanceActor(ServingActor):
             idle_s=options.idle_s,
         )
         node = ray.get_runtime_context().get_node_id()
-        return Started(engine.capacity, engine.report(), node, os.getpid())
+        return Started(engine.capacity, engine.capabilities, engine.report(), node, os.getpid())
 
     async def take_kv(self, ids: Sequence[int]) -> Any:
         """Returns True and the KV of suspended trajectories, an object each.
@@ -112,8 +114,8 @@ class InstanceActor(ServingActor):
         """
         return (True, *(self._kv.pop(id, None) for id in ids)) if ids else True
 
-    async def _load(self, weights: RayWeightsRef) -> None:
-        await self._engine.load(await weights.fetch_async(self._options.pull_s))
+    async def _load(self, weights: RayWeightsRef) -> Receipt | None:
+        return await self._engine.load(await weights.fetch_async(self._options.pull_s))
 
     async def _swap(self, old: int, weights: RayWeightsRef) -> None:
         await self._engine.swap(old, await weights.fetch_async(self._options.pull_s))

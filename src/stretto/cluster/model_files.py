@@ -20,7 +20,7 @@ import ray
 from huggingface_hub import hf_hub_download
 from transformers.utils import logging as transformers_logging
 
-from stretto.engines.native.engine import NativeEngine
+from stretto.engines.threaded import SteppedEngine
 from stretto.errors import ModelError
 from stretto.models.hub import hub_answers
 from stretto.recipe.schema import Recipe
@@ -127,6 +127,6 @@ class InstanceEngineFactory:
     source: ModelSource
     longest_prompt: int
 
-    def __call__(self) -> NativeEngine:
+    def __call__(self) -> SteppedEngine:
         transformers_logging.disable_progress_bar()
         return make_instance_engine(self.recipe, self.source.here(), self.longest_prompt)

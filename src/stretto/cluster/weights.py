@@ -25,7 +25,7 @@ from ray.exceptions import RayError
 
 from stretto.errors import LostObjectError, StrettoError
 from stretto.models.checksums import checksum
-from stretto.types import KVRef, Weights, WeightsRef
+from stretto.types import KVRef, Probe, Weights, WeightsRef
 
 log = logging.getLogger(__name__)
 
@@ -57,16 +57,17 @@ class PackedWeights:
     tensors: Mapping[str, FlatTensor]
     checksum: str
     scale: float
+    probe: Probe | None = None
 
     @classmethod
     def pack(cls, weights: Weights) -> PackedWeights:
         tensors = {name: flatten(tensor) for name, tensor in weights.tensors.items()}
-        return cls(weights.version, weights.kind, tensors, weights.checksum, weights.scale)
+        return cls(weights.version, weights.kind, tensors, weights.checksum, weights.scale, weights.probe)
 
     def unpack(self) -> Weights:
         """Returns the weights over the memory that they lie in. Like all `Weights` they are read and never changed."""
         tensors = {name: unflatten(value) for name, value in self.tensors.items()}
-        return Weights(self.version, self.kind, tensors, self.checksum, self.scale)
+        return Weights(self.version, self.kind, tensors, self.checksum, self.scale, self.probe)
 
 
 class WeightsProducer(Protocol):

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.clock import now
+from stretto.engines.protocol import Capabilities
 from stretto.engines.threaded import Failed, ThreadedEngine
 from stretto.errors import ChecksumError, EngineError, RequestError, VersionNotResidentError
 from stretto.types import Capacity, Completion, EngineStats, Request, Sampling, Supports, Suspended, Weights
@@ -83,6 +84,7 @@ class FakeSteppedEngine:
         die_after: int | None = None,
     ) -> None:
         self.capacity = Capacity(slots, rows, kv_tokens, max_context)
+        self.capabilities = Capabilities(carries_kv=False)  # it has none, and needs none to go on
         self._step_s, self._median, self._sigma, self._vocabulary = step_s, median_tokens, sigma, vocabulary
         self._failures = dict(failures or {})
         self._die_after = die_after

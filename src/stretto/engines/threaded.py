@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
+from stretto.engines.protocol import Capabilities
 from stretto.errors import AbortedError, EngineError, StrettoError, SuspendedError
-from stretto.types import Capacity, Completion, EngineStats, Request, Suspended, Weights, WeightsRef
+from stretto.types import Capacity, Completion, EngineStats, Receipt, Request, Suspended, Weights, WeightsRef
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ class SteppedEngine(Protocol):
     @property
     def capacity(self) -> Capacity: ...
     @property
+    def capabilities(self) -> Capabilities: ...
+    @property
     def has_work(self) -> bool:
         """True if another step would do anything."""
         ...
@@ -48,7 +51,7 @@ class SteppedEngine(Protocol):
         ...
 
     def add(self, work: Request | Suspended) -> None: ...
-    def load(self, weights: Weights) -> None: ...
+    def load(self, weights: Weights) -> Receipt | None: ...
     def swap(self, old: int, weights: Weights) -> None: ...
     def unload(self, version: int) -> None: ...
     def suspend(self, ids: Sequence[int], *, kv: bool) -> list[Suspended]: ...
@@ -109,7 +112,7 @@ class ThreadedEngine:
         if isinstance(core, BaseException):
             self._thread.join()
             raise core
-        self.capacity = core.capacity
+        self.capacity, self.capabilities = core.capacity, core.capabilities
         self._load = core.report()
 
     # -- the loop's side -----------------------------------------------------------------------------------------------
@@ -118,9 +121,10 @@ class ThreadedEngine:
         """Returns the load and the counters at the latest step boundary."""
         return self._load
 
-    async def load(self, weights: Weights | WeightsRef) -> None:
+    async def load(self, weights: Weights | WeightsRef) -> Receipt | None:
         fetched = weights if isinstance(weights, Weights) else await asyncio.to_thread(weights.fetch)
-        await self._call(lambda core: core.load(fetched))
+        receipt: Receipt | None = await self._call(lambda core: core.load(fetched))
+        return receipt
 
     async def swap(self, old: int, weights: Weights | WeightsRef) -> None:
         fetched = weights if isinstance(weights, Weights) else await asyncio.to_thread(weights.fetch)
@@ -286,7 +290,7 @@ class ThreadedEngine:
         limit = core.capacity
         longest = limit.max_context if self._longest is None else min(self._longest, limit.max_context)
         kept = max(int(share * limit.kv_tokens), min(longest, limit.kv_tokens))
-        if kept < limit.kv_tokens:
+        if kept < limit.kv_tokens and core.capabilities.shrinks:
             core.shrink(kept)
         self.capacity = core.capacity
         return self.capacity.kv_tokens

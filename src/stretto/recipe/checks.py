@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from stretto.environments.task_options import AgentOptions, EndpointOptions
 from stretto.observe.options import TRACKERS
 from stretto.recipe.algorithm_checks import impossible_algorithm, options_without_effect
+from stretto.recipe.engine_checks import engine_without_effect, impossible_engine, impossible_full_versions
 from stretto.recipe.error_messages import as_toml
 from stretto.recipe.task_checks import label_refusals, task_keys_without_effect, task_refusals
 from stretto.recipe.task_tables import Path
@@ -100,6 +101,7 @@ def without_effect(recipe: Recipe) -> dict[Path, str]:
     return (
         found
         | task_keys_without_effect(recipe)
+        | engine_without_effect(recipe)
         | _serve_without_effect(recipe)
         | _observe_without_effect(recipe)
         | options_without_effect(recipe)
@@ -210,6 +212,7 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
             f"group; use at least {0.5 / rollout.prompts:.3g}, or leave `training.replay` out"
         )
     yield from impossible_algorithm(recipe)
+    yield from impossible_engine(recipe)
     try:
         plan = recipe.plan
     except ValueError as error:
@@ -222,6 +225,7 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
             f"{plan.in_flight + plan.reserve_groups} groups in flight; use at most {most}, or raise `rollout.in_flight`"
         )
     yield from _impossible_pool(recipe, plan)
+    yield from impossible_full_versions(recipe, plan)
     longest = max(rollout.max_tokens, recipe.evaluation.max_tokens or 0)
     least = (longest + 16) * recipe.runtime.instances
     if rollout.kv_tokens is not None and rollout.kv_tokens < least:

@@ -225,6 +225,25 @@ class EvaluationSection(Options):
         return self.prompts * (2 if self.greedy else 1)
 
 
+class EngineSection(Options):
+    """The rollout engine: the program that generates trajectories on every instance."""
+
+    type: Literal["native", "vllm"] = Field(
+        "native",
+        description="`native`: in the process of the instance; `vllm`: vLLM in a child process of each instance "
+        "(`docs/engines.md`)",
+    )
+    tensor_parallel: int = Field(
+        1, ge=1, le=64, description="`vllm`: devices that one instance cuts the model over; more than 1 on a cluster"
+    )
+    gpu_memory: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="`vllm`: share of a GPU's memory that an instance may take; default: by the memory plan of the run",
+    )
+
+
 class RuntimeSection(Options):
     """Execution of a run. May change at `--resume`.
 
@@ -328,6 +347,7 @@ class Recipe(Options):
     algorithm: AlgorithmOptions = GrpoOptions()
     training: TrainingSection = TrainingSection()
     evaluation: EvaluationSection = EvaluationSection()
+    engine: EngineSection = EngineSection()
     runtime: RuntimeSection = RuntimeSection()
     serve: EndpointOptions = EndpointOptions()
     observe: ObserveOptions = ObserveOptions()
@@ -418,7 +438,9 @@ class Recipe(Options):
 
     @property
     def num_slots(self) -> int:
-        """Version slots of an instance; by default all that the run needs."""
+        """Version slots of an instance; by default all that the run needs, and one of full weights with vLLM."""
+        if self.engine.type == "vllm" and self.model.lora is None:
+            return 1
         return self.runtime.slots or self.plan.slots
 
     def dumps(self) -> str:

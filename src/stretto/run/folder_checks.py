@@ -173,4 +173,5 @@ def facts_of(
         reserve_members=plan.reserve_members,
         dropped_rows=only.dropped,
         prompt_limit=only.prompt_limit,
+        engine=recipe.engine.type,
     )

@@ -228,6 +228,7 @@ class Turns:
             prefilled=sum(turn.completion.prefilled for turn in done),
             supports=_supports(done, tokens, starts, ends),
             turns=np.array([starts, ends], dtype=np.int32).T.copy(),
+            receipts=tuple(dict.fromkeys(id for turn in done for id in turn.completion.receipts)),
         )
 
 

@@ -19,7 +19,7 @@ from stretto.errors import ChecksumError, EngineError, LostObjectError
 from stretto.run.instance_membership import Instances
 from stretto.run.protocols import VersionStore
 from stretto.store.journal import Journal
-from stretto.types import Weights, WeightsRef
+from stretto.types import Receipt, Weights, WeightsRef
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ TRANSFERS = 3  # of one version to one instance
 
 
 async def send(
-    weights: Weights | WeightsRef, transfer: Callable[[], Awaitable[None]], note: Callable[[str, str], None]
+    weights: Weights | WeightsRef, transfer: Callable[[], Awaitable[object]], note: Callable[[str, str], None]
 ) -> None:
     """Sends a version to an instance, again if it arrives damaged or not at all.
 
@@ -122,7 +122,7 @@ class VersionLoader:
         instance: int,
         weights: Weights | WeightsRef,
         what: str,
-        work: Callable[[Engine], Coroutine[Any, Any, None]],
+        work: Callable[[Engine], Coroutine[Any, Any, Receipt | None]],
     ) -> None:
         self.checksums[weights.version] = weights.checksum
 
@@ -131,7 +131,14 @@ class VersionLoader:
 
         async def transfer() -> None:
             began = clock.now()
-            await send(weights, lambda: self._instances.call_in_order(instance, what, work), note)
+            given: list[Receipt | None] = []
+
+            async def once() -> None:
+                given.append(await self._instances.call_in_order(instance, what, work))
+
+            await send(weights, once, note)
+            if (receipt := given[-1]) is not None:
+                self._journal.receipt_given(instance, receipt, at=clock.now())
             self.newest[instance] = weights.version
             log.debug("instance %d: %s of version %d took %.3f s", instance, what, weights.version, clock.now() - began)
             self._journal.version_loaded(weights.version, weights.checksum, at=clock.now())

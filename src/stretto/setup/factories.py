@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from stretto.engines.native.engine import NativeEngine
+from stretto.engines.threaded import SteppedEngine
 from stretto.environments.given import NOTHING_GIVEN, Given
 from stretto.environments.single_turn import Decode
 from stretto.models.adapters import read_adapter, refuse_another_base
@@ -25,6 +26,7 @@ from stretto.setup.memory import footprint, free_for_instance, out_of_memory
 from stretto.setup.memory_sizes import context_length, engine_rows
 from stretto.setup.teachers import check_teachers, load_teachers, policy_vocabulary
 from stretto.setup.threads import ThreadCounts, thread_counts
+from stretto.setup.vllm_engines import check_vllm_model, make_vllm_instance
 from stretto.training.learning_rates import LearningRates
 from stretto.training.parallel import Ranks
 from stretto.training.trainer import LocalTrainer
@@ -52,6 +54,7 @@ def load_driver_inputs(
     """
     check_objective(recipe)
     own, config = load_tokenizer(model_path), load_config(model_path)
+    check_vllm_model(recipe, config)
     tokenizer = prompt_tokenizer(recipe, own)
     inputs = load_inputs(
         recipe,
@@ -108,8 +111,10 @@ def make_native_engine(recipe: Recipe, model: nn.Module, kv_tokens: int, decode:
     )
 
 
-def make_instance_engine(recipe: Recipe, model_path: str, longest_prompt: int) -> NativeEngine:
+def make_instance_engine(recipe: Recipe, model_path: str, longest_prompt: int) -> SteppedEngine:
     """Loads the model and makes the engine of a rollout instance that has a process for itself."""
+    if recipe.engine.type == "vllm":
+        return make_vllm_instance(recipe, model_path, longest_prompt, decoder_of(load_tokenizer(model_path)))
     config, device = load_config(model_path), choose_device(recipe.runtime.device)
     prepare_device(recipe, device)
     free = free_for_instance(recipe, device)
@@ -157,6 +162,7 @@ def make_trainer(
         temperature=recipe.rollout.temperature,
         max_tokens=recipe.rollout.max_tokens,
         seed=recipe.seed,
+        probes=recipe.engine.type == "vllm",
     )
     if continued is not None:
         refuse_another_base(continued, recipe.model.path, trainer.base_checksum() or "", trainer.weights_dtype)

@@ -5,7 +5,8 @@ On CUDA the KV cache gets the memory that the rest leaves free. The rest is:
 | purpose       | bytes                                                                                            |
 |---------------|--------------------------------------------------------------------------------------------------|
 | base          | the parameters, once: engine and trainer share them. On CUDA every further instance has its own  |
-|               | copy of the layers' matrices, because they lie in one block with its adapters                    |
+|               | copy of the layers' matrices, because they lie in one block with its adapters. With vLLM every   |
+|               | instance has its own copy of all                                                                 |
 | versions      | a slot each, of every instance: adapters, or a whole set of weights                              |
 | weight store  | a copy of every live version, and of the one that is being published                             |
 | trained       | float32 adapters and their rounded copies, or float32 masters                                    |
@@ -84,6 +85,7 @@ class Footprint:
     slack: int
     kv: int  # of all instances on the device
     kv_tokens: int  # of one instance
+    one_base: int = 0  # of `base`, one copy
 
     @property
     def total(self) -> int:
@@ -177,7 +179,9 @@ def count_weights(recipe: Recipe, config: Any, device: torch.device) -> Counted:
     packed = decoder.fits(model) and flash_fits(device, dtype, head_size(config.get_text_config()))
     lora, instances = recipe.model.lora, instances_per_device(recipe)
     base = one_base = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-    if device.type == "cuda" and lora is not None and fits(model, TRITON):
+    if recipe.engine.type == "vllm":
+        base += (instances if recipe.runtime.type == "local" else 0) * one_base
+    elif device.type == "cuda" and lora is not None and fits(model, TRITON):
         base += (instances - 1) * matrix_elements(model) * dtype.itemsize
     if lora is not None:
         inject_lora(model, lora.rank, 2.0 * lora.rank, lora.targets)
@@ -206,7 +210,7 @@ def without_kv(
     teachers = teachers_footprint(recipe, dtype, device, longest_trajectory(recipe, longest_prompt))
     return Footprint(
         base=counted.base,
-        versions=instances * recipe.num_slots * version,
+        versions=instances * (_extra_slots(recipe) + recipe.num_slots) * version,
         store=(recipe.plan.slots + 1) * version,
         trained=(trained if half else 0) if full else trained + (version if half else 0),
         reference=reference_bytes(recipe, counted.one_base, dtype),
@@ -220,7 +224,16 @@ def without_kv(
         slack=int(SLACK_SHARE * free) if on_cuda else 0,
         kv=0,
         kv_tokens=0,
+        one_base=counted.one_base,
     )
+
+
+def _extra_slots(recipe: Recipe) -> int:
+    """Returns the version slots that an engine has beyond those of the recipe: vLLM loads into a free one, and full
+    weights in place."""
+    if recipe.engine.type != "vllm":
+        return 0
+    return -1 if recipe.model.lora is None else 1
 
 
 def kv_tokens(recipe: Recipe, config: Any, longest_prompt: int) -> int:

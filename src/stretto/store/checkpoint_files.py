@@ -39,7 +39,7 @@ FORMAT = 5
 KEPT = 2  # checkpoints
 STATE_FILE = "state.json"
 ARRAYS = ("tokens", "logprobs", "token_versions", "turns")  # of a completion; a suspended one has no turns
-TURN_FACTS = ("id", "version", "finish", "checksum", "started_at", "finished_at", "prefilled")
+TURN_FACTS = ("id", "version", "finish", "checksum", "started_at", "finished_at", "prefilled", "receipts")
 SUSPENDED_FILE = "suspended.safetensors"
 TURNS_FILE = "turns.safetensors"
 
@@ -206,7 +206,7 @@ def _lineage_from(facts: Mapping[str, Any], arrays: Mapping[str, Any]) -> Lineag
     numbers = facts["turn_numbers"]
     return Lineage(
         tuple(facts["context"]),
-        Completion(**facts["completion"], **arrays),
+        Completion(**{**facts["completion"], "receipts": tuple(facts["completion"].get("receipts", ()))}, **arrays),
         facts["train"],
         None if numbers is None else tuple(numbers),
     )
@@ -227,6 +227,7 @@ def _facts_of(item: Suspended) -> dict[str, Any]:
         "checksum": item.checksum,
         "started_at": item.started_at,
         "prefilled": item.prefilled,
+        "receipts": item.receipts,
     }
 
 
@@ -241,5 +242,6 @@ def _suspended_from(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor
         checksum=facts["checksum"],
         started_at=facts["started_at"],
         prefilled=facts["prefilled"],
+        receipts=tuple(facts.get("receipts", ())),
         **_arrays(f"{asked['id']}", tensors),
     )

@@ -174,6 +174,7 @@ class Journal:
     version_published = _recorded(journal_writes.version_published)
     version_made_again = _recorded(journal_writes.version_made_again)
     version_loaded = _recorded(journal_writes.version_loaded)
+    receipt_given = _recorded(journal_writes.receipt_given)
 
     group_admitted = _recorded(journal_writes.group_admitted)
     group_lost = _recorded(journal_writes.group_lost)

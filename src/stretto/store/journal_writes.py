@@ -30,7 +30,7 @@ from stretto.store.schema import (
     RunFacts,
     State,
 )
-from stretto.types import EpisodeLimit, HeldOutAnswer, Lineage, Prompt, RewardPart, Sample, TokenReport
+from stretto.types import EpisodeLimit, HeldOutAnswer, Lineage, Prompt, Receipt, RewardPart, Sample, TokenReport
 
 _NOT_ENDED = f"state NOT IN {ENDS!r}"
 _LAST = "COALESCE((SELECT MAX(seq) FROM transitions), 0)"
@@ -199,6 +199,25 @@ def version_loaded(db: sqlite3.Connection, version: int, checksum: str, at: floa
     _expect_checksum(db, version, checksum, "loaded")
 
 
+def receipt_given(db: sqlite3.Connection, instance: int, receipt: Receipt, at: float) -> None:
+    """Records the receipt of an engine that loaded a version."""
+    db.execute(
+        "INSERT INTO receipts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            receipt.id,
+            instance,
+            receipt.version,
+            receipt.checksum,
+            receipt.num_tokens,
+            receipt.mean_difference,
+            receipt.largest_difference,
+            receipt.tolerance,
+            receipt.served_by,
+            at,
+        ),
+    )
+
+
 def _expect_checksum(db: sqlite3.Connection, version: int, checksum: str, what: str) -> None:
     recorded = db.execute("SELECT checksum FROM versions WHERE version = ?", (version,)).fetchone()
     if recorded != (checksum,):
@@ -341,7 +360,7 @@ def generated(
         completion, context = lineage.completion, blob(lineage.context, "<i4")
         arrays, own = CompletionBlobs.of(completion), context != prompt
         db.execute(
-            "INSERT INTO completions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO completions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 trajectory,
                 number,
@@ -354,6 +373,7 @@ def generated(
                 completion.started_at,
                 completion.finished_at,
                 completion.prefilled,
+                json.dumps(completion.receipts) if completion.receipts else None,
                 None if lineage.turn_numbers is None else blob(lineage.turn_numbers, "<i4"),
                 arrays.turns,
                 storable(text),

@@ -118,6 +118,28 @@ CHECKS: tuple[tuple[str, str], ...] = (
         FROM moves m JOIN trajectories t USING (trajectory) WHERE NOT :continues AND m.version <> t.version""",
     ),
     (
+        "1",
+        """SELECT 'trajectory ' || trajectory || ' has no receipt of the engine `' || :engine || '`'
+        FROM completions WHERE :engine <> 'native' AND receipts IS NULL""",
+    ),
+    (
+        "1",
+        """SELECT 'trajectory ' || trajectory || ' has the receipt `' || value || '`, which was never given'
+        FROM completions c, json_each(c.receipts) WHERE value NOT IN (SELECT id FROM receipts)""",
+    ),
+    (
+        "1",
+        """SELECT 'trajectory ' || trajectory || ' of version ' || c.version || ' and weights ' || c.checksum ||
+            ' has the receipt `' || r.id || '` of version ' || r.version || ' and weights ' || r.checksum
+        FROM completions c, json_each(c.receipts) JOIN receipts r ON r.id = value
+        WHERE r.version <> c.version OR r.checksum <> c.checksum""",
+    ),
+    (
+        "1",
+        """SELECT 'receipt `' || id || '` of version ' || version || ' has a difference of ' || mean_difference ||
+            ', more than ' || tolerance FROM receipts WHERE NOT mean_difference <= tolerance""",
+    ),
+    (
         "2",
         """SELECT 'trajectory ' || trajectory || ' went to instance ' || target || ', which was not there'
         FROM moves m WHERE NOT EXISTS (SELECT 1 FROM instances i

@@ -37,7 +37,7 @@ R = TypeVar("R")
 
 _COMPLETION = (
     "c.version, c.tokens, c.logprobs, c.finish, c.checksum, c.token_versions, c.started_at, c.finished_at, "
-    "c.prefilled, c.supports, c.turns"
+    "c.prefilled, c.supports, c.turns, c.receipts"
 )
 _LINEAGE = f"c.lineage, COALESCE(c.context, g.prompt_tokens), c.train, c.turn_numbers, {_COMPLETION}"
 
@@ -562,7 +562,7 @@ def _reward(value: Any) -> float:
 def _completion(trajectory: int, row: Sequence[Any]) -> Completion:
     """Returns a completion from the columns `_COMPLETION`. Raises `ValueError` or `TypeError` if they do not agree."""
     version, tokens, logprobs, finish, checksum, token_versions, started_at, finished_at, prefilled = row[:9]
-    supports, turns = row[9:]
+    supports, turns, receipts = row[9:]
     made = Completion(
         id=trajectory,
         version=version,
@@ -576,6 +576,7 @@ def _completion(trajectory: int, row: Sequence[Any]) -> Completion:
         prefilled=prefilled,
         supports=None if supports is None else _supports(np.frombuffer(supports, "<i4"), len(tokens) // 4),
         turns=None if turns is None else np.frombuffer(turns, "<i4").astype(np.int32).reshape(-1, 2),
+        receipts=() if receipts is None else tuple(json.loads(receipts)),
     )
     num_tokens = len(made.tokens)
     for name in ("logprobs", "token_versions"):

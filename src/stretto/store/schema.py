@@ -10,6 +10,8 @@
     versions       every version of the policy with the checksum of its weights; `published_after` and `loaded_after`
                    are the last transition recorded before it was published, and before an engine first held it
     remade         the checksum that a version had before its weights were lost and made again with other bits
+    receipts       one row each time that an engine which cannot read back its weights loaded a version: the checksum of
+                   the file, and by how much its log-probabilities of a probe differ from the trainer's, absolute
     groups         one row an admitted prompt: version, deadline (`version + staleness`), the prompt itself, its place
                    in the stream of prompts (`prompt_index`), the row of the data set that it was drawn from and why
                    (`draw`); `epoch` is NULL where rows come as often as their priority has it; `spared` is the update
@@ -28,8 +30,9 @@
                    an episode with several turns `turns` says where each begins and ends, and what lies between was
                    observed: `num_tokens` counts it, `num_sampled` does not; `context` is what the lineage begins with,
                    NULL if that is the prompt of its group; `train` is 0 if it is never trained on; `turn_numbers` are
-                   those of its turns in the episode, NULL if the trajectory has one lineage; small columns come first,
-                   because a column behind large ones is slow to read
+                   those of its turns in the episode, NULL if the trajectory has one lineage; `receipts` are the ids of
+                   those that the engine stamped on it (JSON), NULL if it gives none; small columns come first, because
+                   a column behind large ones is slow to read
     transitions    every change of state; `seq` is the order in which they were recorded, whatever the clocks say,
                    and is never given twice
     failures       every attempt that failed: to generate a trajectory, or to score it
@@ -124,6 +127,10 @@ CREATE TABLE versions (
     version INTEGER PRIMARY KEY, checksum TEXT NOT NULL, published_at REAL NOT NULL,
     published_after INTEGER NOT NULL, loaded_at REAL, loaded_after INTEGER);
 CREATE TABLE remade (version INTEGER NOT NULL, checksum TEXT NOT NULL, at REAL NOT NULL);
+CREATE TABLE receipts (
+    id TEXT PRIMARY KEY, instance INTEGER NOT NULL, version INTEGER NOT NULL, checksum TEXT NOT NULL,
+    num_tokens INTEGER NOT NULL, mean_difference REAL NOT NULL, largest_difference REAL NOT NULL,
+    tolerance REAL NOT NULL, served_by TEXT NOT NULL, at REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups (
     group_id INTEGER PRIMARY KEY, epoch INTEGER, prompt_index INTEGER NOT NULL, row_number INTEGER NOT NULL,
     version INTEGER NOT NULL, deadline INTEGER NOT NULL, staleness INTEGER NOT NULL, prompt_text TEXT NOT NULL,
@@ -139,8 +146,8 @@ CREATE INDEX trajectories_by_state ON trajectories (state);
 CREATE TABLE completions (
     trajectory INTEGER NOT NULL, lineage INTEGER NOT NULL, train INTEGER NOT NULL, version INTEGER NOT NULL,
     checksum TEXT NOT NULL, num_tokens INTEGER NOT NULL, num_sampled INTEGER NOT NULL, finish TEXT NOT NULL,
-    started_at REAL NOT NULL, finished_at REAL NOT NULL, prefilled INTEGER NOT NULL, turn_numbers BLOB, turns BLOB,
-    text TEXT NOT NULL, context_text TEXT, context BLOB, tokens BLOB NOT NULL, logprobs BLOB NOT NULL,
+    started_at REAL NOT NULL, finished_at REAL NOT NULL, prefilled INTEGER NOT NULL, receipts TEXT, turn_numbers BLOB,
+    turns BLOB, text TEXT NOT NULL, context_text TEXT, context BLOB, tokens BLOB NOT NULL, logprobs BLOB NOT NULL,
     token_versions BLOB, supports BLOB, PRIMARY KEY (trajectory, lineage));
 CREATE INDEX completions_in_short ON completions (
     trajectory, lineage, version, num_sampled, finish, started_at, finished_at);
@@ -237,6 +244,7 @@ class RunFacts:
     reserve_members: int = 0  # trajectories that a group is started with beyond `group`
     dropped_rows: int = 0  # of the data set, beside `data_rows`: they are never drawn, and count in row numbers
     prompt_limit: int = 0  # tokens, beyond which prompts are dropped or cut; 0: none is
+    engine: str = "native"  # `vllm`: every trajectory has a receipt
 
 
 HEADER = b"SQLite format 3\0"

@@ -177,6 +177,7 @@ def _read_run(db: sqlite3.Connection, path: Path) -> _Run:
             f"journal `{path}` says that its paradigm `{paradigm}` gives up laws {facts['laws_broken']}, and it gives "
             f"up laws {list(given_up)}: {RESTORE}"
         )
+    params["engine"] = facts.get("engine", "native")
     params |= {name: facts.get(name, 0) for name in (*RESERVES, "dropped_rows")}  # a run may be older than these
     only = [None, facts["data_rows"], facts["order"], params["dropped_rows"], 0]
     params["tasks"] = json.dumps(facts.get("tasks") or [only])
@@ -459,6 +460,11 @@ def _findings(db: sqlite3.Connection, run: _Run, data: DataResult) -> list[Findi
         counts["2"] += f"; weighted sums of rewards: {run.num_parts:,}"
     if shares := realised_shares(db):
         counts["2"] += "; shares of tasks: " + ", ".join(f"{label} {share:.2%}" for label, _, share in shares)
+    (by_receipt,) = one("SELECT COUNT(*) FROM completions WHERE receipts NOTNULL")
+    if by_receipt:
+        (receipts,) = one("SELECT COUNT(*) FROM receipts")
+        served = ", ".join(name for (name,) in db.execute("SELECT DISTINCT served_by FROM receipts ORDER BY 1"))
+        counts["1"] += f"; {by_receipt:,} of the completions by receipt ({receipts:,} receipts of {served})"
     if remade:
         counts["1"] += f", {remade:,} of them made again with other bits"
     excused = {"1": run.mixed if run.params["continues"] else None, "2": dropped if run.params["drops"] else None}

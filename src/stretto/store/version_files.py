@@ -14,6 +14,7 @@ that, the trainer is asked for them again.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable
@@ -22,13 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from stretto.errors import LostObjectError, RunError, StalledError
 from stretto.models.checksums import checksum
 from stretto.store.numbered_names import VERSION, numbered, numbered_name
-from stretto.types import Weights, WeightsRef
+from stretto.types import Probe, Weights, WeightsRef
 
 log = logging.getLogger(__name__)
 
@@ -208,7 +210,15 @@ def _read(path: Path, version: int) -> Weights:
         facts = file.metadata() or {}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     kind = cast(Literal["lora", "full"], facts["kind"])
-    return Weights(version, kind, tensors, facts["checksum"], float(facts["scale"]))
+    return Weights(version, kind, tensors, facts["checksum"], float(facts["scale"]), _probe_from(facts.get("probe")))
+
+
+def _probe_from(text: str | None) -> Probe | None:
+    """Returns a probe from the text that `write_file` makes of it."""
+    if text is None:
+        return None
+    values = json.loads(text)
+    return Probe(tuple(values["tokens"]), np.array(values["logprobs"], dtype=np.float32))
 
 
 def _path(folder: Path, version: int) -> Path:
@@ -224,6 +234,8 @@ def write_file(folder: Path, weights: Weights, writer: str = "") -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         facts = {"kind": weights.kind, "checksum": weights.checksum, "scale": repr(float(weights.scale))}
+        if (probe := weights.probe) is not None:
+            facts["probe"] = json.dumps({"tokens": probe.tokens, "logprobs": probe.logprobs.tolist()})
         save_file({name: tensor.cpu().contiguous() for name, tensor in weights.tensors.items()}, scratch, facts)
         sync(scratch)
         scratch.rename(_path(folder, weights.version))

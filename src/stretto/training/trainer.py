@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ from stretto.training.options import TrainingOptions
 from stretto.training.packing import MicroBatch, input_lengths, micro_batch
 from stretto.training.parallel import Ranks
 from stretto.training.policy_weights import PolicyWeights
+from stretto.training.probes import score_probe
 from stretto.training.protocol import Trainer
 from stretto.training.reference_policy import Reference, make_reference
 from stretto.training.regularizers import reward_penalties
@@ -138,6 +139,7 @@ class LocalTrainer:
         temperature: float = 1.0,  # that the engine samples with
         max_tokens: int = 0,  # of a completion of the run, for the overlong penalty
         seed: int = 0,  # of the adapters' initial values
+        probes: bool = False,  # weights carry a probe, for engines that give receipts
     ) -> None:
         if not temperature > 0:
             raise RecipeError(
@@ -148,7 +150,7 @@ class LocalTrainer:
             raise ModelError("the model was loaded under `torch.inference_mode`, so it cannot train: load it outside")
         self.model: Any = model
         self.options = options or TrainingOptions()
-        self.temperature, self.max_tokens = temperature, max_tokens
+        self.temperature, self.max_tokens, self.probes = temperature, max_tokens, probes
         self.algorithm = with_divisor(algorithm or GrpoOptions(), max_tokens)
         if isinstance(self.algorithm.length, OverlongOptions) and (
             reason := overlong_refusal(self.algorithm.length, max_tokens=max_tokens)
@@ -509,7 +511,8 @@ class LocalTrainer:
     def weights(self, version: int) -> Weights:
         if version != self.version:
             raise TrainerError(f"the weights of version {version} were asked for: the trainer holds {self.version}")
-        return self.policy.weights(version)
+        weights = self.policy.weights(version)
+        return replace(weights, probe=score_probe(self.packed, self.device)) if self.probes else weights
 
     def state(self, device: str | None = None) -> dict[str, torch.Tensor]:
         """Of sharded parameters it has this rank's shard; `save` writes them whole.

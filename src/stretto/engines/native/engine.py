@@ -34,6 +34,8 @@ from stretto.engines.native.steps import Steps
 from stretto.engines.native.token_supports import support_width, too_wide
 from stretto.engines.native.transformers_forward import Attention, StockDecoder
 from stretto.engines.native.versions import make_slots
+from stretto.engines.protocol import Capabilities
+from stretto.engines.stop_strings import ends_in_string
 from stretto.engines.threaded import Failed
 from stretto.errors import ChecksumError, EngineError, ModelError, RequestError, VersionNotResidentError
 from stretto.models.checksums import checksum
@@ -45,7 +47,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 CHECK_LENGTHS = (40, 80)  # prompt tokens of the check at construction, below and above `cpu_attention.SHORT`
-TAIL = 8  # tokens decoded beyond the bytes of the longest stop string
 
 
 def _on_device(method: Callable[Concatenate[NativeEngine, P], R]) -> Callable[Concatenate[NativeEngine, P], R]:
@@ -110,6 +111,7 @@ class NativeEngine:
         model_checks.refuse_by_config(model)
         self.capacity = Capacity(slots, rows, kv_tokens, max_context)
         device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
+        self.capabilities = Capabilities(exact=deterministic or device.type == "cpu")
         self._dtype = dtype
         # Its steps are short and many: they go before the trainer's long kernels on the same device.
         self._stream: torch.cuda.Stream | None = None
@@ -394,11 +396,8 @@ class NativeEngine:
         return done
 
     def _ends_in_string(self, trajectory: SequenceState, tokens: NDArray[np.int32]) -> bool:
-        strings = trajectory.sampling.stop_strings
         assert self._decode is not None
-        longest = max(len(string.encode()) for string in strings)  # a token may be no more than a byte
-        text = self._decode(tokens[-(longest + TAIL) :].tolist())
-        return any(string in text for string in strings)
+        return ends_in_string(self._decode, tokens, trajectory.sampling.stop_strings)
 
     # -- statistics ----------------------------------------------------------------------------------------------------
 

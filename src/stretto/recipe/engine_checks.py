@@ -1,0 +1,80 @@
+"""Checks of a recipe's engine: keys that have no effect with it, and options that it cannot serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stretto.core.plan import Plan
+    from stretto.recipe.schema import Recipe
+
+MAX_TEMPERATURE = 2.0  # of vLLM
+MAX_RANK = 512  # of an adapter, in vLLM
+OR_NATIVE = '`engine.type = "native"`'
+
+
+def engine_without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
+    """The keys that have no effect with the recipe's engine, each with the reason."""
+    found: dict[tuple[str, str], str] = {}
+    if recipe.engine.type == "native":
+        for name in ("tensor_parallel", "gpu_memory"):
+            found["engine", name] = (
+                f'`engine.{name}` has no effect with {OR_NATIVE}; choose `type = "vllm"`, or leave it out'
+            )
+    elif recipe.model.lora is None:
+        found["runtime", "slots"] = (
+            f'`runtime.slots = {recipe.runtime.slots}` has no effect: with `engine.type = "vllm"` an instance holds '
+            "one version of full weights; leave it out, or train adapters, `model.lora = { rank = 16 }`"
+        )
+    return found
+
+
+def impossible_engine(recipe: Recipe) -> Iterable[str]:
+    """The reasons why the engine cannot run the recipe, one sentence each."""
+    if recipe.engine.type != "vllm":
+        return
+    rollout, evaluation, lora = recipe.rollout, recipe.evaluation, recipe.model.lora
+    if rollout.paradigm == "partial":
+        yield (
+            '`rollout.paradigm = "partial"` is refused with `engine.type = "vllm"`, which cannot continue trajectories '
+            f"under new weights; choose another paradigm, or {OR_NATIVE}"
+        )
+    for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if (got := getattr(rollout, name)) != off:
+            yield (
+                f'`rollout.{name} = {got}` is refused with `engine.type = "vllm"`: training needs the tokens that it '
+                f"leaves of each distribution, which vLLM does not tell; leave it out, or choose {OR_NATIVE}"
+            )
+    for key, value in (("rollout", rollout.temperature), ("evaluation", evaluation.temperature or 0.0)):
+        if value > MAX_TEMPERATURE:
+            yield (
+                f'`{key}.temperature = {value:g}` is refused with `engine.type = "vllm"`, which samples at most at '
+                f"{MAX_TEMPERATURE:g}; lower it, or choose {OR_NATIVE}"
+            )
+    if lora is not None and lora.rank > MAX_RANK:
+        yield (
+            f'`model.lora.rank = {lora.rank}` is refused with `engine.type = "vllm"`, which serves adapters up to '
+            f"rank {MAX_RANK}; lower it, or choose {OR_NATIVE}"
+        )
+    if recipe.runtime.deterministic:
+        yield (
+            '`runtime.deterministic = true` is refused with `engine.type = "vllm"`, whose log-probabilities depend on '
+            f"what else runs; leave it out, or choose {OR_NATIVE}"
+        )
+    if recipe.engine.tensor_parallel > 1 and recipe.runtime.type == "local":
+        yield (
+            f"`engine.tensor_parallel = {recipe.engine.tensor_parallel}` needs a cluster, where an instance has "
+            'devices of its own; choose `runtime.type = "ray"`, or leave it out'
+        )
+
+
+def impossible_full_versions(recipe: Recipe, plan: Plan) -> Iterable[str]:
+    """The reason why instances with one version each cannot hold those of the run; none if they can."""
+    if recipe.engine.type == "vllm" and recipe.model.lora is None and recipe.runtime.instances < plan.slots:
+        yield (
+            f'`runtime.instances = {recipe.runtime.instances}` is too few: with `engine.type = "vllm"` an instance '
+            f"holds one version of full weights, and the run needs {plan.slots} at once (K = {plan.staleness}); use at "
+            f"least {plan.slots} instances, lower `rollout.staleness`, or train adapters, `model.lora = "
+            "{ rank = 16 }`"
+        )

@@ -1,0 +1,122 @@
+"""The vLLM engine of a rollout instance, made from a recipe, and the checks of a model that vLLM is to serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from stretto.engines.vllm.engine import VllmEngine
+from stretto.engines.vllm.frames import ChildOptions
+from stretto.engines.vllm.process import ChildProcess
+from stretto.environments.single_turn import Decode
+from stretto.errors import RecipeError
+from stretto.models.loading import load_config
+from stretto.models.lora import adapted_modules
+from stretto.recipe.schema import Recipe
+from stretto.setup.device import choose_device, choose_dtype, prepare_device
+from stretto.setup.memory import Footprint, footprint, free_for_instance
+from stretto.setup.memory_sizes import context_length, engine_rows, kv_bytes_per_token
+
+ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The last parts of the names of the layers that vLLM adapts in every plain decoder."""
+KV_BLOCK = {"cpu": 32, "cuda": 16}  # tokens
+MAX_SHARE = 0.95  # of the memory of a GPU
+
+
+def check_vllm_model(recipe: Recipe, config: Any) -> None:
+    """Raises `RecipeError` if vLLM cannot serve the recipe's model as it asks. Does nothing with another engine."""
+    if recipe.engine.type != "vllm":
+        return
+    text, devices = config.get_text_config(), recipe.engine.tensor_parallel
+    if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None):
+        raise RecipeError(
+            f'`engine.type = "vllm"` is refused with `model.path = {recipe.model.path!r}`, a mixture of experts: vLLM '
+            'and the trainer may route a token to different experts; use "native"'
+        )
+    heads = int(text.num_attention_heads)
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    if heads % devices or max(kv_heads, devices) % min(kv_heads, devices):
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and max(kv_heads, n) % min(kv_heads, n) == 0]
+        raise RecipeError(
+            f"`engine.tensor_parallel = {devices}` does not divide the {heads} heads and {kv_heads} key-value heads of "
+            f"`{recipe.model.path}`; use one of {', '.join(map(str, fitting))}"
+        )
+    if other := sorted(set(lora_targets(recipe, config)) - set(ADAPTABLE)):
+        raise RecipeError(
+            f'`model.lora` adapts `{other[0]}`, which `engine.type = "vllm"` cannot; name in `model.lora.targets` only '
+            f'those of {", ".join(ADAPTABLE)}, or use "native"'
+        )
+
+
+def lora_targets(recipe: Recipe, config: Any) -> tuple[str, ...]:
+    """Returns the last parts of the names of the layers that the recipe adapts; none with full weights."""
+    if recipe.model.lora is None:
+        return ()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return tuple(sorted({name.rpartition(".")[2] for name in adapted_modules(model, recipe.model.lora.targets)}))
+
+
+def child_options(
+    recipe: Recipe, model_path: str, need: Footprint, device: torch.device, threads: int | None
+) -> ChildOptions:
+    """Returns the options of a child process, with the KV cache that the memory plan leaves it."""
+    config = load_config(model_path)
+    dtype, lora = choose_dtype(recipe.model.dtype, device), recipe.model.lora
+    block = KV_BLOCK[device.type]
+    kv_tokens = -(-need.kv_tokens // block) * block + block  # one block is vLLM's own
+    kv_bytes = kv_tokens * kv_bytes_per_token(config.get_text_config(), dtype)
+    return ChildOptions(
+        model=model_path,
+        kind="full" if lora is None else "lora",
+        dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
+        device=device.type,  # type: ignore[arg-type]
+        slots=recipe.num_slots,
+        lora_rank=0 if lora is None else lora.rank,
+        rows=engine_rows(recipe),
+        max_context=min(context_length(config), need.kv_tokens),
+        kv_bytes=kv_bytes,
+        kv_block=block,
+        prefill_tokens=recipe.rollout.prefill_tokens,
+        lora_targets=lora_targets(recipe, config),
+        tensor_parallel=recipe.engine.tensor_parallel,
+        device_share=_device_share(recipe, need, kv_bytes, device),
+        threads=threads,
+    )
+
+
+def _device_share(recipe: Recipe, need: Footprint, kv_bytes: int, device: torch.device) -> float | None:
+    """Returns the share of each GPU that the child may take: what the recipe says, or what the plan has for it."""
+    if device.type != "cuda":
+        return None
+    if recipe.engine.gpu_memory is not None:
+        return recipe.engine.gpu_memory
+    total = torch.cuda.mem_get_info(device)[1] * recipe.engine.tensor_parallel
+    return min(MAX_SHARE, (need.one_base + need.engine + kv_bytes) / total)
+
+
+def make_vllm_engine(
+    recipe: Recipe,
+    model_path: str,
+    need: Footprint,
+    device: torch.device,
+    decode: Decode,
+    *,
+    threads: int | None = None,
+) -> VllmEngine:
+    """Starts a child process with vLLM. Raises `RecipeError` if that cannot be."""
+    options = child_options(recipe, model_path, need, device, threads)
+    return VllmEngine(ChildProcess(options), options, kv_tokens=need.kv_tokens, decode=decode)
+
+
+def make_vllm_instance(recipe: Recipe, model_path: str, longest_prompt: int, decode: Decode) -> VllmEngine:
+    """Makes the engine of a rollout instance that has a process, and devices, for itself."""
+    device = choose_device(recipe.runtime.device)
+    prepare_device(recipe, device)
+    free = free_for_instance(recipe, device)
+    if free is not None:
+        free *= recipe.engine.tensor_parallel
+    need = footprint(recipe, load_config(model_path), longest_prompt, device, free=free, trains=False)
+    return make_vllm_engine(recipe, model_path, need, device, decode)

@@ -1,0 +1,198 @@
+"""The vLLM engine over a child process that is a fake: faults of versions, the end of the child, stop strings."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_cases import prompt_of
+from fake_vllm_child import DIES_OF, FAILS_OF
+from vllm_cases import Children, options_of, probed_weights
+from vllm_faults import ADAPTER_FAULTS
+
+import stretto.engines.vllm.engine as engine_module
+from stretto.engines.vllm.process import ChildProcess
+from stretto.engines.vllm.weight_folders import checksum_of_folder, write_folder
+from stretto.errors import ChecksumError, EngineError, RecipeError, RequestError
+from stretto.models.lora import WEIGHTS_FILE
+from stretto.types import Request, Sampling
+
+
+def request_of(number: int, version: int = 0, tokens: int = 24, **options: Any) -> Request:
+    return Request(number, version, prompt_of(11), 77 + number, Sampling(tokens, **options))
+
+
+@pytest.mark.parametrize("fault", ADAPTER_FAULTS)
+def test_an_adapter_that_is_not_the_one_sent_is_found_before_its_first_token(
+    fault: str, fake_children: Children, model: Any
+) -> None:
+    core = fake_children.core(options_of("model"))
+    core.load(probed_weights("lora", model, 0, fake=True))
+    with fake_children.fault(fault), pytest.raises(ChecksumError):
+        core.load(probed_weights("lora", model, 1, fake=True))
+    assert dict(core.report().versions) == {0: 0}
+    assert core.load(probed_weights("lora", model, 1, fake=True)).version == 1, "sent again, it is taken"
+    core.close()
+
+
+def test_full_weights_with_a_stale_output_layer_are_found(fake_children: Children, model: Any) -> None:
+    core = fake_children.core(options_of("model", kind="full", slots=1))
+    core.load(probed_weights("full", model, 0, fake=True))
+    with pytest.raises(RequestError, match=r"version 1: all 1 slots hold \[0\]"):
+        core.load(probed_weights("full", model, 1, fake=True))
+    core.unload(0)
+    with fake_children.fault("stale head"), pytest.raises(ChecksumError, match="version 1 is not what the engine"):
+        core.load(probed_weights("full", model, 1, fake=True))
+    assert not core.report().versions
+    assert core.load(probed_weights("full", model, 1, fake=True)).version == 1
+    core.close()
+
+
+def test_a_file_that_was_damaged_on_its_way_is_refused(
+    fake_children: Children, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def truncated(folder: Path, *rest: Any) -> None:
+        write_folder(folder, *rest)
+        with (folder / WEIGHTS_FILE).open("r+b") as file:
+            file.truncate(1000)
+
+    core = fake_children.core(options_of("model"))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "write_folder", truncated)
+        with pytest.raises(ChecksumError, match="cannot be read"):
+            core.load(probed_weights("lora", model, 0, fake=True))
+    core.load(probed_weights("lora", model, 0, fake=True))
+    core.close()
+
+
+def test_weights_without_a_probe_are_refused(fake_children: Children, model: Any) -> None:
+    core = fake_children.core(options_of("model"))
+    with pytest.raises(RequestError, match="version 0 came without a probe"):
+        core.load(replace(probed_weights("lora", model, 0, fake=True), probe=None))
+    core.close()
+
+
+def test_the_files_of_a_version_go_when_it_is_unloaded_and_not_before(fake_children: Children, model: Any) -> None:
+    core = fake_children.core(options_of("model"))
+    weights = probed_weights("lora", model, 0, fake=True)
+    core.load(weights)
+    folder = max(core._process.folder.glob("load-*"), key=lambda path: path.stat().st_mtime)
+    assert checksum_of_folder(folder, "lora") == weights.checksum
+    core.unload(0)
+    assert not folder.exists()
+    core.close()
+
+
+def test_a_scale_that_is_no_round_number_keeps_its_checksum(model: Any, tmp_path: Path) -> None:
+    from stretto.models.checksums import checksum
+
+    for place, scale in enumerate((2.0, 20 / 3, 0.1, 1 / 7)):
+        tensors = probed_weights("lora", model, 0, fake=True).tensors
+        weights = replace(probed_weights("lora", model, 0, fake=True), scale=scale, checksum=checksum(tensors, scale))
+        write_folder(tmp_path / str(place), weights, "base")
+        assert checksum_of_folder(tmp_path / str(place), "lora") == weights.checksum
+
+
+def test_a_child_that_dies_ends_its_engine_and_nothing_else(fake_children: Children, model: Any) -> None:
+    async def main() -> None:
+        first, second = fake_children.engine(options_of("model")), fake_children.engine(options_of("model"))
+        for engine in (first, second):
+            await engine.load(probed_weights("lora", model, 0, fake=True))
+        running = [asyncio.ensure_future(first.generate(request_of(i, tokens=400))) for i in range(4)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(EngineError, match="ended with signal 9"):
+            await first.generate(Request(9, 0, (DIES_OF,), 0, Sampling(4)))
+        for ended in await asyncio.gather(*running, return_exceptions=True):
+            assert isinstance(ended, EngineError)
+        done = await asyncio.gather(*(second.generate(request_of(i)) for i in range(4)))
+        assert [completion.id for completion in done] == list(range(4))
+        await first.close()
+        await second.close()
+
+    asyncio.run(main())
+
+
+def test_a_request_that_fails_in_the_child_fails_alone(fake_children: Children, model: Any) -> None:
+    async def main() -> None:
+        engine = fake_children.engine(options_of("model"))
+        await engine.load(probed_weights("lora", model, 0, fake=True))
+        with pytest.raises(RequestError, match="this prompt fails"):
+            await engine.generate(Request(0, 0, (FAILS_OF,), 0, Sampling(4)))
+        assert (await engine.generate(request_of(1))).id == 1
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_stop_string_ends_a_trajectory_with_the_token_that_completes_it(fake_children: Children, model: Any) -> None:
+    def decode(tokens: Any) -> str:
+        return "".join(chr(65 + token) for token in tokens)
+
+    async def main() -> None:
+        engine = fake_children.engine(options_of("model"), decode=decode)
+        await engine.load(probed_weights("lora", model, 0, fake=True))
+        plain = await engine.generate(request_of(0, tokens=60))
+        string = decode(plain.tokens.tolist())[4:7]
+        stopped = await engine.generate(request_of(0, tokens=60, stop_strings=(string,)))
+        assert stopped.finish == "stop"
+        assert np.array_equal(stopped.tokens, plain.tokens[: decode(plain.tokens.tolist()).index(string) + 3])
+        await engine.unload(0)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_cannot_be_made_says_why() -> None:
+    with pytest.raises(RecipeError, match="there is no such model"):
+        ChildProcess(options_of("missing"), module="fake_vllm_child")
+
+
+def test_a_child_ends_with_its_engine_s_process(tmp_path: Path) -> None:
+    """The driver is killed: the child notices by its pipe, and leaves neither processes nor files."""
+    import subprocess
+    import sys
+
+    program = (
+        "import sys, time\n"
+        "from vllm_cases import options_of\n"
+        "from stretto.engines.vllm.process import ChildProcess\n"
+        "child = ChildProcess(options_of('model'), module='fake_vllm_child')\n"
+        "print(child.pid, child.folder, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    driver = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
+    assert driver.stdout is not None
+    pid, folder = driver.stdout.readline().split()
+    driver.kill()
+    driver.wait()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and (_is_alive(int(pid)) or Path(folder).exists()):
+        time.sleep(0.05)
+    assert not _is_alive(int(pid))
+    assert not Path(folder).exists()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    return state != "Z"
+
+
+def test_the_signal_that_ended_a_child_is_told() -> None:
+    child = ChildProcess(options_of("model"), module="fake_vllm_child")
+    os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match="ended with signal 9"):
+        child.receive(10.0)
+    child.close()
+    child.close()

@@ -1,0 +1,29 @@
+"""The releases of vLLM: those that were tried are taken, the others are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from stretto.engines.vllm.releases import check_release
+from stretto.errors import RecipeError
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.26.0", "0.32.0+cu130"])
+def test_releases_that_were_tried_are_taken(version: str) -> None:
+    assert check_release(version) == version
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        (None, "which is not installed"),
+        ("0.24.0", "exchanges the adapters of running requests"),
+        ("0.25.1", "exchanges the adapters of running requests"),
+        ("0.28.0", "memory that was freed"),
+        ("0.33.0", "was never tried"),
+        ("1.0", "was never tried"),
+    ],
+)
+def test_others_are_refused_with_the_reason(version: str | None, reason: str) -> None:
+    with pytest.raises(RecipeError, match=reason):
+        check_release(version)

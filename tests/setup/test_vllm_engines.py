@@ -1,0 +1,79 @@
+"""The vLLM engine of a recipe: its options follow from the memory plan, and a model that it cannot serve is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import SHAPE, build
+from transformers import Qwen3Config
+
+from stretto.errors import RecipeError
+from stretto.local.components import LocalComponents
+from stretto.models.tiny import tiny_config
+from stretto.recipe.schema import Recipe, parse_recipe
+from stretto.setup.memory import footprint
+from stretto.setup.vllm_engines import check_vllm_model, child_options
+
+CPU = torch.device("cpu")
+
+
+def recipe_of(**sections: Any) -> Recipe:
+    base: dict[str, Any] = {
+        "model": {"path": "tiny", "lora": {"rank": 8}},
+        "task": {"type": "countdown-chain"},
+        "engine": {"type": "vllm"},
+        "runtime": {"device": "cpu"},
+    }
+    return parse_recipe({**base, **sections})
+
+
+def test_the_options_of_a_child_follow_from_the_plan(tmp_path: Path) -> None:
+    recipe, config = recipe_of(), tiny_config()
+    config.save_pretrained(tmp_path)
+    need = footprint(recipe, config, 40, CPU)
+    options = child_options(recipe, str(tmp_path), need, CPU, threads=1)
+    assert (options.kind, options.dtype, options.slots, options.lora_rank) == ("lora", "float32", 3, 8)
+    per_token = 2 * 2 * 2 * 32 * 4
+    assert options.kv_bytes >= need.kv_tokens * per_token
+    assert options.kv_bytes % (options.kv_block * per_token) == 0
+    assert options.max_context <= need.kv_tokens
+    assert set(options.lora_targets) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_every_instance_has_a_copy_of_the_base() -> None:
+    native = parse_recipe({"model": {"path": "tiny", "lora": {"rank": 8}}, "task": {"type": "countdown-chain"}})
+    once = footprint(native, tiny_config(), 40, CPU).base
+    assert footprint(recipe_of(), tiny_config(), 40, CPU).base == 2 * once
+    three = recipe_of(runtime={"device": "cpu", "instances": 3})
+    assert footprint(three, tiny_config(), 40, CPU).base == 4 * once
+
+
+def test_heads_that_do_not_divide_are_refused_with_what_would() -> None:
+    config = Qwen3Config(**{**SHAPE, "num_attention_heads": 12, "num_key_value_heads": 4})
+    engine, runtime = {"type": "vllm", "tensor_parallel": 8}, {"type": "ray"}
+    with pytest.raises(RecipeError, match=r"`engine.tensor_parallel = 8` does not divide the 12 heads.*1, 2, 4, 12"):
+        check_vllm_model(recipe_of(engine=engine, runtime=runtime), config)
+    check_vllm_model(recipe_of(engine={**engine, "tensor_parallel": 4}, runtime=runtime), config)
+
+
+def test_a_layer_that_vllm_cannot_adapt_is_refused_by_name() -> None:
+    from transformers import GPTNeoXConfig
+
+    config = GPTNeoXConfig(vocab_size=40, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+    with pytest.raises(RecipeError, match=r"`model\.lora` adapts `dense`"):
+        check_vllm_model(recipe_of(), config)
+
+
+def test_a_mixture_of_experts_is_refused() -> None:
+    with pytest.raises(RecipeError, match="a mixture of experts"):
+        check_vllm_model(recipe_of(), build("moe").config)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_a_missing_vllm_is_told_before_anything_is_loaded() -> None:
+    with pytest.raises(RecipeError, match=r"needs vLLM, which is not installed.*stretto\[vllm\]"):
+        LocalComponents.build(recipe_of(), "no such folder")
