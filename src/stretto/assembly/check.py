@@ -9,7 +9,7 @@ import tomli_w
 
 from stretto.environments.given import NOTHING_GIVEN, Given
 from stretto.models.loading import load_config, load_tokenizer
-from stretto.models.tiny import WarmStart, tiny_config, tiny_tokenizer
+from stretto.models.tiny import WarmStart, tiny_config_of, tiny_tokenizer
 from stretto.observe.trackers.catalogue import check_trackers
 from stretto.recipe.checks import without_effect
 from stretto.recipe.schema import Recipe
@@ -49,8 +49,8 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN) -> CheckReport:
     recipe = resolved(recipe, choose_device(recipe.runtime.device))
     check_objective(recipe)
     trackers = check_trackers(recipe.observe)
-    tiny = recipe.model.path == "tiny"
-    config = tiny_config() if tiny else load_config(recipe.model.path)
+    tiny = recipe.model.is_tiny
+    config = tiny_config_of(recipe.model.path) if tiny else load_config(recipe.model.path)
     tokenizer = tiny_tokenizer() if tiny else load_tokenizer(recipe.model.path)
     inputs = load_inputs(recipe, tokenizer, context=context_length(config), model_path=recipe.model.path, given=given)
     of_teachers = check_teachers(recipe, tokenizer, inputs.longest_prompt, templated=inputs.templated)
@@ -82,7 +82,7 @@ def effective(recipe: Recipe) -> str:
         values["task"]["pass_reward"] = 1.0
     if lora is not None:
         values["model"]["lora"]["alpha"] = lora.effective_alpha
-    if recipe.model.path == "tiny":
+    if recipe.model.is_tiny:
         warm_start = values["model"]["warm_start"] or {"seed": 0, "steps": None}
         if warm_start["steps"] is None:
             warm_start["steps"] = WarmStart().steps

@@ -76,12 +76,20 @@ def begin_folder(recipe: Recipe, folder: Path) -> None:
 
 
 def take_checkpoint(
-    folder: Path, loop: Loop, trainer: TrainerBackend, journal: Journal, versions: VersionFiles, *, ages: int
+    folder: Path,
+    loop: Loop,
+    trainer: TrainerBackend,
+    journal: Journal,
+    versions: VersionFiles,
+    *,
+    ages: int,
+    keeps_routing: bool = True,
 ) -> Coroutine[Any, Any, None]:
     """Captures the state of the run now. Returns a coroutine that writes it, after the journal is durable.
 
     The updates after it, if they are trained again, need versions up to `ages` older than their own: those before the
-    checkpoint are held with it.
+    checkpoint are held with it. Unless it `keeps_routing`, records of routing that no update after it trains on are
+    deleted.
 
     The coroutine asks the trainer for its state before it waits for anything else, so that state is of the same
     version. It raises `RunError` if the checkpoint cannot be written; the one before it is still there then.
@@ -124,6 +132,8 @@ def take_checkpoint(
             await asyncio.wait_for(asyncio.shield(completing), COMPLETE_S)
         except TimeoutError:
             raise RunError(f"checkpoint `{scratch}` is not complete after {COMPLETE_S:g} s: the disk hangs") from None
+        if not keeps_routing:
+            journal.routing_forgotten(updates)
         log.info(
             "checkpoint of version %d: written in %.2f s, with %d versions and the tokens of %d trajectories",
             updates, clock.now() - began, len(needed), len(suspended),

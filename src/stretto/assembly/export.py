@@ -29,7 +29,7 @@ async def export_policy(trainer: TrainerBackend, folder: Path, recipe: Recipe, *
 
 def _complete(folder: Path, recipe: Recipe, *, templated: bool) -> None:
     """Adds what other tools need to load the policy."""
-    is_tiny = recipe.model.path == "tiny"
+    is_tiny = recipe.model.is_tiny
     if (is_tiny or recipe.model.merge_adapter) and recipe.model.lora is not None:
         _copy_base(folder)
     if is_tiny and not templated:

@@ -469,7 +469,13 @@ def _make_loop(
         kept=resumed.kept,
         versions=run.versions,
         checkpointing=lambda loop: take_checkpoint(
-            run.folder, loop, run.trainer, run.journal, run.versions, ages=run.phases.retrained_ages
+            run.folder,
+            loop,
+            run.trainer,
+            run.journal,
+            run.versions,
+            ages=run.phases.retrained_ages,
+            keeps_routing=run.recipe.training.keep_routing or run.recipe.training.replay is not None,
         ),
         control=run.control,
         first_reward=first_reward,
@@ -510,6 +516,7 @@ def _evaluator(run: _Run, environment: Environment, first_reward: FirstReward) -
         temperature=recipe.rollout.temperature if wanted.temperature is None else wanted.temperature,
         max_tokens=wanted.max_tokens or recipe.rollout.max_tokens,
         supports=False,  # evaluation is not trained on
+        routing=False,
     )
     return Evaluator(
         driver.inputs.held_out,

@@ -47,9 +47,10 @@ def without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
         found["rollout", "staleness_cap"] = (
             '`rollout.staleness_cap` has no effect without `staleness = "auto"`; set that, or leave the cap out'
         )
-    if recipe.model.path != "tiny":
+    if not recipe.model.is_tiny:
         found["model", "warm_start"] = (
-            f'`model.warm_start` has no effect on `model.path = {recipe.model.path!r}`: only "tiny" is warm-started'
+            f'`model.warm_start` has no effect on `model.path = {recipe.model.path!r}`: only "tiny" and "tiny-moe" are '
+            "warm-started"
         )
     if recipe.model.adapter is None:
         found["model", "merge_adapter"] = (

@@ -20,7 +20,7 @@ def model_path_of(recipe: Recipe, observer: Observer) -> str:
 
 def base_path_of(recipe: Recipe, observer: Observer) -> str:
     """Returns where `model.path` is loaded from. Makes the tiny model, and shows its progress."""
-    if recipe.model.path != "tiny":
+    if not recipe.model.is_tiny:
         return recipe.model.path
     options = recipe.model.warm_start
     shown_at = time.monotonic()
@@ -32,4 +32,5 @@ def base_path_of(recipe: Recipe, observer: Observer) -> str:
             observer.message(f"warm start of the tiny model: step {step}/{steps}, loss {loss:.3f}")
 
     warm_start = WarmStart() if options is None or options.steps is None else WarmStart(steps=options.steps)
-    return str(tiny_model(seed=0 if options is None else options.seed, warm_start=warm_start, progress=progress))
+    seed, mixture = 0 if options is None else options.seed, recipe.model.path == "tiny-moe"
+    return str(tiny_model(seed=seed, warm_start=warm_start, progress=progress, mixture=mixture))

@@ -93,6 +93,7 @@ def make_native_engine(recipe: Recipe, model: nn.Module, kv_tokens: int, decode:
         prefill_tokens=recipe.rollout.prefill_tokens,
         decode=decode,
         deterministic=recipe.runtime.deterministic,
+        records_routing=recipe.training.routing != "free",
     )
 
 

@@ -31,7 +31,7 @@ ROUNDING = 1e-9  # of a metric, relative to the largest number that it is made o
 
 MEMBERS = """SELECT m.trajectory, m.use, m.lineage, t.group_id, t.version, t.reward, t.turn_rewards,
     COALESCE(c.context, g.prompt_tokens), c.turn_numbers, c.version, c.checksum, c.finish, c.tokens, c.logprobs,
-    c.token_versions, c.supports, c.turns, c.num_sampled, c.num_tokens
+    c.token_versions, c.supports, c.turns, c.routing, c.num_sampled, c.num_tokens
     FROM members m LEFT JOIN trajectories t USING (trajectory) LEFT JOIN groups g ON g.group_id = t.group_id
     LEFT JOIN completions c ON c.trajectory = m.trajectory AND c.lineage = m.lineage
     WHERE m.update_id = ? ORDER BY m.position"""
@@ -153,8 +153,8 @@ def _check_updates(db: sqlite3.Connection, result: DataResult, done: Callable[[i
 
 def read_sample(update: int, row: Sequence[Any]) -> _Sample:
     trajectory, use, lineage, group, version, reward, turn_rewards, prompt, numbers, made, checksum, finish, *rest = row
-    tokens, logprobs, token_versions, supports, turns, num_sampled, num_tokens = rest
-    arrays = CompletionBlobs(tokens, logprobs, token_versions, supports, turns)
+    tokens, logprobs, token_versions, supports, turns, routing, num_sampled, num_tokens = rest
+    arrays = CompletionBlobs(tokens, logprobs, token_versions, supports, turns, routing)
     digest = row_digest(
         trajectory, group, version, reward, turn_rewards, prompt, made, checksum, finish, arrays, lineage, numbers,
     )  # fmt: skip

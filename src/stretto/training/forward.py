@@ -24,6 +24,7 @@ from stretto.models.float16_range import range_hint
 from stretto.models.loading import moving_rotary
 from stretto.models.module_forward import run_modules
 from stretto.models.packed_attention import LAYOUT_ARGUMENT, PACKED_ATTENTION, PackedLayout, layout_of
+from stretto.models.routing import replay_through_modules
 from stretto.models.varlen_attention import HALF, flash_fits
 from stretto.training.logprobs import token_logprobs
 from stretto.training.packing import MicroBatch
@@ -105,6 +106,7 @@ class PackedModel:
                     f"differ by {worst:.3g}{range_hint(self.head.weight.dtype)}"
                 )
             return
+        replay_through_modules(self.model)
         if self.flash:
             _log.warning("`%s` trains through transformers' modules: nothing is compiled", type(self.model).__name__)
         if checkpointing:

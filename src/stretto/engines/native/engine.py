@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from stretto.engines.threaded import Failed
 from stretto.errors import ChecksumError, EngineError, ModelError, RequestError, VersionNotResidentError
 from stretto.models.checksums import checksum
 from stretto.models.float16_range import range_hint
+from stretto.models.routing import routing_shape
 from stretto.types import MAX_SUPPORT, Capacity, Completion, EngineStats, KVRef, Request, Sampling, Suspended, Weights
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,8 @@ class NativeEngine:
     `deterministic`, which runs every step at its full number of rows and every prompt alone. Without `deterministic`, a
     request that follows one with `keep` may continue from the KV of that request, which changes it by rounding.
 
-    `kernels` are those of the model's device unless given.
+    `kernels` are those of the model's device unless given. With `records_routing`, completions of a mixture of experts
+    have the experts of their tokens, unless its router is one that cannot be recorded (`models/routing.py`).
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class NativeEngine:
         decode: Callable[[Sequence[int]], str] | None = None,
         deterministic: bool = False,
         kernels: Kernels | None = None,
+        records_routing: bool = True,
     ) -> None:
         for name, value in (("slots", slots), ("rows", rows), ("kv_tokens", kv_tokens), ("max_context", max_context)):
             if value < 1:
@@ -121,13 +124,15 @@ class NativeEngine:
         kernels = kernels_for(device) if kernels is None else kernels
         cache_dtype = torch.float32 if kernels.float32_cache else dtype
         # One page more than the budget: a prompt's last page exists twice while its first sample gets a copy.
-        self._cache = KVCache(layers, kv_heads, head_size, num_pages(kv_tokens) + 1, cache_dtype, device)
+        routing = routing_shape(self._slots.trees[0]) if records_routing else None
+        self._cache = KVCache(layers, kv_heads, head_size, num_pages(kv_tokens) + 1, cache_dtype, device, routing)
         self.capacity = replace(self.capacity, kv_bytes_per_token=self._cache.bytes_per_token)
         attention.cache = self._cache
         self._rows = Rows(rows, max_context, device, mixed=kernels.mixed_batches)
         self._schedule = Schedule(self._cache, self._rows, prefill_tokens, retains=not deterministic)
         self._decode = decode
         self._finished: list[Completion | Failed] = []
+        self._arriving: list[Ended] = []  # their records of routing are on their way to the host
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         self._versions: dict[int, int] = {}  # version -> slot
         self._checksums: dict[int, str] = {}  # version -> checksum of the resident weights
@@ -301,9 +306,27 @@ class NativeEngine:
         trajectory.tokens = np.asarray(suspended.tokens, dtype=np.int32)
         trajectory.logprobs = np.asarray(suspended.logprobs, dtype=np.float32)
         trajectory.supports = suspended.supports
+        trajectory.routing = self._restored_routing(suspended)
         trajectory.past_versions = None if versions is None else np.asarray(versions, dtype=np.int32)
         trajectory.kv = kv
         trajectory.started_at, trajectory.prefilled = suspended.started_at, suspended.prefilled
+
+    def _restored_routing(self, suspended: Suspended) -> NDArray[Any] | None:
+        """Returns the record that a trajectory brings. Raises `RequestError` if it lacks one, or has another shape."""
+        request, made = suspended.request, len(suspended.tokens)
+        if self._cache.routing is None or not request.sampling.routing:
+            return None
+        own, record = tuple(self._cache.routing.shape[1:]), suspended.routing
+        if record is None:
+            if made:
+                raise RequestError(f"request {request.id} has {made} tokens and no record of their routing")
+            return None
+        expected = len(request.prompt) + made - 1
+        if record.shape[1:] != own or not (len(record) == expected or (not made and len(record) <= expected)):
+            raise RequestError(
+                f"request {request.id} has a record of routing of {tuple(record.shape)}, expected {(expected, *own)}"
+            )
+        return record
 
     @_on_device
     def suspend(self, ids: Sequence[int], *, kv: bool) -> list[Suspended]:
@@ -360,7 +383,7 @@ class NativeEngine:
         self._running = self._rollout_rows()
         ended = self._steps.run()
         finished, self._finished = self._finished, []
-        finished += self._close(ended)
+        finished += self._close(ended, waits=False)
         self._num_steps += 1
         self._account()
         self._schedule.host.rates.worked(self._schedule.prefilled, self._busy_s)
@@ -378,11 +401,16 @@ class NativeEngine:
             return num_rows
         return num_rows - sum(t.request.priority > 0 for t in self._schedule.running())
 
-    def _close(self, ended: Sequence[Ended]) -> list[Completion | Failed]:
+    def _close(self, ended: Sequence[Ended], *, waits: bool = True) -> list[Completion | Failed]:
+        """Returns what ended. Unless it `waits`, records of routing that are not on the host are left for later."""
         now = clock.now()
         done: list[Completion | Failed] = []
-        for trajectory, finish, broken in ended:
+        closing, self._arriving = [*self._arriving, *ended], []
+        for trajectory, finish, broken in closing:
             request = trajectory.request
+            if not (waits or broken or trajectory.has_arrived):
+                self._arriving.append((trajectory, finish, broken))
+                continue
             if broken:
                 done.append(Failed(request.id, RequestError(_draw_error(trajectory, self._dtype))))
             else:

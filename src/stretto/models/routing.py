@@ -1,0 +1,189 @@
+"""Records and replay of the routing in a mixture of experts.
+
+A router gives each token the `k` experts with the largest probabilities. Engine and trainer round differently, so near
+a tie they choose different experts, and the same token gets another log-probability. So the engine records its choice,
+and the trainer replays it: the experts come from the record, and their weights from the trainer's own router, so
+gradients flow through the weights as they do with free routing.
+
+A *record* has the ids of the chosen experts, [tokens, layers, k], for the layers that have experts, in their order. An
+id takes one byte for up to 256 experts, and two bytes for more.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from stretto.errors import RecipeError
+from stretto.models.packed_attention import LAYOUT_ARGUMENT
+
+# Routers of transformers that return (logits, weights of the chosen experts, their ids), the weights being the softmax
+# over all experts, made to add up to 1 if `norm_topk_prob` says so; Mixtral's always are.
+ROUTERS = ("MixtralTopKRouter", "OlmoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names in configurations
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingShape:
+    """The size of a token's record."""
+
+    layers: int  # that have experts
+    chosen: int  # experts of a token in a layer
+    experts: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8 if self.experts <= 256 else torch.int16
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.layers * self.chosen * self.dtype.itemsize
+
+
+def is_mixture(config: Any) -> bool:
+    """True if a configuration of transformers is that of a mixture of experts."""
+    text = config.get_text_config()
+    return any((getattr(text, name, None) or 0) > 1 for name in EXPERT_COUNTS)
+
+
+def routers_of(model: nn.Module) -> list[Any]:
+    """Returns the routers of the layers that have experts, in their order; empty if it has other ones, or none."""
+    layers = getattr(getattr(model, "base_model", model), "layers", ())
+    found = []
+    for layer in layers:
+        own = [module for module in layer.modules() if type(module).__name__ in ROUTERS]
+        if len(own) > 1:
+            return []
+        found += own
+    return found
+
+
+def routing_shape(model: nn.Module) -> RoutingShape | None:
+    """Returns the shape of a model's records; None if its routing cannot be recorded, or it has no experts."""
+    routers = routers_of(model)
+    shapes = {(int(router.top_k), int(router.num_experts)) for router in routers}
+    if len(shapes) != 1:
+        return None
+    chosen, experts = shapes.pop()
+    return RoutingShape(len(routers), chosen, experts)
+
+
+def replayed_routing(model: nn.Module, option: str, *, keeps: bool = False) -> RoutingShape | None:
+    """Returns the shape of the records that `training.routing = option` replays; None if nothing is replayed.
+
+    Raises `RecipeError` if the option has no effect on the model, or cannot be had; `keeps` is `training.keep_routing`.
+    """
+    shape = routing_shape(model)
+    config: Any = model.config
+    kind = f"`{type(model).__name__}`"
+    if not is_mixture(config) and (option != "auto" or keeps):
+        named = f'routing = "{option}"' if option != "auto" else "keep_routing = true"
+        raise RecipeError(f"`training.{named}` is for mixtures of experts, and {kind} is none: leave it out")
+    if shape is None and (option == "replay" or keeps):
+        named = 'routing = "replay"' if option == "replay" else "keep_routing = true"
+        raise RecipeError(
+            f"`training.{named}` needs a router that can be recorded, and that of {kind} is none of "
+            f'{", ".join(ROUTERS)}: use `training.routing = "free"`'
+        )
+    return None if option == "free" else shape
+
+
+def normalizes(router: Any) -> bool:
+    """True if the weights of a token's experts add up to 1."""
+    return bool(getattr(router, "norm_topk_prob", type(router).__name__ == "MixtralTopKRouter"))
+
+
+def gates(logits: Tensor, ids: Tensor, *, normalized: bool) -> Tensor:
+    """Returns the weights [T, k] of the experts `ids` [T, k] by the router's logits [T, experts]; at least float32."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    weights = wide.softmax(-1).gather(1, ids)
+    return weights / weights.sum(-1, keepdim=True) if normalized else weights
+
+
+class RoutingTap:
+    """Collects the experts that the routers of a tree choose in a forward. One thread at a time."""
+
+    def __init__(self, tree: nn.Module) -> None:
+        self._ids: list[Tensor] = []
+        for router in routers_of(tree):
+            router.register_forward_hook(self._collect)
+
+    def _collect(self, module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._ids.append(output[2])
+
+    def take(self) -> Tensor:
+        """Returns the ids [T, layers, k] of the last forward, and forgets them."""
+        ids, self._ids = self._ids, []
+        return torch.stack(ids, 1)
+
+    def drop(self) -> None:
+        """Forgets what was collected."""
+        self._ids = []
+
+
+def replay_through_modules(model: nn.Module) -> None:
+    """Lets the layers of a model take their experts from `PackedLayout.routing`, if a layout has it.
+
+    Each layer hands its part of the record to its router as it runs, so a layer that is computed again in the backward
+    pass replays the same record.
+    """
+    place = 0
+    for layer in getattr(model, "base_model", model).layers:
+        own = [module for module in layer.modules() if type(module).__name__ in ROUTERS]
+        if own:
+            router = own[0]
+            router.replayed_ids = None
+            router.register_forward_hook(_replay)
+            layer.forward = functools.partial(_with_record, layer.forward, router, place)
+            place += 1
+
+
+def _with_record(forward: Callable[..., Any], router: Any, place: int, *args: Any, **kwargs: Any) -> Any:
+    record: Tensor | None = getattr(kwargs.get(LAYOUT_ARGUMENT), "routing", None)
+    router.replayed_ids = None if record is None else record[:, place]
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        router.replayed_ids = None
+
+
+def _replay(router: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    logits, weights, ids = output
+    if router.replayed_ids is None:
+        return output
+    ids = router.replayed_ids.to(ids.dtype)
+    return logits, gates(logits, ids, normalized=normalizes(router)).to(weights.dtype), ids
+
+
+def expert_loads(records: list[NDArray[Any]], experts: int) -> NDArray[np.float64]:
+    """Returns the share of choices [layers, experts] that each expert got, over records [tokens, layers, k]."""
+    layers = records[0].shape[1]
+    counts = np.zeros((layers, experts), dtype=np.int64)
+    for record in records:
+        for layer in range(layers):
+            counts[layer] += np.bincount(record[:, layer].reshape(-1), minlength=experts)
+    return counts / np.maximum(counts.sum(1, keepdims=True), 1)
+
+
+def load_metrics(loads: NDArray[np.float64]) -> dict[str, float]:
+    """Returns the imbalance and the entropy of the experts' loads [layers, experts].
+
+    The imbalance of a layer is the share of its most loaded expert over that of an equal division: 1 is balanced. The
+    entropy of a layer is that of its shares over its largest value: 1 is balanced, 0 means that one expert gets all.
+    """
+    experts = loads.shape[1]
+    imbalance = loads.max(1) * experts
+    logs = np.log(loads, out=np.zeros_like(loads), where=loads > 0)
+    entropy = -(loads * logs).sum(1) / np.log(experts)
+    return {
+        "expert_imbalance": float(imbalance.mean()),
+        "expert_imbalance_max": float(imbalance.max()),
+        "expert_entropy": float(entropy.mean()),
+    }
