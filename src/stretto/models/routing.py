@@ -12,7 +12,8 @@ id takes one byte for up to 256 experts, and two bytes for more.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,10 +156,29 @@ def _with_record(forward: Callable[..., Any], router: Any, place: int, *args: An
 
 
 def _replay(router: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    logits, weights, ids = output
-    if router.replayed_ids is None:
-        return output
-    ids = router.replayed_ids.to(ids.dtype)
+    return output if router.replayed_ids is None else _replay_these(router.replayed_ids, router, inputs, output)
+
+
+@contextmanager
+def replaying(model: nn.Module, record: NDArray[Any] | None) -> Iterator[None]:
+    """Lets the routers of a model take their experts from a record [T, layers, k]; None: they choose."""
+    hooks = []
+    if record is not None:
+        ids = torch.from_numpy(record.astype(np.int64)).to(next(model.parameters()).device)
+        for place, router in enumerate(routers_of(model)):
+            hooks.append(router.register_forward_hook(functools.partial(_replay_these, ids[:, place])))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _replay_these(
+    ids: Tensor, router: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits, weights, found = output
+    ids = ids.to(found.dtype)
     return logits, gates(logits, ids, normalized=normalizes(router)).to(weights.dtype), ids
 
 

@@ -61,40 +61,38 @@ class WarmStart:
     slips: float = 0.02  # share of wrong running values in chains
 
 
+VALUES: dict[str, Any] = {
+    "vocab_size": 3 + len(CHARACTERS),
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.08,  # the usual 0.02 does not learn to copy in so few steps
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+    "dtype": "float32",
+}
+MIXTURE_VALUES: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+}
+
+
 def tiny_config(**changes: Any) -> Qwen3Config:
     """The configuration of the tiny model; `changes` replace single values."""
-    values: dict[str, Any] = {
-        "vocab_size": 3 + len(CHARACTERS),
-        "hidden_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "intermediate_size": 256,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.08,  # the usual 0.02 does not learn to copy in so few steps
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": None,
-        "dtype": "float32",
-    }
-    return Qwen3Config(**{**values, **changes})
+    return Qwen3Config(**{**VALUES, **changes})
 
 
 def tiny_moe_config(**changes: Any) -> Qwen3MoeConfig:
     """The configuration of the tiny mixture of experts; a token uses as many weights as in the tiny model."""
-    values = {
-        **tiny_config().to_diff_dict(),
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 128,
-        "norm_topk_prob": True,
-        "router_aux_loss_coef": 0.0,
-    }
-    for name in ("model_type", "transformers_version", "architectures"):
-        values.pop(name, None)
-    return Qwen3MoeConfig(**{**values, **changes})
+    return Qwen3MoeConfig(**{**VALUES, **MIXTURE_VALUES, **changes})
 
 
 def tiny_config_of(path: str) -> Qwen3Config | Qwen3MoeConfig:

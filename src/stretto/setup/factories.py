@@ -58,6 +58,7 @@ def load_driver_inputs(recipe: Recipe, model_path: str, given: Given = NOTHING_G
         min_p=recipe.rollout.min_p,
         stop_tokens=stop_tokens(model_path, config, tokenizer),
         stop_strings=recipe.rollout.stop,
+        routing=recipe.training.routing != "free",
     )
     vocabulary = int(config.get_text_config().vocab_size)
     return DriverInputs(inputs, decoder_of(tokenizer), sampling, thread_counts(recipe), vocabulary, tokenizer)
@@ -93,7 +94,6 @@ def make_native_engine(recipe: Recipe, model: nn.Module, kv_tokens: int, decode:
         prefill_tokens=recipe.rollout.prefill_tokens,
         decode=decode,
         deterministic=recipe.runtime.deterministic,
-        records_routing=recipe.training.routing != "free",
     )
 
 

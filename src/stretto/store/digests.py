@@ -74,9 +74,7 @@ def row_digest(
     if lineage != 0 or turn_numbers is not None:  # the digest of an only lineage is what it was before there were more
         size = len(turn_numbers) if isinstance(turn_numbers, bytes) else turn_numbers
         facts, parts = (*facts, lineage, size), (*parts, turn_numbers)
-    if isinstance(
-        arrays.routing, bytes
-    ):  # a sample without a record has the digest that it always had
+    if isinstance(arrays.routing, bytes):  # a sample without a record has the digest that it always had
         facts, parts = (*facts, "routing", len(arrays.routing)), (*parts, arrays.routing)
     digest = blake2b(repr(facts).encode(), digest_size=SIZE)
     for part in parts:

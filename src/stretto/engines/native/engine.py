@@ -38,7 +38,7 @@ from stretto.engines.threaded import Failed
 from stretto.errors import ChecksumError, EngineError, ModelError, RequestError, VersionNotResidentError
 from stretto.models.checksums import checksum
 from stretto.models.float16_range import range_hint
-from stretto.models.routing import routing_shape
+from stretto.models.routing import replaying, routing_shape
 from stretto.types import MAX_SUPPORT, Capacity, Completion, EngineStats, KVRef, Request, Sampling, Suspended, Weights
 
 logger = logging.getLogger(__name__)
@@ -84,8 +84,8 @@ class NativeEngine:
     `deterministic`, which runs every step at its full number of rows and every prompt alone. Without `deterministic`, a
     request that follows one with `keep` may continue from the KV of that request, which changes it by rounding.
 
-    `kernels` are those of the model's device unless given. With `records_routing`, completions of a mixture of experts
-    have the experts of their tokens, unless its router is one that cannot be recorded (`models/routing.py`).
+    `kernels` are those of the model's device unless given. With `records_routing`, requests of a mixture of experts
+    may ask for the experts of their tokens, if its router is one that can be recorded (`models/routing.py`).
     """
 
     def __init__(
@@ -490,12 +490,15 @@ class NativeEngine:
         self._versions, self._checksums, self._steps.observed = {-1: 0}, {-1: ""}, []
         self.add(Request(-1, -1, prompt, 0, Sampling(4, temperature=0.0)))
         tokens: list[int] = []
+        routing: NDArray[Any] | None = None
         while self.has_work:
             for done in self.step():
                 tokens = [] if isinstance(done, Failed) else done.tokens.tolist()
+                routing = None if isinstance(done, Failed) else done.routing
         ours = torch.cat(self._steps.observed).float()[: len(tokens)]
         self._versions, self._checksums, self._steps.observed = {}, {}, None
         inputs = torch.tensor([[*prompt, *tokens[:-1]]], device=self._rows.device)
-        with torch.inference_mode():
+        # Near a tie, rounding decides between experts, which is no error of the forward: both use the same ones.
+        with torch.inference_mode(), replaying(model, routing):
             theirs = model(input_ids=inputs, use_cache=False).logits[0, length - 1 :].float()
         model_checks.refuse_other_logits(model, ours, theirs)
