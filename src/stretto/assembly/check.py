@@ -9,6 +9,7 @@ import tomli_w
 
 from stretto.environments.given import NOTHING_GIVEN, Given
 from stretto.models.loading import load_config, load_tokenizer
+from stretto.models.routing import replayed_shape
 from stretto.models.tiny import WarmStart, tiny_config_of, tiny_tokenizer
 from stretto.observe.trackers.catalogue import check_trackers
 from stretto.recipe.checks import without_effect
@@ -63,8 +64,21 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN) -> CheckReport:
         f"{0 if inputs.held_out is None else inputs.held_out.num_rows:,} held out, "
         f"{inputs.form}, {scored}"
     )
-    notes = (prompts, *inputs.notes(recipe), *of_teachers, *describe_micro_tokens(asked, recipe), *trackers)
+    routing = describe_routing(recipe, config, inputs.longest_prompt)
+    notes = (prompts, *routing, *inputs.notes(recipe), *of_teachers, *describe_micro_tokens(asked, recipe), *trackers)
     return CheckReport(recipe, effective(recipe), notes, memory)
+
+
+def describe_routing(recipe: Recipe, config: Any, longest_prompt: int) -> list[str]:
+    """Returns a line on the records of routing; empty for a dense model. Raises `RecipeError` as the trainer would."""
+    shape = replayed_shape(config, recipe.training.routing, keeps=recipe.training.keep_routing)
+    if shape is None:
+        return []
+    each, group = shape.bytes_per_token, recipe.rollout.prompts * recipe.rollout.group
+    most = each * group * (longest_prompt + recipe.rollout.max_tokens - 1)
+    kept = "kept (`training.keep_routing`)" if recipe.training.keep_routing else "deleted after a checkpoint"
+    of_token = f"{each} bytes a token ({shape.layers} layers, {shape.chosen} of {shape.experts} experts)"
+    return [f"routing is replayed: {of_token}, at most {most / 2**20:,.1f} MiB an update in `routing/`, {kept}"]
 
 
 def effective(recipe: Recipe) -> str:

@@ -12,7 +12,7 @@ id takes one byte for up to 256 experts, and two bytes for more.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from stretto.models.packed_attention import LAYOUT_ARGUMENT
 # Routers of transformers that return (logits, weights of the chosen experts, their ids), the weights being the softmax
 # over all experts, made to add up to 1 if `norm_topk_prob` says so; Mixtral's always are.
 ROUTERS = ("MixtralTopKRouter", "OlmoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter")
+MODEL_TYPES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # that have these routers
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names in configurations
 
 
@@ -54,6 +55,30 @@ def is_mixture(config: Any) -> bool:
     return any((getattr(text, name, None) or 0) > 1 for name in EXPERT_COUNTS)
 
 
+def shape_of_config(config: Any) -> RoutingShape | None:
+    """Returns the shape of the records of a configuration's model, as `routing_shape` does of a model."""
+    text = config.get_text_config()
+    if not is_mixture(config) or text.model_type not in MODEL_TYPES:
+        return None
+    step, dense = getattr(text, "decoder_sparse_step", 1), getattr(text, "mlp_only_layers", None) or ()
+    layers = [n for n in range(text.num_hidden_layers) if n not in dense and (n + 1) % step == 0]
+    experts = max(getattr(text, name, None) or 0 for name in EXPERT_COUNTS)
+    return RoutingShape(len(layers), text.num_experts_per_tok, experts)
+
+
+def expert_elements(model: nn.Module) -> int:
+    """Returns the weights of routers and experts that one token is multiplied with."""
+    total = 0
+    for router in routers_of(model):
+        total += router.weight.numel()
+    for module in model.modules():
+        up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+        if isinstance(up, nn.Parameter) and isinstance(down, nn.Parameter) and up.dim() == 3:
+            config: Any = model.config
+            total += (up[0].numel() + down[0].numel()) * int(config.get_text_config().num_experts_per_tok)
+    return total
+
+
 def routers_of(model: nn.Module) -> list[Any]:
     """Returns the routers of the layers that have experts, in their order; empty if it has other ones, or none."""
     layers = getattr(getattr(model, "base_model", model), "layers", ())
@@ -76,14 +101,13 @@ def routing_shape(model: nn.Module) -> RoutingShape | None:
     return RoutingShape(len(routers), chosen, experts)
 
 
-def replayed_routing(model: nn.Module, option: str, *, keeps: bool = False) -> RoutingShape | None:
+def replayed_shape(config: Any, option: str, *, keeps: bool = False) -> RoutingShape | None:
     """Returns the shape of the records that `training.routing = option` replays; None if nothing is replayed.
 
     Raises `RecipeError` if the option has no effect on the model, or cannot be had; `keeps` is `training.keep_routing`.
     """
-    shape = routing_shape(model)
-    config: Any = model.config
-    kind = f"`{type(model).__name__}`"
+    shape = shape_of_config(config)
+    kind = f"`{config.get_text_config().model_type}`"
     if not is_mixture(config) and (option != "auto" or keeps):
         named = f'routing = "{option}"' if option != "auto" else "keep_routing = true"
         raise RecipeError(f"`training.{named}` is for mixtures of experts, and {kind} is none: leave it out")
@@ -91,7 +115,7 @@ def replayed_routing(model: nn.Module, option: str, *, keeps: bool = False) -> R
         named = 'routing = "replay"' if option == "replay" else "keep_routing = true"
         raise RecipeError(
             f"`training.{named}` needs a router that can be recorded, and that of {kind} is none of "
-            f'{", ".join(ROUTERS)}: use `training.routing = "free"`'
+            f'{", ".join(MODEL_TYPES)}: use `training.routing = "free"`'
         )
     return None if option == "free" else shape
 
@@ -182,7 +206,7 @@ def _replay_these(
     return logits, gates(logits, ids, normalized=normalizes(router)).to(weights.dtype), ids
 
 
-def expert_loads(records: list[NDArray[Any]], experts: int) -> NDArray[np.float64]:
+def expert_loads(records: Sequence[NDArray[Any]], experts: int) -> NDArray[np.float64]:
     """Returns the share of choices [layers, experts] that each expert got, over records [tokens, layers, k]."""
     layers = records[0].shape[1]
     counts = np.zeros((layers, experts), dtype=np.int64)
@@ -192,16 +216,19 @@ def expert_loads(records: list[NDArray[Any]], experts: int) -> NDArray[np.float6
     return counts / np.maximum(counts.sum(1, keepdims=True), 1)
 
 
-def load_metrics(loads: NDArray[np.float64]) -> dict[str, float]:
-    """Returns the imbalance and the entropy of the experts' loads [layers, experts].
+def expert_metrics(records: Sequence[NDArray[Any] | None], shape: RoutingShape | None) -> dict[str, float]:
+    """Returns the imbalance and the entropy of the experts' loads over records [tokens, layers, k]; empty without any.
 
     The imbalance of a layer is the share of its most loaded expert over that of an equal division: 1 is balanced. The
-    entropy of a layer is that of its shares over its largest value: 1 is balanced, 0 means that one expert gets all.
+    entropy of a layer is that of its shares over the largest that it can have: 1 is balanced, 0 is one expert alone.
     """
-    experts = loads.shape[1]
-    imbalance = loads.max(1) * experts
+    given = [record for record in records if record is not None]
+    if shape is None or not given:
+        return {}
+    loads = expert_loads(given, shape.experts)
+    imbalance = loads.max(1) * shape.experts
     logs = np.log(loads, out=np.zeros_like(loads), where=loads > 0)
-    entropy = -(loads * logs).sum(1) / np.log(experts)
+    entropy = -(loads * logs).sum(1) / np.log(shape.experts)
     return {
         "expert_imbalance": float(imbalance.mean()),
         "expert_imbalance_max": float(imbalance.max()),
