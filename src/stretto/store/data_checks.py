@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from stretto.store.blobs import CompletionBlobs, sampled_values
 from stretto.store.digests import SIZE, row_digest, untrained_digest, update_digest
 from stretto.store.phase_checks import CONFIG_NAME, phase_breaks, read_phases, rest_of_folder
+from stretto.store.routing_files import read_record
 from stretto.store.schema import FAILURES_OF_MEMBERS, LARGEST_ID, PHASES, UNTRAINED_OF_MEMBERS
 
 MAX_REWARD = 1e9  # the largest reward that can be trained on, written down apart from `environments/reward_range.py`
@@ -85,10 +86,21 @@ def check_data(
     result.breaks += _sessions(db)
     result.breaks += _prompts(db, facts.get("vocabulary", 0))
     result.breaks += _seeds(db, facts.get("seed"))
+    result.breaks += _routing(db, folder)
     phases = read_phases(db)
     result.breaks += phase_breaks(phases, facts)
     result.breaks += rest_of_folder(folder, facts, phases, result.num_updates)
     return result
+
+
+def _routing(db: sqlite3.Connection, folder: Path) -> Iterator[str]:
+    """Yields the records of routing that are not those that the journal has the stamps of. They may be gone."""
+    rows = db.execute("SELECT trajectory, lineage, routing FROM completions WHERE routing IS NOT NULL")
+    for trajectory, lineage, stamped in rows:
+        try:
+            read_record(folder, trajectory, lineage, stamped)
+        except (OSError, TypeError, ValueError) as error:
+            yield f"trajectory {trajectory}: {error}"
 
 
 # -- updates -----------------------------------------------------------------------------------------------------------
