@@ -167,6 +167,8 @@ class NativeEngine:
             if kernels.mixed_batches:
                 padding, exact = model_checks.exact_padding(decoders[0].layers, max_tokens)
                 exact &= self._dtype == torch.float32
+                for decoder in decoders:
+                    decoder.pad_experts(padding)
             self.exact = exact and alone
             self._steps = Steps(
                 self._slots, decoders, self._cache, self._rows, self._schedule, heads, kernels, self._ends_in_string,

@@ -131,6 +131,9 @@ class StockDecoder:
     def scale(self) -> float:
         return 1.0 if self._mask is None else self._mask.scale
 
+    def pad_experts(self, rows: int) -> None:
+        """Does nothing: the experts of transformers run token by token, or grouped without padding."""
+
     def __call__(
         self,
         tokens: Tensor,
