@@ -88,8 +88,8 @@ def take_checkpoint(
     """Captures the state of the run now. Returns a coroutine that writes it, after the journal is durable.
 
     The updates after it, if they are trained again, need versions up to `ages` older than their own: those before the
-    checkpoint are held with it. Unless it `keeps_routing`, records of routing that no update after it trains on are
-    deleted.
+    checkpoint are held with it. Unless it `keeps_routing`, records of routing that no update
+    after the oldest checkpoint trains on are deleted.
 
     The coroutine asks the trainer for its state before it waits for anything else, so that state is of the same
     version. It raises `RunError` if the checkpoint cannot be written; the one before it is still there then.
@@ -112,6 +112,8 @@ def take_checkpoint(
             await write()
         finally:
             versions.keep_holds({int(each.name) for each in complete_checkpoints(root)})
+        if not keeps_routing:
+            forget_routing(journal, root)
 
     async def write() -> None:
         began, scratch = clock.now(), begin_checkpoint(root, updates)
@@ -132,14 +134,18 @@ def take_checkpoint(
             await asyncio.wait_for(asyncio.shield(completing), COMPLETE_S)
         except TimeoutError:
             raise RunError(f"checkpoint `{scratch}` is not complete after {COMPLETE_S:g} s: the disk hangs") from None
-        if not keeps_routing:
-            journal.routing_forgotten(updates)
         log.info(
             "checkpoint of version %d: written in %.2f s, with %d versions and the tokens of %d trajectories",
             updates, clock.now() - began, len(needed), len(suspended),
         )  # fmt: skip
 
     return save()
+
+
+def forget_routing(journal: Journal, root: Path) -> None:
+    """Deletes the records of routing that are not needed to train on from any checkpoint in `root`."""
+    if versions := [int(each.name) for each in complete_checkpoints(root)]:
+        journal.routing_forgotten(min(versions))
 
 
 async def _durable(versions: VersionFiles, version: int) -> None:

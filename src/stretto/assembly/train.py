@@ -31,7 +31,13 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from stretto import clock
-from stretto.assembly.checkpoint_writer import begin_folder, claimed_folder, take_checkpoint, write_json
+from stretto.assembly.checkpoint_writer import (
+    begin_folder,
+    claimed_folder,
+    forget_routing,
+    take_checkpoint,
+    write_json,
+)
 from stretto.assembly.export import export_policy
 from stretto.assembly.resume import Resumed, take_up, tries_to_score
 from stretto.core.controller import Controller
@@ -364,6 +370,8 @@ async def _run(run: _Run) -> dict[str, Any]:
     if recipe.runtime.final_checkpoint:
         await loop.checkpoints.save()  # for `--resume` with more updates
         await asyncio.to_thread(keep_newest_checkpoint, run.folder / "checkpoints")
+        if not keeps_routing(recipe):
+            forget_routing(run.journal, run.folder / "checkpoints")
     if evaluator is not None and ("after" not in resumed.evaluated or resumed.updates < plan.updates):
         write_json(run.folder / "summary.json", _summary(run, tally, loop.controller, stopped=False))
         try:
@@ -475,11 +483,16 @@ def _make_loop(
             run.journal,
             run.versions,
             ages=run.phases.retrained_ages,
-            keeps_routing=run.recipe.training.keep_routing or run.recipe.training.replay is not None,
+            keeps_routing=keeps_routing(run.recipe),
         ),
         control=run.control,
         first_reward=first_reward,
     )
+
+
+def keeps_routing(recipe: Recipe) -> bool:
+    """True if records of routing are kept: the recipe says so, or trains on groups again that it has trained on."""
+    return recipe.training.keep_routing or recipe.training.replay is not None
 
 
 async def _conclude(run: _Run, tally: Tally, controller: Controller, *, stopped: bool) -> dict[str, Any]:
