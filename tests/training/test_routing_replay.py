@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from stretto.engines.native.engine import NativeEngine
-from stretto.errors import RecipeError, TrainerError
+from stretto.errors import ModelError, RecipeError, TrainerError
+from stretto.models.routing import routing_shape
 from stretto.models.tiny import random_mixture, random_model
+from stretto.training.forward import PackedModel
 from stretto.training.options import TrainingOptions
 from stretto.training.packing import micro_batch
 from stretto.training.recorded_logprobs import rescore
@@ -72,15 +74,18 @@ def fixed_routing_logprobs(model: Any, sample: Sample) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, tokens[len(PROMPT) :, None])[:, 0]
 
 
+@pytest.mark.parametrize("plain", [False, True], ids=["modules", "lean"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_flow_through_the_gates_of_recorded_experts(checkpointing: bool) -> None:
+def test_gradients_flow_through_the_gates_of_recorded_experts(checkpointing: bool, plain: bool) -> None:
     model = random_mixture(1)
     own = copy.deepcopy(model)
-    trainer = LocalTrainer(model, options=TrainingOptions(checkpointing=checkpointing))
+    packed = PackedModel(model)
+    packed.prepare(compiled=False, checkpointing=checkpointing, plain=plain)
+    assert (packed.plain is not None) == plain
     samples = [sample_of(each, 5 + each, routing=random_record(5 + each, each)) for each in range(2)]
     zeros = np.zeros(2)
-    micro = micro_batch(samples, [0, 1], zeros, zeros, routing=trainer.routing)
-    logprobs, _ = trainer.packed.logprobs(micro, 1.0)
+    micro = micro_batch(samples, [0, 1], zeros, zeros, flash=packed.flash, routing=routing_shape(own))
+    logprobs, _ = packed.logprobs(micro, 1.0)
     logprobs.sum().backward()
     expected: dict[str, torch.Tensor] = {}
     values = []
@@ -144,6 +149,11 @@ def test_a_sample_without_a_record_or_with_one_of_another_shape_is_refused() -> 
 def test_routing_has_no_meaning_for_a_dense_model() -> None:
     with pytest.raises(RecipeError, match="is for mixtures of experts, and `qwen3` is none"):
         LocalTrainer(random_model(), options=TrainingOptions(routing="replay"))
+
+
+def test_a_mixture_is_not_compiled() -> None:
+    with pytest.raises(ModelError, match="`compile = true` is for plain decoders"):
+        LocalTrainer(random_mixture(), options=TrainingOptions(compile=True))
 
 
 def test_a_reference_routes_by_itself() -> None:

@@ -65,7 +65,8 @@ def linear_groups(layer: Any) -> tuple[tuple[Any, ...], ...]:
 
 def activations(model: Any) -> set[str]:
     """Returns the class names of the activations of a plain model's layers."""
-    return {type(layer.mlp.act_fn).__name__ for layer in model.model.layers}
+    blocks = [layer.mlp.experts if has_experts(layer) else layer.mlp for layer in model.model.layers]
+    return {type(block.act_fn).__name__ for block in blocks}
 
 
 def same_adapters(model: Any, kind: type[nn.Module]) -> bool:

@@ -137,8 +137,8 @@ class RoutingTap:
 
     def __init__(self, tree: nn.Module) -> None:
         self._ids: list[Tensor] = []
-        for router in routers_of(tree):
-            router.register_forward_hook(self._collect)
+        self._routers = routers_of(tree)
+        self._hooks = [router.register_forward_hook(self._collect) for router in self._routers]
 
     def _collect(self, module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
         self._ids.append(output[2])
@@ -148,9 +148,16 @@ class RoutingTap:
         ids, self._ids = self._ids, []
         return torch.stack(ids, 1)
 
-    def drop(self) -> None:
-        """Forgets what was collected."""
-        self._ids = []
+    def close(self) -> Tensor | None:
+        """Removes itself from the routers; returns the ids [T, layers, k] of all forwards, one after the other.
+
+        None: there are no routers.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        ids, count = self._ids, len(self._routers)
+        forwards = [torch.stack(ids[at : at + count], 1) for at in range(0, len(ids), count or 1)]
+        return torch.cat(forwards) if forwards else None
 
 
 def replay_through_modules(model: nn.Module) -> None:
