@@ -269,18 +269,21 @@ class PlainDecoder:
     def _weights_of(self, layer: Any) -> LayerWeights:
         own = layer.self_attn
         query_norm, key_norm = getattr(own, "q_norm", None), getattr(own, "k_norm", None)
-        projections: list[Projection | None] = [self._projection(linears) for linears in linear_groups(layer)]
+        attention_in, attention_out, *feed_forward = (self._projection(linears) for linears in linear_groups(layer))
+        mlp_in, mlp_out = feed_forward or (None, None)
         experts = None
         if has_experts(layer):
             own_experts = layer.mlp.experts
             experts = ExpertWeights(layer.mlp.gate.weight, own_experts.gate_up_proj, own_experts.down_proj)
-            projections += [None, None]
         return LayerWeights(
             layer.input_layernorm.weight,
             layer.post_attention_layernorm.weight,
             None if query_norm is None else query_norm.weight,
             None if key_norm is None else key_norm.weight,
-            *projections,  # type: ignore[arg-type]
+            attention_in,
+            attention_out,
+            mlp_in,
+            mlp_out,
             experts,
         )
 

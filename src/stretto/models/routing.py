@@ -167,7 +167,8 @@ def replay_through_modules(model: nn.Module) -> None:
     pass replays the same record.
     """
     place = 0
-    for layer in getattr(model, "base_model", model).layers:
+    decoder: Any = getattr(model, "base_model", model)
+    for layer in getattr(decoder, "layers", ()):
         own = [module for module in layer.modules() if type(module).__name__ in ROUTERS]
         if own:
             router = own[0]
@@ -220,7 +221,8 @@ def expert_loads(records: Sequence[NDArray[Any]], experts: int) -> NDArray[np.fl
     for record in records:
         for layer in range(layers):
             counts[layer] += np.bincount(record[:, layer].reshape(-1), minlength=experts)
-    return counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    shares: NDArray[np.float64] = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    return shares
 
 
 def expert_metrics(records: Sequence[NDArray[Any] | None], shape: RoutingShape | None) -> dict[str, float]:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 FOLDER = "routing"
 DIGEST_BYTES = 16
 PER_FOLDER = 1000  # trajectories
-KINDS = {1: np.dtype("u1"), 2: np.dtype("<i2")}  # of an expert's id, by its bytes
+KINDS: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<i2")}  # of an expert's id, by its bytes
 
 
 def stamp(record: NDArray[Any]) -> bytes:
@@ -69,7 +69,7 @@ def read_record(run: Path, trajectory: int, lineage: int, stamped: bytes) -> NDA
         return None
     if blake2b(data, digest_size=DIGEST_BYTES).digest() != stamped[:DIGEST_BYTES]:
         raise ValueError(f"its record of routing in `{FOLDER}/` is not the one that the journal has the digest of")
-    record = np.frombuffer(data, KINDS[width]).reshape(tokens, layers, chosen)
+    record: NDArray[Any] = np.frombuffer(data, KINDS[width]).reshape(tokens, layers, chosen)
     return record.astype(record.dtype.newbyteorder("="), copy=False)
 
 

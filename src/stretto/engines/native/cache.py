@@ -38,7 +38,7 @@ class RoutingRead:
 
     @property
     def is_done(self) -> bool:
-        return self.arrived is None or bool(self.arrived.query())
+        return self.arrived is None or bool(self.arrived.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> NDArray[Any]:
         """Waits for the record and returns it."""
