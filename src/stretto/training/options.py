@@ -69,7 +69,7 @@ class TrainingOptions(Options):
     )
     keep_routing: bool = Field(
         False,
-        description="Keep the records of routing after the run, for `stretto replay` and `stretto verify --recompute`; "
+        description="Keep the records of routing after the run, for `stretto replay` and `verify --recompute`; "
         "otherwise they are deleted once no update can need them",
     )
     compile: bool | None = Field(
