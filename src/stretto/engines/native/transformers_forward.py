@@ -1,6 +1,6 @@
 """The forward of any architecture: transformers' own modules over the paged cache.
 
-For models that are not plain decoders (mixtures of experts among them). It takes more launches than the fused forward,
+For models that are not plain decoders. It takes more launches than the fused forward,
 and has the same cache, slots, graphs and draws. A forward runs all tokens of a step as one sequence [1, tokens]; the
 attention function is registered with transformers under `stretto_paged`.
 """
