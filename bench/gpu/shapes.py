@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from stretto.models.checksums import checksum
 from stretto.models.lora import adapted_modules, write_adapter
@@ -36,7 +36,18 @@ class Shape:
     head_dim: int = 128
     vocab_size: int = 151_936
     max_position_embeddings: int = 40_960
+    num_experts: int = 0  # 0: a dense model
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """The keys of the configuration."""
+        found = asdict(self)
+        return {key: value for key, value in found.items() if self.num_experts or key not in EXPERTS}
+
+
+EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 SHAPES = {
     "tiny": Shape(64, 128, 2, 4, 2, True, head_dim=16, vocab_size=256, max_position_embeddings=4_096),
@@ -44,6 +55,24 @@ SHAPES = {
     "1.7B": Shape(2_048, 6_144, 28, 16, 8, True),
     "4B": Shape(2_560, 9_728, 36, 32, 8, True),
     "8B": Shape(4_096, 12_288, 36, 32, 8, False),
+    # Mixtures of experts. The second has the shapes of Qwen3-30B-A3B with 12 of its 48 layers.
+    "tiny-moe": Shape(
+        64,
+        128,
+        2,
+        4,
+        2,
+        True,
+        head_dim=16,
+        vocab_size=256,
+        max_position_embeddings=4_096,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    ),
+    "30B-A3B-12": Shape(
+        2_048, 6_144, 12, 32, 4, False, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768
+    ),
 }
 
 
@@ -51,9 +80,12 @@ def config_of(size: str) -> Any:
     """The configuration of a size. No token ends a text: lengths are what a bench asks for."""
     if size not in SHAPES:
         raise ValueError(f"`--sizes {size}` is not known; there are {', '.join(SHAPES)}")
-    return Qwen3Config(
-        **asdict(SHAPES[size]),
-        architectures=["Qwen3ForCausalLM"],
+    mixture = SHAPES[size].num_experts > 0
+    kind = Qwen3MoeConfig if mixture else Qwen3Config
+    return kind(
+        **SHAPES[size].values,
+        **({"norm_topk_prob": True} if mixture else {}),
+        architectures=["Qwen3MoeForCausalLM" if mixture else "Qwen3ForCausalLM"],
         rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
         bos_token_id=None,
         eos_token_id=None,

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from stretto.training.trainer import LocalTrainer, LoraOptions, TrainingOptions
 from stretto.types import Batch, Completion, Sample
@@ -49,14 +49,27 @@ TINY = {
 }
 
 
-def model_of(shape: dict[str, Any], device: str, dtype: torch.dtype) -> Qwen3ForCausalLM:
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+MIXTURE = {  # Qwen3-30B-A3B with 12 of its 48 layers
+    **SHAPE,
+    **EXPERTS,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+TINY_MIXTURE = {**TINY, **EXPERTS, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def model_of(shape: dict[str, Any], device: str, dtype: torch.dtype) -> Any:
     """Random weights, made where they are used."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = Qwen3ForCausalLM(Qwen3Config(**shape))
+            mixture = "num_experts" in shape
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)) if mixture else Qwen3ForCausalLM(Qwen3Config(**shape))
     finally:
         torch.set_default_dtype(before)
     return model.eval()
@@ -70,10 +83,21 @@ def batch_of(arguments: argparse.Namespace, vocabulary: int) -> Batch:
     samples = []
     for index, length in enumerate(np.clip(lengths, 1, arguments.cap).astype(int).tolist()):
         tokens = draw.integers(0, vocabulary, length).astype(np.int32)
-        completion = Completion(index, 0, tokens, np.full(length, -np.log(vocabulary), np.float32), "stop", "")
+        logprobs, routing = np.full(length, -np.log(vocabulary), np.float32), record_of(arguments, length, draw)
+        completion = Completion(index, 0, tokens, logprobs, "stop", "", routing=routing)
         prompt = tuple(draw.integers(0, vocabulary, arguments.prompt).tolist())
         samples.append(Sample(index, index // arguments.members, 0, prompt, completion, float(draw.integers(0, 2))))
     return Batch(0, samples)
+
+
+def record_of(arguments: argparse.Namespace, length: int, draw: np.random.Generator) -> np.ndarray | None:
+    """Experts at random, which is a balanced load; None for a dense model."""
+    shape = arguments.shape
+    if "num_experts" not in shape:
+        return None
+    tokens, chosen = arguments.prompt + length - 1, shape["num_experts_per_tok"]
+    first = draw.integers(0, shape["num_experts"], (tokens, shape["num_hidden_layers"], 1))
+    return ((first + np.arange(chosen)) % shape["num_experts"]).astype(np.uint8)
 
 
 def measure(setting: dict[str, Any], arguments: argparse.Namespace, batch: Batch) -> dict[str, Any]:
@@ -147,15 +171,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--mixture", action="store_true", help="Qwen3-30B-A3B with 12 layers, its routing replayed")
     arguments = parser.parse_args()
-    arguments.device, arguments.shape = "cuda", SHAPE
+    arguments.device, arguments.shape = "cuda", MIXTURE if arguments.mixture else SHAPE
+    if arguments.mixture:
+        arguments.compile = [None]  # it runs through the modules of transformers, which are not compiled
     usual = "float32" if arguments.tiny else "bfloat16"
     arguments.other_dtype = {} if arguments.dtype in (None, usual) else {"dtype": arguments.dtype}
     arguments.dtype = arguments.dtype or usual
     if arguments.tiny:
-        arguments.device, arguments.shape = "cpu", TINY
+        arguments.device, arguments.shape = "cpu", TINY_MIXTURE if arguments.mixture else TINY
         arguments.groups, arguments.members, arguments.prompt, arguments.median, arguments.cap = 2, 2, 5, 12, 40
-        arguments.compile, arguments.micro_tokens, arguments.repeats = [False], [64, 256], 1
+        arguments.compile = [None] if arguments.mixture else [False]
+        arguments.micro_tokens, arguments.repeats = [64, 256], 1
     elif not torch.cuda.is_available():
         parser.error("there is no CUDA device: use `--tiny` to try the command on the processor")
     return arguments

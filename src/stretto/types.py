@@ -49,6 +49,7 @@ class Sampling:
     stop_tokens: tuple[int, ...] = ()  # a stop token is part of the completion
     stop_strings: tuple[str, ...] = ()  # the completion ends with the token that completes one
     supports: bool = True  # record what `top_p`, `top_k` and `min_p` leave of each distribution, which training needs
+    routing: bool = True  # record the experts of each token, if the engine's model is a mixture of experts
 
     @property
     def truncates(self) -> bool:
@@ -109,6 +110,9 @@ class Completion:
     supports: Supports | None = None  # what each token was drawn from; None: the whole vocabulary, or not recorded
     turns: NDArray[np.int32] | None = None  # [turns, 2], where each begins and ends in `tokens`; None: one, all of it
     receipts: tuple[str, ...] = ()  # of the loads that it was sampled under, by engines that give receipts
+    # [prompt + n - 1, layers, k] uint8 or int16: the experts that each token of prompt and completion but the last was
+    # routed to as it was first computed (`models/routing.py`); None: no mixture of experts, or not recorded
+    routing: NDArray[np.uint8] | NDArray[np.int16] | None = None
 
     @property
     def sampled(self) -> NDArray[np.int64]:
@@ -172,6 +176,8 @@ class Suspended:
     prefilled: int = 0
     supports: Supports | None = None  # [n], where its sampling records them
     receipts: tuple[str, ...] = ()  # as in `Completion`
+    # [at most prompt + n - 1, layers, k]: as in `Completion`, of the tokens that were computed so far
+    routing: NDArray[np.uint8] | NDArray[np.int16] | None = None
 
 
 @dataclass(frozen=True, slots=True)

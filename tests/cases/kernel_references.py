@@ -228,5 +228,6 @@ REFERENCE = replace(
     add_norm=add_norm,
     split_heads=split_heads,
     gate=gate,
+    expert_dtypes=frozenset({torch.float32, torch.bfloat16}),
     paged=PagedKernels(draw, plan_items, paged_decode, paged_extend, dense_causal),
 )

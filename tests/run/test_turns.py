@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -367,3 +368,20 @@ def test_a_lineage_earns_what_was_earned_from_each_of_its_turns_to_its_next() ->
     assert earned_by(title) == (16.0,)
     whole = Sample(0, 0, 0, agent.context, agent.completion, 31.0, turn_numbers=agent.turn_numbers)
     assert whole.rewards_by_turn == (0.0, 31.0)
+
+
+def test_the_experts_of_a_token_are_those_of_the_turn_that_computed_it_first() -> None:
+    def routed(completion: Completion, context: int, expert: int) -> Completion:
+        record = np.full((context + len(completion.tokens) - 1, 2, 1), expert, dtype=np.uint8)
+        return replace(completion, routing=record)
+
+    turns = Turns(PROMPT)
+    turns.add((1, 2), routed(turn(10, 11), 2, 0))
+    turns.add((1, 2, 10, 11, 90), routed(turn(12), 5, 1))
+    turns.add((1, 2, 10, 11, 90, 12, 91, 92), routed(turn(13, 14), 8, 2))
+    made = turns.whole()
+    assert made.routing is not None
+    assert made.routing[:, 0, 0].tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2]
+    again = Turns.of(PROMPT, [Lineage(PROMPT, made)])
+    assert [len(each.completion.routing) for each in again.done if each.completion.routing is not None] == [3, 5, 9]
+    assert np.array_equal(again.whole().routing, made.routing)

@@ -189,7 +189,7 @@ def test_on_a_cluster_instances_and_trainer_are_planned_apart() -> None:
 
 
 def test_what_does_not_fit_on_one_gpu_together_may_fit_on_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stretto.setup.memory_report.tiny_config", lambda: BILLIONS)
+    monkeypatch.setattr("stretto.setup.memory_report.tiny_config_of", lambda path: BILLIONS)
     monkeypatch.setattr("stretto.setup.memory_report.choose_device", lambda name: CUDA)
     monkeypatch.setattr("stretto.setup.memory_report.describe_device", lambda device: "a GPU")
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (40 * GIB, 40 * GIB))

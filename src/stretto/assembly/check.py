@@ -9,8 +9,9 @@ import tomli_w
 
 from stretto.environments.given import NOTHING_GIVEN, Given, of_task
 from stretto.models.loading import load_config, load_tokenizer
+from stretto.models.routing import replayed_shape
 from stretto.models.stop_tokens import stop_tokens
-from stretto.models.tiny import WarmStart, tiny_config, tiny_tokenizer
+from stretto.models.tiny import WarmStart, tiny_config_of, tiny_tokenizer
 from stretto.observe.trackers.catalogue import check_trackers
 from stretto.recipe.checks import without_effect
 from stretto.recipe.schema import Recipe
@@ -52,8 +53,8 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN) -> CheckReport:
     recipe = resolved(recipe, choose_device(recipe.runtime.device))
     check_objective(recipe)
     trackers = check_trackers(recipe.observe)
-    tiny = recipe.model.path == "tiny"
-    config = tiny_config() if tiny else load_config(recipe.model.path)
+    tiny = recipe.model.is_tiny
+    config = tiny_config_of(recipe.model.path) if tiny else load_config(recipe.model.path)
     of_model = tiny_tokenizer() if tiny else load_tokenizer(recipe.model.path)
     tokenizer = prompt_tokenizer(recipe, of_model)
     inputs = load_inputs(recipe, of_model, context=context_length(config), model_path=recipe.model.path, given=given)
@@ -70,6 +71,7 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN) -> CheckReport:
     tasks = [_described(own, phrase, recipe) for own, phrase in zip(inputs.tasks, scored, strict=True)]
     notes = (
         *tasks,
+        *describe_routing(recipe, config, inputs.longest_prompt),
         *inputs.notes(recipe),
         *of_warm_start,
         *of_teachers,
@@ -93,6 +95,18 @@ def _described(own: TaskInputs, scored: str, recipe: Recipe) -> str:
     )
 
 
+def describe_routing(recipe: Recipe, config: Any, longest_prompt: int) -> list[str]:
+    """Returns a line on the records of routing; empty for a dense model. Raises `RecipeError` as the trainer would."""
+    shape = replayed_shape(config, recipe.training.routing, keeps=recipe.training.keep_routing)
+    if shape is None:
+        return []
+    each, group = shape.bytes_per_token, recipe.rollout.prompts * recipe.rollout.group
+    most = each * group * (longest_prompt + recipe.rollout.max_tokens - 1)
+    kept = "kept (`training.keep_routing`)" if recipe.training.keep_routing else "deleted after a checkpoint"
+    of_token = f"{each} bytes a token ({shape.layers} layers, {shape.chosen} of {shape.experts} experts)"
+    return [f"routing is replayed: {of_token}, at most {most / 2**20:,.1f} MiB an update in `routing/`, {kept}"]
+
+
 def effective(recipe: Recipe) -> str:
     """Returns the recipe as TOML with every value that it runs with, including those that follow from others."""
     values = recipe.model_dump(mode="json")
@@ -113,7 +127,7 @@ def effective(recipe: Recipe) -> str:
             table["share"] = 1.0
     if lora is not None:
         values["model"]["lora"]["alpha"] = lora.effective_alpha
-    if recipe.model.path == "tiny" and not has_demonstrations(recipe):
+    if recipe.model.is_tiny and not has_demonstrations(recipe):
         warm_start = values["model"]["warm_start"] or {"seed": 0, "steps": None}
         if warm_start["steps"] is None:
             warm_start["steps"] = WarmStart().steps

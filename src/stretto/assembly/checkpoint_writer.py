@@ -76,12 +76,20 @@ def begin_folder(recipe: Recipe, folder: Path) -> None:
 
 
 def take_checkpoint(
-    folder: Path, loop: Loop, trainer: TrainerBackend, journal: Journal, versions: VersionFiles, *, ages: int
+    folder: Path,
+    loop: Loop,
+    trainer: TrainerBackend,
+    journal: Journal,
+    versions: VersionFiles,
+    *,
+    ages: int,
+    keeps_routing: bool = True,
 ) -> Coroutine[Any, Any, None]:
     """Captures the state of the run now. Returns a coroutine that writes it, after the journal is durable.
 
     The updates after it, if they are trained again, need versions up to `ages` older than their own: those before the
-    checkpoint are held with it.
+    checkpoint are held with it. Unless it `keeps_routing`, records of routing that no update
+    after the oldest checkpoint trains on are deleted.
 
     The coroutine asks the trainer for its state before it waits for anything else, so that state is of the same
     version. It raises `RunError` if the checkpoint cannot be written; the one before it is still there then.
@@ -104,6 +112,8 @@ def take_checkpoint(
             await write()
         finally:
             versions.keep_holds({int(each.name) for each in complete_checkpoints(root)})
+        if not keeps_routing:
+            forget_routing(journal, root)
 
     async def write() -> None:
         began, scratch = clock.now(), begin_checkpoint(root, updates)
@@ -130,6 +140,12 @@ def take_checkpoint(
         )  # fmt: skip
 
     return save()
+
+
+def forget_routing(journal: Journal, root: Path) -> None:
+    """Deletes the records of routing that are not needed to train on from any checkpoint in `root`."""
+    if versions := [int(each.name) for each in complete_checkpoints(root)]:
+        journal.routing_forgotten(min(versions))
 
 
 async def _durable(versions: VersionFiles, version: int) -> None:

@@ -37,7 +37,7 @@ async def export_policy(
 
 def _complete(folder: Path, recipe: Recipe, *, templated: bool, asked: bool) -> None:
     """Adds what other tools need to load the policy. `asked`: the recipe asks for a chat template."""
-    is_tiny = recipe.model.path == "tiny"
+    is_tiny = recipe.model.is_tiny
     if (is_tiny or recipe.model.merge_adapter) and recipe.model.lora is not None:
         _copy_base(folder)
     if is_tiny and not templated and not asked:

@@ -109,6 +109,7 @@ class ServedPolicy:
             stop_tokens=self._sampling.stop_tokens,
             stop_strings=asked.stop,
             supports=False,
+            routing=False,
         )
         seed = secrets.randbits(63) if asked.seed is None else asked.seed % 2**63
         id = next(self._ids)

@@ -32,7 +32,13 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from stretto import clock
-from stretto.assembly.checkpoint_writer import begin_folder, claimed_folder, take_checkpoint, write_json
+from stretto.assembly.checkpoint_writer import (
+    begin_folder,
+    claimed_folder,
+    forget_routing,
+    take_checkpoint,
+    write_json,
+)
 from stretto.assembly.data_record import data_record, recorded_limits, refuse_other_data
 from stretto.assembly.export import export_policy
 from stretto.assembly.resume import Resumed, take_up, tries_to_score
@@ -391,6 +397,8 @@ async def _run(run: _Run) -> dict[str, Any]:
     if recipe.runtime.final_checkpoint:
         await loop.checkpoints.save()  # for `--resume` with more updates
         await asyncio.to_thread(keep_newest_checkpoint, run.folder / "checkpoints")
+        if not keeps_routing(recipe):
+            forget_routing(run.journal, run.folder / "checkpoints")
     if evaluator is not None and ("after" not in resumed.evaluated or resumed.updates < plan.updates):
         write_json(run.folder / "summary.json", _summary(run, tally, loop.controller, stopped=False))
         try:
@@ -500,12 +508,23 @@ def _make_loop(
         kept=resumed.kept,
         versions=run.versions,
         checkpointing=lambda loop: take_checkpoint(
-            run.folder, loop, run.trainer, run.journal, run.versions, ages=run.phases.retrained_ages
+            run.folder,
+            loop,
+            run.trainer,
+            run.journal,
+            run.versions,
+            ages=run.phases.retrained_ages,
+            keeps_routing=keeps_routing(run.recipe),
         ),
         control=run.control,
         first_reward=first_reward,
         scoring_wait=lambda: run.backend.scoring_wait,
     )
+
+
+def keeps_routing(recipe: Recipe) -> bool:
+    """True if records of routing are kept: the recipe says so, or trains on groups again that it has trained on."""
+    return recipe.training.keep_routing or recipe.training.replay is not None
 
 
 async def _conclude(run: _Run, tally: Tally, controller: Controller, *, stopped: bool) -> dict[str, Any]:
@@ -546,7 +565,7 @@ def _evaluator(run: _Run, first_reward: FirstReward) -> Evaluator | None:
     def sampling_of(part: Recipe) -> Sampling:
         temperature = recipe.rollout.temperature if wanted.temperature is None else wanted.temperature
         own = _limited(driver.sampling, wanted.max_tokens or part.rollout.max_tokens, part)
-        return replace(own, temperature=temperature, supports=False)  # evaluation is not trained on
+        return replace(own, temperature=temperature, supports=False, routing=False)  # evaluation is not trained on
 
     return Evaluator(
         driver.inputs.held_out,

@@ -34,7 +34,7 @@ class EpisodeServer:
                 except RewardError as error:  # which the environment may handle
                     return Refuse(episode, error)
                 self._known[lineage] = context + tuple(completion.tokens.tolist())
-                # Supports may be a hundred times as large as the tokens.
-                sent = completion if completion.supports is None else replace(completion, supports=None)
+                # Supports and routing may be a hundred times as large as the tokens.
+                sent = replace(completion, supports=None, routing=None)
                 return Answer(episode, sent, self._policy.left)
         return None

@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stretto.models.adapted_linear import AdapterGroup, adapted_linear, adapted_wide
-from stretto.models.decoder_support import activations, is_plain, linear_groups, same_adapters
+from stretto.models.decoder_support import activations, has_experts, is_plain, linear_groups, same_adapters
 from stretto.models.float32_products import HALF, wide_linear, wide_type
 from stretto.models.lora import LoraLinear
 from stretto.models.packed_attention import PackedLayout
+from stretto.models.routing import gates, normalizes, routers_of
 from stretto.models.varlen_attention import causal_varlen
 
 SILU = {"SiLU", "SiLUActivation"}
@@ -45,6 +46,14 @@ class Projection(NamedTuple):
     ups_cast: list[Tensor]
 
 
+class ExpertWeights(NamedTuple):
+    """The router and the experts of a layer."""
+
+    router: Tensor  # [experts, width]
+    up: Tensor  # [experts, 2 * inner, width]: gate and up
+    down: Tensor  # [experts, width, inner]
+
+
 class LayerWeights(NamedTuple):
     """Every tensor of a layer."""
 
@@ -54,8 +63,9 @@ class LayerWeights(NamedTuple):
     key_norm: Tensor | None
     attention_in: Projection  # query, key, value
     attention_out: Projection
-    mlp_in: Projection  # gate, up
-    mlp_out: Projection
+    mlp_in: Projection | None  # gate, up; None: the layer has experts
+    mlp_out: Projection | None
+    experts: ExpertWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,8 @@ class LayerShape:
     scaling: float
     owners: tuple[tuple[int, ...], ...]  # of the adapters in each of the four projections
     adapter_scale: float
+    chosen: int = 0  # experts of a token
+    normalizes: bool = True  # their weights add up to 1
 
 
 def normalized(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -114,10 +126,39 @@ def add_projected(hidden: Tensor, x: Tensor, projection: Projection, owners: tup
     return hidden + projection.biases[0] if projection.biases else hidden
 
 
+def expert_sum(shape: LayerShape, x: Tensor, weights: ExpertWeights, ids: Tensor | None) -> Tensor:
+    """Returns the weighted sum [T, width] of each token's experts in `wide_type`: `ids` [T, k], or as routed.
+
+    Tokens are sorted by expert, so that each linear layer of all experts is one grouped product.
+    """
+    logits = F.linear(x, weights.router)
+    if ids is None:
+        ids = logits.detach().float().topk(shape.chosen, dim=-1).indices
+    shares = gates(logits, ids, normalized=shape.normalizes)
+    sorted_ids, order = ids.reshape(-1).sort(stable=True)
+    experts = torch.arange(len(weights.up), device=x.device)
+    ends = torch.searchsorted(sorted_ids, experts, right=True, out_int32=True)
+    gate, up = F.grouped_mm(x[order // shape.chosen], weights.up.transpose(1, 2), offs=ends).chunk(2, -1)
+    wide = wide_type(x.dtype)
+    inner = (F.silu(gate.to(wide)) * up).to(x.dtype)
+    made = F.grouped_mm(inner, weights.down.transpose(1, 2), offs=ends)
+    in_order = made[order.argsort()].view(*ids.shape, -1)
+    return (in_order.to(wide) * shares[..., None].to(wide)).sum(1)
+
+
 def decoder_layer(
-    shape: LayerShape, hidden: Tensor, cos: Tensor, sin: Tensor, ends: Tensor, limit: Tensor, weights: LayerWeights
+    shape: LayerShape,
+    hidden: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    ends: Tensor,
+    limit: Tensor,
+    weights: LayerWeights,
+    ids: Tensor | None = None,
 ) -> Tensor:
     """Returns `hidden` [T, width] after the layer, in `wide_type`. `ends` and `limit` are those of the layout.
+
+    `ids` [T, k] are the experts that tokens go to, if the layer has experts; None: those that its router chooses.
 
     The input of a product or of attention is rounded to the type of the weights, once, as in the engine's kernels.
     """
@@ -132,6 +173,10 @@ def decoder_layer(
     y, _ = causal_varlen(q, k, v, ends, limit, shape.scaling)
     hidden = add_projected(hidden, y.flatten(1), weights.attention_out, shape.owners[1], shape.adapter_scale)
     x = normalized(hidden, weights.between, shape.epsilon).to(dtype)
+    if weights.experts is not None:
+        return hidden + expert_sum(shape, x, weights.experts, ids)
+    assert weights.mlp_in is not None
+    assert weights.mlp_out is not None
     gate, up = project(x, weights.mlp_in, shape.owners[2], shape.adapter_scale)
     x = (F.silu(gate.to(hidden.dtype)) * up).to(dtype)
     return add_projected(hidden, x, weights.mlp_out, shape.owners[3], shape.adapter_scale)
@@ -151,6 +196,7 @@ class PlainDecoder:
         first = self._decoder.layers[0].self_attn
         self._groups: list[AdapterGroup] = []
         self._layers = [self._weights_of(layer) for layer in self._decoder.layers]
+        routers = routers_of(model)
         owners = tuple(self._owners_of(group) for group in linear_groups(self._decoder.layers[0]))
         self._shape = LayerShape(
             head_size=first.head_dim,
@@ -158,6 +204,8 @@ class PlainDecoder:
             scaling=float(first.scaling),
             owners=owners,
             adapter_scale=self._groups[0].scale if self._groups else 1.0,
+            chosen=int(routers[0].top_k) if routers else 0,
+            normalizes=normalizes(routers[0]) if routers else True,
         )
         copies = [group.copies for group in self._groups]
         self._cast = [each for into, _ in copies for each in into]
@@ -167,9 +215,16 @@ class PlainDecoder:
             self._compiled = torch.compile(self._own_layer(), backend=backend, fullgraph=True)
 
     def _layer(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, ends: Tensor, limit: Tensor, weights: LayerWeights
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        ends: Tensor,
+        limit: Tensor,
+        weights: LayerWeights,
+        ids: Tensor | None = None,
     ) -> Tensor:
-        return decoder_layer(self._shape, hidden, cos, sin, ends, limit, weights)
+        return decoder_layer(self._shape, hidden, cos, sin, ends, limit, weights, ids)
 
     def _own_layer(self) -> Callable[..., Tensor]:
         """Returns `_layer` with a code object of its own: torch stores and limits graphs by code object."""
@@ -195,11 +250,16 @@ class PlainDecoder:
         hidden = hidden.to(wide_type(dtype))
         training = torch.is_grad_enabled()
         layer = self._compiled if self._compiled is not None and training else self._layer
+        place = 0  # among the layers that have experts
         for weights in self._layers:
             if layer is not self._layer:
                 for tensor in (hidden, cos, sin, layout.ends):
                     torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            arguments = (hidden, cos, sin, layout.ends, layout.limit, weights)
+            ids = None
+            if weights.experts is not None:
+                ids = None if layout.routing is None else layout.routing[:, place]
+                place += 1
+            arguments = (hidden, cos, sin, layout.ends, layout.limit, weights, ids)
             if self._checkpointing and training:
                 hidden = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -209,12 +269,22 @@ class PlainDecoder:
     def _weights_of(self, layer: Any) -> LayerWeights:
         own = layer.self_attn
         query_norm, key_norm = getattr(own, "q_norm", None), getattr(own, "k_norm", None)
+        attention_in, attention_out, *feed_forward = (self._projection(linears) for linears in linear_groups(layer))
+        mlp_in, mlp_out = feed_forward or (None, None)
+        experts = None
+        if has_experts(layer):
+            own_experts = layer.mlp.experts
+            experts = ExpertWeights(layer.mlp.gate.weight, own_experts.gate_up_proj, own_experts.down_proj)
         return LayerWeights(
             layer.input_layernorm.weight,
             layer.post_attention_layernorm.weight,
             None if query_norm is None else query_norm.weight,
             None if key_norm is None else key_norm.weight,
-            *(self._projection(linears) for linears in linear_groups(layer)),
+            attention_in,
+            attention_out,
+            mlp_in,
+            mlp_out,
+            experts,
         )
 
     def _projection(self, linears: Sequence[nn.Linear]) -> Projection:
@@ -236,4 +306,4 @@ def fits(model: Any) -> bool:
 
     The adapted layers are a constant of the graph that all layers share.
     """
-    return is_plain(model) and activations(model) <= SILU and same_adapters(model, LoraLinear)
+    return is_plain(model, mixtures=True) and activations(model) <= SILU and same_adapters(model, LoraLinear)

@@ -10,17 +10,22 @@ from typing import Any
 
 from torch import nn
 
+from stretto.models.routing import ROUTERS
+
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MIXTURES = ("MixtralForCausalLM", "Qwen3MoeForCausalLM")  # plain but for their feed-forward, which has experts
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")  # their angles depend on the position alone
 
 
-def is_plain(model: Any) -> bool:
+def is_plain(model: Any, *, mixtures: bool = False) -> bool:
     """True if the model has one of the known architectures and nothing in it is changed by hooks or other forwards.
 
-    The activation and the adapters are left to the caller: see `activations` and `same_adapters`.
+    With `mixtures`, layers may have experts. The activation and the adapters are left to the caller: see `activations`
+    and `same_adapters`.
     """
-    if type(model).__name__ not in ARCHITECTURES or not type(model).__module__.startswith("transformers.models."):
+    known = (*ARCHITECTURES, *MIXTURES) if mixtures else ARCHITECTURES
+    if type(model).__name__ not in known or not type(model).__module__.startswith("transformers.models."):
         return False
     if any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
         return False
@@ -36,20 +41,32 @@ def is_plain(model: Any) -> bool:
 def _is_plain_layer(layer: Any, rotated: int) -> bool:
     if {name for name, _ in layer.named_children()} != LAYER_PARTS or layer.self_attn.head_dim != rotated:
         return False
+    if has_experts(layer):
+        return len({linear.bias is None for linear in linear_groups(layer)[0]}) == 1
     if not all(hasattr(layer.mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
         return False
     return all(len({linear.bias is None for linear in group}) == 1 for group in linear_groups(layer))
 
 
+def has_experts(layer: Any) -> bool:
+    """True if the feed-forward of a layer is a router with experts, and nothing besides."""
+    parts = {name for name, _ in layer.mlp.named_children()}
+    up = getattr(getattr(layer.mlp, "experts", None), "gate_up_proj", None)
+    return parts == {"gate", "experts"} and type(layer.mlp.gate).__name__ in ROUTERS and getattr(up, "ndim", 0) == 3
+
+
 def linear_groups(layer: Any) -> tuple[tuple[Any, ...], ...]:
-    """Returns the linear layers of a plain layer, those over one input together."""
+    """Returns the linear layers of a plain layer, those over one input together; without those of experts."""
     own, mlp = layer.self_attn, layer.mlp
+    if has_experts(layer):
+        return (own.q_proj, own.k_proj, own.v_proj), (own.o_proj,)
     return (own.q_proj, own.k_proj, own.v_proj), (own.o_proj,), (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,)
 
 
 def activations(model: Any) -> set[str]:
     """Returns the class names of the activations of a plain model's layers."""
-    return {type(layer.mlp.act_fn).__name__ for layer in model.model.layers}
+    blocks = [layer.mlp.experts if has_experts(layer) else layer.mlp for layer in model.model.layers]
+    return {type(block.act_fn).__name__ for block in blocks}
 
 
 def same_adapters(model: Any, kind: type[nn.Module]) -> bool:

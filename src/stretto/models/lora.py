@@ -23,10 +23,13 @@ from stretto.errors import ModelError
 from stretto.models.adapter_config import CONFIG_FILE
 from stretto.models.float32_products import wide_type
 from stretto.models.lora_options import LoraOptions
+from stretto.models.routing import is_mixture
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX, SUFFIX = "base_model.model.", ".weight"  # around the names of an adapter's tensors
 BASE_FILE = "base_checksums.json"  # the checksums of the base by type
+# Names that a target may have if it means experts.
+EXPERT_NAMES = ("experts", "gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate", "mlp")
 
 
 class LoraLinear(nn.Linear):
@@ -93,6 +96,11 @@ def adapted_modules(model: nn.Module, targets: Sequence[str] = ()) -> dict[str, 
 
     for target in targets:
         if not any(matches(name, target) for name in linear):
+            if is_mixture(causal_lm.config) and target.rsplit(".", 1)[-1] in EXPERT_NAMES:
+                raise ModelError(
+                    f"`lora.targets` has {target!r}, which names experts of a mixture: adapters on experts are not "
+                    "available; name linear layers of attention, or leave `model.lora` out to train all weights"
+                )
             ends = sorted({name.rsplit(".", 1)[-1] for name in linear})
             raise ModelError(f"`lora.targets` has {target!r}, which names no linear layer: there are {', '.join(ends)}")
     chosen = {n: m for n, m in linear.items() if not targets or any(matches(n, target) for target in targets)}

@@ -47,6 +47,7 @@ class PackedLayout:
     buckets: tuple[tuple[int, int], ...]  # (sequences, padded length)
     gather: torch.Tensor  # [sum of sequences * padded length] int64
     scatter: torch.Tensor  # [T] int64
+    routing: torch.Tensor | None = None  # [T, layers, k] int64: the experts that the tokens go to; None: as routed
 
     def to(self, device: torch.device | str) -> PackedLayout:
         """Returns the same layout, for tensors on `device`."""

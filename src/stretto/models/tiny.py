@@ -2,6 +2,7 @@
 
 A model that knows nothing earns no reward and cannot learn from it. The warm start shows it both ways to answer, the
 chain and the blind guess, so that it begins at about 0.4 and learning which way pays is left to reinforcement.
+`tiny-moe` is the same as a mixture of 8 experts, of which each token uses 2.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from torch import nn
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from stretto.environments.countdown import chain, draw
 
@@ -54,25 +61,43 @@ class WarmStart:
     slips: float = 0.02  # share of wrong running values in chains
 
 
+VALUES: dict[str, Any] = {
+    "vocab_size": 3 + len(CHARACTERS),
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.08,  # the usual 0.02 does not learn to copy in so few steps
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+    "dtype": "float32",
+}
+MIXTURE_VALUES: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+}
+
+
 def tiny_config(**changes: Any) -> Qwen3Config:
     """The configuration of the tiny model; `changes` replace single values."""
-    values: dict[str, Any] = {
-        "vocab_size": 3 + len(CHARACTERS),
-        "hidden_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "intermediate_size": 256,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.08,  # the usual 0.02 does not learn to copy in so few steps
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": None,
-        "dtype": "float32",
-    }
-    return Qwen3Config(**{**values, **changes})
+    return Qwen3Config(**{**VALUES, **changes})
+
+
+def tiny_moe_config(**changes: Any) -> Qwen3MoeConfig:
+    """The configuration of the tiny mixture of experts; a token uses as many weights as in the tiny model."""
+    return Qwen3MoeConfig(**{**VALUES, **MIXTURE_VALUES, **changes})
+
+
+def tiny_config_of(path: str) -> Qwen3Config | Qwen3MoeConfig:
+    """The configuration of the model that is created for `model.path`: "tiny" or "tiny-moe"."""
+    return tiny_moe_config() if path == "tiny-moe" else tiny_config()
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -98,23 +123,24 @@ def tiny_model(
     seed: int = 0,
     warm_start: WarmStart | None = None,
     progress: Progress | None = None,
+    mixture: bool = False,
 ) -> Path:
-    """A Hugging Face model folder of the tiny model, made if it is not there yet.
+    """A Hugging Face model folder of the tiny model, or of the tiny `mixture`, made if it is not there yet.
 
     Without `folder` it lives in the user's cache, named by a hash of all that determines it. It appears there as a
     whole or not at all, so two processes may ask for it at once.
     """
     warm_start = warm_start if warm_start is not None else WarmStart()
-    target = folder if folder is not None else cache_folder() / f"tiny-{recipe_hash(seed, warm_start)}"
+    target = folder if folder is not None else cache_folder() / f"tiny-{recipe_hash(seed, warm_start, mixture=mixture)}"
     if (target / "config.json").exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        model = random_model(seed)
+        model: nn.Module = random_mixture(seed) if mixture else random_model(seed)
         tokenizer = tiny_tokenizer()
         warm_up(model, tokenizer, seed=seed, options=warm_start, progress=progress)
-        model.save_pretrained(scratch)
+        model.save_pretrained(scratch)  # type: ignore[operator]
         tokenizer.save_pretrained(scratch)
         scratch.chmod(0o755)
         _place(scratch, target)
@@ -138,13 +164,13 @@ def cache_folder() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "stretto"
 
 
-def recipe_hash(seed: int, warm_start: WarmStart) -> str:
+def recipe_hash(seed: int, warm_start: WarmStart, *, mixture: bool = False) -> str:
     """Names everything that the weights depend on."""
     recipe = {
         "format": FORMAT,
         "seed": seed,
         "warm_start": dataclasses.asdict(warm_start),
-        "config": tiny_config().to_diff_dict(),
+        "config": (tiny_moe_config() if mixture else tiny_config()).to_diff_dict(),
         "torch": torch.__version__,
     }
     return hashlib.sha256(json.dumps(recipe, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -155,6 +181,13 @@ def random_model(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(tiny_config(**changes)).eval()
+
+
+def random_mixture(seed: int = 0, **changes: Any) -> Qwen3MoeForCausalLM:
+    """The tiny mixture with random weights; the caller's generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3MoeForCausalLM(tiny_moe_config(**changes)).eval()
 
 
 def warm_up(

@@ -49,10 +49,10 @@ def without_effect(recipe: Recipe) -> dict[Path, str]:
         found["rollout", "staleness_cap"] = (
             '`rollout.staleness_cap` has no effect without `staleness = "auto"`; set that, or leave the cap out'
         )
-    if recipe.model.path != "tiny" and (recipe.model.warm_start is None or recipe.model.warm_start.path is None):
+    if not recipe.model.is_tiny and (recipe.model.warm_start is None or recipe.model.warm_start.path is None):
         found["model", "warm_start"] = (
-            f'`model.warm_start` has no effect on `model.path = {recipe.model.path!r}`: only "tiny" is warm-started '
-            "without demonstrations; name a file of them in `model.warm_start.path`"
+            f'`model.warm_start` has no effect on `model.path = {recipe.model.path!r}`: only "tiny" and "tiny-moe" are '
+            "warm-started without demonstrations; name a file of them in `model.warm_start.path`"
         )
     if recipe.model.adapter is None:
         found["model", "merge_adapter"] = (

@@ -92,7 +92,10 @@ class WarmStartSection(Options):
 class ModelSection(Options):
     """The model to train."""
 
-    path: str = Field(min_length=1, description='A folder, a hub name, or "tiny" (created on the spot)')
+    path: str = Field(
+        min_length=1,
+        description='A folder, a hub name, or "tiny" or "tiny-moe", a mixture of experts (both created on the spot)',
+    )
     lora: LoraOptions | None = Field(None, description="Leave out for full-parameter training")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
@@ -111,6 +114,11 @@ class ModelSection(Options):
         "all weights",
     )
     warm_start: WarmStartSection | None = Field(None, description="Supervised training before the run")
+
+    @property
+    def is_tiny(self) -> bool:
+        """True if the model is created on the spot."""
+        return self.path in ("tiny", "tiny-moe")
 
     @property
     def continued_adapter(self) -> str | None:

@@ -66,6 +66,12 @@ def _shape(answer: Completion | Suspended, request: Request) -> str:
             return f"{num_tokens} tokens and {len(row)} {what}"
     kv = answer.kv if isinstance(answer, Suspended) else None
     context = len(request.prompt) + num_tokens
+    routing = answer.routing
+    if routing is not None and (num_tokens or isinstance(answer, Completion)):
+        if not isinstance(routing, np.ndarray) or routing.ndim != 3 or routing.dtype not in (np.uint8, np.int16):
+            return "`routing` that is no array [tokens, layers, k] of experts"
+        if len(routing) != context - 1:
+            return f"routing of {len(routing)} tokens, where {context - 1} tokens of {context} have some"
     # The shape of KV that is still on another machine is checked by the engine that resumes with it.
     if kv is not None and not isinstance(kv, KVRef) and (kv.ndim != 5 or kv.shape[2] != context - 1):
         return f"KV of {tuple(kv.shape)}, where {context - 1} tokens of {context} have some"

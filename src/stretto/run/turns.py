@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +54,7 @@ class Turns:
                 tokens, spans = made.tokens.tolist(), made.turns.tolist()
                 last = len(spans) - 1
                 parts = [
-                    (start, _part(made, start, end, made.finish if place == last else "stop"))
+                    (start, _part(made, start, end, made.finish if place == last else "stop", len(context)))
                     for place, (start, end) in enumerate(spans)
                 ]
                 turns = [Turn((*context, *tokens[:start]), part, number, lineage.train) for start, part in parts]
@@ -229,6 +230,7 @@ class Turns:
             supports=_supports(done, tokens, starts, ends),
             turns=np.array([starts, ends], dtype=np.int32).T.copy(),
             receipts=tuple(dict.fromkeys(id for turn in done for id in turn.completion.receipts)),
+            routing=_routing(done),
         )
 
 
@@ -293,7 +295,19 @@ def _supports(turns: Sequence[Turn], tokens: NDArray[np.int32], starts: list[int
     return Supports(np.concatenate(counts), np.concatenate(members))
 
 
-def _part(completion: Completion, start: int, end: int, finish: FinishReason) -> Completion:
+def _routing(turns: Sequence[Turn]) -> NDArray[Any] | None:
+    """Returns the experts of all tokens but the last, each as it was first computed."""
+    parts, known = [], 0
+    for turn in turns:
+        record = turn.completion.routing
+        if record is None:
+            return None
+        parts.append(record[known:])
+        known = len(record)
+    return np.concatenate(parts)
+
+
+def _part(completion: Completion, start: int, end: int, finish: FinishReason, context: int) -> Completion:
     """Returns one turn of a whole trajectory, as the engine made it except for its times."""
     versions, supports = completion.token_versions, completion.supports
     return replace(
@@ -304,4 +318,5 @@ def _part(completion: Completion, start: int, end: int, finish: FinishReason) ->
         token_versions=None if versions is None else versions[start:end],
         supports=None if supports is None else supports.at(np.arange(start, end)),
         turns=None,
+        routing=None if completion.routing is None else completion.routing[: context + end - 1],
     )

@@ -39,7 +39,7 @@ def _frozen_path(recipe: Recipe, observer: Observer) -> str:
 
 def base_path_of(recipe: Recipe, observer: Observer) -> str:
     """Returns where `model.path` is loaded from. Makes the tiny model, and shows its progress."""
-    if recipe.model.path != "tiny":
+    if not recipe.model.is_tiny:
         return recipe.model.path
     options = recipe.model.warm_start
     shown_at = time.monotonic()
@@ -52,4 +52,5 @@ def base_path_of(recipe: Recipe, observer: Observer) -> str:
 
     own = options if options is not None and options.path is None else None  # demonstrations come after it
     warm_start = WarmStart() if own is None or own.steps is None else WarmStart(steps=own.steps)
-    return str(tiny_model(seed=0 if options is None else options.seed, warm_start=warm_start, progress=progress))
+    seed, mixture = 0 if options is None else options.seed, recipe.model.path == "tiny-moe"
+    return str(tiny_model(seed=seed, warm_start=warm_start, progress=progress, mixture=mixture))

@@ -73,6 +73,7 @@ def load_driver_inputs(
         min_p=recipe.rollout.min_p,
         stop_tokens=stop_tokens(model_path, config, tokenizer),
         stop_strings=recipe.rollout.stop,
+        routing=recipe.training.routing != "free",
     )
     vocabulary = int(config.get_text_config().vocab_size)
     return DriverInputs(inputs, decoder_of(tokenizer), sampling, thread_counts(recipe), vocabulary, tokenizer)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stretto.models.loading import load_config
-from stretto.models.tiny import tiny_config
+from stretto.models.tiny import tiny_config_of
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import choose_device, choose_dtype, describe_device, free_bytes
 from stretto.setup.memory import describe_kv, footprint, free_for_instance
@@ -21,7 +21,7 @@ UNBOUNDED = 1 << 60  # free bytes, to plan for a device that is not this one
 def describe_memory(recipe: Recipe, longest_prompt: int | None = None) -> str:
     """Returns the plan of the run and its memory. `longest_prompt` None: prompts are as long as completions."""
     plan, device = recipe.plan, choose_device(recipe.runtime.device)
-    config = tiny_config() if recipe.model.path == "tiny" else load_config(recipe.model.path)
+    config = tiny_config_of(recipe.model.path) if recipe.model.is_tiny else load_config(recipe.model.path)
     longest = longest_prompt or recipe.rollout.max_tokens
     describe = _on_cluster if recipe.runtime.type == "ray" else _in_one_process
     bound = f"at most {plan.staleness} (auto)" if plan.auto else str(plan.staleness)

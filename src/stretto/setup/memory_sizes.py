@@ -16,6 +16,7 @@ from stretto.engines.native.cache import PAGE
 from stretto.engines.native.prefill import CHUNKS as PREFILL_CHUNKS
 from stretto.engines.native.prefill import SIZES as PREFILL_SIZES
 from stretto.models.loading import load_config
+from stretto.models.routing import shape_of_config
 from stretto.models.varlen_attention import HALF
 from stretto.recipe.schema import Recipe
 from stretto.training.logprobs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_TRAINED_HEAD
@@ -53,9 +54,14 @@ def engine_rows(recipe: Recipe) -> int:
 
 
 def kv_bytes_per_token(config: Any, dtype: torch.dtype = torch.float32) -> int:
-    """Returns the bytes of keys and values of one token over all layers. On the CPU they are always float32."""
+    """Returns the bytes of keys and values of one token over all layers. On the CPU they are always float32.
+
+    The record of a token's routing is kept beside them.
+    """
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * head_size(config) * dtype.itemsize)
+    routing = shape_of_config(config)
+    record = 0 if routing is None else routing.bytes_per_token
+    return int(2 * config.num_hidden_layers * heads * head_size(config) * dtype.itemsize) + record
 
 
 def matrix_elements(model: Any) -> int:

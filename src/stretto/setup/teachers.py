@@ -17,7 +17,7 @@ from stretto.models.checksums import checksum
 from stretto.models.loading import load_config, load_model, load_tokenizer, second_tree
 from stretto.models.lora import inject_lora
 from stretto.models.shared_vocabulary import shared_vocabulary
-from stretto.models.tiny import tiny_config, tiny_model, tiny_tokenizer
+from stretto.models.tiny import tiny_config_of, tiny_model, tiny_tokenizer
 from stretto.observe.progress import Silent
 from stretto.recipe.schema import Recipe
 from stretto.setup.base_models import base_path_of
@@ -35,17 +35,21 @@ class TeacherSource:
     path: str  # of the whole model; of an adapter, that of its base
     adapter: Path | None = None
 
+    @property
+    def _is_tiny(self) -> bool:
+        return self.path in ("tiny", "tiny-moe")
+
     def config(self) -> Any:
-        return tiny_config() if self.path == "tiny" else load_config(self.path, option=self.option)
+        return tiny_config_of(self.path) if self._is_tiny else load_config(self.path, option=self.option)
 
     def tokenizer(self) -> Any:
-        return tiny_tokenizer() if self.path == "tiny" else load_tokenizer(self.path, option=self.option)
+        return tiny_tokenizer() if self._is_tiny else load_tokenizer(self.path, option=self.option)
 
     def model_path(self, recipe: Recipe) -> str:
         """Returns what to load. Makes the tiny model if it is that one: the policy's own if that is tiny, too."""
         if self.path == recipe.model.path:
             return base_path_of(recipe, Silent())
-        return str(tiny_model()) if self.path == "tiny" else self.path
+        return str(tiny_model(mixture=self.path == "tiny-moe")) if self._is_tiny else self.path
 
 
 def teacher_sources(recipe: Recipe, paths: Sequence[str] | None = None) -> list[TeacherSource]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.store.routing_files import stamp
 from stretto.types import Completion, RewardPart
 
 
@@ -54,6 +55,7 @@ class CompletionBlobs:
     token_versions: bytes | None
     supports: bytes | None
     turns: bytes | None
+    routing: bytes | None = None  # the stamp of its record
 
     @classmethod
     def of(cls, made: Completion) -> CompletionBlobs:
@@ -64,4 +66,5 @@ class CompletionBlobs:
             token_versions=None if versions is None else blob(versions, "<i4"),
             supports=None if supports is None else blob(supports.counts, "<i4") + blob(supports.tokens, "<i4"),
             turns=None if turns is None else blob(turns, "<i4"),
+            routing=None if made.routing is None else stamp(made.routing),
         )

@@ -38,7 +38,7 @@ from stretto.types import Completion, Lineage, Request, Sampling, Supports, Susp
 FORMAT = 5
 KEPT = 2  # checkpoints
 STATE_FILE = "state.json"
-ARRAYS = ("tokens", "logprobs", "token_versions", "turns")  # of a completion; a suspended one has no turns
+ARRAYS = ("tokens", "logprobs", "token_versions", "turns", "routing")  # of a completion; a suspended one has no turns
 TURN_FACTS = ("id", "version", "finish", "checksum", "started_at", "finished_at", "prefilled", "receipts")
 SUSPENDED_FILE = "suspended.safetensors"
 TURNS_FILE = "turns.safetensors"

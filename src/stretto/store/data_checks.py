@@ -25,6 +25,7 @@ from stretto.store.blobs import CompletionBlobs, read_parts, sampled_values
 from stretto.store.digests import SIZE, row_digest, untrained_digest, update_digest
 from stretto.store.mixture_checks import mixture_breaks
 from stretto.store.phase_checks import CONFIG_NAME, phase_breaks, read_phases, rest_of_folder
+from stretto.store.routing_files import read_record
 from stretto.store.schema import FAILURES_OF_MEMBERS, LARGEST_ID, PHASES, UNTRAINED_OF_MEMBERS
 from stretto.types import RewardPart, part_means
 
@@ -33,7 +34,7 @@ ROUNDING = 1e-9  # of a metric, relative to the largest number that it is made o
 
 MEMBERS = """SELECT m.trajectory, m.use, m.lineage, t.group_id, t.version, t.reward, t.turn_rewards,
     t.reward_parts, COALESCE(c.context, g.prompt_tokens), c.turn_numbers, c.version, c.checksum, c.finish, c.tokens,
-    c.logprobs, c.token_versions, c.supports, c.turns, c.num_sampled, c.num_tokens, g.task
+    c.logprobs, c.token_versions, c.supports, c.turns, c.routing, c.num_sampled, c.num_tokens, g.task
     FROM members m LEFT JOIN trajectories t USING (trajectory) LEFT JOIN groups g ON g.group_id = t.group_id
     LEFT JOIN completions c ON c.trajectory = m.trajectory AND c.lineage = m.lineage
     WHERE m.update_id = ? ORDER BY m.position"""
@@ -91,9 +92,20 @@ def check_data(
     result.breaks += _sessions(db)
     result.breaks += _prompts(db, facts.get("vocabulary", 0))
     result.breaks += _seeds(db, facts.get("seed"))
+    result.breaks += _routing(db, folder)
     result.breaks += phase_breaks(phases, facts)
     result.breaks += rest_of_folder(folder, facts, phases, result.num_updates)
     return result
+
+
+def _routing(db: sqlite3.Connection, folder: Path) -> Iterator[str]:
+    """Yields the records of routing that are not those that the journal has the stamps of. They may be gone."""
+    rows = db.execute("SELECT trajectory, lineage, routing FROM completions WHERE routing IS NOT NULL")
+    for trajectory, lineage, stamped in rows:
+        try:
+            read_record(folder, trajectory, lineage, stamped)
+        except (OSError, TypeError, ValueError) as error:
+            yield f"trajectory {trajectory}: {error}"
 
 
 # -- updates -----------------------------------------------------------------------------------------------------------
@@ -159,8 +171,8 @@ def _check_updates(db: sqlite3.Connection, result: DataResult, done: Callable[[i
 def read_sample(update: int, row: Sequence[Any]) -> _Sample:
     trajectory, use, lineage, group, version, reward, turn_rewards, parts, prompt, *others = row
     numbers, made, checksum, finish, *rest = others
-    tokens, logprobs, token_versions, supports, turns, num_sampled, num_tokens, task = rest
-    arrays = CompletionBlobs(tokens, logprobs, token_versions, supports, turns)
+    tokens, logprobs, token_versions, supports, turns, routing, num_sampled, num_tokens, task = rest
+    arrays = CompletionBlobs(tokens, logprobs, token_versions, supports, turns, routing)
     digest = row_digest(
         trajectory, group, version, reward, turn_rewards, prompt, made, checksum, finish, arrays, lineage, numbers,
         parts, task,

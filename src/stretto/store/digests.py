@@ -1,11 +1,11 @@
 """Digests of what an update trained on. This is their only definition.
 
 A *sample's digest* covers everything of one lineage that is handed to the trainer and recorded: its ids, versions,
-context, tokens, log-probabilities, supports, turns, finish, weights, rewards with their parts, and the label of its
-task. The *digest of an update* covers the digests of its samples in their order, with the use of each, its row of
-`updates`, the failed attempts of its samples, the lineages of its trajectories that are not trained, the phases of the
-run that begin with it (their recipes too), and the digest of the update before. So the digests form a chain: a row that
-is changed later contradicts the digest of its update, and a digest that is changed contradicts the next one.
+context, tokens, log-probabilities, supports, turns, routing, finish, weights, rewards with their parts, and the label
+of its task. The *digest of an update* covers the digests of its samples in their order, with the use of each, its row
+of `updates`, the failed attempts of its samples, the lineages of its trajectories that are not trained, the phases of
+the run that begin with it (their recipes too), and the digest of the update before. So the digests form a chain: a row
+that is changed later contradicts the digest of its update, and a digest that is changed contradicts the next one.
 
 The journal computes the digests from the samples in memory when an update ends. `verify` computes them from the rows.
 Nothing secret goes into a digest: whoever rewrites every row and every digest consistently is found only by training
@@ -82,6 +82,8 @@ def row_digest(
         facts = (*facts, "parts", reward_parts)
     if task is not None:
         facts = (*facts, "task", task)
+    if isinstance(arrays.routing, bytes):  # a sample without a record has the digest that it always had
+        facts, parts = (*facts, "routing", len(arrays.routing)), (*parts, arrays.routing)
     digest = blake2b(repr(facts).encode(), digest_size=SIZE)
     for part in parts:
         if isinstance(part, bytes):

@@ -192,6 +192,7 @@ class Journal:
 
     batch_taken = _recorded(journal_writes.batch_taken)
     update_done = _recorded(journal_writes.update_done)
+    routing_forgotten = _recorded(journal_writes.routing_forgotten)
     token_values = _recorded(journal_writes.token_values)
     evaluation = _recorded(journal_writes.evaluation)
 

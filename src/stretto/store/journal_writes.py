@@ -19,6 +19,7 @@ from stretto.errors import JournalError
 from stretto.store.answer_writes import storable, write_answers
 from stretto.store.blobs import CompletionBlobs, blob, parts_text
 from stretto.store.digests import sample_digest, untrained_digest, update_digest
+from stretto.store.routing_files import remove_records, run_folder, sync_records, write_record
 from stretto.store.schema import (
     ENDS,
     FAILURES_OF_MEMBERS,
@@ -359,8 +360,10 @@ def generated(
     for number, (lineage, text, context_text) in enumerate(zip(lineages, texts, contexts, strict=True)):
         completion, context = lineage.completion, blob(lineage.context, "<i4")
         arrays, own = CompletionBlobs.of(completion), context != prompt
+        if completion.routing is not None:
+            write_record(run_folder(db), trajectory, number, completion.routing)
         db.execute(
-            "INSERT INTO completions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO completions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 trajectory,
                 number,
@@ -383,6 +386,7 @@ def generated(
                 arrays.logprobs,
                 arrays.token_versions,
                 arrays.supports,
+                arrays.routing,
             ),
         )
     db.execute("UPDATE trajectories SET num_lineages = ? WHERE trajectory = ?", (len(lineages), trajectory))
@@ -531,6 +535,8 @@ def batch_taken(
         if taken != members:
             raise JournalError(f"update {update} has a recorded batch, and is about to train another one")
         return
+    if routed := _routed(db, "trajectory IN (SELECT value FROM json_each(?))", json.dumps(list(trajectories))):
+        sync_records(run_folder(db), routed)
     db.execute("INSERT INTO updates (update_id, taken_at) VALUES (?, ?)", (update, at))
     db.executemany(
         "INSERT INTO members (update_id, position, trajectory, use, lineage) VALUES (?, ?, ?, ?, ?)",
@@ -540,6 +546,29 @@ def batch_taken(
     if _change_members(db, update, "training", at) != len(first_uses):
         for trajectory in first_uses:  # raises for the one that has ended
             _change_state(db, trajectory, "training", at)
+
+
+def routing_forgotten(db: sqlite3.Connection, before: int | None) -> None:
+    """Deletes the records of routing of trajectories that have ended and whose last update is before `before`.
+
+    None: of all. The journal keeps their stamps.
+    """
+    trained = (
+        ""
+        if before is None
+        else (
+            " AND COALESCE((SELECT MAX(update_id) FROM members m WHERE m.trajectory = c.trajectory), -1) < ?"
+            f" AND (SELECT state FROM trajectories t WHERE t.trajectory = c.trajectory) IN {ENDS}"
+        )
+    )
+    if routed := _routed(db, f"1{trained}", *(() if before is None else (before,))):
+        remove_records(run_folder(db), routed)
+
+
+def _routed(db: sqlite3.Connection, where: str, *args: object) -> list[tuple[int, int]]:
+    """Returns trajectory and lineage of the completions with a record of routing."""
+    query = f"SELECT trajectory, lineage FROM completions c WHERE routing IS NOT NULL AND {where}"
+    return db.execute(query, args).fetchall()
 
 
 def _members(db: sqlite3.Connection, update: int) -> list[tuple[int, int, int]]:

@@ -7,7 +7,7 @@ import math
 import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache, wraps
 from pathlib import Path
 from types import UnionType
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from stretto.errors import JournalError
 from stretto.store.blobs import read_parts, sampled_values
+from stretto.store.routing_files import read_record
 from stretto.store.schema import (
     ADMISSION,
     LAWS_GIVEN_UP,
@@ -37,7 +38,7 @@ R = TypeVar("R")
 
 _COMPLETION = (
     "c.version, c.tokens, c.logprobs, c.finish, c.checksum, c.token_versions, c.started_at, c.finished_at, "
-    "c.prefilled, c.supports, c.turns, c.receipts"
+    "c.prefilled, c.supports, c.turns, c.receipts, c.routing"
 )
 _LINEAGE = f"c.lineage, COALESCE(c.context, g.prompt_tokens), c.train, c.turn_numbers, {_COMPLETION}"
 
@@ -364,7 +365,7 @@ class JournalReader:
         with _of(trajectory):
             if [row[3] for row in rows] != list(range(num_lineages)):
                 raise ValueError(f"it has {num_lineages} lineages, and those recorded are {[row[3] for row in rows]}")
-            lineages = tuple(_lineage(trajectory, row[4:]) for row in rows)
+            lineages = tuple(_lineage(self.path.parent, trajectory, row[3], row[4:]) for row in rows)
             if num_lineages > 1:
                 numbers = sorted(number for each in lineages for number in each.turn_numbers or ())
                 if numbers != list(range(len(numbers))):
@@ -417,7 +418,7 @@ class JournalReader:
         )
         if not rows:
             raise JournalError(f"journal `{self.path}` has no batch {what}: {RESTORE}")
-        return [_sample(*row) for row in rows]
+        return [_sample(self.path.parent, *row) for row in rows]
 
     @_decodes
     def updates(self) -> list[UpdateRecord]:
@@ -512,6 +513,7 @@ def _of(trajectory: int) -> Iterator[None]:
 
 
 def _sample(
+    run: Path,
     trajectory: int,
     group: int,
     version: int,
@@ -525,7 +527,7 @@ def _sample(
     *made: Any,
 ) -> Sample:
     with _of(trajectory):
-        lineage, rewards = _lineage(trajectory, made), _rewards(by_turn)
+        lineage, rewards = _lineage(run, trajectory, number, made), _rewards(by_turn)
         completion, numbers = lineage.completion, lineage.turn_numbers
         if not lineage.train:
             raise ValueError(f"its lineage {number} is not to be trained")
@@ -541,10 +543,15 @@ def _sample(
         )  # fmt: skip
 
 
-def _lineage(trajectory: int, row: Sequence[Any]) -> Lineage:
-    """Returns a lineage from the columns `_LINEAGE` without its number. Raises like `_completion`."""
-    context, train, turn_numbers, *made = row
+def _lineage(run: Path, trajectory: int, number: int, row: Sequence[Any]) -> Lineage:
+    """Returns a lineage from the columns `_LINEAGE` without its number. Raises like `_completion`.
+
+    Its record of routing comes from its file, if that is still there.
+    """
+    context, train, turn_numbers, *made, routing = row
     completion = _completion(trajectory, made)
+    if routing is not None:
+        completion = replace(completion, routing=read_record(run, trajectory, number, routing))
     numbers = None if turn_numbers is None else tuple(np.frombuffer(turn_numbers, "<i4").tolist())
     if train not in (0, 1):
         raise ValueError(f"`train` is {reprlib.repr(train)}")
@@ -560,7 +567,10 @@ def _reward(value: Any) -> float:
 
 
 def _completion(trajectory: int, row: Sequence[Any]) -> Completion:
-    """Returns a completion from the columns `_COMPLETION`. Raises `ValueError` or `TypeError` if they do not agree."""
+    """Returns a completion from the columns `_COMPLETION` without its routing.
+
+    Raises `ValueError` or `TypeError` if they do not agree.
+    """
     version, tokens, logprobs, finish, checksum, token_versions, started_at, finished_at, prefilled = row[:9]
     supports, turns, receipts = row[9:]
     made = Completion(

@@ -70,7 +70,8 @@ Times are seconds since 1970 (`clock.py`). Blobs are little-endian. Tokens and v
 and values of tokens float32, rewards of turns float64. Supports are int32: how many tokens each token was drawn from,
 and then those tokens; NULL if all were drawn from the whole vocabulary. Turns are int32: the beginning and end of each;
 NULL if there is one turn, which is all of it. Numbers of turns are int32. Parts of a reward are JSON, a list of name,
-weight and value; a value is null if that reward does not apply.
+weight and value; a value is null if that reward does not apply. Routing is the stamp of a record (`routing_files.py`):
+its digest of 16 bytes, and its shape and bytes an id, int32; NULL if there is none.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ CREATE TABLE completions (
     checksum TEXT NOT NULL, num_tokens INTEGER NOT NULL, num_sampled INTEGER NOT NULL, finish TEXT NOT NULL,
     started_at REAL NOT NULL, finished_at REAL NOT NULL, prefilled INTEGER NOT NULL, receipts TEXT, turn_numbers BLOB,
     turns BLOB, text TEXT NOT NULL, context_text TEXT, context BLOB, tokens BLOB NOT NULL, logprobs BLOB NOT NULL,
-    token_versions BLOB, supports BLOB, PRIMARY KEY (trajectory, lineage));
+    token_versions BLOB, supports BLOB, routing BLOB, PRIMARY KEY (trajectory, lineage));
 CREATE INDEX completions_in_short ON completions (
     trajectory, lineage, version, num_sampled, finish, started_at, finished_at);
 CREATE TABLE transitions (
@@ -201,7 +202,7 @@ FAILURES_OF_MEMBERS = """SELECT m.update_id, m.trajectory, f.kind, COUNT(*)
 # Update and columns of the lineages that are not trained, of trajectories that a batch trains for the first time.
 UNTRAINED_OF_MEMBERS = """SELECT m.update_id, c.trajectory, c.lineage, t.group_id, t.version,
     COALESCE(c.context, g.prompt_tokens), c.version, c.checksum, c.finish, c.turn_numbers, c.tokens, c.logprobs,
-    c.token_versions, c.supports, c.turns
+    c.token_versions, c.supports, c.turns, c.routing
     FROM (SELECT DISTINCT update_id, trajectory FROM members WHERE use = 0 AND update_id BETWEEN ? AND ?) m
     JOIN completions c ON c.trajectory = m.trajectory JOIN trajectories t ON t.trajectory = m.trajectory
     LEFT JOIN groups g ON g.group_id = t.group_id WHERE c.train = 0 ORDER BY m.update_id, c.trajectory, c.lineage"""

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from stretto.models.routing import expert_elements
 from stretto.training.packing import input_lengths, sampled_lengths
 from stretto.types import Batch
 
@@ -45,6 +46,7 @@ class Costs:
         config = model.config.get_text_config()
         self.head_elements = head.weight.numel()
         self.elements = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m is not head)
+        self.elements += expert_elements(model)
         heads = config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
         self.attention_width = config.num_hidden_layers * heads * head_size

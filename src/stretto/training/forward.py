@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from stretto.models.float16_range import range_hint
 from stretto.models.loading import moving_rotary
 from stretto.models.module_forward import run_modules
 from stretto.models.packed_attention import LAYOUT_ARGUMENT, PACKED_ATTENTION, PackedLayout, layout_of
+from stretto.models.routing import RoutingTap, replay_through_modules, replaying, routers_of
 from stretto.models.varlen_attention import HALF, flash_fits
 from stretto.training.logprobs import token_logprobs
 from stretto.training.packing import MicroBatch
@@ -67,9 +69,11 @@ class PackedModel:
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.flash = flash_fits(head.weight.device, head.weight.dtype, head_size)
         self.plain: PlainDecoder | None = None
+        tap = RoutingTap(model)
         expected = self._own_logprobs()
+        routing = tap.close()
         causal_lm.config._attn_implementation = PACKED_ATTENTION
-        self._check(expected)
+        self._check(expected, routing)
 
     @property
     def multiple(self) -> int:
@@ -87,24 +91,28 @@ class PackedModel:
         """
         on_cuda = self.head.weight.is_cuda
         plain = (self.flash or bool(compiled)) if plain is None else plain
+        mixture = bool(routers_of(self.model))
         possible = fits(self.model) and (self.flash or not on_cuda)
-        if compiled and not possible:
+        if compiled and (mixture or not possible):
             raise ModelError(
                 f"`compile = true` is for plain decoders, on CUDA in half precision, and `{type(self.model).__name__}` "
                 f"in `{self.head.weight.dtype}` is none: leave it out"
             )
         if plain and possible:
+            tap = RoutingTap(self.model)
             expected = self._packed_logprobs()
+            routing = tap.close()
             self.flash = True  # `PlainDecoder` has no buckets
-            compiled = on_cuda if compiled is None else compiled
+            compiled = on_cuda and not mixture if compiled is None else compiled
             self.plain = PlainDecoder(self.model, compiled=compiled, checkpointing=checkpointing, backend=backend)
-            worst = self._beyond_rounding(self._packed_logprobs(), expected)
+            worst = self._beyond_rounding(self._packed_logprobs(routing), expected)
             if worst is not None:
                 raise ModelError(
                     f"`{type(self.model).__name__}` is not the plain decoder that it looks like: its log-probabilities "
                     f"differ by {worst:.3g}{range_hint(self.head.weight.dtype)}"
                 )
             return
+        replay_through_modules(self.model)
         if self.flash:
             _log.warning("`%s` trains through transformers' modules: nothing is compiled", type(self.model).__name__)
         if checkpointing:
@@ -173,15 +181,16 @@ class PackedModel:
         return torch.cat(parts)
 
     @torch.no_grad()
-    def _packed_logprobs(self) -> torch.Tensor:
-        """Returns the log-probabilities of the check sequences by the packed model."""
+    def _packed_logprobs(self, routing: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the log-probabilities of the check sequences by the packed model, with the experts of `routing`."""
         sequences = self._check_sequences()
         lengths = np.array(CHECK_LENGTHS)
         ids = torch.cat(sequences)
         positions = torch.cat([torch.arange(n, device=ids.device) for n in CHECK_LENGTHS])
         predicts = torch.cat([torch.arange(n - 1, device=ids.device) for n in CHECK_LENGTHS])
         predicts[CHECK_LENGTHS[0] - 1 :] += CHECK_LENGTHS[0]
-        hidden = self.hidden(ids, positions, layout_of(lengths, ids.device, flash=self.flash))
+        layout = replace(layout_of(lengths, ids.device, flash=self.flash), routing=routing)
+        hidden = self.hidden(ids, positions, layout)
         got, _ = token_logprobs(
             hidden,
             self.head.weight,
@@ -200,8 +209,9 @@ class PackedModel:
         allowed = TOLERANCE.get(dtype, HALF_TOLERANCE) + (HALF_SHARE if dtype in HALF else 0.0) * expected.abs()
         return None if bool((differences <= allowed).all()) else float(differences.max())
 
-    def _check(self, expected: torch.Tensor) -> None:
-        worst = self._beyond_rounding(self._packed_logprobs(), expected)
+    def _check(self, expected: torch.Tensor, routing: torch.Tensor | None) -> None:
+        with replaying(self.model, None if routing is None else routing.cpu().numpy()):
+            worst = self._beyond_rounding(self._packed_logprobs(), expected)
         if worst is not None:
             raise ModelError(
                 f"`{type(self.model).__name__}` cannot be trained packed: side by side, sequences have "

@@ -61,6 +61,17 @@ class TrainingOptions(Options):
     checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: much less memory, about a third more time"
     )
+    routing: Literal["auto", "replay", "free"] = Field(
+        "auto",
+        description="Experts of the tokens in training. `replay`: those that the engine recorded when it sampled; "
+        "`free`: those that the trainer's router chooses, and nothing is recorded; `auto`: `replay` if the router can "
+        "be recorded (Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE)",
+    )
+    keep_routing: bool = Field(
+        False,
+        description="Keep the records of routing after the run, for `stretto replay` and `verify --recompute`; "
+        "otherwise they are deleted once no update can need them",
+    )
     compile: bool | None = Field(
         None, description="Compile the decoder layer; default: only on CUDA in half precision, for plain decoders"
     )
@@ -71,6 +82,15 @@ class TrainingOptions(Options):
             raise ValueError(
                 f"`training.warmup_steps = {self.warmup_steps}` never ends in a run of `training.steps = "
                 f"{self.steps}`; use fewer"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _keeps_what_is_recorded(self) -> TrainingOptions:
+        if self.keep_routing and self.routing == "free":
+            raise ValueError(
+                '`training.keep_routing = true` has nothing to keep with `training.routing = "free"`, which records no '
+                "routing; leave one of them out"
             )
         return self
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from stretto.errors import TrainerError
 from stretto.models.packed_attention import PackedLayout, layout_of
+from stretto.models.routing import RoutingShape
 from stretto.training.logit_supports import PackedSupports, pack_supports
 from stretto.types import Sample
 
@@ -81,11 +82,13 @@ def micro_batch(
     dtype: torch.dtype = torch.float32,
     flash: bool = False,
     multiple: int = 1,
+    routing: RoutingShape | None = None,
 ) -> MicroBatch:
     """Packs the chosen samples. `advantages` and `weights` have one entry for each sample of the whole batch.
 
-    With `flash` the layout is for flash attention, and a further sequence that predicts nothing pads the inputs to a
-    `multiple` of tokens. Everything goes to the device in two transfers that the host does not wait for.
+    With `routing` the layout has the experts that the samples recorded. With `flash` it is for flash attention, and a
+    further sequence that predicts nothing pads the inputs to a `multiple` of tokens. Everything goes to the device in
+    a few transfers that the host does not wait for.
     """
     if multiple > 1 and not flash:
         raise ValueError(f"`multiple = {multiple}` needs `flash`: other layouts are padded already")
@@ -117,6 +120,9 @@ def micro_batch(
     input_ids, position_ids, on_predicts, on_targets, sequences, gather, scatter, ends = _transfer(
         indices, torch.int64, device
     )
+    experts = None
+    if routing is not None:
+        experts = _routing([samples[index] for index in chosen], lengths[: len(chosen)], filling, routing).to(device)
     reals = [behaviour, advantages[rows][owner], weights[rows][owner]]
     behaviour_logprobs, token_advantages, token_shares = _transfer(reals, dtype, device)
     return MicroBatch(
@@ -124,7 +130,7 @@ def micro_batch(
         num_targets=tuple(num_targets.tolist()),
         input_ids=input_ids,
         position_ids=position_ids,
-        layout=replace(layout, gather=gather, scatter=scatter, ends=ends.int()),
+        layout=replace(layout, gather=gather, scatter=scatter, ends=ends.int(), routing=experts),
         predicts=on_predicts,
         targets=on_targets,
         behaviour_logprobs=behaviour_logprobs,
@@ -179,6 +185,28 @@ def _supports(
     except ValueError as error:
         first, last = chosen[0].trajectory, chosen[-1].trajectory
         raise TrainerError(f"among trajectories {first} to {last}: {error}") from error
+
+
+def _routing(chosen: Sequence[Sample], lengths: NDArray[np.int64], filling: int, shape: RoutingShape) -> torch.Tensor:
+    """The experts [T, layers, k] that the inputs were routed to; those of `filling` are the first ones."""
+    records = []
+    for sample, length in zip(chosen, lengths.tolist(), strict=True):
+        record = sample.completion.routing
+        if record is None:
+            raise TrainerError(
+                f"trajectory {sample.trajectory} has no record of its routing, which `training.routing` replays: its "
+                "file is gone (`training.keep_routing`), or its engine made none"
+            )
+        expected = (length, shape.layers, shape.chosen)
+        if record.shape != expected or (record.size and int(record.max()) >= shape.experts):
+            raise TrainerError(
+                f"trajectory {sample.trajectory} has a record of routing of {record.shape}, expected {expected} with "
+                f"experts below {shape.experts}"
+            )
+        records.append(record.astype(np.int64))
+    if filling:
+        records.append(np.broadcast_to(np.arange(shape.chosen), (filling, shape.layers, shape.chosen)))
+    return torch.from_numpy(np.concatenate(records))
 
 
 def _transfer(

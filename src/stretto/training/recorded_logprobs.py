@@ -36,7 +36,7 @@ def rescore(trainer: LocalTrainer, samples: Sequence[Sample]) -> list[NDArray[np
     for chosen in first_fit_decreasing(input_lengths(samples), trainer.options.micro_batch_tokens):
         micro = micro_batch(
             samples, chosen, zeros, zeros,
-            device=trainer.device, dtype=dtype, flash=packed.flash, multiple=packed.multiple,
+            device=trainer.device, dtype=dtype, flash=packed.flash, multiple=packed.multiple, routing=trainer.routing,
         )  # fmt: skip
         with torch.inference_mode(False), packed.as_in_training():
             logprobs, _ = packed.logprobs(micro, trainer.temperature)

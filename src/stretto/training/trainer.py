@@ -32,6 +32,7 @@ from stretto.models.adapters import Adapter, install_adapter
 from stretto.models.float16_range import range_hint
 from stretto.models.lora import inject_lora
 from stretto.models.lora_options import LoraOptions
+from stretto.models.routing import expert_metrics, replayed_shape
 from stretto.objectives.base import ObjectiveOptions
 from stretto.objectives.grpo import GrpoOptions
 from stretto.objectives.length_options import OverlongOptions, overlong_refusal
@@ -159,6 +160,7 @@ class LocalTrainer:
         self.ranks = ranks or Ranks()
         self.tokenizer = tokenizer
         self.model.eval()  # no dropout: a ratio compares two policies, not two masks
+        self.routing = replayed_shape(model.config, self.options.routing, keeps=self.options.keep_routing)
         self.packed = PackedModel(model)
         adapted: tuple[str, ...] = ()
         if lora is not None:
@@ -330,6 +332,7 @@ class LocalTrainer:
             **metrics,
             **staleness_metrics(batch, tokens),
             **engine.metrics,
+            **expert_metrics([sample.completion.routing for sample in batch.samples], self.routing),
             "skipped_sequences": float(len(batch.samples) - len(computed)),
             "micro_tokens": float(batch.micro_tokens or self.micro_tokens),
             "micro_batches": float(sum(mini_batch.num_micro_batches for mini_batch in mini_batches)),
@@ -395,11 +398,12 @@ class LocalTrainer:
         weights: NDArray[np.float64] | None = None,  # [n]
     ) -> MicroBatch:
         zeros = np.zeros(len(batch.samples))
+        routing = self.routing if packed is None else None  # a reference or a teacher routes by itself
         packed = packed or self.packed
         return micro_batch(
             batch.samples, plan.samples, zeros if advantages is None else advantages,
             zeros if weights is None else weights, device=self.device, dtype=self._dtype,
-            flash=packed.flash, multiple=packed.multiple,
+            flash=packed.flash, multiple=packed.multiple, routing=routing,
         )  # fmt: skip
 
     @property

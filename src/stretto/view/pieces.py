@@ -63,7 +63,7 @@ def find_tokenizer(run_folder: Path, recipe: Mapping[str, Any]) -> Path | None:
     """Returns the `tokenizer.json` of a run: of its policy, its model's folder, or a cache; None if there is none."""
     name = str((recipe.get("model") or {}).get("path") or "")
     folders = [run_folder / "policy", run_folder / "policy" / "base"]
-    if name == "tiny":
+    if name in ("tiny", "tiny-moe"):
         folders += sorted(_stretto_cache().glob("tiny-*"))
     elif name:
         folders.append(Path(name).expanduser())

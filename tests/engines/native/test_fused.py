@@ -10,11 +10,22 @@ import pytest
 import torch
 from engine_cases import SHAPE, adapter, build, drive, native, prompt_of
 from kernel_references import REFERENCE
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from stretto.engines.native.fused import FusedDecoder, fits
 from stretto.engines.native.kernels.kernel_set import CPU, TRITON, Kernels
 from stretto.types import Request, Sampling
+
+MIXTURES = ("qwen3-moe", "mixtral")
 
 
 def requests_of(count: int) -> list[Request]:
@@ -29,6 +40,8 @@ def model_of(name: str) -> Any:
             if parameter_name.endswith("bias"):
                 torch.nn.init.normal_(parameter, std=0.5)
         return model
+    if name == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2)).eval()
     return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)).eval() if name == "mistral" else build(name)
 
 
@@ -40,7 +53,7 @@ def decoders_of(engine: Any) -> Any:
 
 @pytest.mark.parametrize("kernels", [CPU, REFERENCE], ids=["cpu", "reference"])
 @pytest.mark.parametrize("kind", ["lora", "full"])
-@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen2", "mistral"])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen2", "mistral", "qwen3-moe", "mixtral"])
 def test_it_computes_the_same_as_the_modules_of_transformers(
     name: str, kind: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,6 +68,13 @@ def test_it_computes_the_same_as_the_modules_of_transformers(
     for number, completion in fused.items():
         assert np.array_equal(completion.tokens, stock[number].tokens)
         np.testing.assert_allclose(completion.logprobs, stock[number].logprobs, atol=1e-4)
+        assert (completion.routing is None) == (stock[number].routing is None) == (name not in MIXTURES)
+        if completion.routing is not None and stock[number].routing is not None:
+            # A fused prefill computes the rest of the last layer for the last token of a prompt alone.
+            skipped = len(requests_of(8)[number].prompt) - 1
+            for start, layers in ((0, slice(0, -1)), (skipped, slice(None))):
+                ours, theirs = (np.sort(each.routing[start:, layers]) for each in (completion, stock[number]))
+                assert np.array_equal(ours, theirs)
 
 
 def test_the_activation_and_the_type_must_be_those_of_the_kernels() -> None:
@@ -64,7 +84,9 @@ def test_the_activation_and_the_type_must_be_those_of_the_kernels() -> None:
     half = build("qwen3").half()
     assert fits(half, TRITON)
     assert not fits(half, CPU), "it would move weights, by whose place a CPU rounds"
-    assert not fits(build("qwen3-moe"), CPU)
+    assert fits(build("qwen3-moe"), CPU)
+    assert not fits(build("qwen3-moe"), TRITON), "grouped products on a GPU are for bfloat16"
+    assert fits(build("qwen3-moe").bfloat16(), TRITON)
 
 
 class CenteredNorm(torch.nn.Module):

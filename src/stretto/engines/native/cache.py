@@ -9,11 +9,15 @@ references is idle.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.engines.native.capture_lock import release_cached
+from stretto.models.routing import RoutingShape
 
 PAGE = 16  # tokens a page
 CONSECUTIVE = 32  # pages taken at once that are the lowest free ones: attention over consecutive pages needs no gather
@@ -25,19 +29,51 @@ def num_pages(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
+@dataclass(frozen=True, slots=True)
+class RoutingRead:
+    """A record of routing on its way to the host."""
+
+    host: Tensor  # [tokens, layers, k]
+    arrived: torch.cuda.Event | None  # None: already there
+
+    @property
+    def is_done(self) -> bool:
+        return self.arrived is None or bool(self.arrived.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> NDArray[Any]:
+        """Waits for the record and returns it."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.host.numpy()
+
+
 class KVCache:
-    """`storage` is [layers, 2, pages * PAGE, kv heads, head size]; a token lives at the slot `page * PAGE + offset`."""
+    """`storage` is [layers, 2, pages * PAGE, kv heads, head size]; a token lives at the slot `page * PAGE + offset`.
+
+    With `routing`, the experts of each token are kept at the same slots, in `routing` [pages * PAGE, layers, k].
+    """
 
     def __init__(
-        self, layers: int, kv_heads: int, head_size: int, pages: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: int,
+        kv_heads: int,
+        head_size: int,
+        pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        routing: RoutingShape | None = None,
     ) -> None:
         self.layers, self.kv_heads, self.head_size = layers, kv_heads, head_size
+        self._routing_shape = routing
         self._allocate(pages, dtype, device)
 
     def _allocate(self, pages: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (self.layers, 2, (pages + 1) * PAGE, self.kv_heads, self.head_size)
         self.storage = torch.zeros(shape, dtype=dtype, device=device)
         self.of_layer = [(layer[0], layer[1]) for layer in self.storage]  # keys and values, views
+        self.routing: Tensor | None = None
+        if (own := self._routing_shape) is not None:
+            self.routing = torch.zeros((pages + 1) * PAGE, own.layers, own.chosen, dtype=own.dtype, device=device)
         self.num_pages = pages
         self._free = list(range(pages, 0, -1))  # the next one last
         self._is_ordered = True  # the lowest page is the next one
@@ -49,7 +85,7 @@ class KVCache:
         """Frees the storage and allocates one of `pages` pages. No page may be in use, nor the storage by a launch."""
         assert len(self._free) == self.num_pages, "a cache with pages in use cannot be resized"
         dtype, device = self.storage.dtype, self.storage.device
-        self.of_layer, self.storage = [], torch.empty(0)
+        self.of_layer, self.storage, self.routing = [], torch.empty(0), None
         if device.type == "cuda":
             release_cached()
         self._allocate(pages, dtype, device)
@@ -58,6 +94,24 @@ class KVCache:
     def bytes_per_token(self) -> int:
         """Bytes of the keys and values of one token over all layers."""
         return self.layers * 2 * self.kv_heads * self.head_size * self.storage.element_size()
+
+    def record_routing(self, writes: Tensor, ids: Tensor) -> None:
+        """Records the experts `ids` [T, layers, k] of the tokens at the slots `writes` [T]."""
+        assert self.routing is not None
+        self.routing.index_copy_(0, writes.to(torch.int64), ids.to(self.routing.dtype))
+
+    def read_routing(self, pages: Sequence[int], start: int, tokens: int) -> RoutingRead:
+        """Starts to copy the record of tokens `start` to `tokens` of a list of pages to the host."""
+        assert self.routing is not None
+        slots = self.slots(pages, tokens, torch.device("cpu"))[start:]
+        if self.routing.device.type != "cuda":
+            return RoutingRead(self.routing.index_select(0, slots), None)
+        found = self.routing.index_select(0, slots.pin_memory().to(self.routing.device, non_blocking=True))
+        host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        host.copy_(found, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        return RoutingRead(host, arrived)
 
     @property
     def num_free(self) -> int:
@@ -138,8 +192,11 @@ class KVCache:
         if not pairs:
             return
         pages = self.storage.view(self.layers, 2, -1, PAGE, self.kv_heads, self.head_size)
+        routing = None if self.routing is None else self.routing.view(-1, PAGE, *self.routing.shape[1:])
         if len(pairs) == 1:
             pages[:, :, pairs[0][1]] = pages[:, :, pairs[0][0]]
+            if routing is not None:
+                routing[pairs[0][1]] = routing[pairs[0][0]]
             return
         source, target = torch.tensor(pairs).t()
         if pages.device.type == "cuda":
@@ -147,3 +204,5 @@ class KVCache:
         most = max(1, COPY_BYTES // (PAGE * self.bytes_per_token))
         for part, into in zip(source.split(most), target.split(most), strict=True):
             pages.index_copy_(2, into, pages.index_select(2, part))
+            if routing is not None:
+                routing.index_copy_(0, into, routing.index_select(0, part))

@@ -30,6 +30,10 @@ class Decoder(Protocol):
         """The scale of the adapters, which is a constant of a captured step."""
         ...
 
+    def pad_experts(self, rows: int) -> None:
+        """Lets the products of experts, if there are any, have at least so many rows on a CPU."""
+        ...
+
     def __call__(
         self,
         tokens: Tensor,  # [tokens]

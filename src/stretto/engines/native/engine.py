@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ from stretto.engines.threaded import Failed
 from stretto.errors import ChecksumError, EngineError, ModelError, RequestError, VersionNotResidentError
 from stretto.models.checksums import checksum
 from stretto.models.float16_range import range_hint
+from stretto.models.routing import replaying, routing_shape
 from stretto.types import MAX_SUPPORT, Capacity, Completion, EngineStats, KVRef, Request, Sampling, Suspended, Weights
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,8 @@ class NativeEngine:
     `deterministic`, which runs every step at its full number of rows and every prompt alone. Without `deterministic`, a
     request that follows one with `keep` may continue from the KV of that request, which changes it by rounding.
 
-    `kernels` are those of the model's device unless given.
+    `kernels` are those of the model's device unless given. With `records_routing`, requests of a mixture of experts
+    may ask for the experts of their tokens, if its router is one that can be recorded (`models/routing.py`).
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class NativeEngine:
         decode: Callable[[Sequence[int]], str] | None = None,
         deterministic: bool = False,
         kernels: Kernels | None = None,
+        records_routing: bool = True,
     ) -> None:
         for name, value in (("slots", slots), ("rows", rows), ("kv_tokens", kv_tokens), ("max_context", max_context)):
             if value < 1:
@@ -123,13 +126,15 @@ class NativeEngine:
         kernels = kernels_for(device) if kernels is None else kernels
         cache_dtype = torch.float32 if kernels.float32_cache else dtype
         # One page more than the budget: a prompt's last page exists twice while its first sample gets a copy.
-        self._cache = KVCache(layers, kv_heads, head_size, num_pages(kv_tokens) + 1, cache_dtype, device)
+        routing = routing_shape(self._slots.trees[0]) if records_routing else None
+        self._cache = KVCache(layers, kv_heads, head_size, num_pages(kv_tokens) + 1, cache_dtype, device, routing)
         self.capacity = replace(self.capacity, kv_bytes_per_token=self._cache.bytes_per_token)
         attention.cache = self._cache
         self._rows = Rows(rows, max_context, device, mixed=kernels.mixed_batches)
         self._schedule = Schedule(self._cache, self._rows, prefill_tokens, retains=not deterministic)
         self._decode = decode
         self._finished: list[Completion | Failed] = []
+        self._arriving: list[Ended] = []  # their records of routing are on their way to the host
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         self._versions: dict[int, int] = {}  # version -> slot
         self._checksums: dict[int, str] = {}  # version -> checksum of the resident weights
@@ -164,6 +169,8 @@ class NativeEngine:
             if kernels.mixed_batches:
                 padding, exact = model_checks.exact_padding(decoders[0].layers, max_tokens)
                 exact &= self._dtype == torch.float32
+                for decoder in decoders:
+                    decoder.pad_experts(padding)
             self.exact = exact and alone
             self._steps = Steps(
                 self._slots, decoders, self._cache, self._rows, self._schedule, heads, kernels, self._ends_in_string,
@@ -303,9 +310,27 @@ class NativeEngine:
         trajectory.tokens = np.asarray(suspended.tokens, dtype=np.int32)
         trajectory.logprobs = np.asarray(suspended.logprobs, dtype=np.float32)
         trajectory.supports = suspended.supports
+        trajectory.routing = self._restored_routing(suspended)
         trajectory.past_versions = None if versions is None else np.asarray(versions, dtype=np.int32)
         trajectory.kv = kv
         trajectory.started_at, trajectory.prefilled = suspended.started_at, suspended.prefilled
+
+    def _restored_routing(self, suspended: Suspended) -> NDArray[Any] | None:
+        """Returns the record that a trajectory brings. Raises `RequestError` if it lacks one, or has another shape."""
+        request, made = suspended.request, len(suspended.tokens)
+        if self._cache.routing is None or not request.sampling.routing:
+            return None
+        own, record = tuple(self._cache.routing.shape[1:]), suspended.routing
+        if record is None:
+            if made:
+                raise RequestError(f"request {request.id} has {made} tokens and no record of their routing")
+            return None
+        expected = len(request.prompt) + made - 1
+        if record.shape[1:] != own or not (len(record) == expected or (not made and len(record) <= expected)):
+            raise RequestError(
+                f"request {request.id} has a record of routing of {tuple(record.shape)}, expected {(expected, *own)}"
+            )
+        return record
 
     @_on_device
     def suspend(self, ids: Sequence[int], *, kv: bool) -> list[Suspended]:
@@ -362,7 +387,7 @@ class NativeEngine:
         self._running = self._rollout_rows()
         ended = self._steps.run()
         finished, self._finished = self._finished, []
-        finished += self._close(ended)
+        finished += self._close(ended, waits=False)
         self._num_steps += 1
         self._account()
         self._schedule.host.rates.worked(self._schedule.prefilled, self._busy_s)
@@ -380,11 +405,16 @@ class NativeEngine:
             return num_rows
         return num_rows - sum(t.request.priority > 0 for t in self._schedule.running())
 
-    def _close(self, ended: Sequence[Ended]) -> list[Completion | Failed]:
+    def _close(self, ended: Sequence[Ended], *, waits: bool = True) -> list[Completion | Failed]:
+        """Returns what ended. Unless it `waits`, records of routing that are not on the host are left for later."""
         now = clock.now()
         done: list[Completion | Failed] = []
-        for trajectory, finish, broken in ended:
+        closing, self._arriving = [*self._arriving, *ended], []
+        for trajectory, finish, broken in closing:
             request = trajectory.request
+            if not (waits or broken or trajectory.has_arrived):
+                self._arriving.append((trajectory, finish, broken))
+                continue
             if broken:
                 done.append(Failed(request.id, RequestError(_draw_error(trajectory, self._dtype))))
             else:
@@ -461,12 +491,15 @@ class NativeEngine:
         self._versions, self._checksums, self._steps.observed = {-1: 0}, {-1: ""}, []
         self.add(Request(-1, -1, prompt, 0, Sampling(4, temperature=0.0)))
         tokens: list[int] = []
+        routing: NDArray[Any] | None = None
         while self.has_work:
             for done in self.step():
                 tokens = [] if isinstance(done, Failed) else done.tokens.tolist()
+                routing = None if isinstance(done, Failed) else done.routing
         ours = torch.cat(self._steps.observed).float()[: len(tokens)]
         self._versions, self._checksums, self._steps.observed = {}, {}, None
         inputs = torch.tensor([[*prompt, *tokens[:-1]]], device=self._rows.device)
-        with torch.inference_mode():
+        # Near a tie, rounding decides between experts, which is no error of the forward: both use the same ones.
+        with torch.inference_mode(), replaying(model, routing):
             theirs = model(input_ids=inputs, use_cache=False).logits[0, length - 1 :].float()
         model_checks.refuse_other_logits(model, ours, theirs)

@@ -12,15 +12,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.engines.native.batched_linears import Product
 from stretto.engines.native.cache import KVCache
 from stretto.engines.native.decoder_protocol import Attend
+from stretto.engines.native.kernels.experts import choose_experts
 from stretto.engines.native.kernels.kernel_set import Kernels
 from stretto.engines.native.lora_slots import SlotMask, SlottedLinear
-from stretto.models.decoder_support import is_plain
+from stretto.models.decoder_support import has_experts, is_plain
 from stretto.models.float32_products import wide_logits, wide_type
+from stretto.models.routing import normalizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,28 +39,72 @@ class Norm:
         return cls(module.weight, float(module.variance_epsilon))
 
 
+class Experts:
+    """The router and the experts of a layer; reads their Parameters."""
+
+    def __init__(self, block: Any, kernels: Kernels) -> None:
+        self._router, self._chosen = block.gate.weight.detach(), int(block.gate.top_k)
+        self._normalized = normalizes(block.gate)
+        self._up, self._down = block.experts.gate_up_proj.detach(), block.experts.down_proj.detach()
+        self._activation, self._kernels = kernels.activation(block.experts.act_fn), kernels
+        self.padding = 0  # fewest rows of a product on a CPU, found by `exact_padding`
+
+    @property
+    def layers(self) -> list[nn.Linear]:
+        """The products of the router and of one expert, as linear layers for `exact_padding`."""
+        return [_as_linear(weight) for weight in (self._router, self._up[0], self._down[0])]
+
+    def add_to(self, stream: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Adds the output to the stream, or returns it for `add_norm` to add; and the ids [T, k] of the experts."""
+        weights, ids = choose_experts(x, self._router, self._chosen, normalized=self._normalized)
+        kernels = self._kernels
+        made = kernels.experts(x, ids, weights, self._up, self._down, kernels.gate, self._activation, self.padding)
+        if kernels.float32_stream:
+            return made, ids
+        stream += made
+        return None, ids
+
+
+def _as_linear(weight: Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
 class FusedLayer:
-    """One decoder layer: a root-mean-square norm, attention, another norm, a gated feed-forward."""
+    """One decoder layer: a root-mean-square norm, attention, another norm, a gated feed-forward or experts."""
 
     def __init__(self, layer: Any, kernels: Kernels) -> None:
         own, mlp = layer.self_attn, layer.mlp
         self.qkv: Product = kernels.product(own.q_proj, own.k_proj, own.v_proj)
         self.out: Product = kernels.product(own.o_proj)
-        self.gate_up: Product = kernels.product(mlp.gate_proj, mlp.up_proj)
-        self.down: Product = kernels.product(mlp.down_proj)
+        self.experts = Experts(mlp, kernels) if has_experts(layer) else None
+        if self.experts is None:
+            self.gate_up: Product = kernels.product(mlp.gate_proj, mlp.up_proj)
+            self.down: Product = kernels.product(mlp.down_proj)
+            self.width = mlp.gate_proj.out_features
+            self.activation = kernels.activation(mlp.act_fn)
         self.before, self.between = Norm.of(layer.input_layernorm), Norm.of(layer.post_attention_layernorm)
         self.query_norm, self.key_norm = Norm.of(getattr(own, "q_norm", None)), Norm.of(getattr(own, "k_norm", None))
-        self.width = mlp.gate_proj.out_features
-        self.activation = kernels.activation(mlp.act_fn)
         self.scaling = float(own.scaling)
+
+    @property
+    def products(self) -> list[object]:
+        """Every product of the layer."""
+        rest = (self.gate_up, self.down) if self.experts is None else self.experts.layers
+        return [self.qkv, self.out, *rest]
 
 
 def fits(tree: Any, kernels: Kernels) -> bool:
     """True if the fused decoder can run `tree`: a plain decoder of one type, whose activation the kernels have."""
     dtypes = {parameter.dtype for parameter in tree.parameters()}
-    if not is_plain(tree) or len(dtypes) > 1 or (torch.float16 in dtypes and not kernels.float16):
+    if not is_plain(tree, mixtures=True) or len(dtypes) > 1 or (torch.float16 in dtypes and not kernels.float16):
         return False
-    return all(kernels.activation(layer.mlp.act_fn) is not None for layer in tree.model.layers)
+    mixed = [layer for layer in tree.model.layers if has_experts(layer)]
+    if mixed and not dtypes <= kernels.expert_dtypes:
+        return False
+    blocks = [layer.mlp.experts if layer in mixed else layer.mlp for layer in tree.model.layers]
+    return all(kernels.activation(block.act_fn) is not None for block in blocks)
 
 
 class FusedDecoder:
@@ -85,9 +131,13 @@ class FusedDecoder:
 
     @property
     def layers(self) -> list[object]:
-        return [p for layer in self._layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)] + [
-            self._lm_head
-        ]
+        return [product for layer in self._layers for product in layer.products] + [self._lm_head]
+
+    def pad_experts(self, rows: int) -> None:
+        """Lets the products of experts have at least so many rows, if the kernels can pad them."""
+        for layer in self._layers:
+            if layer.experts is not None:
+                layer.experts.padding = rows
 
     def __call__(
         self,
@@ -111,8 +161,9 @@ class FusedDecoder:
         q: Tensor | None = None
         added: Tensor | None = None  # an output that is not in the stream yet, with the adapter's factor and scale
         b, scale = None, 1.0
+        kept, routed = None, list[Tensor]()  # the experts of the tokens, by layer
         for number, layer in enumerate(self._layers):
-            norm, qkv, out, up, down = layer.before, layer.qkv, layer.out, layer.gate_up, layer.down
+            norm, qkv, out = layer.before, layer.qkv, layer.out
             x = kernels.add_norm(stream, added, norm.weight, norm.epsilon, slots, b, rank, scale, x)
             keys, values = self._cache.of_layer[number]
             norm = layer.query_norm
@@ -122,20 +173,42 @@ class FusedDecoder:
             )  # fmt: skip
             if number == cut and keep is not None and attend_kept is not None:
                 if not keep.shape[0]:
+                    self._record(writes, routed, None, None)
                     return self._logits(x[:0])
+                kept = keep
                 stream, slots, q = (each.index_select(0, keep) for each in (stream, slots, q))
                 attend, attended, keep, x = attend_kept, torch.empty_like(q), None, None
             attended = attend(number, q, attended, layer.scaling)
             added, norm = out.add_to(stream, attended.reshape(q.shape[0], -1)), layer.between
             x = kernels.add_norm(stream, added, norm.weight, norm.epsilon, slots, out.bs[0], rank, out.scale, x)
+            if layer.experts is not None:
+                (added, ids), b, scale = layer.experts.add_to(stream, x), None, 1.0
+                routed.append(ids)
+                continue
+            up, down = layer.gate_up, layer.down
             gated = kernels.gate(up(x), layer.width, layer.activation, slots, up.bs, rank, up.scale)
             added, b, scale = down.add_to(stream, gated), down.bs[0], down.scale
+        self._record(writes, routed, kept, routed.pop() if kept is not None and self._layers[-1].experts else None)
         if keep is not None:
             stream, x = stream.index_select(0, keep), None
             if added is not None:
                 added, slots = added.index_select(0, keep), slots.index_select(0, keep)
         norm = self._norm
         return self._logits(kernels.add_norm(stream, added, norm.weight, norm.epsilon, slots, b, rank, scale, x))
+
+    def _record(self, writes: Tensor, routed: list[Tensor], kept: Tensor | None, last: Tensor | None) -> None:
+        """Records the experts of the tokens. `last` are those of the `kept` tokens in the last layer, if it was cut.
+
+        Nothing reads the last layer of the other tokens. They get the first experts there, whatever was in the memory.
+        """
+        routing = self._cache.routing
+        if routing is None:
+            return
+        if len(routed) < routing.shape[1]:
+            chosen = routing.shape[2]
+            first = torch.arange(chosen, device=writes.device).expand(writes.shape[0], chosen).clone()
+            routed = [*routed, first if last is None or kept is None else first.index_copy_(0, kept, last)]
+        self._cache.record_routing(writes, torch.stack(routed, 1))
 
     def _logits(self, x: Tensor) -> Tensor:
         weight, bias = self._head

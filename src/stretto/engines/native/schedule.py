@@ -61,6 +61,9 @@ class Schedule:
     def _join(self, trajectory: SequenceState) -> None:
         request = trajectory.request
         retained = self._kv_of_last_turn(trajectory)
+        if retained is not None and retained.owner is not None and trajectory.routing is None:
+            routing = retained.owner.settle_routing()
+            trajectory.routing = None if routing is None else routing[: len(retained.tokens)]
         shared = request.group >= 0 and not len(trajectory.tokens) and retained is None
         key = (request.group, request.version, request.prompt) if shared else trajectory.arrival
         prefix = self._prefixes.get(key)
@@ -150,8 +153,16 @@ class Schedule:
         self.rows.save(trajectory)
         if kv:
             trajectory.kv = self.cache.read(trajectory.pages, int(self.rows.context[row]) - 1)
+        self._take_routing(trajectory, int(self.rows.context[row]) - 1)
         self.rows.remove(row)
         self.release(trajectory)
+
+    def _take_routing(self, trajectory: SequenceState, tokens: int) -> None:
+        """Starts to read the routing of a trajectory's first `tokens` tokens, before its pages are released."""
+        if self.cache.routing is not None and trajectory.sampling.routing:
+            trajectory.settle_routing()
+            start = min(trajectory.routing_recorded, tokens)
+            trajectory.routing_read = self.cache.read_routing(trajectory.pages, start, tokens)
 
     def _unwait(self, trajectory: SequenceState) -> None:
         assert trajectory.prefix is not None
@@ -162,13 +173,17 @@ class Schedule:
         """Releases the pages of a trajectory that has ended, except those that another turn may begin with."""
         if trajectory.request.id in self._retained or trajectory.request.id in self._on_host:
             self._drop_one(trajectory.request.id)  # of an earlier turn, before it was suspended and came back
+        if not broken:
+            self._take_routing(trajectory, len(trajectory.request.prompt) + len(trajectory.tokens) - 1)
         if trajectory.request.keep and self._retains and not broken:
             tokens = (*trajectory.request.prompt, *trajectory.tokens.tolist())
             full = (len(tokens) - 1) // PAGE  # the last token was drawn, and its KV was never computed
             pages = trajectory.pages[:full]
             if pages:
                 self.cache.retain(pages)
-                self._retained[trajectory.request.id] = RetainedKV(tokens[: full * PAGE], trajectory.slot, pages)
+                own = None if self.cache.routing is None else trajectory
+                retained = RetainedKV(tokens[: full * PAGE], trajectory.slot, pages, owner=own)
+                self._retained[trajectory.request.id] = retained
         self.release(trajectory)
 
     def drop_retained(self, slot: int | None = None) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stretto.engines.native.cache import RoutingRead
 from stretto.engines.native.host_kv import HostCopy
 from stretto.types import Completion, FinishReason, Request, Sampling, Supports, Suspended
 
@@ -27,6 +29,8 @@ class SequenceState:
     tokens: NDArray[np.int32] = field(default_factory=lambda: NO_TOKENS)
     logprobs: NDArray[np.float32] = field(default_factory=lambda: NO_LOGPROBS)
     supports: Supports | None = None  # of its tokens, if its sampling records them
+    routing: NDArray[Any] | None = None  # the experts of its first tokens, if it came with them
+    routing_read: RoutingRead | None = None  # those of the tokens behind these, once it has left its row
     past_versions: NDArray[np.int32] | None = None  # of the first tokens, if other weights made them
     kv: Tensor | None = None  # on the host, while it is out of the cache
     pages: list[int] = field(default_factory=list)
@@ -44,6 +48,23 @@ class SequenceState:
     def order(self) -> tuple[int, int]:
         """The order of admission; the last one is preempted first."""
         return (self.request.priority, self.arrival)
+
+    @property
+    def routing_recorded(self) -> int:
+        """Tokens whose experts it has a record of, apart from the cache."""
+        return 0 if self.routing is None else len(self.routing)
+
+    @property
+    def has_arrived(self) -> bool:
+        """False while its record of routing is on its way to the host."""
+        return self.routing_read is None or self.routing_read.is_done
+
+    def settle_routing(self) -> NDArray[Any] | None:
+        """Waits for the record of its routing and returns all of it."""
+        if self.routing_read is not None:
+            read, self.routing_read = self.routing_read.wait(), None
+            self.routing = read if self.routing is None else np.concatenate([self.routing, read])
+        return self.routing
 
     def token_versions(self, made: int) -> NDArray[np.int32] | None:
         """Returns the version of each of its `made` tokens; None if all are of its own version."""
@@ -72,6 +93,7 @@ class SequenceState:
             self.started_at,
             self.prefilled,
             self.supports,
+            routing=self.settle_routing(),
         )
 
     def completion(self, finish: FinishReason, checksum: str, now: float) -> Completion:
@@ -89,6 +111,7 @@ class SequenceState:
             now,
             self.prefilled,
             self.supports,
+            routing=self.settle_routing(),
         )
 
 
@@ -142,6 +165,7 @@ class RetainedKV:
     slot: int
     pages: list[int]
     host: HostCopy | None = None
+    owner: SequenceState | None = None  # that made it, if it has a record of routing
 
 
 Ended = tuple[SequenceState, FinishReason, bool]

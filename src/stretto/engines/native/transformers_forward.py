@@ -1,6 +1,6 @@
 """The forward of any architecture: transformers' own modules over the paged cache.
 
-For models that are not plain decoders (mixtures of experts among them). It takes more launches than the fused forward,
+For models that are not plain decoders. It takes more launches than the fused forward,
 and has the same cache, slots, graphs and draws. A forward runs all tokens of a step as one sequence [1, tokens]; the
 attention function is registered with transformers under `stretto_paged`.
 """
@@ -22,6 +22,7 @@ from stretto.engines.native.lora_slots import SlotMask, SlottedLinear
 from stretto.engines.native.versions import Slots
 from stretto.errors import ModelError
 from stretto.models.module_forward import run_modules
+from stretto.models.routing import RoutingTap
 
 NAME = "stretto_paged"
 
@@ -110,12 +111,14 @@ AttentionInterface.register(NAME, paged_attention)
 
 
 class StockDecoder:
-    """The forward of one tree; called like `FusedDecoder`."""
+    """The forward of one tree; called like `FusedDecoder`. If the cache keeps records of routing, it writes them."""
 
     fused = False
 
     def __init__(self, tree: Any, attention: Attention, slots: Slots) -> None:
         self._tree, self._attention, self._slots = tree, attention, slots
+        records = attention.cache is not None and attention.cache.routing is not None
+        self._tap = RoutingTap(tree) if records else None
         adapted = [module for module in tree.modules() if isinstance(module, SlottedLinear)]
         self._mask: SlotMask | None = adapted[0].mask if adapted else None
         self.vocabulary = int(tree.get_output_embeddings().weight.shape[0])
@@ -127,6 +130,9 @@ class StockDecoder:
     @property
     def scale(self) -> float:
         return 1.0 if self._mask is None else self._mask.scale
+
+    def pad_experts(self, rows: int) -> None:
+        """Does nothing: the experts of transformers run token by token, or grouped without padding."""
 
     def __call__(
         self,
@@ -141,5 +147,7 @@ class StockDecoder:
         self._attention.step = AttentionStep(writes.to(torch.int64), attend)
         self._slots.choose(slots)
         output = run_modules(self._tree, tokens, positions, logits_to_keep=0 if keep is None else keep)
+        if self._tap is not None and self._attention.cache is not None:
+            self._attention.cache.record_routing(writes, self._tap.take())
         logits: Tensor = output.logits[0]
         return logits.float()

@@ -13,6 +13,7 @@ from stretto.engines.native.batched_linears import JoinedProduct, Product, Stack
 from stretto.engines.native.kernels import cpu_layers, layers
 from stretto.engines.native.kernels.decode_attention import paged_decode
 from stretto.engines.native.kernels.decode_work_list import plan_items
+from stretto.engines.native.kernels.experts import grouped_experts, looped_experts
 from stretto.engines.native.kernels.prefill_attention import dense_causal, paged_extend
 from stretto.engines.native.kernels.token_draw import draw
 
@@ -38,6 +39,8 @@ class Kernels:
     add_norm: Callable[..., Tensor]
     split_heads: Callable[..., Tensor]
     gate: Callable[..., Tensor]
+    experts: Callable[..., Tensor]
+    expert_dtypes: frozenset[torch.dtype]  # that `experts` computes in
     paged: PagedKernels | None  # None: prompts are prefilled in the same forward as the decoding rows, a mixed batch
     overlap: bool  # the host takes the results of a step in while the next one runs; never in mixed batches
     signed_sines: bool  # of the rotary table that `prepare` takes
@@ -57,6 +60,8 @@ TRITON = Kernels(
     add_norm=layers.add_norm,
     split_heads=layers.split_heads,
     gate=layers.gate,
+    experts=grouped_experts,
+    expert_dtypes=frozenset({torch.bfloat16}),  # of `grouped_mm` on CUDA
     paged=PagedKernels(draw, plan_items, paged_decode, paged_extend, dense_causal),
     overlap=True,
     signed_sines=False,
@@ -72,6 +77,8 @@ CPU = Kernels(
     add_norm=cpu_layers.add_norm,
     split_heads=cpu_layers.split_heads,
     gate=cpu_layers.gate,
+    experts=looped_experts,
+    expert_dtypes=frozenset({torch.float32, torch.bfloat16}),
     paged=None,
     overlap=False,
     signed_sines=True,

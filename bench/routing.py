@@ -1,0 +1,170 @@
+"""Records of routing: the mismatch of engine and trainer, the cost of a record, and what a mixture learns.
+
+    python bench/routing.py mismatch --out bench/results/routing_mismatch.json
+    python bench/routing.py learning --seeds 0,1,2 --steps 30 --out bench/results/routing_learning.json
+    python bench/routing.py cost --out bench/results/routing_cost.json
+
+`mismatch` samples from random mixtures in bfloat16 on the CPU and scores the same tokens by the trainer, with the
+experts replayed and with free routing. It prints the mean |difference of log-probabilities| of both and their ratio.
+`learning` runs `recipes/moe.toml` with `training.routing` `replay` and `free` for each seed; a run whose result is in
+the folder already is not run again. `cost` times decode steps with and without records, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from stretto.engines.native.engine import NativeEngine
+from stretto.models.tiny import random_mixture
+from stretto.training.recorded_logprobs import rescore
+from stretto.training.trainer import LocalTrainer
+from stretto.types import Completion, Request, Sample, Sampling
+
+ROOT = Path(__file__).parent.parent
+SHAPES: dict[str, dict[str, Any]] = {
+    "4 layers, 8 experts, 2 chosen": {"num_hidden_layers": 4},
+    "12 layers, 32 experts, 4 chosen": {"num_hidden_layers": 12, "num_experts": 32, "num_experts_per_tok": 4},
+    "24 layers, 64 experts, 8 chosen": {
+        "num_hidden_layers": 24, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 32,
+    },
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("mismatch", "learning", "cost"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "routing", help="of the runs of `learning`")
+    asked = parser.parse_args()
+    seeds = [int(each) for each in asked.seeds.split(",")]
+    if asked.what == "mismatch":
+        found = [mismatch(name, changes, seed) for name, changes in SHAPES.items() for seed in seeds]
+    elif asked.what == "cost":
+        found = [cost(rows) for rows in (4, 16, 64)]
+    else:
+        found = learning(seeds, asked.steps, asked.folder)
+    report = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__,
+                     "transformers": transformers.__version__},
+        "command": " ".join(["python", "bench/routing.py", *sys.argv[1:]]),
+        "results": found,
+    }  # fmt: skip
+    asked.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def mismatch(name: str, changes: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Samples 32 trajectories of 96 tokens from a random mixture and scores them twice."""
+    model = random_mixture(seed, dtype="bfloat16", **changes).to(torch.bfloat16)
+    engine = NativeEngine(model, kind="full", slots=1, rows=32, kv_tokens=8192, max_context=256)
+    trainer = LocalTrainer(model)
+    engine.load(trainer.policy.weights(0))
+    samples = generate(engine, 32, 96)
+    of: dict[str, float] = {}
+    for how, routing in (("replay", trainer.routing), ("free", None)):
+        trainer.routing = routing
+        differences = [
+            np.abs(scored - sample.completion.logprobs)
+            for scored, sample in zip(rescore(trainer, samples), samples, strict=True)
+        ]
+        of[how] = float(np.concatenate(differences).mean())
+    found = {"model": name, "seed": seed, **of, "ratio": of["free"] / of["replay"]}
+    print(f"{name}, seed {seed}: replay {of['replay']:.5f}, free {of['free']:.5f}, {found['ratio']:.2f} x", flush=True)
+    return found
+
+
+def generate(engine: NativeEngine, count: int, length: int) -> list[Sample]:
+    """Generates trajectories in groups of 8 from random prompts of 20 tokens."""
+    prompts = {group: tuple(np.random.default_rng(group).integers(3, 99, 20).tolist()) for group in range(count // 8)}
+    for index in range(count):
+        engine.add(Request(index, 0, prompts[index // 8], index, Sampling(length), group=index // 8))
+    done: list[Completion] = []
+    while engine.has_work:
+        done += [each for each in engine.step() if isinstance(each, Completion)]
+    return [Sample(each.id, each.id // 8, 0, prompts[each.id // 8], each, 0.0) for each in done]
+
+
+def cost(rows: int) -> dict[str, Any]:
+    """Times 60 decode steps of the tiny mixture with and without records, seven times in turns."""
+    model = random_mixture(0)
+    weights = LocalTrainer(random_mixture(0)).policy.weights(0)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    engines = {}
+    for records in seconds:
+        engines[records] = NativeEngine(
+            model, kind="full", slots=1, rows=rows, kv_tokens=128 * rows, max_context=128, records_routing=records
+        )
+        engines[records].load(weights)
+    for _ in range(7):
+        for records, engine in engines.items():
+            for index in range(rows):
+                engine.add(Request(index, 0, tuple(range(3, 19)), index, Sampling(64, routing=records)))
+            for _ in range(3):
+                engine.step()
+            began = time.perf_counter()
+            for _ in range(60):
+                engine.step()
+            seconds[records].append(time.perf_counter() - began)
+            while engine.has_work:
+                engine.step()
+    # Neighbours on the machine make a turn slower, never faster.
+    share = min(seconds[True]) / min(seconds[False]) - 1
+    print(f"{rows} rows: records cost {share:.1%} of decode", flush=True)
+    return {"rows": rows, "with_s": min(seconds[True]), "without_s": min(seconds[False]), "share": share}
+
+
+def learning(seeds: list[int], steps: int, folder: Path) -> list[dict[str, Any]]:
+    """Trains the tiny mixture with and without replay."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = []
+    for seed in seeds:
+        for routing in ("replay", "free"):
+            run = folder / f"{routing}-{seed}"
+            if not (run / "summary.json").is_file():
+                settings = {
+                    "seed": seed,
+                    "training.routing": routing,
+                    "training.steps": steps,
+                    "evaluation.every": "",
+                    "evaluation.prompts": 128,
+                }
+                options = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+                command = [sys.executable, "-m", "stretto", "train", "recipes/moe.toml", "-q", "--out", str(run)]
+                subprocess.run([*command, *options], check=True, cwd=ROOT)
+            summary = json.loads((run / "summary.json").read_text())
+            lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            loads = [line["expert_imbalance"] for line in lines if "expert_imbalance" in line]
+            found.append(
+                {
+                    "seed": seed, "routing": routing, "steps": steps,
+                    "before": summary["eval_before"], "after": summary["eval_after"],
+                    "mismatch_kl": summary.get("mismatch_kl"),
+                    "expert_imbalance": [loads[0], loads[-1]] if loads else None,
+                }
+            )  # fmt: skip
+            print(found[-1], flush=True)
+    for routing in ("replay", "free"):
+        scores = [each["after"] for each in found if each["routing"] == routing]
+        print(f"{routing}: {statistics.mean(scores):.3f} after {steps} updates", flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    main()

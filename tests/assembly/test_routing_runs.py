@@ -1,0 +1,70 @@
+"""Whole runs of a mixture of experts: routing is recorded, replayed, resumed from and forgotten."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from run_cases import recipe, run
+
+from stretto.assembly.check import describe_routing
+from stretto.assembly.retrain import retrain
+from stretto.errors import RecipeError, TrainerError
+from stretto.models.tiny import WarmStart, tiny_config, tiny_model, tiny_moe_config
+from stretto.store.reader import JournalReader
+from stretto.store.verify import exit_code, verify
+
+SHORT = ("rollout.staleness=2", "rollout.max_tokens=16", "evaluation.prompts=0")
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny-moe"
+    return tiny_model(folder, warm_start=WarmStart(steps=2), mixture=True)
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_run_that_keeps_its_records_is_extended_and_trained_again_to_the_same_bits(
+    mixture: Path, tmp_path: Path, lora: bool
+) -> None:
+    folder = tmp_path / "run"
+    made = recipe(mixture, tmp_path, *SHORT, "training.steps=2", "training.keep_routing=true", lora=lora)
+    run(made, folder)
+    longer = recipe(mixture, tmp_path, *SHORT, "training.steps=3", "training.keep_routing=true", lora=lora)
+    run(longer, folder, resume=True)
+    with JournalReader(folder) as reader:
+        batches = [reader.batch(update) for update in range(3)]
+        assert "expert_entropy" in reader.update_metrics(2)
+    for sample in (sample for batch in batches for sample in batch):
+        assert sample.completion.routing is not None
+        assert sample.completion.routing.shape == (len(sample.prompt) + len(sample.completion.tokens) - 1, 2, 2)
+    assert exit_code(verify(folder)) == 0
+    assert retrain(folder).difference is None
+
+
+def test_records_are_forgotten_with_the_last_checkpoint_and_a_replay_says_so(mixture: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(recipe(mixture, tmp_path, *SHORT, "training.steps=2"), folder)
+    with JournalReader(folder) as reader:
+        trained = reader.trained()
+    left = {int(path.name.split("-")[0]) for path in (folder / "routing").rglob("*.bin")}
+    assert not left & set(trained)
+    assert exit_code(verify(folder)) == 0
+    with pytest.raises(TrainerError, match=r"no record of its routing.*`training\.keep_routing`"):
+        retrain(folder)
+
+
+def test_a_run_with_free_routing_records_nothing(mixture: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(recipe(mixture, tmp_path, *SHORT, "training.steps=2", 'training.routing="free"'), folder)
+    assert not (folder / "routing").exists()
+    assert retrain(folder).difference is None
+
+
+def test_check_states_the_size_of_records_and_refuses_an_option_without_effect(mixture: Path, tmp_path: Path) -> None:
+    made = recipe(mixture, tmp_path, *SHORT)
+    (line,) = describe_routing(made, tiny_moe_config(), 10)
+    assert line.startswith("routing is replayed: 4 bytes a token (2 layers, 2 of 8 experts), at most")
+    assert describe_routing(made, tiny_config(), 10) == []
+    with pytest.raises(RecipeError, match="is for mixtures of experts"):
+        describe_routing(recipe(mixture, tmp_path, *SHORT, 'training.routing="replay"'), tiny_config(), 10)
