@@ -189,7 +189,7 @@ def test_the_key_is_in_no_file_of_the_run(model: Path, tmp_path: Path, monkeypat
     ("table", "changes", "problem"),
     [
         ("task", {"reward": "our_rewards:letters"}, "`task.reward` or `task.judge`"),
-        ("task", {"sandbox": {}}, "`task.judge` cannot run in `task.sandbox`"),
+        ("task", {"sandbox": {}}, "a judge cannot run in `task.sandbox`"),
         ("task", {"reward_seconds": 3.0}, "`task.reward_seconds` has no effect with `task.judge`"),
         ("task", {"reward_workers": 3}, "`task.reward_workers` has no effect with `task.judge`"),
     ],

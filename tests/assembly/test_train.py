@@ -429,7 +429,7 @@ def test_an_update_that_fails_ends_the_run_by_name(
 
 def test_bad_input_is_an_error_by_name_before_anything_is_written(model: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "' + "1" * 5000 + '", "answer": 1}\n')
-    with pytest.raises(RecipeError, match=r"its prompt has 5000 tokens, more than the 4084"):
+    with pytest.raises(RecipeError, match=r"its prompt has 5,000 tokens, more than the 4,084"):
         run(recipe(model, tmp_path), tmp_path / "run")
     (tmp_path / "prompts.jsonl").write_text("")
     with pytest.raises(RecipeError, match="has no rows"):
