@@ -58,6 +58,8 @@ EXTRAS = {
     "gguf": ("gguf", "models in GGUF files"),
     "ray": ("ray", 'runs on a cluster: `runtime.type = "ray"`'),
     "serve": ("aiohttp", "agents that call the policy over HTTP, `stretto serve`"),
+    "judge": ("aiohttp", "judges behind an address: `task.judge`"),
+    "vllm": ("vllm", 'engines of vLLM: `engine.type = "vllm"`'),
     "gymnasium": ("gymnasium", "environments of gymnasium"),
     "textarena": ("textarena", "environments of textarena"),
     "mcp": ("mcp", "tools of MCP servers"),
