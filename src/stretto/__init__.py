@@ -73,7 +73,7 @@ else:
         return sorted({*globals(), *_MODULES})
 
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Callback",
