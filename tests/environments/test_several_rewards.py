@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from stretto.environments.function_specs import SpecError
 from stretto.environments.grades import Grade
-from stretto.environments.reward_calls import Details, RewardSpec
+from stretto.environments.reward_calls import Details, RewardSpec, refuse_weightless
 from stretto.environments.reward_pool import RewardPool
 from stretto.environments.thread_rewards import ThreadRewards
 from stretto.errors import LateRewardError, RecipeError, RewardError
@@ -111,7 +112,6 @@ def test_a_sum_that_is_too_large_fails():
     ("specs", "words"),
     [
         ([spec("length"), spec("correct", "length")], "`task.rewards` has 2 rewards with the name `length`"),
-        ([spec("length", weight=0.0), spec("correct", weight=0.0)], "every reward has `weight = 0`"),
         ([spec("length", weight=float("nan"))], "the reward `length` has `weight = nan`: a weight is a finite number"),
         ([spec("length", weight=float("inf"))], "`weight = inf`"),
         ([RewardSpec("mine", "length")], "`function = 'length'` of the reward `mine` is not a function"),
@@ -122,6 +122,12 @@ def test_rewards_that_a_task_cannot_have_are_refused(specs, words):
     with pytest.raises(RecipeError) as raised:
         RewardPool(specs)
     assert words in str(raised.value)
+
+
+def test_rewards_that_are_all_only_recorded_are_refused():
+    with pytest.raises(SpecError, match="every reward has `weight = 0`"):
+        refuse_weightless([spec("length", weight=0.0), spec("correct", weight=0.0)])
+    refuse_weightless([spec("length", weight=0.0), spec("correct")])
 
 
 def test_the_reward_that_cannot_be_used_is_named():

@@ -34,7 +34,7 @@ def check(
 
     given = Given.of(reward=reward, environment=environment, data=data, evaluation_data=evaluation_data)
     made = load_recipe(recipe, overrides or (), change_task=None if given.is_nothing else given.in_recipe)
-    refuse_missing_files(recipe, *made.tasks, given=given.names)
+    refuse_missing_files(recipe, *made.tasks)
 
     from stretto.assembly.check import check as checked
 

@@ -80,7 +80,7 @@ def train(
         written, overrides or (), change_task=None if given.is_nothing else given.in_recipe, source=source
     )
     if not resume:
-        refuse_missing_files(recipe, *made.tasks, given=given.names)
+        refuse_missing_files(recipe, *made.tasks)
     if resume:
         accepted_changes(made, folder)
     handle = RunHandle(folder)

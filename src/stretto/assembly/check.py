@@ -23,6 +23,7 @@ from stretto.setup.memory_sizes import context_length
 from stretto.setup.micro_batch_size import describe_micro_tokens, with_micro_tokens
 from stretto.setup.teachers import check_teachers
 from stretto.setup.threads import thread_counts
+from stretto.setup.vllm_engines import check_vllm_model
 from stretto.setup.warm_starts import check_demonstrations, has_demonstrations
 
 ALL_TARGETS = "all linear layers but the output layer"
@@ -55,6 +56,7 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN) -> CheckReport:
     trackers = check_trackers(recipe.observe)
     tiny = recipe.model.is_tiny
     config = tiny_config_of(recipe.model.path) if tiny else load_config(recipe.model.path)
+    check_vllm_model(recipe, config)
     of_model = tiny_tokenizer() if tiny else load_tokenizer(recipe.model.path)
     tokenizer = prompt_tokenizer(recipe, of_model)
     inputs = load_inputs(recipe, of_model, context=context_length(config), model_path=recipe.model.path, given=given)

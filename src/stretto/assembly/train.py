@@ -375,7 +375,7 @@ async def _run(run: _Run) -> dict[str, Any]:
         evaluate_alone,
         run.backend.pool,
         instance_s=recipe.runtime.instance_seconds,
-        reward_s=run.backend.longest_reward_s or recipe.runtime.stall_seconds,
+        reward_s=run.backend.longest_answer_s(recipe.runtime.stall_seconds),
         tally=tally,
         observer=run.observer,
     )

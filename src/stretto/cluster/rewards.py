@@ -19,7 +19,7 @@ from stretto.environments.reward_pipes import Scores
 from stretto.environments.reward_pool import RewardPool, longest_reward_s
 from stretto.environments.sandbox import Limits
 from stretto.environments.worker_process import START_S
-from stretto.errors import RewardError
+from stretto.errors import RecipeError, RewardError, ScoringHaltedError
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,12 @@ class RayRewards:
         shown = ", ".join(spec.shown for spec in self._options.rewards)
         lost: ActorCalls | None = None
         for _ in range(RESCORES + 1):
-            remote = await self._host.ready(lost)
+            try:
+                remote = await self._host.ready(lost)
+            except RecipeError as error:
+                if lost is None or self._built is None:
+                    raise
+                raise ScoringHaltedError(str(error)) from error  # such as a judge that is away now
             try:
                 return await remote.call(call, *given, bounded=False)
             except HostLostError as error:

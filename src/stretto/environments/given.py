@@ -104,7 +104,7 @@ class Given:
     ) -> Given:
         """Takes the arguments of a caller. Raises `RecipeError` for one that cannot be used."""
         arguments = {"reward": reward, "environment": environment, "data": data, "evaluation_data": evaluation_data}
-        if isinstance(reward, Mapping) or any(isinstance(each, Mapping) for each in arguments.values()):
+        if isinstance(reward, Mapping) or any(map(_is_by_label, arguments.values())):
             return cls._of_several(arguments)
         if reward is not None and environment is not None:
             raise RecipeError("`reward` and `environment` are both given: an environment rewards its episodes itself")
@@ -138,9 +138,9 @@ class Given:
     def _of_several(cls, arguments: Mapping[str, Any]) -> Given:
         """Takes arguments that are given by label."""
         by_label: dict[str, dict[str, Any]] = {}
-        labelled = next(name for name, given in arguments.items() if isinstance(given, Mapping))
+        labelled = next(name for name, given in arguments.items() if _is_by_label(given))
         for name, given in arguments.items():
-            if given is not None and not isinstance(given, Mapping):
+            if given is not None and not _is_by_label(given):
                 raise RecipeError(
                     f"`{labelled}` is a {type(arguments[labelled]).__name__}; {_OF_ONE_TASK[labelled]}; or, with "
                     f"several tasks, give `{name}` by label too"
@@ -215,7 +215,7 @@ class Given:
             if key in self.names:
                 result.pop(other, None)
         if "reward" in asked:
-            for key in ("reward", "rewards"):
+            for key in ("reward", "rewards", "judge", "reward_model"):
                 result.pop(key, None)
         return result | dict(self.names)
 
@@ -302,6 +302,11 @@ def of_task(label: str | None) -> Iterator[None]:
         if label is None:
             raise
         raise RecipeError(f"task `{label}`: {error}") from error
+
+
+def _is_by_label(given: object) -> bool:
+    """Tells if something is given by the labels of tasks. The splits of a data set are a mapping, too."""
+    return isinstance(given, Mapping) and not type(given).__name__.endswith("DatasetDict")
 
 
 def _named(labels: Iterable[str]) -> str:

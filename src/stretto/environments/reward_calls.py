@@ -156,6 +156,10 @@ def refuse_specs(specs: Sequence[RewardSpec]) -> None:
     if not all(math.isfinite(spec.weight) for spec in specs):
         wrong = next(spec for spec in specs if not math.isfinite(spec.weight))
         raise SpecError(f"the reward `{wrong.name}` has `weight = {wrong.weight}`: a weight is a finite number")
+
+
+def refuse_weightless(specs: Sequence[RewardSpec]) -> None:
+    """Raises `SpecError` if no reward of a task counts. Some may not: they are only recorded."""
     if not any(spec.weight for spec in specs):
         raise SpecError("every reward has `weight = 0`, so all trajectories would get 0: give one another weight")
 

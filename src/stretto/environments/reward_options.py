@@ -13,7 +13,7 @@ from pydantic import Discriminator, Field, Tag
 
 from stretto.environments.function_specs import SpecError, function_name
 from stretto.environments.given import is_given, without_digest
-from stretto.environments.reward_calls import DEFAULT_BATCH, RewardSpec, refuse_specs, refuse_targets
+from stretto.environments.reward_calls import DEFAULT_BATCH, RewardSpec, refuse_specs, refuse_targets, refuse_weightless
 from stretto.environments.rewards.judge_options import JudgeOptions
 from stretto.environments.rewards.reward_model_options import RewardModelOptions
 from stretto.options import Options
@@ -119,6 +119,7 @@ def refused_rewards(reward: str | None, rewards: Sequence[SharedRewardOptions], 
     specs = [table.spec() for table in rewards]
     try:
         refuse_specs(specs)
+        refuse_weightless(specs)
         refuse_targets([spec for spec in specs if not is_given(spec.target)])
     except SpecError as error:
         yield str(error)

@@ -35,14 +35,14 @@ def source_digests(task: TaskOptions) -> dict[str, str]:
 
 def _sources(task: TaskOptions) -> Iterator[tuple[str, Path]]:
     named = [getattr(task, key, None) for key in SPECS]
-    for spec in (*named, *(each.spec().target for each in rewards_of(task))):
+    for spec in (*named, *(getattr(each, "function", None) for each in rewards_of(task))):
         if not isinstance(spec, str) or is_given(spec) or not is_spec(spec):
             continue
         if (path := _module_file(spec.partition(":")[0])) is not None:
             yield spec, path
-    question = getattr(getattr(task, "judge", None), "prompt_path", None)
-    if question is not None:
-        yield question, Path(question)
+    for scorer in getattr(task, "scorers", {}).values():
+        if (question := getattr(scorer, "prompt_path", None)) is not None:
+            yield question, Path(question)
     for word in getattr(task, "command", None) or ():
         if Path(word).is_file():
             yield word, Path(word)

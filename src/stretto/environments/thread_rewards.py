@@ -35,6 +35,7 @@ from stretto.environments.reward_calls import (
     as_specs,
     late_text,
     refuse_specs,
+    refuse_weightless,
 )
 from stretto.environments.reward_pipes import Item, Result, Scores
 from stretto.environments.reward_pool import longest_reward_s
@@ -212,6 +213,7 @@ class ThreadRewards:
         """Starts the threads. Raises `RecipeError` if a function cannot be called with the columns of the rows."""
         try:
             refuse_specs(self._specs)
+            refuse_weightless(self._specs)
             self._calls = make_calls(self._specs, self._columns, self._functions)
         except SpecError as error:
             raise RecipeError(f"`reward` cannot be used: {error}") from error

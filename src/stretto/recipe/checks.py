@@ -193,6 +193,12 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
             "least 2, or 0 to sample from all"
         )
     yield from task_refusals(recipe)
+    agents = [task for task in recipe.tasks if isinstance(task, AgentOptions) and task.sandbox is None]
+    if recipe.serve.port != 0 and len(agents) > 1:
+        yield (
+            f"`serve.port = {recipe.serve.port}` is one port, and {len(agents)} tasks have agents, each with "
+            "an endpoint of its own; leave the port out"
+        )
     if recipe.serve.url is not None and recipe.serve.port == 0:
         yield (
             f'`serve.url = "{recipe.serve.url}"` leads nowhere with `serve.port = 0`, which is another port in every '

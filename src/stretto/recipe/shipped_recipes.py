@@ -9,10 +9,10 @@ from __future__ import annotations
 import difflib
 import itertools
 import os
-from collections.abc import Collection
 from glob import glob
 from pathlib import Path
 
+from stretto.environments.given import is_given
 from stretto.errors import RecipeError
 
 FOLDER = Path(__file__).parent / "shipped"  # a link to `recipes/` in the repository, a folder of files in a wheel
@@ -41,18 +41,24 @@ def missing(recipe: Path) -> str:
     return f"recipe `{recipe}` does not exist{hint}"
 
 
-def refuse_missing_files(recipe: object, *tasks: object, given: Collection[str] = ()) -> None:
+def refuse_missing_files(recipe: object, *tasks: object) -> None:
     """Raises `RecipeError` if a shipped recipe names a data file of the repository that is not below this folder.
 
-    `given` has the keys of the task whose values came from Python: they are no files.
+    Rows that were given from Python are no files.
     """
     if not isinstance(recipe, str | Path) or found(Path(recipe)).resolve().parent != FOLDER.resolve():
         return
     name = found(Path(recipe)).stem
     for task, key in itertools.product(tasks, ("path", "evaluation_path")):
-        value = None if key in given else getattr(task, key, None)
+        value = getattr(task, key, None)
         for file in value if isinstance(value, tuple) else (value,):
-            if not isinstance(file, str | Path) or Path(file).is_absolute() or Path(file).exists() or glob(str(file)):
+            if (
+                not isinstance(file, str | Path)
+                or is_given(file)
+                or Path(file).is_absolute()
+                or Path(file).exists()
+                or glob(str(file))
+            ):
                 continue
             raise RecipeError(
                 f"the recipe `{name}` needs `{file}` (`task.{key}`), which is not in this folder: it is for a checkout "

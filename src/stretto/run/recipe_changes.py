@@ -56,6 +56,7 @@ MAY_CHANGE: Mapping[str, str] = {
     "task.workers": "the processes of the task",
     "task.worker_gib": "the processes of the task",
     "task.worker_episodes": "the processes of the task",
+    "training.keep_routing": "which records of routing are kept from then on",
     "task.reward_seconds": "the deadline of later rewards",
     "task.reward_workers": "the processes of the task",
     "task.judge.address": "where later completions are judged; name the same model",
@@ -148,6 +149,7 @@ FIXED: Mapping[str, str] = {
     "training.epsilon": _OPTIMIZER,
     "training.max_grad_norm": _OPTIMIZER,
     "training.checkpointing": "updates that are trained again would be rounded in another way",
+    "training.routing": "trajectories in progress were sampled with or without records of their experts",
     "training.compile": "updates that are trained again would be rounded in another way",
 }
 # Keys of a machine, whose change makes no difference to what is trained: `compare` goes on with others too.
@@ -363,8 +365,12 @@ def _refused(before: Recipe, now: Recipe, folder: Path, changes: Sequence[Change
     for key, line in zip(*_causes_and_lines(now, before, folder, fixed), strict=True):
         yield f"{line}: {reason(key) or 'other keys lose their effect by that'}"
     changed = {each.key for each in changes}
-    held_out = [key for key in changed if _is_held_out(key)]
-    if held_out and not (_holds_out(before) and _holds_out(now)):
+    held_out = [
+        key
+        for key in sorted(changed)
+        if _is_held_out(key, now) and not (_holds_out(before, key) and _holds_out(now, key))
+    ]
+    if held_out:
         for line in _lines(now, before, folder, held_out[-1:]):
             yield f"{line}: held-out rows are split from those to train on, so other rows would be trained on"
     if "training.steps" in changed and now.training.schedule != "constant" and now.training.schedule_end is None:
@@ -378,16 +384,19 @@ def _refused(before: Recipe, now: Recipe, folder: Path, changes: Sequence[Change
         )
 
 
-def _holds_out(recipe: Recipe) -> bool:
-    """True if the rows to evaluate on are not taken from those to train on."""
+def _holds_out(recipe: Recipe, key: str) -> bool:
+    """True if the rows to evaluate on, that a key is about, are not taken from those to train on."""
     from stretto.environments.data_options import RowsOptions
 
-    return all(not isinstance(task, RowsOptions) or task.evaluation_name is not None for task in recipe.tasks)
+    tasks: Sequence[Any] = recipe.tasks
+    if isinstance(recipe.task, tuple) and key.startswith("task."):
+        tasks = [task for task in tasks if task.label == key.split(".")[1]]
+    return all(not isinstance(task, RowsOptions) or task.evaluation_name is not None for task in tasks)
 
 
-def _is_held_out(key: str) -> bool:
+def _is_held_out(key: str, recipe: Recipe) -> bool:
     """Tells if a key says which rows are held out."""
-    return key == "evaluation.prompts" or (key.startswith("task.") and ".evaluation_" in key)
+    return key == "evaluation.prompts" or of_one_task(key, recipe.task).startswith("task.evaluation_")
 
 
 def _refuse_too_few_updates(recipe: Recipe, folder: Path, done: int, *, changed: bool) -> None:

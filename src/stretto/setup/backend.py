@@ -44,6 +44,10 @@ class Backend:
         """The most seconds that one reward may take, of all tasks."""
         return max(each.rewards.longest_s for each in self.tasks.values())
 
+    def longest_answer_s(self, of_environment: float) -> float:
+        """The most seconds that an answer takes outside of generation, of all tasks; `of_environment`: if one plays."""
+        return max(each.rewards.longest_s or of_environment for each in self.tasks.values())
+
     @property
     def scoring_wait(self) -> str:
         """A sentence on what scoring waits for, such as a judge that is away; empty if it waits for nothing."""

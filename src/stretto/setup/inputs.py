@@ -200,8 +200,9 @@ class Inputs:
 
 def prompt_tokenizer(recipe: Recipe, tokenizer: Any) -> Any:
     """Returns the tokenizer with the chat template that the task asks for, or all tasks alike; else as it is."""
-    made = [_task_tokenizer(part, tokenizer) for part in recipe.parts]
-    alike = all(each.chat_template == made[0].chat_template for each in made)
+    chats = [part for part in recipe.parts if isinstance(part.task, ChatTemplateOptions)]  # others never chat
+    made = [_task_tokenizer(part, tokenizer) for part in chats]
+    alike = bool(made) and all(each.chat_template == made[0].chat_template for each in made)
     return made[0] if alike else tokenizer
 
 

@@ -120,6 +120,7 @@ def _digest(recipe: Recipe, base: str) -> str:
         "data": data,
         "options": options.model_dump(exclude={"path"}),
         "lora": None if model.lora is None else model.lora.model_dump(),
+        "seed": None if model.lora is None else recipe.seed,  # of the adapter that is trained
         "system": _system(recipe),
         "template": asked_template(recipe, load_tokenizer(base)),
         "checkpointing": recipe.training.checkpointing,

@@ -114,21 +114,21 @@ class JudgeRecord:
 
     def add(self, key: str, answer: Answer) -> None:
         """Keeps an answer, and counts what it cost."""
-        spent = self.spent
-        spent.calls += 1
-        spent.input_tokens += answer.input_tokens or 0
-        spent.output_tokens += answer.output_tokens or 0
         self._db.execute("BEGIN IMMEDIATE")
         if self._keeps_answers:
             self._db.execute(
                 "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?)",
                 (key, self._judge, answer.text, answer.input_tokens, answer.output_tokens, time.time()),
             )
-        self._db.execute(
-            "INSERT OR REPLACE INTO spending VALUES (?, ?, ?, ?)",
-            (self._judge, spent.calls, spent.input_tokens, spent.output_tokens),
-        )
+        row = self._db.execute(  # other processes may ask the same judge
+            "INSERT INTO spending VALUES (?, 1, ?, ?) ON CONFLICT (judge) DO UPDATE SET calls = calls + 1, "
+            "input_tokens = input_tokens + excluded.input_tokens, "
+            "output_tokens = output_tokens + excluded.output_tokens RETURNING calls, input_tokens, output_tokens",
+            (self._judge, answer.input_tokens or 0, answer.output_tokens or 0),
+        ).fetchone()
         self._db.execute("COMMIT")
+        spent = self.spent
+        spent.calls, spent.input_tokens, spent.output_tokens = row
 
     def close(self) -> None:
         self._db.close()
