@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from stretto.core.controller import Controller
 from stretto.core.plan import Plan
 from stretto.engines.native.engine import NativeEngine
 from stretto.engines.threaded import ThreadedEngine
+from stretto.environments.prompt_order import Draw
 from stretto.environments.protocol import Policy
 from stretto.local.trainer import ThreadedTrainer
 from stretto.models.lora_options import LoraOptions
@@ -54,14 +55,6 @@ from stretto.types import (
 EPOCH = 1 << 20  # prompts before one comes again
 
 
-class Drawn(NamedTuple):
-    """Which row a group gets, and why."""
-
-    row_number: int
-    epoch: int
-    reason: str = "shuffled"
-
-
 class SyntheticPrompts:
     """An endless stream of random prompts of one length; a group's prompt hangs on its place in the stream alone."""
 
@@ -80,8 +73,8 @@ class SyntheticPrompts:
     def row_number(self, index: int) -> int:
         return index % EPOCH
 
-    def draw(self, index: int) -> Drawn:
-        return Drawn(self.row_number(index), self.epoch(index))
+    def draw(self, index: int) -> Draw:
+        return Draw(self.row_number(index), self.epoch(index), "shuffled")
 
     def scored(self, row_number: int, reward: float, task: str | None = None) -> None:
         """Rewards are coins: they change nothing."""

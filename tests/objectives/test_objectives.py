@@ -188,6 +188,7 @@ def test_autograd_agrees_with_finite_differences_where_nothing_is_stopped(name):
 
 
 PLAIN = {**VARIANTS, "topr": [{}, {"cap": 1.3, "threshold": 0.5}]}  # both of its weights 1
+del PLAIN["distill"]  # no reward trains it
 
 
 @pytest.mark.parametrize(("name", "options"), [(name, each) for name, variants in PLAIN.items() for each in variants])
