@@ -272,7 +272,8 @@ def test_two_teachers_teach_a_task_each(model: Path, tmp_path: Path) -> None:
     teachers = f"[{{path='{model}', tasks=['letters']}}, {{path='{model}', tasks=['guess', 'chain'], coefficient=0.5}}]"
     run(mixture(model, tmp_path, f"algorithm={{type='distill', teachers={teachers}}}"), tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert all({"teacher_kl_0", "teacher_kl_1"} <= line.keys() for line in lines if line["kind"] == "update")
+    found = {key for line in lines if line["kind"] == "update" for key in line}  # not every batch has every task
+    assert {"teacher_kl_0", "teacher_kl_1"} <= found
     assert_verifies(tmp_path / "run")
     assert retrain(tmp_path / "run").difference is None
 
