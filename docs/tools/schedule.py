@@ -31,7 +31,7 @@ class Bar:
 
 @dataclass(slots=True)
 class Schedule:
-    """What happened: trajectories, updates as (number, start, end), and when each version was published."""
+    """The events of a schedule: trajectories, updates as (number, start, end), and when each version was published."""
 
     bars: dict[int, Bar] = field(default_factory=dict)
     updates: list[tuple[int, float, float]] = field(default_factory=list)

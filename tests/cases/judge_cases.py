@@ -15,7 +15,7 @@ from aiohttp import web
 
 @dataclass
 class Reply:
-    """What the server does with one call."""
+    """The server's reaction to one call."""
 
     text: str = "7"
     status: int = 200

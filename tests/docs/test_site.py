@@ -32,7 +32,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Page(HTMLParser):
-    """What a page loads, what it links to, and the names that others can link to."""
+    """The resources of a page, its links, and the names that others can link to."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

@@ -69,7 +69,7 @@ class CombinedRewards:
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """How each reward is called, in words, once all sources have started."""
+        """The form in which each reward is called, in words, once all sources have started."""
         found = {
             place: form for places, source in self._sources for place, form in zip(places, source.forms, strict=True)
         }

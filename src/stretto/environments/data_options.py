@@ -31,7 +31,7 @@ class DatasetOptions(Options):
 
 
 class ChatTemplateOptions(Options):
-    """How the messages of a task become text. The exported policy carries the template with all of it."""
+    """The options that turn the messages of a task into text. The exported policy carries the template with all of it."""
 
     chat_template: str | None = Field(
         None,

@@ -28,7 +28,7 @@ class DrawnGroup:
 
 
 class _Streams:
-    """What several streams of prompts have together."""
+    """The properties that several streams of prompts share."""
 
     def __init__(self, streams: Mapping[str, PromptStream]) -> None:
         self.streams = dict(streams)

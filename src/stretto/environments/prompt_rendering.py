@@ -116,7 +116,7 @@ class PromptRenderer:
 
 @dataclass(slots=True)
 class CheckedRow:
-    """What was found about a row."""
+    """The findings of the check of one row."""
 
     fault: str | None = None  # why it cannot be used; follows its place in a sentence
     length: int = 0  # tokens of its prompt

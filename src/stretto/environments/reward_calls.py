@@ -62,7 +62,7 @@ WANTS_MESSAGES, WANTS_TOKENS, WANTS_VERSION = 1, 2, 4  # bits of what a reward n
 
 
 class Details(NamedTuple):
-    """What is known of a completion beside its text."""
+    """The facts about a completion beside its text."""
 
     messages: Messages | None = None  # of the prompt; None: it has none
     tokens: bytes = b""  # of the completion, int32

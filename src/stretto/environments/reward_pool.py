@@ -187,7 +187,7 @@ class RewardPool:
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """How each reward is called, in words, once the pool has started."""
+        """The form in which each reward is called, in words, once the pool has started."""
         return self._greeting.forms
 
     @property

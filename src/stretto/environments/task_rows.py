@@ -17,7 +17,7 @@ HELD_OUT_SHARE = 5  # at most one row in five is held out
 
 @dataclass(frozen=True, slots=True)
 class DataRead:
-    """What the rows of a task were read from: files by their digests, data sets of the hub by their revisions.
+    """The sources of a task's rows: files by their digests, data sets of the hub by their revisions.
 
     Rows that are generated, or were given from Python, have none: a recipe has the digest of the latter.
     """

@@ -195,7 +195,7 @@ class ThreadRewards:
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """How each reward is called, in words, once the threads have started."""
+        """The form in which each reward is called, in words, once the threads have started."""
         return tuple(call.form for call in self._calls)
 
     @property

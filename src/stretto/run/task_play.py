@@ -13,7 +13,7 @@ from stretto.types import Sampling
 
 @dataclass(frozen=True, slots=True)
 class TaskPlay:
-    """How the episodes of a task are played. Durations are in seconds."""
+    """The way in which the episodes of a task are played. Durations are in seconds."""
 
     environment: Environment
     sampling: Sampling

@@ -54,7 +54,7 @@ def teachers_footprint(recipe: Recipe, dtype: torch.dtype, device: torch.device,
 
 
 def _score_bytes(options: TeacherOptions, config: Any, dtype: torch.dtype) -> int:
-    """What is kept of each token until it is trained on."""
+    """The data kept of each token until it is trained on."""
     if options.form == "sampled":
         return torch.float32.itemsize
     if options.top_k is not None:

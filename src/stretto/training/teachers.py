@@ -53,7 +53,7 @@ Pack = Callable[[Batch, MicroBatchPlan, PackedModel], MicroBatch]
 
 @dataclass(frozen=True, slots=True)
 class TeacherScores:
-    """What one teacher says of its tokens of a micro-batch."""
+    """The teacher's values for its tokens of a micro-batch."""
 
     teacher: int
     places: torch.Tensor | None  # [c] int64: its tokens among those of the micro-batch; None: all of them
