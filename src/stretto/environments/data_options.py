@@ -31,7 +31,7 @@ class DatasetOptions(Options):
 
 
 class ChatTemplateOptions(Options):
-    """The options that turn the messages of a task into text. The exported policy carries the template with all of it."""
+    """Options that turn messages of a task into text. The exported policy carries the template with all of it."""
 
     chat_template: str | None = Field(
         None,
