@@ -5,7 +5,7 @@ export TOKENIZERS_PARALLELISM := false
 # Packages are compiled when they are first imported, and not again by each of the hundreds of processes of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install quickstart smollm2 qwen qwen-small gsm8k test test-models test-adapters test-trackers test-vllm test-browser test-wheel \
+.PHONY: install quickstart smollm2 qwen qwen-small gsm8k test test-slow test-models test-adapters test-trackers test-vllm test-browser test-wheel \
 	test-tutorial docs reference chaos lint types clean
 
 install: .venv/installed
@@ -44,7 +44,13 @@ test-models: install smollm2 models/qwen2.5-coder-0.5b/config.json
 	STRETTO_MODELS=models $(BIN)/python -m pytest tests/assembly/test_gsm8k_runs.py
 
 test: install lint types
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -m 'not slow'
+
+# What takes long: clusters whose machines die, hundreds of sessions, thousands of random schedules of the controller.
+# About twenty minutes on two cores. Run it before a release.
+test-slow: install
+	$(BIN)/python -m pytest -n 2 -m slow
+	$(BIN)/python -m pytest -n 2 tests/core --hypothesis-profile=thorough
 
 # The documentation as a site in build/site; a warning is an error.
 docs: install

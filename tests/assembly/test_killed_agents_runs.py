@@ -81,6 +81,7 @@ def agents(model: Path, folder: Path) -> Recipe:
     return load_recipe(path, ())
 
 
+@pytest.mark.slow
 def test_a_driver_that_is_killed_with_500_sessions_open_is_resumed_and_nothing_is_lost(
     model: Path, tmp_path: Path
 ) -> None:

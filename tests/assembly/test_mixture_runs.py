@@ -108,6 +108,7 @@ def test_a_stopped_mixture_goes_on_where_it_was(model: Path, tmp_path: Path) -> 
     assert_verifies(tmp_path / "parts")
 
 
+@pytest.mark.slow
 def test_a_killed_mixture_with_a_filter_is_resumed_and_extended(model: Path, tmp_path: Path) -> None:
     folder, options = tmp_path / "run", ('rollout.filter="no-signal"', "training.steps=200")
     mixture(model, tmp_path, reward="often_solved")
@@ -315,6 +316,7 @@ def test_the_page_has_curves_and_a_filter_by_task(model: Path, tmp_path: Path) -
         api.close()
 
 
+@pytest.mark.slow
 def test_a_mixture_is_compared_under_paradigms_and_with_other_runs(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -142,6 +142,7 @@ def test_a_run_that_is_stopped_goes_on_with_its_turns_and_loses_nothing(
     assert "turns" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_instances_on_a_cluster_play_the_same_episodes(model: Path, tmp_path: Path) -> None:
     made = talking(model, tmp_path, 'rollout.paradigm="synchronous"', "evaluation.prompts=0", "training.steps=2")
     run(made, tmp_path / "local")

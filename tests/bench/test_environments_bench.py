@@ -25,6 +25,7 @@ def environments() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_the_quick_bench_measures_everything(
     environments: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ def test_a_run_that_is_killed_at_a_random_moment_comes_to_its_end_and_is_whole(
     assert len(survive(model, tmp_path / "life", seed).kills) == 1
 
 
+@pytest.mark.slow
 def test_a_run_on_a_cluster_whose_trainer_is_killed_goes_on_and_is_whole(model: Path, tmp_path: Path) -> None:
     with machines(workers=0) as on:
         assert len(survive(model, tmp_path / "life", seed=10, victim="trainer", on=on).kills) == 1

@@ -18,6 +18,7 @@ from stretto.observe.progress import Silent
 pytest.importorskip("aiohttp")
 
 
+@pytest.mark.slow
 def test_agents_go_on_when_an_instance_of_the_cluster_dies(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,6 +171,7 @@ def native(path: Path) -> Any:
     return make
 
 
+@pytest.mark.slow
 def test_kv_outlives_the_instance_that_it_comes_from_and_may_be_lost_after_that(model: Path, lost: Any) -> None:
     base = load_model(str(model), torch.float32, torch.device("cpu"))
     tensors = {name: parameter.detach() for name, parameter in base.named_parameters()}

@@ -17,6 +17,7 @@ pytest.importorskip("aiohttp")
 RAY = ('runtime.type="ray"', "runtime.instance_cpus=0.5", "runtime.trainer_cpus=0.5")
 
 
+@pytest.mark.slow
 def test_every_kind_of_task_is_mixed_on_a_cluster(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_kinds(tmp_path)
     made: list[type] = []

@@ -72,6 +72,7 @@ def test_instances_that_are_killed_and_that_hang_are_replaced_and_nothing_is_los
     assert_verifies(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_instances_are_added_and_removed_from_outside_while_a_run_goes_on(model: Path, tmp_path: Path) -> None:
     folder, said = tmp_path / "run", list[str]()
 
@@ -94,6 +95,7 @@ def test_instances_are_added_and_removed_from_outside_while_a_run_goes_on(model:
     assert_verifies(folder)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_one_of_three_machines_dies(model: Path, tmp_path: Path, instances: list[RayEngine]) -> None:
     # The driver's machine has no room, so the instance is on one of the others; so is the trainer, maybe on the same.
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})

@@ -95,6 +95,7 @@ async def ends_without_a_way_back(trainer_backend: RankedTrainer) -> None:
         await bare.update(batch(4))
 
 
+@pytest.mark.slow
 def test_ranks_that_are_killed_are_made_anew_and_come_back_to_their_version(tmp_path: Path) -> None:
     """Killed while they rest and while they train; from a checkpoint of version 1, and what was trained after it."""
     notices: list[str] = []
@@ -244,6 +245,7 @@ def test_an_object_that_is_lost_while_ranks_are_restored_has_others_restored(
     assert done == "the ranks of the trainer are at version 2 again"
 
 
+@pytest.mark.slow
 def test_a_version_is_written_by_its_rank_and_asked_for_again_where_it_is_lost(tmp_path: Path, lost: Any) -> None:
     """Lost alone, lost with the rank that made it, and lost for good."""
     files = VersionFiles(tmp_path / "versions")

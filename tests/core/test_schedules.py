@@ -1,6 +1,6 @@
 """Random worlds around the controller: every law is checked after every event, with bookkeeping of the world's own.
 
-More schedules: `pytest tests/core --hypothesis-profile=thorough`.
+`make test-slow` runs twenty times as many schedules: `pytest tests/core --hypothesis-profile=thorough`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from stretto.core.paradigms import PARADIGMS
 from stretto.core.plan import Plan, resolve_plan
 
-EXAMPLES = settings().max_examples if settings().max_examples > 100 else 400
+EXAMPLES = settings().max_examples if settings().max_examples > 100 else 150
 many = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 
 

@@ -173,6 +173,7 @@ def hub() -> Iterator[DatasetHub]:
 
 
 @needs_datasets
+@pytest.mark.slow
 def test_a_data_set_of_the_hub_is_loaded_and_read_from_the_cache_when_the_hub_is_gone(
     hub: DatasetHub, tmp_path: Path
 ) -> None:

@@ -106,6 +106,7 @@ def test_batches_of_other_sizes_and_other_layers_do_not_compile_again():
     assert counts[-1] == counts[0]
 
 
+@pytest.mark.slow
 def test_graphs_of_other_models_do_not_count_against_a_models_limit():
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=2):  # what one model needs

@@ -106,7 +106,7 @@ def test_without_overlap_the_host_knows_each_token_at_once(device, kind):
     agree(done, drive(mixed(kind=kind, versions=(0, 1)), work))
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("kind", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_interpreted_kernels_generate_the_same_tokens(device, kind, interpreted):
     if torch.cuda.is_available():
         pytest.skip("the other tests run the compiled ones")
