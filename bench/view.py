@@ -31,6 +31,7 @@ import threading
 import time
 import urllib.parse
 import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,53 +93,62 @@ def make_journal(path: Path, updates: int, trajectories: int, instances: int, se
     db.close()
 
 
+def _insert(db: sqlite3.Connection, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Inserts rows by the names of their columns. All rows have those of the first; other columns are empty."""
+    names = list(rows[0])
+    marks = ", ".join("?" for _ in names)
+    db.executemany(f"INSERT INTO {table} ({', '.join(names)}) VALUES ({marks})", [tuple(r.values()) for r in rows])
+
+
 def _write_update(db: sqlite3.Connection, rng: Any, update: int, batch: int, instances: int) -> None:
     start = BEGAN + update * UPDATE_S
     ids = [update * batch + each for each in range(batch)]
     prompt = np.arange(48, dtype="<i4").tobytes()
     version = max(0, update - 1)
-    db.executemany(
-        "INSERT INTO groups VALUES (?, 0, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'shuffled', NULL, NULL, ?, NULL)",
-        [
-            (g, g, g, version, version + STALENESS, STALENESS, f"{PROMPT}{g}?", prompt, '{"answer": "5050"}', start, g)
-            for g in ids
-        ],
-    )
+    _insert(db, "groups", [
+        {
+            "group_id": g, "epoch": 0, "prompt_index": g, "row_number": g, "version": version,
+            "deadline": version + STALENESS, "staleness": STALENESS, "prompt_text": f"{PROMPT}{g}?",
+            "prompt_tokens": prompt, "row": '{"answer": "5050"}', "admitted_at": start, "draw": "shuffled",
+            "task_index": g,
+        }
+        for g in ids
+    ])  # fmt: skip
     members = [(group * GROUP + member, group, member) for group in ids for member in range(GROUP)]
     rewards = (rng.random(len(members)) < 0.3 + 0.5 * min(1.0, update / 500)).astype(float)
     lengths = np.clip(rng.lognormal(3.2, 0.6, len(members)), 4, 256).astype(int)
     begins = start + rng.uniform(0, 0.5, len(members))
     ends = begins + lengths * 0.03
     places = rng.integers(instances, size=len(members))
-    db.executemany(
-        "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, 'trained', ?, ?, ?, ?, NULL, NULL, NULL, 1, NULL, NULL)",
-        [
-            (id, group, member, version, id, int(places[k]), float(rewards[k]), float(ends[k]), start + 8)
-            for k, (id, group, member) in enumerate(members)
-        ],
-    )
+    _insert(db, "trajectories", [
+        {
+            "trajectory": id, "group_id": group, "member": member, "version": version, "seed": id, "state": "trained",
+            "instance": int(places[k]), "reward": float(rewards[k]), "scored_at": float(ends[k]),
+            "ended_at": start + 8, "num_lineages": 1,
+        }
+        for k, (id, group, member) in enumerate(members)
+    ])  # fmt: skip
     tokens = np.arange(256, dtype="<i4").tobytes()
     logprobs = rng.uniform(-2, 0, 256).astype("<f4").tobytes()
-    db.executemany(
-        "INSERT INTO completions VALUES (?, 0, 1, ?, ?, ?, ?, ?, ?, ?, 0, NULL, NULL, ?, NULL, NULL, ?, ?, NULL, NULL)",
-        [
-            (
-                id, version, f"{version:032x}", int(n := lengths[k]), int(n), "length" if n == 256 else "stop",
-                float(begins[k]), float(ends[k]), (TEXT * 3)[: 3 * int(n)] + str(id), tokens[: 4 * int(n)],
-                logprobs[: 4 * int(n)],
-            )
-            for k, (id, _, _) in enumerate(members)
-        ],
-    )  # fmt: skip
+    _insert(db, "completions", [
+        {
+            "trajectory": id, "lineage": 0, "train": 1, "version": version, "checksum": f"{version:032x}",
+            "num_tokens": int(n := lengths[k]), "num_sampled": int(n), "finish": "length" if n == 256 else "stop",
+            "started_at": float(begins[k]), "finished_at": float(ends[k]), "prefilled": 0,
+            "text": (TEXT * 3)[: 3 * int(n)] + str(id), "tokens": tokens[: 4 * int(n)],
+            "logprobs": logprobs[: 4 * int(n)],
+        }
+        for k, (id, _, _) in enumerate(members)
+    ])  # fmt: skip
     steps = ((None, "running", 0.0), ("running", "scoring", 3.0), ("scoring", "scored", 3.1),
              ("scored", "training", 4.0), ("training", "trained", 8.0))  # fmt: skip
-    db.executemany(
-        "INSERT INTO transitions (trajectory, from_state, to_state, at, reason) VALUES (?, ?, ?, ?, '')",
-        [(id, a, b, start + at) for a, b, at in steps for id, _, _ in members],
-    )
-    db.executemany(
-        "INSERT INTO members VALUES (?, ?, ?, 0, 0)", [(update, place, id) for place, (id, _, _) in enumerate(members)]
-    )
+    _insert(db, "transitions", [
+        {"trajectory": id, "from_state": a, "to_state": b, "at": start + at, "reason": ""}
+        for a, b, at in steps for id, _, _ in members
+    ])  # fmt: skip
+    _insert(db, "members", [
+        {"update_id": update, "position": place, "trajectory": id} for place, (id, _, _) in enumerate(members)
+    ])  # fmt: skip
     line = {"kind": "update", "update": update, "trainer_waited_for": f"update {update}: 3 of {batch} groups"}
     line |= {f"metric_{each}": float(rng.random()) for each in range(60)}
     line |= {
@@ -147,23 +157,36 @@ def _write_update(db: sqlite3.Connection, rng: Any, update: int, batch: int, ins
         "mismatch_kl": 1e-4, "mismatch_tokens": 10, "staleness_kl": 1e-3, "length_mean": float(lengths.mean()),
         "length_max": int(lengths.max()), "update_seconds": 3.2, "cycle_seconds": UPDATE_S, "trainer_idle_seconds": 0.7,
     }  # fmt: skip
-    db.execute(
-        "INSERT INTO updates VALUES (?, ?, ?, ?, ?, '{}', ?, ?, NULL)",
-        (update, start + 4.7, start + 7.9, f"{update + 1:032x}", json.dumps(line), bytes(16 * len(members)), "0" * 32),
-    )
+    _insert(db, "updates", [
+        {
+            "update_id": update, "taken_at": start + 4.7, "finished_at": start + 7.9, "checksum": f"{update + 1:032x}",
+            "metrics": json.dumps(line), "totals": "{}", "samples": bytes(16 * len(members)), "digest": "0" * 32,
+        }
+    ])  # fmt: skip
 
 
 def _write_evaluation(db: sqlite3.Connection, rng: Any, id: int, version: int) -> None:
     at = BEGAN + version * UPDATE_S
-    db.execute("INSERT INTO evaluations VALUES (?, ?, 'during', ?, 0.5, 1000, 6.0, NULL)", (id, version, at))
+    _insert(db, "evaluations", [
+        {"id": id, "version": version, "kind": "during", "at": at, "reward": 0.5, "num": 1000, "seconds": 6.0}
+    ])  # fmt: skip
     tokens, logprobs = np.arange(64, dtype="<i4").tobytes(), rng.uniform(-2, 0, 64).astype("<f4").tobytes()
-    for index in range(1_000):
-        prompt = (index, index, f"{PROMPT}{index}?", tokens)
-        db.execute("INSERT OR IGNORE INTO held_out VALUES (?, ?, '', ?, ?, '{}')", prompt)
-        db.execute(
-            "INSERT INTO answers VALUES (?, ?, ?, 0, 0, 1, ?, NULL, 64, 64, 'stop', NULL, NULL, ?, NULL, NULL, ?, ?)",
-            (id, index, index, float(index % 2), TEXT, tokens, logprobs),
-        )
+    if id == 1:
+        _insert(db, "held_out", [
+            {
+                "id": index, "prompt_index": index, "digest": "", "prompt_text": f"{PROMPT}{index}?",
+                "prompt_tokens": tokens, "row": "{}",
+            }
+            for index in range(1_000)
+        ])  # fmt: skip
+    _insert(db, "answers", [
+        {
+            "evaluation": id, "prompt_index": index, "prompt": index, "greedy": 0, "lineage": 0, "num_lineages": 1,
+            "reward": float(index % 2), "num_tokens": 64, "num_sampled": 64, "finish": "stop", "text": TEXT,
+            "tokens": tokens, "logprobs": logprobs,
+        }
+        for index in range(1_000)
+    ])  # fmt: skip
 
 
 # -- the server --------------------------------------------------------------------------------------------------------
