@@ -195,3 +195,27 @@ def test_a_judge_scores_on_a_cluster_and_halts_the_run_from_there(
     with running(FakeJudge(key="sk-right")) as server:
         asyncio.run(main(server))
     assert (tmp_path / "judge.sqlite").is_file()
+
+
+def test_a_spent_budget_of_a_judge_halts_the_run_from_a_cluster_too(tmp_path: Path) -> None:
+    async def main(server: FakeJudge) -> None:
+        asked = JudgeOptions(
+            address=server.url, model="judge", prompt="Rate {completion}.", scale=(0, 10), budget={"calls": 1}
+        )
+        built = judge_scorer(asked, "task.judge", tmp_path)
+        pool = RayRewards(
+            RewardOptions((RewardSpec("", built.spec, built=built),), 1, 20.0, {}, str(tmp_path)),
+            said=[].append,
+            instance_seconds=10.0,
+        )
+        await pool.start()
+        try:
+            assert await pool.score("p", "c", {}) == 0.7
+            with pytest.raises(ScoringHaltedError, match=r"`task\.judge\.budget\.calls = 1`"):
+                await pool.score("p", "d", {})
+        finally:
+            await pool.close()
+
+    with running(FakeJudge()) as server:
+        asyncio.run(main(server))
+        assert len(server.calls) == 1
