@@ -76,7 +76,7 @@ def test_a_real_model_makes_two_updates(folder: str, problems: None, tmp_path: P
 
 
 TEMPLATE = (  # the tiny model's own template shows no tools
-    "{% for tool in tools %}{{ tool['function']['name'] }}\n{% endfor %}"
+    "{% for tool in tools or [] %}{{ tool['function']['name'] }}\n{% endfor %}"
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
