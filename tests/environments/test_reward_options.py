@@ -87,6 +87,18 @@ def test_tables_that_cannot_be_used_are_refused(rewards: list[dict[str, Any]], w
     assert words in refusal(*rewards)
 
 
+def test_the_rewards_of_one_of_several_tasks_are_refused_with_its_label() -> None:
+    tasks = [{"type": "guess", "label": "guess"}, {"type": "file", "label": "math", "path": "x.jsonl"}]
+    for rewards, words in (
+        ([{"function": "mine:a", "weight": 0.0}], "`task.math.rewards`: every reward has `weight = 0`"),
+        ([{"function": "mine:a"}] * 2, "`task.math.rewards` has 2 rewards with the name `a`"),
+        ([{"weight": 2.0}], "`task.math.rewards[0]` has none of the keys `function`, `judge` and `model`"),
+    ):
+        with pytest.raises(RecipeError) as raised:
+            parse_recipe({"model": {"path": "tiny"}, "task": [tasks[0], {**tasks[1], "rewards": rewards}]})
+        assert words in str(raised.value)
+
+
 def test_one_reward_and_several_together_are_refused() -> None:
     said = refusal({"function": "mine:a"}, reward="mine:b")
     assert "`task.reward` and `task.rewards` are both given" in said

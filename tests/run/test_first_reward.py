@@ -69,7 +69,7 @@ def test_the_advice_is_that_of_the_task_that_fails() -> None:
     subject = FirstReward(advice={"math": "try math", "agent": "try the agent"})
     for number in range(MAX_FAILED - 1):
         subject.failed(number, number // 4, RewardError("no"), "math")
-    with pytest.raises(StalledError, match=r"the last of them: no; try the agent$"):
+    with pytest.raises(StalledError, match=r"the last of them, of task `agent`: no; try the agent$"):
         subject.failed(MAX_FAILED, 0, RewardError("no"), "agent")
 
 

@@ -146,4 +146,5 @@ def refused_rewards(reward: str | None, rewards: Sequence[SharedRewardOptions], 
         refuse_weightless(specs)
         refuse_targets([spec for spec in specs if not is_given(spec.target)])
     except SpecError as error:
-        yield str(error).replace("`task.rewards`", f"`{task}.rewards`")
+        said = str(error).replace("`task.rewards`", f"`{task}.rewards`")
+        yield said if f"`{task}.rewards`" in said else f"`{task}.rewards`: {said}"

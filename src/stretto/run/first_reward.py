@@ -76,8 +76,8 @@ class FirstReward:
         late, failed = (self._late, MAX_LATE, "did not return in time"), (self._failed, MAX_FAILED, "failed")
         for found, most, words in (late, failed):
             if len(found) >= most and len(set(found.values())) >= MIN_PROMPTS:
-                advice = self._advice.get(task)
+                advice, of_task = self._advice.get(task), "" if task is None else f", of task `{task}`"
                 raise StalledError(
                     f"the run gives up: no completion has got a reward yet, and the rewards of the first {len(found)} "
-                    f"{words}; the last of them: {error}" + (f"; {advice}" if advice else "")
+                    f"{words}; the last of them{of_task}: {error}" + (f"; {advice}" if advice else "")
                 )
