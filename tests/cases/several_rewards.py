@@ -67,6 +67,10 @@ def searches_texts(completions, **kwargs):
     return [float(bool(re.search("c", completion))) for completion in completions]
 
 
+def reads_whole_message(completions, **kwargs):
+    return [float(completion["content"] == "c") for completion in completions]
+
+
 def reads_one_message(prompt, completion):
     return float(completion[0]["content"] == "c")
 

@@ -449,7 +449,7 @@ def test_completions_that_wait_behind_ones_that_hang_are_told_of_the_deadline_no
         (
             "only_answer",
             {"question": None, "solution_answer": None},
-            r"rows have the columns `question`, `solution_answer`; if one of them has that under another name, rename "
+            r"rows have the columns `question`, `solution_answer`; if a column has that under another name, rename "
             r"it, such as `task\.columns = \{ answer = \"solution_answer\" \}`",
         ),
         ("only_answer", {"answer": "rows.jsonl:7"}, r"takes the column `answer`, which rows.jsonl:7 does not"),

@@ -77,6 +77,7 @@ in_both = pytest.mark.parametrize("threads", [False, True], ids=["processes", "t
         ("reads_texts", Details(MESSAGES), "the row has `messages`, so its prompt is a list of messages"),
         ("reads_texts", Details(MESSAGES), 'read `completion[0]["content"]`, or give rows with a `prompt`'),
         ("searches_texts", Details(MESSAGES), "the row has `messages`, so its prompt is a list of messages"),
+        ("reads_whole_message", Details(MESSAGES), "the row has `messages`, so its prompt is a list of messages"),
         ("reads_one_message", None, "the parameter `completion_message` gets it as a message"),
     ],
 )
@@ -92,6 +93,12 @@ def test_a_reward_that_gets_texts_for_messages_or_the_reverse_is_told_so(functio
 )
 def test_a_reward_that_gets_what_it_reads_returns(function, details):
     assert values(scores([spec(function)], ["c"], details=details)) == [1.0]
+
+
+def test_an_empty_text_in_the_place_of_messages_has_the_same_likely_cause():
+    (failure,) = scores([spec("reads_messages")], [""])
+    assert "string index out of range" in str(failure)
+    assert "give rows with `messages`" in str(failure)
 
 
 def test_another_error_of_a_reward_has_no_likely_cause():

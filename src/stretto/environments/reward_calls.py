@@ -431,17 +431,17 @@ class RewardCall:
     def _hint_of_form(self, error: BaseException, asked: Asked) -> str:
         """Returns the likely cause of an error that comes from texts in the place of messages, or the reverse."""
         text = str(error)
-        if not isinstance(error, TypeError | AttributeError):
+        if not isinstance(error, TypeError | AttributeError | IndexError):
             return ""
         if self.batched and asked[3] is not None and asked[3].messages is not None:
-            if not any(word in text for word in ("'list'", "'dict'")):
+            if not any(word in text for word in ("'list'", "'dict'", "list indices must be integers")):
                 return ""
             return (
                 "; the likely cause: the row has `messages`, so its prompt is a list of messages and its completion a "
                 'list of one assistant message, as in TRL: read `completion[0]["content"]`, or give rows with a '
                 "`prompt` that is a text"
             )
-        indexed = "string indices must be integers" in text
+        indexed = "string indices must be integers" in text or "string index out of range" in text
         if not self.batched:
             if not indexed:
                 return ""
@@ -487,10 +487,11 @@ class RewardCall:
             plain = name if name.isidentifier() else "reward"  # a lambda has no name
             hint = "" if self.batched else f" or, for batches, `def {plain}(prompts, completions, **columns)`"
             missing = _missing(parameters.signature, positional, [*own, *names])
-            said += _rename_hint([each for each in missing if each not in self._extras], columns)
+            renames = _rename_hint([each for each in missing if each not in self._extras], columns)
+            said += f"{renames}; or write" if renames else "; write"
             raise SpecError(
-                f"`{written}`{where} cannot be called as `{name}({called})`: {error}; {said}; "
-                f"write `def {plain}({first}, {second}, **{'columns' if self.batched else 'row'})`{hint}"
+                f"`{written}`{where} cannot be called as `{name}({called})`: {error}; {said} "
+                f"`def {plain}({first}, {second}, **{'columns' if self.batched else 'row'})`{hint}"
             ) from error
         if self.batched:
             return
@@ -535,7 +536,7 @@ def _rename_hint(missing: Sequence[str], columns: Iterable[str]) -> str:
         return ""
     near = {name: difflib.get_close_matches(name, have, n=1, cutoff=0.0)[0] for name in missing}
     table = ", ".join(f'{name} = "{theirs}"' for name, theirs in near.items())
-    return f"; if one of them has that under another name, rename it, such as `task.columns = {{ {table} }}`"
+    return f"; if a column has that under another name, rename it, such as `task.columns = {{ {table} }}`"
 
 
 class TrainerState(SimpleNamespace):
