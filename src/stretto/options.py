@@ -11,6 +11,24 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic_core import PydanticKnownError
 
+_FORMS: dict[str, str] = {}  # regular expression of a text -> its form in words
+
+
+def formed(expression: str, form: str) -> str:
+    """Returns the regular expression of a text option, whose `form` in words is shown to a user who misses it."""
+    _FORMS[expression] = form
+    return expression
+
+
+def form_of(expression: str) -> str:
+    """Returns in words the texts that a regular expression of an option takes."""
+    return _FORMS[expression]
+
+
+VARIABLE = formed(
+    r"^[A-Za-z_][A-Za-z0-9_]*$", "the name of an environment variable: letters, digits and `_`, and no digit first"
+)
+
 MAX_INTEGER = 10**12  # of an option that has no bound of its own: SQLite, TOML and tensors end at 2**63 - 1
 
 

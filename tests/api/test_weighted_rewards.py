@@ -13,6 +13,7 @@ from run_cases import assert_verifies
 import stretto
 from stretto.cli import main
 from stretto.errors import RecipeError, RunError
+from stretto.observe.trackers.sample_rows import Samples
 from stretto.view.details import trajectory
 from stretto.view.pieces import Pieces
 from stretto.view.runs import RunSource
@@ -57,6 +58,20 @@ def test_every_part_is_in_metrics_samples_and_evaluations(run: stretto.Run) -> N
         ("vowels", 1.0), ("has digits", 0.5), ("length", 0.0)
     ]  # fmt: skip
     assert all(each["function"].startswith("python:") for each in task["rewards"])
+
+
+def test_every_part_is_in_the_tables_of_trackers(run: stretto.Run) -> None:
+    tables = Samples(run.folder, 4)
+    rows = tables.rows(1)
+    tables.close()
+    assert len(rows) == 4
+    samples = {row["trajectory"]: row for row in run.samples(update=1)}
+    parts = ["reward/vowels", "reward/has digits", "reward/length"]
+    for row in rows:
+        names = list(row)
+        assert names[names.index("reward") + 1 : names.index("tokens")] == parts
+        sample = samples[row["trajectory"]]
+        assert [row[name] for name in parts] == [sample[name] for name in parts]
 
 
 def test_every_part_is_shown(run: stretto.Run, capsys: pytest.CaptureFixture[str]) -> None:

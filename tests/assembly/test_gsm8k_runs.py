@@ -76,15 +76,15 @@ def test_a_real_model_makes_two_updates(folder: str, problems: None, tmp_path: P
 
 
 TEMPLATE = (  # the tiny model's own template shows no tools
-    "{% for tool in tools %}{{ tool['function']['name'] }}\n{% endfor %}"
+    "{% for tool in tools or [] %}{{ tool['function']['name'] }}\n{% endfor %}"
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
 
 def test_a_random_model_with_a_python_tool_makes_two_updates(problems: None, model: Path, tmp_path: Path) -> None:
-    config = f"task.config={{template_options = {{chat_template = {json.dumps(TEMPLATE)}}}}}"
-    made = recipe("gsm8k-python", model, "model.lora={rank = 4}", "rollout.max_tokens=280", config)
+    template = f"task.chat_template={json.dumps(TEMPLATE)}"
+    made = recipe("gsm8k-python", model, "model.lora={rank = 4}", "rollout.max_tokens=280", template)
     summary = run(made, tmp_path / "run")
     assert (summary["steps"], summary["trained_trajectories"]) == (2, 8)
     assert_verifies(tmp_path / "run")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,11 @@ JUDGE = {
 }
 
 
-def recipe(model: Path, server: FakeJudge, *, steps: int = 3, **changes: Any) -> Recipe:
+def recipe(folder: Path, server: FakeJudge, *, steps: int = 3, **changes: Any) -> Recipe:
     return parse_recipe(
         {
             "seed": 5,
-            "model": {"path": str(model), "lora": {"rank": 4}},
+            "model": {"path": str(folder), "lora": {"rank": 4}},
             "task": {"type": "file", "path": "prompts.jsonl", "judge": {**JUDGE, "address": server.url, **changes}},
             "rollout": {"prompts": 3, "group": 4, "max_tokens": 12, "paradigm": "synchronous"},
             "training": {"steps": steps, "learning_rate": 1e-3},
@@ -164,6 +165,43 @@ def test_check_asks_for_the_judge_and_shows_no_key(
         with pytest.raises(RecipeError, match="`JUDGE_KEY`") as caught:
             check(recipe(model, server, api_key_env="JUDGE_KEY"))
         assert "secret" not in str(caught.value)
+
+
+def test_a_judge_sees_what_every_answer_of_a_chat_begins_with(model: Path, tmp_path: Path) -> None:
+    chats = [{"messages": [{"role": "user", "content": f"{number}+1"}]} for number in range(12)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    with running(FakeJudge(_vowels)) as server:
+        values = recipe(model, server, steps=1).model_dump(mode="json", exclude_unset=True)
+        values["task"] |= {"path": str(tmp_path / "chats.jsonl"), "prefill": "Sure: "}
+        values["task"]["judge"] |= {"prompt": "Rate <{completion}> after {prompt}."}
+        run(parse_recipe(values), tmp_path / "run")
+    asked = [call["messages"][-1]["content"] for call in server.calls]
+    assert asked
+    assert all(question.startswith("Rate <Sure: ") for question in asked)
+
+
+def test_check_notices_a_model_that_the_judge_does_not_list(model: Path) -> None:
+    with running(FakeJudge(models=("judge-large", "other"))) as server:
+        report = check(recipe(model, server, model="judge-larg"))
+        assert any(
+            note.endswith(
+                f"{server.url} does not list `task.judge.model = 'judge-larg'` among its 2 models; the nearest is "
+                "`judge-large`"
+            )
+            for note in report.notes
+        ), report.notes
+        assert not any("does not list" in note for note in check(recipe(model, server, model="other")).notes)
+
+
+def test_check_of_a_judge_that_is_away_says_so_and_a_run_is_refused(model: Path, tmp_path: Path) -> None:
+    away = FakeJudge(url="http://127.0.0.1:9/v1")
+    report = check(recipe(model, away))
+    assert "scored by the judge `judge` at 127.0.0.1:9" in str(report)
+    assert any(
+        "could not be asked for its models (Client" in note and "`task.judge.address`" in note for note in report.notes
+    )
+    with pytest.raises(RecipeError, match="does not answer"):
+        run(recipe(model, away), tmp_path / "run")
 
 
 def test_the_key_is_in_no_file_of_the_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

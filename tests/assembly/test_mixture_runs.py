@@ -27,6 +27,7 @@ from stretto.environments.given import Given
 from stretto.errors import RecipeError, RunError
 from stretto.observe.progress import Silent
 from stretto.observe.trackers.chosen_metrics import chosen
+from stretto.recipe.schema import parse_recipe
 from stretto.store.verify import exit_code, format_findings, verify
 from stretto.view.api import Api
 from stretto.view.runs import open_runs
@@ -265,8 +266,20 @@ def test_a_broken_reward_of_one_task_ends_the_run_with_its_reason(model: Path, t
         "def never(prompt, completion, answer):\n    raise ValueError('no idea')\n"
     )
     made = mixture(model, tmp_path, "training.steps=50", "rollout.retries=0", reward="never")
-    with pytest.raises(stretto.StrettoError, match="no idea"):
+    with pytest.raises(stretto.StrettoError, match=r"the last of them, of task `letters`: .*no idea"):
         train(made, tmp_path / "run", observer=Silent())
+
+
+def test_an_environment_of_one_task_that_cannot_be_made_is_named_with_the_label(model: Path, tmp_path: Path) -> None:
+    made = mixture(model, tmp_path).model_dump(mode="json", exclude_unset=True)
+    made["task"].append(
+        {
+            "type": "environment", "label": "world", "path": made["task"][0]["path"], "turns": 1, "workers": 0,
+            "environment": "our_rewards:letters", "share": 0.1, "max_tokens": 8,
+        }
+    )  # fmt: skip
+    with pytest.raises(stretto.StrettoError, match=r"task `world`: `task\.environment = 'our_rewards:letters'`"):
+        train(parse_recipe(made), tmp_path / "run", observer=Silent())
 
 
 def test_two_teachers_teach_a_task_each(model: Path, tmp_path: Path) -> None:

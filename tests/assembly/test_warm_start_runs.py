@@ -114,6 +114,33 @@ def test_a_warm_start_is_made_once_for_the_same_data_and_options(model: Path, tm
     assert len(list(cache.glob("warm-*"))) == 2
 
 
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_a_warm_start_is_made_again_for_another_seed_of_what_it_draws(lora: bool, model: Path, cache: Path) -> None:
+    def made(*, order: int = 0, run: int = 5) -> str | None:
+        values = recipe(model, lora=lora, steps=1, seed=order).model_dump(mode="json", exclude_unset=True)
+        asked = parse_recipe({**values, "seed": run})
+        return starting_adapter(asked, Silent()) if lora else model_path_of(asked, Silent())
+
+    first = made()
+    assert made() == first
+    assert made(order=1) != first, "the order of the demonstrations"
+    assert (made(run=6) != first) == lora, "the seed of the run draws the adapter, and nothing of full weights"
+
+
+def test_data_that_is_missing_shows_before_a_warm_start_is_made(
+    model: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    values = recipe(model, lora=True).model_dump(mode="json", exclude_unset=True)
+    for number, source in enumerate(({"path": "none.jsonl"}, {"dataset": {"name": "nobody/no-such-rows"}})):
+        asked = parse_recipe({**values, "task": {"type": "file", "reward": "our_rewards:letters", **source}})
+        with pytest.raises(RecipeError, match=r"none\.jsonl|no-such-rows"):
+            run(asked, tmp_path / f"run-{number}")
+    assert not list(cache.glob("warm-*"))
+
+
 def test_another_warm_start_cannot_resume_a_run(model: Path, tmp_path: Path) -> None:
     made = recipe(model, lora=True)
     run(made, tmp_path / "run")
@@ -154,9 +181,9 @@ def test_check_reads_the_demonstrations_and_trains_nothing(model: Path, tmp_path
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"epochs": 2.0}, "`steps` and `epochs`"),
-        ({"steps": 0}, "`path` has no effect with `steps = 0`"),
-        ({"path": None}, "has no effect without `path`"),
+        ({"epochs": 2.0}, "`model.warm_start.steps` and `model.warm_start.epochs`"),
+        ({"steps": 0}, "`model.warm_start.path` has no effect with `model.warm_start.steps = 0`"),
+        ({"path": None}, "has no effect without `model.warm_start.path`"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(model: Path, changes: dict[str, Any], problem: str) -> None:

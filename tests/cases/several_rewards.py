@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import time
 
 
@@ -48,6 +49,34 @@ def of_trl(prompts, completions, completion_ids, answer, trainer_state, log_metr
         assert said[0]["role"] == "assistant"
     step = trainer_state.global_step
     return [sum(ids) + step + len(str(each)) / 10 for ids, each in zip(completion_ids, answer, strict=True)]
+
+
+def reads_messages(completions, **kwargs):
+    return [float(completion[0]["content"] == "c") for completion in completions]
+
+
+async def reads_messages_later(completions, **kwargs):
+    return reads_messages(completions)
+
+
+def reads_texts(completions, **kwargs):
+    return [float(completion.strip() == "c") for completion in completions]
+
+
+def searches_texts(completions, **kwargs):
+    return [float(bool(re.search("c", completion))) for completion in completions]
+
+
+def reads_whole_message(completions, **kwargs):
+    return [float(completion["content"] == "c") for completion in completions]
+
+
+def reads_one_message(prompt, completion):
+    return float(completion[0]["content"] == "c")
+
+
+def reads_answer(completion, **row):
+    return float(completion == row["answer"])
 
 
 def only_ids(completion_ids, **kwargs):

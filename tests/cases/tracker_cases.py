@@ -109,6 +109,7 @@ def rows_of(update: int, most: int) -> list[sample_rows.Row]:
             "version": update,
             "age": 0,
             "reward": 0.5 if number else None,
+            "reward/format": None if number else 0.125,
             "tokens": 3,
             "finish": "stop",
             "prompt": "1+1=",

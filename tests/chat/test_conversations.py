@@ -12,6 +12,7 @@ from stretto.chat.conversations import Conversations
 from stretto.chat.messages import AssistantMessage
 from stretto.chat.policy import ChatPolicy
 from stretto.chat.rendering import Renderer
+from stretto.chat.templates import with_template
 from stretto.errors import ChatError, RecipeError
 
 ADD: dict[str, Any] = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -378,4 +379,5 @@ def test_half_a_character_in_a_message_is_replaced_and_a_refusal_of_the_template
     bare.chat_template = None
     with pytest.raises(RecipeError, match="no chat template"):
         Renderer(bare)
-    assert Renderer(bare, {"chat_template": "x"}).text([{"role": "user", "content": "a"}]) == "x"
+    given = with_template(bare, chat_template="{{ 'x' }}")
+    assert Renderer(given).text([{"role": "user", "content": "a"}]) == "x"

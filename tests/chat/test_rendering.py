@@ -17,7 +17,7 @@ def test_tools_that_the_template_does_not_show_are_told_of_once(caplog: pytest.L
     shows = Renderer(chat_tokenizer("hermes"))
     shows.text(MESSAGES, [tool])
     assert not caplog.records
-    hides = Renderer(chat_tokenizer("hermes"), {"chat_template": "{{ messages[0]['content'] }}"})
+    hides = Renderer(chat_tokenizer("hermes", "{{ messages[0]['content'] }}"))
     hides.text(MESSAGES)
     assert not caplog.records
     for _ in range(2):

@@ -651,7 +651,7 @@ def test_a_quiet_run_prints_nothing_and_its_log_has_everything(
     log = (run / "run.log").read_text(encoding="utf-8")
     assert "INFO 1 of 1 updates done" in log
     assert "INFO evaluation of version 1" in log
-    assert "INFO stretto.assembly.train: start: data and prompts: " in log
+    assert "INFO stretto.assembly.train: start: prompts: " in log
     assert "DEBUG" not in log
 
 
@@ -666,8 +666,9 @@ def test_each_v_prints_more_of_a_run_on_the_terminal_and_into_its_log(
     assert main([*shared, "--set", "training.steps=2", "-vv"]) == 0
     told, log = capfd.readouterr().err, (run / "run.log").read_text(encoding="utf-8")
     for line in (
+        "INFO stretto.assembly.train: start: data: ",
         "INFO stretto.assembly.train: start: files of the model: ",
-        "INFO stretto.assembly.train: start: data and prompts: ",
+        "INFO stretto.assembly.train: start: prompts: ",
         "INFO stretto.local.components: start: model, on cpu in float32: ",
         "INFO stretto.local.components: start: engines (1, with KV for ",
         "INFO stretto.local.components: start: trainer: ",

@@ -6,8 +6,10 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -166,32 +168,48 @@ def test_a_function_that_cannot_be_imported_is_refused_by_name(tmp_path: Path) -
     assert ray.is_initialized()
 
 
+@asynccontextmanager
+async def judging(server: FakeJudge, folder: Path, **options: Any) -> AsyncIterator[RayRewards]:
+    asked = JudgeOptions(address=server.url, model="judge", prompt="Rate {completion}.", scale=(0, 10), **options)
+    built = judge_scorer(asked, "task.judge", folder)
+    assert "sk-right" not in repr(built)
+    pool = RayRewards(
+        RewardOptions((RewardSpec("", built.spec, built=built),), 1, 20.0, {}, str(folder)),
+        said=[].append,
+        instance_seconds=10.0,
+    )
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
 def test_a_judge_scores_on_a_cluster_and_halts_the_run_from_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-right")
 
     async def main(server: FakeJudge) -> None:
-        asked = JudgeOptions(
-            address=server.url, model="judge", prompt="Rate {completion}.", scale=(0, 10), api_key_env="JUDGE_KEY"
-        )
-        built = judge_scorer(asked, "task.judge", tmp_path)
-        assert "sk-right" not in repr(built)
-        pool = RayRewards(
-            RewardOptions((RewardSpec("", built.spec, built=built),), 1, 20.0, {}, str(tmp_path)),
-            said=[].append,
-            instance_seconds=10.0,
-        )
-        await pool.start()
-        try:
+        async with judging(server, tmp_path, api_key_env="JUDGE_KEY") as pool:
             assert await pool.score("p", "c", {}) == 0.7
             assert pool.waiting == ""
             server.key = "another"
             with pytest.raises(ScoringHaltedError, match="`JUDGE_KEY`"):
                 await pool.score("p", "d", {})
-        finally:
-            await pool.close()
 
     with running(FakeJudge(key="sk-right")) as server:
         asyncio.run(main(server))
     assert (tmp_path / "judge.sqlite").is_file()
+
+
+def test_a_spent_budget_of_a_judge_halts_the_run_from_a_cluster_too(tmp_path: Path) -> None:
+    async def main(server: FakeJudge) -> None:
+        async with judging(server, tmp_path, budget={"calls": 1}) as pool:
+            assert await pool.score("p", "c", {}) == 0.7
+            with pytest.raises(ScoringHaltedError, match=r"`task\.judge\.budget\.calls = 1`"):
+                await pool.score("p", "d", {})
+
+    with running(FakeJudge()) as server:
+        asyncio.run(main(server))
+        assert len(server.calls) == 1

@@ -47,7 +47,7 @@ def test_the_trainer_waits_for_the_unfinished_groups_that_the_rule_names():
     assert wait.groups == (0, 2)
     assert "group 0 (version 0, due by update 1: 1 running on instance 0)" in wait.reason
     assert wait.reason.startswith(
-        "update 1: 2 groups are finished, which is enough, but older groups must be trained first: group 0"
+        "update 1: 2 groups are finished, which is enough, but older groups must be trained first; unfinished: group 0"
     )
     assert trains(run.finish(0, 2)) == [(1, (0, 2))]
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from doc_pages import PAGES, ROOT, is_recipe_key, name_of, named_tests, table_rows
+from doc_pages import PAGES, ROOT, blocks, is_recipe_key, name_of, named_tests, save, table_rows
 
+from stretto.environments.reward_calls import Details, RewardCall, RewardSpec
+from stretto.environments.row_sources import load_rows
 from stretto.recipe.foreign_names import OURS, foreign_hint
 
 FOLDER = ROOT / "docs" / "coming-from"
@@ -54,6 +57,22 @@ def test_error_messages_know_every_name_of_the_page_and_agree_with_it(name: str)
 def test_every_test_that_a_page_names_exists(page: Path) -> None:
     for file, function in named_tests(page):
         assert re.search(rf"^(?:async )?def {function}\(", (ROOT / file).read_text(), re.MULTILINE), (file, function)
+
+
+def test_the_conversational_reward_of_the_page_scores_the_rows_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = {block.title: block for block in blocks(FOLDER / "trl.md", "python") if block.title}
+    save(saved["chat_rewards.py"], tmp_path)
+    monkeypatch.chdir(tmp_path)
+    exec(saved["make_chats.py"].code, {})
+    rows = load_rows(tmp_path / "chats.jsonl")
+    assert len(rows) == 100
+    namespace: dict[str, Any] = {}
+    exec(saved["chat_rewards.py"].code, namespace)
+    call = RewardCall(RewardSpec("solved", "chat_rewards:solved"), namespace["solved"], {"solution": None})
+    asked = [("rendered", "It is 8", row.columns, Details(row.messages)) for row in rows[6:9]]
+    assert call.call_batch(asked) == [0.0, 1.0, 0.0]
 
 
 def test_ten_failures_are_ruled_out() -> None:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from chat_cases import ScriptedPolicy, chat_tokenizer, spelled
 
+from stretto.chat.templates import with_template
 from stretto.environments.chat_environment import ChatEnvironment
+from stretto.environments.custom import EnvironmentSpec, load_environment
 from stretto.environments.task_options import EnvironmentOptions, FileOptions
 from stretto.environments.tasks import load_task
 from stretto.errors import RecipeError
@@ -49,11 +51,17 @@ def test_the_messages_of_a_row_are_its_own_list_in_every_episode() -> None:
 
 
 def test_a_prompt_of_text_is_one_message_of_the_user_and_options_reach_the_template() -> None:
-    made = Echo(TOKENIZER, template_options={"enable_thinking": False})
+    made = Echo(with_template(TOKENIZER, variables={"enable_thinking": False}))
     policy = ScriptedPolicy(TOKENIZER, "one")
     assert asyncio.run(made.episode(prompt_of("hi", bonus=0), policy)) == 2.0
     context = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     assert spelled(TOKENIZER, policy.rows[0]) == [(False, context), (True, "one<|im_end|>")]
+
+
+def test_options_of_the_template_in_the_table_config_are_refused_by_the_key_that_takes_them() -> None:
+    spec = EnvironmentSpec(f"{__name__}:Echo", 2, {"template_options": {"enable_thinking": False}}, given=Echo)
+    with pytest.raises(RecipeError, match=r"`task\.config\.template_options` is no option of .* into `task\.template`"):
+        load_environment(spec, TOKENIZER)
 
 
 def test_a_tool_that_cannot_be_offered_and_a_class_without_play_are_errors_that_say_so() -> None:

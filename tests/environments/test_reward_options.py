@@ -60,16 +60,43 @@ def test_a_table_becomes_what_a_process_makes_the_reward_from(tmp_path: Any) -> 
         ([{"function": "mine:a", "weight": float("nan")}], "`task.rewards[0].weight = nan` must be a finite number"),
         ([{"function": "mine:a"}, {"function": "mine:b", "weight": "1"}], "`task.rewards[1].weight"),
         ([{"function": "mine:a", "weight": 1e10}], "`task.rewards[0].weight = 10000000000.0` must be at most"),
-        ([{"weight": 1.0}], "`task.rewards[0].function` is missing"),
+        (
+            [{"function": "mine:a"}, {"weight": 1.0}],
+            "`task.rewards[1]` has none of the keys `function`, `judge` and `model`, of which a table",
+        ),
+        (
+            [{"function": "mine:a", "judge": {}}],
+            "`task.rewards[0]` has `function` and `judge`, and a table `[[task.rewards]]` has exactly one of the keys "
+            "`function`, `judge` and `model`: write a table for each",
+        ),
+        (
+            [{"model": {"path": "m"}, "batched": True}],
+            "`task.rewards[0].batched` is not an option here: it belongs to a table with `function`",
+        ),
         ([{"function": "mine.a"}], "`function = 'mine.a'` of the reward `a` is not a function: write it as"),
         ([{"function": "mine:a", "batch_size": 0}], "`task.rewards[0].batch_size = 0` must be at least 1"),
-        ([{"function": "mine:a", "name": ""}], '`task.rewards[0].name = ""` must be a string of the form'),
+        ([{"function": "mine:a", "name": ""}], '`task.rewards[0].name = ""` must be up to 64 letters, digits, `_`'),
         ([{"function": "mine:a", "name": "a\nb"}], "`task.rewards[0].name"),
-        ([{"function": "mine:a", "wieght": 1.0}], "`task.rewards[0].wieght` is not an option"),
+        (
+            [{"function": "mine:a", "wieght": 1.0}],
+            "`task.rewards[0].wieght` is not an option; did you mean `task.rewards.weight`?",
+        ),
     ],
 )
 def test_tables_that_cannot_be_used_are_refused(rewards: list[dict[str, Any]], words: str) -> None:
     assert words in refusal(*rewards)
+
+
+def test_the_rewards_of_one_of_several_tasks_are_refused_with_its_label() -> None:
+    tasks = [{"type": "guess", "label": "guess"}, {"type": "file", "label": "math", "path": "x.jsonl"}]
+    for rewards, words in (
+        ([{"function": "mine:a", "weight": 0.0}], "`task.math.rewards`: every reward has `weight = 0`"),
+        ([{"function": "mine:a"}] * 2, "`task.math.rewards` has 2 rewards with the name `a`"),
+        ([{"weight": 2.0}], "`task.math.rewards[0]` has none of the keys `function`, `judge` and `model`"),
+    ):
+        with pytest.raises(RecipeError) as raised:
+            parse_recipe({"model": {"path": "tiny"}, "task": [tasks[0], {**tasks[1], "rewards": rewards}]})
+        assert words in str(raised.value)
 
 
 def test_one_reward_and_several_together_are_refused() -> None:

@@ -445,7 +445,13 @@ def test_completions_that_wait_behind_ones_that_hang_are_told_of_the_deadline_no
             {"question": None},
             r"`def only_answer\(prompt, completion, answer\)` \(reward_functions\.py:\d+\)",
         ),
-        ("only_answer", {"question": None}, r"missing a required argument: 'answer'; rows have the columns question"),
+        ("only_answer", {"question": None}, r"missing a required argument: 'answer'; rows have the column `question`"),
+        (
+            "only_answer",
+            {"question": None, "solution_answer": None},
+            r"rows have the columns `question`, `solution_answer`; if a column has that under another name, rename "
+            r"it, such as `task\.columns = \{ answer = \"solution_answer\" \}`",
+        ),
         ("only_answer", {"answer": "rows.jsonl:7"}, r"takes the column `answer`, which rows.jsonl:7 does not"),
         ("only_text", {}, r"too many positional arguments; rows have no other columns"),
         ("only_text", {}, r"or, for batches, `def only_text\(prompts, completions, \*\*columns\)`"),

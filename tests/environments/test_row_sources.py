@@ -136,6 +136,18 @@ def test_a_column_that_is_named_goes_before_one_that_has_our_name(tmp_path: Path
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_a_map_of_columns_that_is_the_wrong_way_round_is_told_so(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path / f"rows.{suffix}", [{"question": "1", "solution": "2"}])
+    with pytest.raises(RecipeError) as caught:
+        load_rows(path, columns={"question": "prompt"})
+    assert "there is no column `prompt`, but a column `question`: the map is written the wrong way round" in str(
+        caught.value
+    )
+    assert '`task.columns = { prompt = "question" }`' in str(caught.value)
+    assert load_rows(path, columns={"prompt": "question"})[0].text == "1"
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
 def test_a_column_that_one_of_several_files_lacks_is_named_with_file_row_and_the_nearest(
     tmp_path: Path, suffix: str
 ) -> None:

@@ -60,6 +60,63 @@ def refusal(*specs, columns=None, **options):
 in_both = pytest.mark.parametrize("threads", [False, True], ids=["processes", "threads"])
 
 
+# -- errors that have a likely cause -----------------------------------------------------------------------------------
+
+
+@in_both
+@pytest.mark.parametrize(
+    ("function", "details", "words"),
+    [
+        ("reads_messages", None, "the row has a `prompt` that is a text, so prompt and completion are texts"),
+        (
+            "reads_messages",
+            None,
+            'give rows with `messages`, for example with `task.columns = { messages = "prompt" }`',
+        ),
+        ("reads_messages_later", None, "give rows with `messages`"),
+        ("reads_texts", Details(MESSAGES), "the row has `messages`, so its prompt is a list of messages"),
+        ("reads_texts", Details(MESSAGES), 'read `completion[0]["content"]`, or give rows with a `prompt`'),
+        ("searches_texts", Details(MESSAGES), "the row has `messages`, so its prompt is a list of messages"),
+        ("reads_whole_message", Details(MESSAGES), "the row has `messages`, so its prompt is a list of messages"),
+        ("reads_one_message", None, "the parameter `completion_message` gets it as a message"),
+    ],
+)
+def test_a_reward_that_gets_texts_for_messages_or_the_reverse_is_told_so(function, details, words, threads):
+    (failure,) = scores([spec(function)], ["c"], details=details, threads=threads)
+    assert isinstance(failure, RewardError)
+    assert "the likely cause" in str(failure)
+    assert words in str(failure)
+
+
+@pytest.mark.parametrize(
+    ("function", "details"), [("reads_messages", Details(MESSAGES)), ("reads_texts", None), ("searches_texts", None)]
+)
+def test_a_reward_that_gets_what_it_reads_returns(function, details):
+    assert values(scores([spec(function)], ["c"], details=details)) == [1.0]
+
+
+def test_an_empty_text_in_the_place_of_messages_has_the_same_likely_cause():
+    (failure,) = scores([spec("reads_messages")], [""])
+    assert "string index out of range" in str(failure)
+    assert "give rows with `messages`" in str(failure)
+
+
+def test_another_error_of_a_reward_has_no_likely_cause():
+    (failure,) = scores([spec("as_trl")], ["raise"])
+    assert "a bad completion" in str(failure)
+    assert "likely cause" not in str(failure)
+
+
+@in_both
+def test_a_reward_that_reads_a_column_that_is_not_there_is_told_of_those_that_are(threads):
+    (failure,) = scores(
+        [spec("reads_answer")], ["c"], row={"solution": "4"}, columns={"solution": None}, threads=threads
+    )
+    assert "KeyError: 'answer'" in str(failure)
+    assert "if `answer` should be a column: rows have the column `solution`" in str(failure)
+    assert '`task.columns = { answer = "solution" }`' in str(failure)
+
+
 # -- several -----------------------------------------------------------------------------------------------------------
 
 

@@ -207,6 +207,9 @@ def test_messages_tokens_and_version_go_to_rewards_apart_from_the_columns():
     assert asyncio.run(environment.score(prompt, made)) == 1.0
     tokens = np.array([61, 53], "<i4").tobytes()
     assert seen == [("<user>2+2", "=5", {"answer": 4}, Details(messages, tokens, 7))]
+    environment = SingleTurn(Rewards(), lambda tokens: "".join(map(chr, tokens)), "<think>")
+    asyncio.run(environment.score(prompt, made))
+    assert seen[-1] == ("<user>2+2", "=5", {"answer": 4}, Details(messages, tokens, 7, "<think>"))
 
 
 def test_an_episode_asks_once_and_scores_the_decoded_answer():

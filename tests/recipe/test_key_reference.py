@@ -18,6 +18,16 @@ def test_every_key_of_a_recipe_is_in_the_reference_with_its_type_and_default() -
     assert "| `model.path` | string | required |" in text
 
 
+def test_tables_of_several_kinds_have_their_shared_keys_once_and_need_one_key_of_a_kind() -> None:
+    lines = describe_keys().splitlines()
+    for key in ("name", "weight", "function", "judge", "model"):
+        (line,) = [line for line in lines if line.startswith(f"| `task.rewards.{key}` |")]
+        needs = "one of `function`, `judge`, `model`"
+        assert (f"| {needs} |" in line) == (key in ("function", "judge", "model")), line
+        assert "| required |" not in line
+    assert any(line.startswith("| `task.rewards.judge.address` | string | required |") for line in lines)
+
+
 def test_only_what_stands_between_the_marks_is_written(tmp_path: Path) -> None:
     path = tmp_path / "doc.md"
     path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")

@@ -69,7 +69,7 @@ REFUSED = {
     "one without": (["task.chains.share="], r"`task\.chains\.share` is missing: give every task a share, or none"),
     "duplicate": (["task.chains.label=math"], '2 tasks have `label = "math"`; give each its own'),
     "no label": (["task.chains.label="], r"`task\[1\]\.label` is missing"),
-    "a dot": (["task.math.label=a.b"], r'`task\[0\]\.label = "a\.b"` must be a string of the form'),
+    "a dot": (["task.math.label=a.b"], r'`task\[0\]\.label = "a\.b"` must be letters, digits, `_` and `-`, and a'),
     "unknown label": (["task.mat.share=1"], r"no task has the label `mat`; did you mean `task\.math\.share`\?"),
     "unknown label without a hint": (["task.zzz.share=1"], r"no task has the label `zzz` \(labels: `math`, `chains`"),
     "no label named": (["task.share=1"], r"several tasks; name one of them, as in `task\.math\.share`"),

@@ -200,6 +200,91 @@ def test_an_option_with_several_kinds_of_values_is_told_on_one_line() -> None:
     assert str(caught.value).splitlines()[1:] == ['  `rollout.staleness = -1` must be at least 0 or "auto"']
 
 
+@pytest.mark.parametrize(
+    ("rollout", "instead"),
+    [
+        ({"staleness": 0.5}, "`rollout.staleness = 1` with `rollout.in_flight = 24` (1.5 * `rollout.prompts`)"),
+        ({"staleness": 2.25, "prompts": 8}, "`rollout.staleness = 3` with `rollout.in_flight = 26` (3.25 * "),
+    ],
+)
+def test_a_ratio_of_other_systems_is_turned_into_staleness_and_in_flight(rollout: dict[str, Any], instead: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(with_(rollout=rollout))
+    (line,) = str(caught.value).splitlines()[1:]
+    assert line.startswith(f'  `rollout.staleness = {rollout["staleness"]}` must be a whole number or "auto"; ')
+    assert instead in line
+    prompts = rollout.get("prompts", 16)
+    made = re.findall(r"`rollout\.(\w+) = (\d+)`", line)
+    parse_recipe(with_(rollout={"prompts": prompts, **{key: int(value) for key, value in made}}))
+
+
+@pytest.mark.parametrize("text", ["[task]\ntype = 'guess'\n[[task]]\n", "[[task]]\ntype = 'guess'\n  [task]\n"])
+def test_one_task_and_several_in_one_recipe_are_told_how_to_be_written(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text(f"[model]\npath = 'tiny'\n{text}")
+    with pytest.raises(
+        RecipeError, match=r"it has `\[task\]` and `\[\[task\]\]`: write `\[\[task\]\]` above each"
+    ) as caught:
+        load_recipe(path)
+    assert "give each a `label`" in str(caught.value)
+    path.write_text("[task]\ntype = 'guess'\n[task]\n")
+    with pytest.raises(RecipeError, match=r"it has `\[task\]` more than once: write `\[\[task\]\]` above each"):
+        load_recipe(path)
+    path.write_text("[task]\ntype = guess")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    assert "[[task]]" not in str(caught.value)
+
+
+JUDGE = {"address": "http://host/v1", "model": "m", "prompt": "{completion}", "scale": [0, 10]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"address": "host/v1"}, '`{table}.address = "host/v1"` must be an address that begins with `http://` or'),
+        ({"api_key_env": "1A"}, '`{table}.api_key_env = "1A"` must be the name of an environment variable: letters'),
+        ({"prompt_path": "q.txt"}, "set `{table}.prompt` or `{table}.prompt_path`, and not both"),
+        ({"scale": [3, 3]}, "`{table}.scale = [3, 3]`: the lowest score comes first"),
+        ({"scale": None}, "set `{table}.scale = [0, 10]` or `{table}.choices = {{ A = 1.0, B = 0.0 }}`, and not both"),
+        ({"pattern": "("}, "`{table}.pattern` is not a regular expression"),
+        ({"pattern": "a"}, "`{table}.pattern` has 0 groups, and needs one"),
+        ({"budget": {}}, "`{table}.budget` limits nothing: set `calls`, `tokens` or `dollars`"),
+        (
+            {"budget": {"dollars": 3.0}},
+            "`{table}.budget.dollars` needs both prices, `{table}.budget.input_price` and `{table}.budget.output_pri",
+        ),
+        ({"modle": "m"}, "`{table}.modle` is not an option; did you mean `task."),
+    ],
+)
+@pytest.mark.parametrize("form", ["alone", "one of several", "of one of several tasks"])
+def test_a_refused_option_of_a_judge_is_named_with_its_table(changes: dict[str, Any], said: str, form: str) -> None:
+    judge, rows = {**JUDGE, **changes}, {"type": "file", "path": "rows.jsonl"}
+    tables: dict[str, Any] = {
+        "task.judge": {**rows, "judge": judge},
+        "task.rewards[1].judge": {**rows, "rewards": [{"function": "a:b"}, {"judge": judge}]},
+        "task.math.judge": [{"type": "guess", "label": "guess"}, {**rows, "label": "math", "judge": judge}],
+    }
+    table = list(tables)[["alone", "one of several", "of one of several tasks"].index(form)]
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(with_(task=tables[table]))
+    assert said.format(table=table) in str(caught.value)
+    assert "[^" not in str(caught.value), "no regular expression"
+
+
+def test_the_keys_of_one_of_several_tasks_are_named_with_its_label() -> None:
+    tasks: Any = [{"type": "guess", "label": "guess"}, {"type": "file", "label": "math", "reward": "a:b"}]
+    with pytest.raises(RecipeError, match=r"`task\.math\.path` is missing: .* with `task\.math\.dataset = "):
+        parse_recipe(with_(task=tasks))
+
+
+@pytest.mark.parametrize("system", ["", "  "])
+def test_an_empty_system_message_is_refused(system: str) -> None:
+    task = {"type": "file", "path": "rows.jsonl", "reward": "a:b", "system": system}
+    with pytest.raises(RecipeError, match=r"`task\.system` is empty: write the system message there, or leave it out"):
+        parse_recipe(with_(task=task))
+
+
 @pytest.mark.parametrize("sections", [{}, {"evaluation": {"prompts": 0}}, {"training": {"schedule": "cosine"}}])
 @pytest.mark.parametrize("paradigm", PARADIGM_NAMES)
 def test_what_is_written_out_whole_is_a_recipe_of_the_same_run(paradigm: str, sections: dict[str, Any]) -> None:
@@ -562,8 +647,21 @@ def test_redundancy_starts_more_groups_and_members(paradigm: str) -> None:
 def test_redundancy_that_does_nothing_or_cannot_be_is_refused(
     redundancy: dict[str, int], rollout: dict[str, object], said: str
 ) -> None:
-    with pytest.raises(RecipeError, match=re.escape(said)):
+    with pytest.raises(RecipeError, match=re.escape(said)) as caught:
         with_redundancy(redundancy, **rollout)
+    assert "reserve" not in str(caught.value), "a name of the core's"
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "said"),
+    [
+        (3, "`rollout.in_flight` is 3; it must be at least 16"),
+        (99, "lower `rollout.in_flight` or raise `rollout.staleness`"),
+    ],
+)
+def test_the_options_of_a_plan_are_refused_by_their_names_in_a_recipe(in_flight: int, said: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(said)):
+        parse_recipe(with_(rollout={"in_flight": in_flight}))
 
 
 def test_a_comparison_runs_drop_without_redundancy() -> None:

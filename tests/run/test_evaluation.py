@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from stretto.environments.data import PromptStream, Row
+from stretto.environments.mixed_prompts import MixedHeldOut
 from stretto.environments.protocol import Outcome, Policy
 from stretto.errors import (
     EngineError,
@@ -26,7 +27,16 @@ from stretto.run.first_reward import FirstReward
 from stretto.run.task_play import TaskPlay
 from stretto.store.journal import Journal, JournalReader
 from stretto.store.schema import RunFacts, opened_readonly
-from stretto.types import Completion, EvaluationResult, HeldOutAnswer, HeldOutScore, Prompt, Request, Sampling
+from stretto.types import (
+    Completion,
+    EvaluationResult,
+    HeldOutAnswer,
+    HeldOutScore,
+    Prompt,
+    Request,
+    Sampling,
+    TaskScore,
+)
 
 
 class Characters:
@@ -100,6 +110,37 @@ def evaluate(
     with JournalReader(folder / f"{version}.sqlite") as reader:
         recorded = [(each.version, each.kind, each.reward, each.num) for each in reader.evaluations()]
     return result, engine.requests, recorded
+
+
+class ByText:
+    """An environment whose reward is the number that the prompt begins with; 9 cannot be scored."""
+
+    async def episode(self, prompt: Prompt, policy: Policy) -> float:
+        await policy.generate(prompt.tokens)
+        if prompt.text.startswith("9"):
+            raise RewardError("no idea")
+        return float(prompt.text[0])
+
+
+def test_held_out_scores_of_several_tasks_are_kept_by_label(tmp_path: Path) -> None:
+    def stream(label: str, texts: str) -> PromptStream:
+        rows = [Row(text=f"{text}=") for text in texts]
+        return PromptStream(rows, Characters(), seed=0, max_prompt_tokens=64, shuffle=False, task=label)
+
+    held_out = MixedHeldOut({"sums": stream("sums", "135"), "words": stream("words", "29")})
+    plays = {
+        "sums": TaskPlay(ByText(), Sampling(max_tokens=4)),
+        "words": TaskPlay(ByText(), Sampling(max_tokens=2)),
+    }
+    engine: Any = Answers(lambda request: None)
+    with Journal.open(tmp_path / "j.sqlite") as journal:
+        journal.begin(RunFacts("synchronous", 0, False, 1, 1, 1, 0, 9, 0), at=1.0)
+        evaluator = Evaluator(held_out, 5, tasks=plays, seed=5, journal=journal, greedy=True)
+        result = asyncio.run(evaluator.evaluate(engine, 4, "during", "sum"))
+    sums, words = HeldOutScore(3.0, 3, 0, 4.0), HeldOutScore(2.0, 1, 1, 2.0)
+    assert list(result.tasks) == ["sums", "words"]
+    assert result.tasks == {"sums": TaskScore(sums, sums), "words": TaskScore(words, words)}
+    assert (result.score, result.num_scored, result.num_failed) == (11 / 4, 4, 1), "of all prompts, not of all tasks"
 
 
 def test_prompts_and_seeds_are_the_same_for_every_version(tmp_path: Path) -> None:

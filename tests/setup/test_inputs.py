@@ -43,6 +43,52 @@ def test_rows_of_both_kinds_are_counted_and_told_of(tmp_path):
         assert (alike.tasks[0].form, list(alike.notes(recipe))) == (form, [])
 
 
+PLAIN = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def tokenizer_of(*tasks):
+    """The tokenizer that what is alike for these tasks is asked with, and that of the model."""
+    labelled = [{"label": f"task{number}", **task} for number, task in enumerate(tasks)]
+    own = tiny_tokenizer()
+    return prompt_tokenizer(parse_recipe({"model": {"path": "tiny"}, "task": labelled}), own), own
+
+
+def test_the_template_of_a_mixture_is_that_of_the_tasks_that_chat(tmp_path):
+    chats = {"type": "file", "path": "rows.jsonl", "reward": "a:b"}
+    found, own = tokenizer_of({**chats, "chat_template": PLAIN}, {"type": "guess"}, {"type": "countdown-chain"})
+    assert found.chat_template == PLAIN != own.chat_template, "tasks that never chat have no say"
+    found, own = tokenizer_of({**chats, "chat_template": PLAIN}, {**chats, "chat_template": PLAIN})
+    assert found.chat_template == PLAIN
+    found, own = tokenizer_of({**chats, "chat_template": PLAIN}, chats)
+    assert found is own, "they differ"
+    found, own = tokenizer_of({"type": "guess"}, {"type": "countdown-chain"})
+    assert found is own
+
+
+def test_what_is_refused_of_one_of_several_tasks_is_named_by_its_label(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n' * 8)
+    file = {"type": "file", "path": str(path), "reward": "a:b", "label": "file"}
+    guess = {"type": "guess", "label": "guess"}
+
+    def refusal(*tasks, context=2_048, limits=None, **sections):
+        recipe = parse_recipe(
+            {"model": {"path": "tiny"}, "task": list(tasks), "evaluation": {"prompts": 1}, **sections}
+        )
+        with pytest.raises(RecipeError) as caught:
+            load_inputs(recipe, tiny_tokenizer(), context=context, model_path="tiny", prompt_limits=limits)
+        return str(caught.value)
+
+    assert refusal(guess, {**file, "path": "none.jsonl"}).startswith("task `file`: `none.jsonl` is not a file")
+    assert refusal(guess, {**file, "chat_template": "none.jinja"}).startswith("task `file`: `task.chat_template = ")
+    long = refusal(guess, {**file, "max_tokens": 64}, context=48, rollout={"max_tokens": 64})
+    assert long.startswith("task `guess`: `rollout.max_tokens = 64` leaves no room for a prompt")
+    short = {"rollout": {"max_tokens": 64}, "evaluation": {"prompts": 1, "max_tokens": 8}}
+    own = refusal({**guess, "max_tokens": 8}, {**file, "max_tokens": 64}, context=48, **short)
+    assert own.startswith("task `file`: `task.file.max_tokens = 64` leaves no room for a prompt")
+    assert refusal(guess, file, limits={"file": 9_999}).startswith("task `file`: the run began with prompts of up to")
+
+
 def test_a_role_that_is_no_role_is_refused_with_its_line(tmp_path):
     records = [{"messages": said("a")}, {"messages": [{"role": "usr", "content": "b"}]}]
     with pytest.raises(RecipeError, match=r"rows\.jsonl:2: .*the role `usr`, which is no role; did you mean `user`\?"):

@@ -9,12 +9,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+from stretto.environments.reward_calls import RewardSpec
 from stretto.environments.rewards.reward_model_options import RewardModelOptions
 from stretto.environments.tasks import Task
 from stretto.errors import RecipeError
 from stretto.models.tiny import tiny_tokenizer
 from stretto.recipe.schema import Recipe, parse_recipe
 from stretto.setup import scorers
+from stretto.setup.inputs import passed_variables
 from stretto.setup.reward_model_memory import process_bytes, reward_model_footprint
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -90,14 +92,34 @@ def test_a_reward_model_on_the_device_of_the_run_is_part_of_the_memory_plan(gpus
     assert reward_model_footprint(made, CUDA) == 0
 
 
+def test_the_scorers_of_one_of_several_tasks_are_named_with_its_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = {"address": "http://host/v1", "model": "m", "prompt": "?", "scale": [0, 1], "api_key_env": "NO_SUCH_KEY"}
+    rows, second = {"type": "file", "path": "x.jsonl"}, [{"function": "a:b"}, {"judge": judge, "name": "kind"}]
+    made = parse_recipe(
+        {
+            "model": {"path": "tiny"},
+            "task": [{**rows, "label": "first", "judge": judge}, {**rows, "label": "second", "rewards": second}],
+        }
+    )
+    for part, option in zip(made.parts, ("task.first.judge", "task.second.rewards.kind.judge"), strict=True):
+        with pytest.raises(RecipeError, match=rf"`{option}\.api_key_env` names `NO_SUCH_KEY`"):
+            passed_variables(part)
+    monkeypatch.setenv("NO_SUCH_KEY", "a key")
+    task = Task("rows", [], [], None, several=(RewardSpec("kind", scorers.SCORERS["judge"]),))
+    (spec,) = scorers.reward_specs(made.parts[1], task)
+    assert spec.built is not None
+    assert spec.built.option == "task.second.rewards.kind.judge"
+    assert spec.shown == "`task.second.rewards.kind.judge`"
+
+
 def test_loading_has_a_deadline_of_its_own(gpus: Any) -> None:
     gpus(0)
     made = recipe(seconds=7.0, load_seconds=900.0, threads=2)
-    (spec,) = scorers.reward_specs(made, Task("rows", [], [], scorers.SCORERS["reward_model"]))
+    (spec,) = scorers.reward_specs(made.parts[0], Task("rows", [], [], scorers.SCORERS["reward_model"]))
     built = spec.built
     assert built is not None
     assert (built.deadline_s, built.start_s, built.gpus) == (7.0, 900.0, 0.0)
     assert built.environment == {"OMP_NUM_THREADS": "2"}
     plain = parse_recipe({"model": {"path": "tiny"}, "task": {"type": "countdown-chain"}})
-    (spec,) = scorers.reward_specs(plain, Task("rows", [], [], "a:b"))
+    (spec,) = scorers.reward_specs(plain.parts[0], Task("rows", [], [], "a:b"))
     assert spec.built is None

@@ -48,8 +48,8 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN) -> CheckReport:
     """Checks a recipe and what was given with it from Python.
 
     Raises what `train` would raise before it builds a model: for the recipe, the data set, the tokenizer, the lengths
-    of the prompts, the reward function, the environment, a custom objective or a tracker. Leaves no process behind, and
-    writes nothing.
+    of the prompts, the reward function, the environment, a custom objective or a tracker. Only a judge that cannot be
+    reached is a note. Leaves no process behind, and writes nothing.
     """
     recipe = resolved(recipe, choose_device(recipe.runtime.device))
     check_objective(recipe)
@@ -63,10 +63,13 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN) -> CheckReport:
     stops = (tokenizer.eos_token_id,) if tiny else stop_tokens(recipe.model.path, config, tokenizer)
     of_warm_start = check_demonstrations(recipe, tokenizer, config, stops)
     of_teachers = check_teachers(recipe, tokenizer, inputs.longest_prompt, templated=inputs.templated)
-    scored = []
+    scored, of_judges = [], list[str]()
     for own in inputs.tasks:
-        with of_task(own.label if len(inputs.tasks) > 1 else None):
-            scored.append(check_scoring(own.recipe, own.task, own.tokenizer))
+        label = own.label if len(inputs.tasks) > 1 else None
+        said = list[str]()
+        with of_task(label):
+            scored.append(check_scoring(own.recipe, own.task, own.tokenizer, said.append))
+        of_judges += said if label is None else [f"task `{label}`: {each}" for each in said]
     asked, device = recipe, choose_device(recipe.runtime.device)
     recipe = with_micro_tokens(recipe, config, inputs.longest_prompt, device)
     memory = describe_memory(recipe, inputs.longest_prompt)
@@ -75,6 +78,7 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN) -> CheckReport:
         *tasks,
         *describe_routing(recipe, config, inputs.longest_prompt),
         *inputs.notes(recipe),
+        *of_judges,
         *of_warm_start,
         *of_teachers,
         *describe_micro_tokens(asked, recipe),

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from stretto.chat.templates import Template
-from stretto.environments.data_options import RowsOptions
 from stretto.errors import RunError
 from stretto.recipe.schema import Recipe
 from stretto.setup.factories import DriverInputs
@@ -35,7 +34,13 @@ def data_record(driver: DriverInputs) -> dict[str, Any]:
 
 def _source(own: TaskInputs, name: str) -> str:
     """Returns the name of a source of rows; that of one of several tasks has its label."""
-    return name if own.label is None else f"task `{own.label}`: {name}"
+    return name if own.label is None else _labelled(own.label, name)
+
+
+def _labelled(label: str, name: str) -> str:
+    """Returns the name of a source with the label of its task, once."""
+    prefix = f"task `{label}`: "
+    return f"{prefix}{name.removeprefix(prefix)}"
 
 
 def recorded_template(run: Path) -> Template | None:
@@ -66,7 +71,7 @@ def refuse_other_data(run: Path, recipe: Recipe, now: Mapping[str, Any]) -> str 
         before = reader.data()
     if not before:
         return None
-    if differences := _differences(before.get("train", {}), now["train"], recipe):
+    if differences := _differences(before.get("train", {}), now["train"], recipe, "dataset"):
         raise RunError(
             "\n  ".join(
                 [
@@ -77,37 +82,49 @@ def refuse_other_data(run: Path, recipe: Recipe, now: Mapping[str, Any]) -> str 
             )
         )
     if any(before.get(name) != now[name] for name in ("chat_template", "chat_templates")):
-        asked = next((found for task in recipe.tasks if (found := getattr(task, "chat_template", None))), None)
-        named = f"`task.chat_template = {asked!r}`" if asked is not None else "the chat template of `model.path`"
+        named = _changed_template(before.get("chat_templates") or {}, now["chat_templates"], recipe)
         raise RunError(
             f"{named} is not what it was when the run in `{run}` began: prompts before and after would not be alike; "
             "give it as it was, or start a new run; nothing was changed"
         )
-    others = _differences(before.get("evaluation", {}), now["evaluation"], recipe)
+    others = _differences(before.get("evaluation", {}), now["evaluation"], recipe, "evaluation_dataset")
     if before.get("evaluation") and others:
         return f"the rows to evaluate on have changed, so earlier scores are of others: {'; '.join(others)}"
     return None
 
 
-def _differences(before: Mapping[str, str], now: Mapping[str, str], recipe: Recipe) -> list[str]:
-    """Returns a sentence for each source that is another, or not there, or new."""
+def _changed_template(before: Mapping[str, Any], now: Mapping[str, Any], recipe: Recipe) -> str:
+    """Names the chat template that has changed: that of the first task whose template is another."""
+    for part in recipe.parts:
+        label, asked = part.task.label, getattr(part.task, "chat_template", None)
+        if label is not None and before.get(label) == now.get(label):
+            continue
+        if asked is not None:
+            return f"`{part.task_table}.chat_template = {asked!r}`"
+        if isinstance(recipe.task, tuple):
+            return f"the chat template of `model.path`, as the task `{label}` uses it,"
+    return "the chat template of `model.path`"
+
+
+def _differences(before: Mapping[str, str], now: Mapping[str, str], recipe: Recipe, option: str) -> list[str]:
+    """Returns a sentence for each source that is another, or not there, or new. `option` names a data set of them."""
     found = []
     for name, digest in before.items():
         if name not in now:
             found.append(f"`{name}` is not read any more" if "`" not in name else f"{name} is not read any more")
         elif now[name] != digest:
-            found.append(_changed(name, digest, now[name], recipe))
+            found.append(_changed(name, digest, now[name], recipe, option))
     found += [f"`{name}` is new" if "`" not in name else f"{name} is new" for name in now if name not in before]
     if not found and list(before) != list(now):
         found.append(f"the files come in another order: {', '.join(now)}")
     return found
 
 
-def _changed(name: str, before: str, now: str, recipe: Recipe) -> str:
+def _changed(name: str, before: str, now: str, recipe: Recipe, option: str) -> str:
     """Returns a sentence on a file that has changed, or on a data set with another revision."""
-    from_hub = [task for task in recipe.tasks if isinstance(task, RowsOptions) and task.dataset is not None]
+    of_tasks = [part for part in recipe.parts if part.task.label is None or name == _labelled(part.task.label, name)]
+    from_hub = [part for part in of_tasks if getattr(part.task, option, None) is not None]
     if from_hub and len(before) == len(now) == 40:
-        label = from_hub[0].label if isinstance(recipe.task, tuple) else None
-        key = "task.dataset.revision" if label is None else f"task.{label}.dataset.revision"
+        key = f"{from_hub[0].task_table}.{option}.revision"
         return f"{name} was at revision {before}, and is now at {now}; `--set '{key}=\"{before}\"'` reads it as it was"
     return f"{name if '`' in name else f'`{name}`'} has changed since"

@@ -62,8 +62,9 @@ from stretto.observe.task_metrics import TaskMetrics
 from stretto.observe.trackers.catalogue import add_trackers
 from stretto.observe.waiting import report_wait
 from stretto.recipe.schema import Recipe
+from stretto.recipe.task_checks import task_name
 from stretto.run.evaluation import Evaluator
-from stretto.run.first_reward import FirstReward
+from stretto.run.first_reward import FirstReward, how_to_try
 from stretto.run.folder_checks import (
     facts_of,
     refuse_nothing_to_resume,
@@ -84,7 +85,7 @@ from stretto.setup.base_models import model_path_of, starting_adapter
 from stretto.setup.device import as_begun, choose_device, resolved
 from stretto.setup.factories import DriverInputs, load_driver_inputs
 from stretto.setup.garbage import spare_from_collection
-from stretto.setup.inputs import passed_variables
+from stretto.setup.inputs import passed_variables, read_tasks
 from stretto.setup.micro_batch_size import with_micro_tokens
 from stretto.setup.warm_starts import has_demonstrations
 from stretto.store.checkpoint_files import keep_newest_checkpoint
@@ -135,7 +136,8 @@ def train(
     if give_up:
         tries_to_score(folder / JOURNAL_NAME, give_up)  # refuses an unfit id before anything is built
     for part in recipe.parts:
-        passed_variables(part)  # refuses a variable that is not set, before anything is built
+        with of_task(part.task.label if len(recipe.parts) > 1 else None):
+            passed_variables(part)  # refuses a variable that is not set, before anything is built
     add_trackers(recipe.observe, listeners, observer.message)
     with contextlib.ExitStack() as stack:
         stack.callback(observer.close)
@@ -154,6 +156,8 @@ def train(
         torch.set_num_threads(1)  # for the warm start, whose operations are too small to share
         transformers_logging.disable_progress_bar()
         observer.message(f"run folder: {folder}")
+        with start_phase(log, "data"):  # before a model is made: what is missing shows at once
+            read = read_tasks(recipe, given)
         with start_phase(log, "files of the model"):
             model_path = model_path_of(recipe, observer)
             starting_adapter(recipe, observer)  # made here, if it is, so that its progress shows
@@ -161,9 +165,9 @@ def train(
             from stretto.cluster.connection import connected
 
             observer.message(stack.enter_context(connected(recipe)))
-        with start_phase(log, "data and prompts"):
-            limits = recorded_limits(folder) if resume else None
-            driver, device = load_driver_inputs(recipe, model_path, given, limits), choose_device(recipe.runtime.device)
+        with start_phase(log, "prompts"):
+            limits, device = recorded_limits(folder) if resume else None, choose_device(recipe.runtime.device)
+            driver = load_driver_inputs(recipe, model_path, given, limits, read)
         if resume and (changed := refuse_other_data(folder, recipe, data_record(driver))) is not None:
             observer.message(changed)
         recipe = with_micro_tokens(recipe, load_config(model_path), driver.inputs.longest_prompt, device)
@@ -369,7 +373,8 @@ async def _run(run: _Run) -> dict[str, Any]:
         ),
     )
     scored = any(rollout.reward is not None for rollout in resumed.rollouts.values())
-    first_reward = FirstReward(came=scored or tally.totals.steps > 0)
+    advice = {task.label: how_to_try(task, task_name(recipe, task)) for task in recipe.tasks}
+    first_reward = FirstReward(came=scored or tally.totals.steps > 0, advice=advice)
     evaluator = _evaluator(run, first_reward)
     evaluate = partial(
         evaluate_alone,

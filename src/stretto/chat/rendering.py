@@ -25,19 +25,15 @@ class Renderer:
     `prefill` is the text that a task lets every answer begin with, behind the template's own generation prompt.
     """
 
-    def __init__(self, tokenizer: Any, template_options: Mapping[str, Any] | None = None) -> None:
-        """`template_options` go to the template, such as `enable_thinking`; `chat_template` replaces the template.
-
-        Raises `RecipeError` if there is no template.
-        """
+    def __init__(self, tokenizer: Any) -> None:
+        """Renders with the template of the tokenizer. Raises `RecipeError` if it has none."""
         self._tokenizer = tokenizer
-        self._options = dict(template_options or {})
-        if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in self._options:
+        template = getattr(tokenizer, "chat_template", None)
+        if template is None:
             raise RecipeError(
                 "the tokenizer of `model.path` has no chat template, so it cannot chat; use a model that was tuned to "
                 "chat, or give a template in `task.chat_template`"
             )
-        template = self._options.get("chat_template", getattr(tokenizer, "chat_template", None))
         self.prefill = prefill_of(template)
         self._shows_tools = "tools" in str(template)
         self._warned = False
@@ -76,9 +72,7 @@ class Renderer:
             )
 
     def _rendered(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
-        text = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **options, **self._options
-        )
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
         return encodable(str(text))
 
     def encode(self, text: str, behind: int | None = None) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from stretto.cluster.rewards import RayRewards, RewardOptions
 from stretto.cluster.trainer import RankedTrainer
 from stretto.cluster.weights import WeightsStore
 from stretto.environments.combined_rewards import combined_rewards
+from stretto.environments.given import of_task
 from stretto.environments.reward_calls import RewardSpec
 from stretto.environments.task_options import ScoredTaskOptions
 from stretto.observe.progress import Observer
@@ -93,7 +94,10 @@ def cluster_backend(
         store=store,
         instance_seconds=runtime.instance_seconds,
     )
-    tasks = {own.label: _task_backend(own, driver, folder, said, faults) for own in driver.inputs.tasks}
+    tasks: dict[str | None, TaskBackend] = {}
+    for own in driver.inputs.tasks:
+        with of_task(own.label if len(driver.inputs.tasks) > 1 else None):
+            tasks[own.label] = _task_backend(own, driver, folder, said, faults)
     trainer = RankedTrainer(
         rank_options(recipe, source, folder, phases.learning_rates),
         deadline_s=runtime.update_seconds,

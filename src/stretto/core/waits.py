@@ -89,7 +89,7 @@ def _trainer(controller: Controller) -> Wait | None:
         )
     if not groups:
         return Wait("trainer", f"{have}, and no other has started yet")
-    return Wait("trainer", f"{have}: {_describe(groups)}", tuple(group.id for group in groups))
+    return Wait("trainer", f"{have}; unfinished: {_describe(groups)}", tuple(group.id for group in groups))
 
 
 def _admission(controller: Controller) -> Wait | None:

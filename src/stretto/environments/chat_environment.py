@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from stretto.chat.policy import ChatPolicy, TokenPolicy
@@ -27,9 +27,9 @@ class ChatEnvironment:
 
     tools: Sequence[AnyTool] = ()
 
-    def __init__(self, tokenizer: Any, *, template_options: Mapping[str, Any] | None = None) -> None:
-        """`template_options` go to the chat template: `task.config = { template_options = { ... } }` in a recipe."""
-        self.renderer = Renderer(tokenizer, template_options)
+    def __init__(self, tokenizer: Any) -> None:
+        """The `tokenizer` has the chat template of the task (`chat/templates.py`)."""
+        self.renderer = Renderer(tokenizer)
         offered = as_tools(self.tools)  # a tool that cannot be offered is an error before the run
         self.renderer.warn_of_hidden_tools([tool.name for tool in offered])
 

@@ -43,6 +43,12 @@ def load_environment(spec: EnvironmentSpec, tokenizer: Any) -> Environment:
     try:
         inspect.signature(kind).bind(tokenizer, **config)
     except TypeError as error:
+        if "template_options" in config:
+            raise RecipeError(
+                f"`task.config.template_options` is no option of {said}: write variables of the chat template into "
+                "`task.template`, such as `task.template = { enable_thinking = false }`, and another template into "
+                "`task.chat_template`"
+            ) from error
         raise RecipeError(
             f"{said} cannot be called with the tokenizer and `task.config = {dict(spec.config)}`: {error}; it is "
             f"defined as `{spec.name.partition(':')[2]}{inspect.signature(kind)}`"

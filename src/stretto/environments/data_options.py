@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from stretto.options import Options
 
@@ -69,7 +69,19 @@ class RowsOptions(ChatTemplateOptions):
     evaluation_dataset: DatasetOptions | None = Field(
         None, description="Data set of held-out prompts, instead of `evaluation_path`"
     )
-    system: str | None = Field(None, description="System message; every `prompt` becomes a user message after it")
+    system: str | None = Field(
+        None, description="System message, not empty; every `prompt` becomes a user message after it"
+    )
+
+    @field_validator("system")
+    @classmethod
+    def _refuse_empty(cls, system: str | None) -> str | None:
+        if system is not None and not system.strip():
+            raise ValueError(
+                "it is empty: write the system message there, or leave it out; "
+                '`task.columns = { messages = "prompt" }` makes every `prompt` a user message without one'
+            )
+        return system
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -26,12 +26,13 @@ Imports only the standard library: reward workers load this module.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 import reprlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -67,6 +68,7 @@ class Details(NamedTuple):
     messages: Messages | None = None  # of the prompt; None: it has none
     tokens: bytes = b""  # of the completion, int32
     version: int = 0  # that sampled it
+    prefill: str = ""  # that the answer to the messages begins with: the prompt has it, and the messages do not
 
     def only(self, wants: int) -> Details | None:
         """Returns what is wanted of it; None: nothing."""
@@ -74,7 +76,10 @@ class Details(NamedTuple):
         if messages is None and not wants & (WANTS_TOKENS | WANTS_VERSION):
             return None
         return Details(
-            messages, self.tokens if wants & WANTS_TOKENS else b"", self.version if wants & WANTS_VERSION else 0
+            messages,
+            self.tokens if wants & WANTS_TOKENS else b"",
+            self.version if wants & WANTS_VERSION else 0,
+            "" if messages is None else self.prefill,
         )
 
 
@@ -288,7 +293,9 @@ class RewardCall:
 
     def call(self, asked: Asked) -> Any:
         """Calls a function of the single form and returns what it returns."""
-        prompt, completion, row, _ = asked
+        prompt, completion, row, details = asked
+        if self.spec.built is not None and details is not None and details.messages is not None:
+            completion = details.prefill + completion  # a judge sees the messages, which do not end with the prefill
         names = self._parameters.names
         given = dict(row) if self._parameters.takes_all else {name: row[name] for name in row if name in names}
         if self._extras:
@@ -402,11 +409,52 @@ class RewardCall:
             raise RefusedError(f"{self.spec.shown} returned {len(found)} values{wanted}")
         return found
 
-    def failure(self, error: BaseException) -> str:
-        """Returns the text of an error that the function raised, or of a value that was refused."""
+    def failure(self, error: BaseException, asked: Sequence[Asked] = ()) -> str:
+        """Returns the text of an error that the function raised, or of a value that was refused.
+
+        `asked` are the completions that it was called with; their form may be the cause.
+        """
         if isinstance(error, ScoringError | HaltError):
             return error_text(error)
-        return str(error) if isinstance(error, RefusedError) else f"{self.spec.shown} raised {last_line(error)}"
+        if isinstance(error, RefusedError):
+            return str(error)
+        hint = self._hint_of_column(error) or (self._hint_of_form(error, asked[0]) if asked else "")
+        return f"{self.spec.shown} raised {last_line(error)}{hint}"
+
+    def _hint_of_column(self, error: BaseException) -> str:
+        """Returns what to do about a `KeyError` for a name that is no column; nothing for another error."""
+        name = error.args[0] if isinstance(error, KeyError) and error.args else None
+        if self._known is None or not isinstance(name, str) or name in self._known or not self._parameters.takes_all:
+            return ""
+        return f"; if `{name}` should be a column: {_columns_text(self._known)}{_rename_hint([name], self._known)}"
+
+    def _hint_of_form(self, error: BaseException, asked: Asked) -> str:
+        """Returns the likely cause of an error that comes from texts in the place of messages, or the reverse."""
+        text = str(error)
+        if not isinstance(error, TypeError | AttributeError | IndexError):
+            return ""
+        if self.batched and asked[3] is not None and asked[3].messages is not None:
+            if not any(word in text for word in ("'list'", "'dict'", "list indices must be integers")):
+                return ""
+            return (
+                "; the likely cause: the row has `messages`, so its prompt is a list of messages and its completion a "
+                'list of one assistant message, as in TRL: read `completion[0]["content"]`, or give rows with a '
+                "`prompt` that is a text"
+            )
+        indexed = "string indices must be integers" in text or "string index out of range" in text
+        if not self.batched:
+            if not indexed:
+                return ""
+            return (
+                "; the likely cause: a reward that is called with one completion at a time gets it as a text, and no "
+                "messages; the parameter `completion_message` gets it as a message"
+            )
+        if not indexed and "'str' object has no attribute" not in text:
+            return ""
+        return (
+            "; the likely cause: the row has a `prompt` that is a text, so prompt and completion are texts, and no "
+            'messages: give rows with `messages`, for example with `task.columns = { messages = "prompt" }`'
+        )
 
     def _refused(self, value: Any, why: str = NOT_FINITE) -> RefusedError:
         return RefusedError(f"{self.spec.shown} returned {reprlib.repr(value)} ({type(value).__name__}){why}")
@@ -433,15 +481,17 @@ class RewardCall:
             parameters.signature.bind(*positional, **dict.fromkeys([*own, *names]))
         except TypeError as error:
             called = ", ".join([*positional, *own, *(f"{each}=..." for each in names)])
-            have = [each for each in columns if each != MESSAGES]
-            said = f"rows have the columns {', '.join(have)}" if have else "rows have no other columns"
+            said = _columns_text(columns)
             if MESSAGES in self._extras and MESSAGES not in columns:
                 said += ", and their prompts are texts without `messages`"
             plain = name if name.isidentifier() else "reward"  # a lambda has no name
             hint = "" if self.batched else f" or, for batches, `def {plain}(prompts, completions, **columns)`"
+            missing = _missing(parameters.signature, positional, [*own, *names])
+            renames = _rename_hint([each for each in missing if each not in self._extras], columns)
+            said += f"{renames}; or write" if renames else "; write"
             raise SpecError(
-                f"`{written}`{where} cannot be called as `{name}({called})`: {error}; {said}; "
-                f"write `def {plain}({first}, {second}, **{'columns' if self.batched else 'row'})`{hint}"
+                f"`{written}`{where} cannot be called as `{name}({called})`: {error}; {said} "
+                f"`def {plain}({first}, {second}, **{'columns' if self.batched else 'row'})`{hint}"
             ) from error
         if self.batched:
             return
@@ -455,6 +505,38 @@ class RewardCall:
                         f"`{written}`{where} takes the column `{column}`, which {lacking} does not "
                         "have; add it to that row, or give the parameter a default"
                     ) from error
+
+
+def _missing(signature: inspect.Signature, positional: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Returns the parameters without a default that a call does not give."""
+    try:
+        given = signature.bind_partial(*positional, **dict.fromkeys(names)).arguments
+    except TypeError:
+        return []
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [
+        each.name
+        for each in signature.parameters.values()
+        if each.kind in named and each.default is each.empty and each.name not in given
+    ]
+
+
+def _columns_text(columns: Iterable[str]) -> str:
+    """Returns the columns that a reward can ask for, in words."""
+    have = [f"`{each}`" for each in sorted(columns) if each != MESSAGES]
+    if not have:
+        return "rows have no other columns"
+    return f"rows have the column{'s' * (len(have) > 1)} {', '.join(have)}"
+
+
+def _rename_hint(missing: Sequence[str], columns: Iterable[str]) -> str:
+    """Returns how a column gets the name that a function asks for; nothing if there is none to rename."""
+    have = sorted(set(columns) - {MESSAGES})
+    if not missing or not have:
+        return ""
+    near = {name: difflib.get_close_matches(name, have, n=1, cutoff=0.0)[0] for name in missing}
+    table = ", ".join(f'{name} = "{theirs}"' for name, theirs in near.items())
+    return f"; if a column has that under another name, rename it, such as `task.columns = {{ {table} }}`"
 
 
 class TrainerState(SimpleNamespace):

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from stretto.environments.function_specs import SpecError, function_name
 from stretto.environments.given import is_given, without_digest
 from stretto.environments.reward_calls import DEFAULT_BATCH, RewardSpec, refuse_specs, refuse_targets, refuse_weightless
 from stretto.environments.rewards.judge_options import JudgeOptions
 from stretto.environments.rewards.reward_model_options import RewardModelOptions
-from stretto.options import Options
+from stretto.options import Options, formed
 
 MAX_WEIGHT = 1e9
 SCORERS = {
@@ -31,7 +31,10 @@ class SharedRewardOptions(Options):
 
     name: str | None = Field(
         None,
-        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_. -]{0,63}$",
+        pattern=formed(
+            r"^[A-Za-z0-9_][A-Za-z0-9_. -]{0,63}$",
+            "up to 64 letters, digits, `_`, `.`, `-` and spaces, and a letter, a digit or `_` first",
+        ),
         description="Name in metrics and in the journal, unique; default: that of the function",
     )
     weight: float = Field(
@@ -40,6 +43,24 @@ class SharedRewardOptions(Options):
         le=MAX_WEIGHT,
         description="Factor in the sum of the rewards; negative: a penalty; 0: recorded, and does not count",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_one_kind(cls, values: Any) -> Any:
+        """Refuses a table that is told apart by no key, or by several."""
+        if not isinstance(values, Mapping):
+            return values
+        *most, last = (f"`{kind}`" for kind in KINDS)
+        kinds = f"{', '.join(most)} and {last}"
+        given = [f"`{kind}`" for kind in KINDS if kind in values]
+        if not given:
+            raise ValueError(f"it has none of the keys {kinds}, of which a table `[[task.rewards]]` has exactly one")
+        if len(given) > 1:
+            raise ValueError(
+                f"it has {' and '.join(given)}, and a table `[[task.rewards]]` has exactly one of the keys {kinds}: "
+                "write a table for each"
+            )
+        return values
 
     def spec(self) -> RewardSpec:
         """Returns what a reward process makes this reward from."""
@@ -115,11 +136,15 @@ def refused_rewards(reward: str | None, rewards: Sequence[SharedRewardOptions], 
     if not rewards:
         return
     if reward is not None:
-        yield f"`{task}.reward` and `{task}.rewards` are both given: add the function of the first to the second"
+        yield (
+            f"`{task}.reward` and `{task}.rewards` are both given: add the first to the second, as the `function` of a "
+            "table"
+        )
     specs = [table.spec() for table in rewards]
     try:
         refuse_specs(specs)
         refuse_weightless(specs)
         refuse_targets([spec for spec in specs if not is_given(spec.target)])
     except SpecError as error:
-        yield str(error)
+        said = str(error).replace("`task.rewards`", f"`{task}.rewards`")
+        yield said if f"`{task}.rewards`" in said else f"`{task}.rewards`: {said}"

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from stretto.environments.function_specs import SpecError
-from stretto.environments.reward_calls import Columns, Details, RewardCall, RewardSpec, late_text
+from stretto.environments.reward_calls import Asked, Columns, Details, RewardCall, RewardSpec, late_text
 from stretto.environments.reward_pipes import Item, Result
 from stretto.environments.worker_child import marked
 
@@ -94,7 +94,7 @@ class PlainScoring:
                 value = call.call(item[1:])
             except BaseException as error:  # also `sys.exit()`: the reward fails, not the process
                 self._left(error)
-                return call.failure(error)
+                return call.failure(error, [item[1:]])
             self._left(None)
             outcome = _number(call, value)
             if isinstance(outcome, str):
@@ -108,7 +108,7 @@ class PlainScoring:
             returned = call.call_batch([item[1:] for item in chunk])
         except BaseException as error:
             self._left(error)
-            return self._one_by_one(call, chunk, call.failure(error))
+            return self._one_by_one(call, chunk, call.failure(error, [item[1:] for item in chunk]))
         self._left(None)
         try:
             values = call.values(returned, len(chunk))
@@ -190,17 +190,16 @@ class AsyncScoring:
         try:
             return call.number(await self._called(call, lambda: call.call(item[1:]), item[0]))
         except BaseException as error:
-            return self._failure(call, error)
+            return self._failure(call, error, [item[1:]])
 
     async def _batch(self, call: RewardCall, chunk: Sequence[Item]) -> dict[int, float | str]:
-        alone = len(chunk) == 1
+        alone, asked = len(chunk) == 1, [item[1:] for item in chunk]
         try:
-            asked = [item[1:] for item in chunk]
             returned = await self._called(call, lambda: call.call_batch(asked), chunk[0][0] if alone else IN_BATCH)
             values = call.values(returned, len(chunk))
         except BaseException as error:
             if alone:
-                return {chunk[0][0]: self._failure(call, error)}
+                return {chunk[0][0]: self._failure(call, error, asked)}
             parts = await asyncio.gather(*(self._batch(call, [item]) for item in chunk))
             return {identity: outcome for part in parts for identity, outcome in part.items()}
         return {item[0]: _number(call, value) for item, value in zip(chunk, values, strict=True)}
@@ -224,8 +223,10 @@ class AsyncScoring:
                 raise _LateError from error
             raise
 
-    def _failure(self, call: RewardCall, error: BaseException) -> str:
-        return late_text([call.spec], self._deadline_s) if isinstance(error, _LateError) else call.failure(error)
+    def _failure(self, call: RewardCall, error: BaseException, asked: Sequence[Asked]) -> str:
+        if isinstance(error, _LateError):
+            return late_text([call.spec], self._deadline_s)
+        return call.failure(error, asked)
 
 
 class _LateError(Exception):

@@ -94,6 +94,12 @@ def renamed(record: Any, columns: Mapping[str, str]) -> Any:
 def missing_column(ours: str, theirs: str, names: Iterable[str]) -> str:
     """Returns what is wrong with a row, or a file, that lacks a column of `task.columns`."""
     have = sorted(map(str, names))
+    if ours in have:
+        return (
+            f"`task.columns.{ours} = {theirs!r}`: there is no column `{theirs}`, but a column `{ours}`: the map is "
+            f'written the wrong way round, our name comes first: `task.columns = {{ {theirs} = "{ours}" }}`; the '
+            f"columns are {_listed(have)}"
+        )
     near = difflib.get_close_matches(theirs, have, n=1, cutoff=0.5) or [
         each for each in have if each.lower() == theirs.lower()
     ]

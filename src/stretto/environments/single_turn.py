@@ -27,8 +27,10 @@ class RewardSource(Protocol):
 class SingleTurn:
     """Plays episodes of one completion, scored by `rewards`, which the caller starts and closes."""
 
-    def __init__(self, rewards: RewardSource, decode: Decode) -> None:
+    def __init__(self, rewards: RewardSource, decode: Decode, prefill: str = "") -> None:
+        """`prefill` is what the chat template writes at the beginning of every answer."""
         self._rewards = rewards
+        self._prefill = prefill
         self._decode = decode
 
     async def episode(self, prompt: Prompt, policy: Policy) -> float | Grade:
@@ -41,5 +43,5 @@ class SingleTurn:
         if messages is not None:  # a reward gets them only if it asks for them
             row = {name: value for name, value in row.items() if name != MESSAGES}
         tokens = completion.tokens
-        details = Details(messages, tokens.astype("<i4").tobytes(), completion.version)
+        details = Details(messages, tokens.astype("<i4").tobytes(), completion.version, self._prefill)
         return await self._rewards.score(prompt.text, self._decode(tokens.tolist()), row, details)

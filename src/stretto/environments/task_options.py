@@ -17,7 +17,7 @@ from stretto.environments.reward_options import (
 from stretto.environments.rewards.judge_options import JudgeOptions
 from stretto.environments.rewards.reward_model_options import RewardModelOptions
 from stretto.environments.sandbox import Limits
-from stretto.options import Options
+from stretto.options import VARIABLE, Options, formed
 
 _GIB, _MIB = 1 << 30, 1 << 20
 MAX_ROWS = 100_000_000  # of a generated task: their order is drawn in memory
@@ -29,7 +29,7 @@ class SharedTaskOptions(Options):
     type: str
     label: str | None = Field(
         None,
-        pattern=r"^[A-Za-z][A-Za-z0-9_-]*$",
+        pattern=formed(r"^[A-Za-z][A-Za-z0-9_-]*$", "letters, digits, `_` and `-`, and a letter first"),
         max_length=64,
         description="Name of the task in metrics, overrides and teachers; needed if there are several tasks",
     )
@@ -86,7 +86,7 @@ class SandboxOptions(Options):
 class ProcessTaskOptions(SharedTaskOptions):
     """A task that runs code of the user's in processes of its own."""
 
-    pass_env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = Field(
+    pass_env: tuple[Annotated[str, Field(pattern=VARIABLE)], ...] = Field(
         (), description="Environment variables that these processes see too; may change at `--resume`"
     )
     sandbox: SandboxOptions | None = Field(
@@ -282,6 +282,15 @@ TaskOptions = Annotated[
     CountdownChainOptions | ReasoningGymOptions | FileOptions | GuessOptions | EnvironmentOptions | AgentOptions,
     Field(discriminator="type"),
 ]
+
+
+def option_of(options: JudgeOptions | RewardModelOptions, name: str, table: str = "task") -> str:
+    """Returns the table of a judge or a reward model in messages.
+
+    `name` is that of its reward; empty: it is alone. `table` is the dotted name of its task's table.
+    """
+    alone, several = ("judge", "judge") if isinstance(options, JudgeOptions) else ("reward_model", "model")
+    return f"{table}.rewards.{name}.{several}" if name else f"{table}.{alone}"
 
 
 def rewards_of(task: TaskOptions) -> tuple[SharedRewardOptions, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from stretto.environments.given import of_task
 from stretto.local.components import LocalComponents
 from stretto.local.pool import LocalPool
 from stretto.local.trainer import ThreadedTrainer
@@ -48,8 +49,9 @@ def local_backend(
         )
 
     def task_backend(own: TaskInputs) -> TaskBackend:
-        rewards: Rewards = make_rewards(own.recipe, own.task, said, folder) if own.task.rewards else NoRewards()
-        return TaskBackend(rewards, local_environment(own, driver, rewards, said))
+        with of_task(own.label if len(driver.inputs.tasks) > 1 else None):
+            rewards: Rewards = make_rewards(own.recipe, own.task, said, folder) if own.task.rewards else NoRewards()
+            return TaskBackend(rewards, local_environment(own, driver, rewards, said))
 
     tasks = {own.label: task_backend(own) for own in driver.inputs.tasks}
     return Backend(driver, tasks, pool, make_trainer, lambda weights: on_device(weights, parts.trainer.device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -186,7 +187,8 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
             '`rollout.filter = "no-signal"` with `rollout.group = 1` would filter everything: the rewards of a group '
             "of one are always equal; use at least 2, or leave the filter out"
         )
-    yield from _impossible_redundancy(recipe)
+    refused = [*_impossible_redundancy(recipe)]
+    yield from refused
     if rollout.top_k == 1:
         yield (
             "`rollout.top_k = 1` leaves nothing to learn from: every token is certain, so none has a gradient; use at "
@@ -222,7 +224,8 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
     try:
         plan = recipe.plan
     except ValueError as error:
-        yield str(error)
+        if not refused:
+            yield re.sub(r"`(in_flight|rows|staleness)`", r"`rollout.\1`", str(error))
         return
     most = plan.most_trajectories
     if plan.rows > most:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
+from stretto.options import form_of
 from stretto.recipe.foreign_names import foreign_hint
 
 _KINDS = {"constrained-int", "constrained-str"}  # pydantic's names of union members that are not tables
@@ -26,7 +29,7 @@ _EXPECTED = {
     "less_than_equal": "at most {le}",
     "list_type": "a list",
     "literal_error": "{expected}",
-    "string_pattern_mismatch": "a string of the form `{pattern}`",
+    "string_pattern_mismatch": "{form}",
     "string_too_long": "a string of at most {max_length} characters",
     "string_too_short": "a string that is not empty",
     "string_type": "a string in quotes",
@@ -39,7 +42,31 @@ _MUST = " must be "
 
 def explain(problems: Iterable[Mapping[str, Any]], recipe: type[BaseModel], raw: Mapping[str, Any]) -> list[str]:
     """Returns one line for each option. `recipe` is the model that validated `raw`."""
-    return _joined(line for problem in problems for line in _sentences(problem, recipe, raw))
+    found = list(problems)
+    lines = _joined(line for problem in found for line in _sentences(problem, recipe, raw))
+    ratio = next((each["input"] for each in found if _is_ratio(each)), None)
+    if ratio is None:
+        return lines
+    prompts = _prompts(recipe, raw)
+    hint = (
+        f"; {ratio:g} as the ratio of an asynchronous system, such as ROLL's `async_generation_ratio`, is "
+        f"`rollout.staleness = {math.ceil(ratio)}` with `rollout.in_flight = {math.floor((ratio + 1) * prompts)}` "
+        f"({ratio + 1:g} * `rollout.prompts`)"
+    )
+    return [line + hint if line.startswith("`rollout.staleness = ") else line for line in lines]
+
+
+def _is_ratio(problem: Mapping[str, Any]) -> bool:
+    """Tells if a fraction was given for the staleness, as other systems take one."""
+    given = problem.get("input")
+    return tuple(problem["loc"][:2]) == ("rollout", "staleness") and isinstance(given, float) and 0 < given <= 64
+
+
+def _prompts(recipe: type[BaseModel], raw: Mapping[str, Any]) -> int:
+    """Returns the prompts of an update: those of a recipe, or the default."""
+    rollout = raw.get("rollout")
+    given = rollout.get("prompts") if isinstance(rollout, Mapping) else None
+    return given if isinstance(given, int) else int(recipe.model_fields["rollout"].default.prompts)
 
 
 def _joined(lines: Iterable[str]) -> list[str]:
@@ -55,11 +82,11 @@ def _sentences(problem: Mapping[str, Any], recipe: type[BaseModel], raw: Mapping
     # Pydantic's location includes the variant of a union.
     tags = _KINDS | tags_of(recipe)
     location = [part for part in problem["loc"] if part not in tags and "[" not in str(part)]
-    names = [str(part) for part in location]
+    names = [part for part in location if isinstance(part, str)]  # without the places in lists
     if location[:1] == ["task"] and isinstance(tasks := raw.get("task"), list | tuple) and len(location) > 1:
         # One of several tasks: its keys are those of any, and its name is its label.
         raw = {**raw, "task": tasks[int(location[1])]}
-        location[1], names = labelled(raw["task"], int(location[1])), [names[0], *names[2:]]
+        location[1] = labelled(raw["task"], int(location[1]))
     name = _dotted(location)
     kind, got = problem["type"], problem.get("input")
     if kind == "extra_forbidden":
@@ -79,9 +106,30 @@ def _sentences(problem: Mapping[str, Any], recipe: type[BaseModel], raw: Mapping
         example = f"; set one of its options, such as `{keys[0]}`" if keys else ""
         yield f"`{name} = {as_toml(got)}`: `{name}` is a table, not a value{example}"
     elif kind == "value_error":
-        yield str(problem["msg"]).removeprefix("Value error, ")
+        yield _in_full(str(problem["msg"]).removeprefix("Value error, "), name, names, recipe)
     else:
         yield f"`{name} = {as_toml(got)}`{_MUST}{_expected(problem)}"
+
+
+def _in_full(text: str, name: str, names: Sequence[str], recipe: type[BaseModel]) -> str:
+    """Returns what a table says about its keys, with the table: `name`, which is at `names` in a recipe of one task.
+
+    If the text begins with "it", that becomes the name. Else every key is written in full, and the table comes first if
+    no key is named.
+    """
+    if not names:
+        return text
+    if text.startswith("it "):
+        return f"`{name}`{text.removeprefix('it')}"
+    known, table = all_keys(recipe), ".".join(names)
+
+    def full(match: re.Match[str]) -> str:
+        return f"`{name}.{match[1]}" if f"{table}.{match[1]}" in known else match[0]
+
+    text = re.sub(r"`([a-z_]+)(?=[`. ])", full, text)
+    if table == "task":  # it names its keys as those of the only task
+        text = re.sub(r"`task\.(?=[a-z])", f"`{name}.", text)
+    return text if f"`{name}" in text or f"`{names[0]}." in text else f"`{name}`: {text}"
 
 
 def labelled(task: Any, place: int) -> str | int:
@@ -95,6 +143,8 @@ def _expected(problem: Mapping[str, Any]) -> str:
     words = _EXPECTED.get(problem["type"])
     if words is None:  # a kind of error that no option has today
         return str(problem["msg"]).partition("should be ")[2] or str(problem["msg"])
+    if "pattern" in context:
+        context["form"] = form_of(context["pattern"])
     if "expected" in context:  # the choices, as pydantic writes them
         context["expected"] = str(context["expected"]).replace("'", '"')
     return words.format_map(context)
@@ -131,6 +181,8 @@ def _instead(location: Sequence[str], recipe: type[BaseModel], raw: Mapping[str,
     *table, leaf = location
     keys = all_keys(recipe)
     tags = keys.get(".".join(location))
+    if tags is not None and (not tags or _type_of(location[0], recipe, raw) in tags):
+        return f" here: it belongs to a table with {' or '.join(_told_by(recipe, table, leaf))}"
     if tags:
         types = " or ".join(f'`{location[0]}.type = "{tag}"`' for tag in tags)
         return f" here: it belongs to {types}, and this recipe has `{_type_of(location[0], recipe, raw)}`"
@@ -154,6 +206,14 @@ def _instead(location: Sequence[str], recipe: type[BaseModel], raw: Mapping[str,
     return f"; did you mean `{leaves[nearest[0]]}`?" if nearest else ""
 
 
+def _told_by(recipe: type[BaseModel], table: Sequence[str], leaf: str) -> Iterator[str]:
+    """Yields what tells those kinds of an inner table apart that have a key: their type, or a key that they need."""
+    for model in _tables_at(recipe, table):
+        if leaf in model.model_fields:
+            needed = [f"`{name}`" for name, field in model.model_fields.items() if field.is_required()]
+            yield f'`type = "{_tag(model)}"`' if "type" in model.model_fields else " and ".join(needed)
+
+
 def _type_of(section: str, recipe: type[BaseModel], raw: Mapping[str, Any]) -> str:
     """The type of a table in a recipe, or its default."""
     table = raw.get(section)
@@ -165,11 +225,16 @@ def _type_of(section: str, recipe: type[BaseModel], raw: Mapping[str, Any]) -> s
 
 def _variants(recipe: type[BaseModel], location: Sequence[str]) -> list[str]:
     """The possible types of the table at a location."""
+    return [_tag(model) for model in _tables_at(recipe, location)]
+
+
+def _tables_at(recipe: type[BaseModel], location: Sequence[str]) -> list[type[BaseModel]]:
+    """The models of the table at a location."""
     models: list[type[BaseModel]] = [recipe]
     for name in location:
         fields = [model.model_fields[name] for model in models if name in model.model_fields]
         models = list(dict.fromkeys(inner for field in fields for inner in _models_of(field.annotation)))
-    return [_tag(model) for model in models]
+    return models
 
 
 def tags_of(model: type[BaseModel]) -> set[str]:

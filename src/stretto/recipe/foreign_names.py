@@ -65,6 +65,8 @@ OURS: dict[str, tuple[str, ...]] = {
     "prompt_data_probs": ("task.share",),
     "prompt_dataset": ("task.path",),
     "prompt_key": ("task.columns",),
+    "rename_column": ("task.columns",),
+    "rename_columns": ("task.columns",),
     "reward_fn": ("task.reward",),
     "reward_func": ("task.reward",),
     "reward_funcs": ("task.reward", "task.rewards"),

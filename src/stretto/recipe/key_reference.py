@@ -7,9 +7,10 @@ writes it between the two marks of that file.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -55,11 +56,33 @@ def _plain(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
 
 
 def rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """The keys of a table; the keys of an inner table follow its own key."""
+    """The keys of a table; the keys of an inner table follow its own key. Those that all its kinds have come once."""
     for name, field in model.model_fields.items():
         yield f"{prefix}{name}", field
-        for inner in models(field.annotation):
-            yield from rows(inner, f"{prefix}{name}.")
+        kinds = list(models(field.annotation))
+        if len(kinds) > 1 and not any("type" in kind.model_fields for kind in kinds):
+            yield from _rows_of_kinds(kinds, f"{prefix}{name}.")
+        else:
+            for inner in kinds:
+                yield from rows(inner, f"{prefix}{name}.")
+
+
+def _rows_of_kinds(kinds: Sequence[type[BaseModel]], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    """The keys of tables that are told apart by a key that each kind has alone, and needs."""
+    shared = [name for name in kinds[0].model_fields if all(name in kind.model_fields for kind in kinds)]
+    told_by = [name for kind in kinds for name, field in kind.model_fields.items() if field.is_required()]
+    one_of = f"one of {', '.join(f'`{name}`' for name in told_by)}"
+    done: set[str] = set()
+    for kind in kinds:
+        for name, field in rows(kind, prefix):
+            key = name.removeprefix(prefix)
+            if key in done and key in shared:
+                continue
+            done.add(key)
+            if key in told_by:
+                field = copy.copy(field)
+                field.description = f"{field.description}; default: {one_of}"
+            yield name, field
 
 
 def models(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -378,7 +379,8 @@ class Recipe(Options):
         parts = []
         for task in self.tasks:
             own = {name: value for name in ("max_tokens", "stop") if (value := getattr(task, name)) is not None}
-            changed = {"task": task, "rollout": self.rollout.model_copy(update=own)}
+            table = f"task.{task.label}" if isinstance(self.task, tuple) else "task"
+            changed = {"task": task, "rollout": self.rollout.model_copy(update=own), "task_table": table}
             parts.append(OneTaskRecipe.model_construct(self.model_fields_set, **values | changed))
         return tuple(parts)
 
@@ -467,6 +469,7 @@ class OneTaskRecipe(Recipe):
     """The recipe of one task. `Recipe.parts` makes it, of parts that were checked together."""
 
     task: TaskOptions
+    task_table: str = Field("task", exclude=True)  # the dotted name of the task's table, for messages
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -510,8 +513,10 @@ def _tables(recipe: str | Path | Mapping[str, Any] | Recipe) -> tuple[Mapping[st
 
 
 def _read_tables(path: Path) -> dict[str, Any]:
+    text = ""
     try:
-        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))  # some editors write a byte-order mark
+        text = path.read_bytes().decode("utf-8-sig")  # some editors write a byte-order mark
+        return tomllib.loads(text)
     except FileNotFoundError:
         raise RecipeError(missing(path)) from None
     except IsADirectoryError:
@@ -521,7 +526,16 @@ def _read_tables(path: Path) -> dict[str, Any]:
             f"recipe `{path}` cannot be read: {error.strerror}; name a TOML file that you can read"
         ) from error
     except ValueError as error:  # no UTF-8, no TOML, or an integer of more digits than Python converts
-        raise RecipeError(f"recipe `{path}` is not valid TOML: {error}") from error
+        raise RecipeError(f"recipe `{path}` is not valid TOML: {error}{_hint_of_tasks(text)}") from error
+
+
+def _hint_of_tasks(text: str) -> str:
+    """Returns how several tasks are written, if a recipe has a table `[task]` and another one; else nothing."""
+    alone, several = (len(re.findall(rf"^[ \t]*{head}", text, re.MULTILINE)) for head in (r"\[task\]", r"\[\[task\]\]"))
+    if not alone or alone + several < 2:
+        return ""
+    given = "`[task]` and `[[task]]`" if several else "`[task]` more than once"
+    return f"; it has {given}: write `[[task]]` above each of several tasks, and give each a `label`"
 
 
 def _is_recipe(raw: Mapping[str, Any]) -> bool:

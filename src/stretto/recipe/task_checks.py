@@ -149,7 +149,7 @@ def _scorer_refusals(task: TaskOptions, name: str) -> Iterable[str]:
     if task.scorer is not None and len(several) > 1:
         yield (
             f"a completion has one scorer: `{name}.{several[0]}` or `{name}.{several[1]}`; leave one of them out, or "
-            f"give both in `[[{name}.rewards]]`"
+            "give each a table `[[task.rewards]]`, with the key `function`, `judge` or `model`"
         )
     if task.scorers and task.sandbox is not None:
         kind = "a judge" if any(isinstance(each, JudgeOptions) for each in task.scorers.values()) else "a reward model"

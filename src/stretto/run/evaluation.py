@@ -167,11 +167,11 @@ class Evaluator:
             return found
         except StrettoError as error:
             if isinstance(error, RewardError):
-                self._first_reward.failed(held_out.id, -1 - held_out.index, error)
+                self._first_reward.failed(held_out.id, -1 - held_out.index, error, held_out.prompt.task)
             raise
         except Exception as error:
             failure = RewardError(last_line(error))
-            self._first_reward.failed(held_out.id, -1 - held_out.index, failure)
+            self._first_reward.failed(held_out.id, -1 - held_out.index, failure, held_out.prompt.task)
             raise failure from error
         finally:
             self.num_ended += 1

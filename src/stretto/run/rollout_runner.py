@@ -278,7 +278,7 @@ class Rollouts:
             text = "trajectory %d failed as it left instance %s, and continues elsewhere: %s"
             log.info(text, rollout.id, instance, reason)
             return
-        self._first_reward.failed(rollout.id, rollout.group, error)
+        self._first_reward.failed(rollout.id, rollout.group, error, rollout.prompt.task)
         if rollout.is_generated:
             self._post(core.ScoringFailed(rollout.id, reason))
         else:

@@ -43,9 +43,10 @@ class Terminations:
         self._rollouts.note_failure(rollout)
         if self._rollouts.failed_in_a_row >= max(MIN_FAILURES, 4 * self._plan.batch * self._plan.group_size):
             # Groups that fail are replaced, so a reward that can only fail would draw prompts for ever.
+            of_task = "" if rollout.prompt.task is None else f", of task `{rollout.prompt.task}`"
             raise StalledError(
                 f"the last {self._rollouts.failed_in_a_row} trajectories all failed, and none got a reward in "
-                f"between; the last of them: {command.reason}"
+                f"between; the last of them{of_task}: {command.reason}"
             )
 
     def drop(self, command: core.Drop) -> Coroutine[Any, Any, None]:

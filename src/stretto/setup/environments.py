@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from stretto.chat.templates import prefill_of
 from stretto.environments.custom import load_environment
 from stretto.environments.episode_pool import EpisodePool
 from stretto.environments.protocol import Environment
@@ -24,7 +25,7 @@ def local_environment(
     """
     recipe, task, tokenizer = own.recipe, own.task, own.tokenizer
     if task.environment is None:
-        return SingleTurn(rewards, driver.decode)
+        return SingleTurn(rewards, driver.decode, prefill_of(tokenizer.chat_template))
     if task.environment.given is not None:
         return played_in_thread(recipe, task.environment, tokenizer)
     if plays_in_workers(recipe):

@@ -14,6 +14,7 @@ from stretto.engines.native.engine import NativeEngine
 from stretto.engines.threaded import SteppedEngine
 from stretto.environments.given import NOTHING_GIVEN, Given
 from stretto.environments.single_turn import Decode
+from stretto.environments.tasks import Task
 from stretto.models.adapters import read_adapter, refuse_another_base
 from stretto.models.loading import load_config, load_model, load_tokenizer
 from stretto.models.stop_tokens import stop_tokens
@@ -46,11 +47,15 @@ class DriverInputs:
 
 
 def load_driver_inputs(
-    recipe: Recipe, model_path: str, given: Given = NOTHING_GIVEN, prompt_limits: Mapping[str | None, int] | None = None
+    recipe: Recipe,
+    model_path: str,
+    given: Given = NOTHING_GIVEN,
+    prompt_limits: Mapping[str | None, int] | None = None,
+    read: Sequence[Task] | None = None,
 ) -> DriverInputs:
     """Reads the inputs of a run and checks them against tokenizer and configuration. Does not read the weights.
 
-    `prompt_limits` are those of a run that is resumed (`load_inputs`).
+    `prompt_limits` are those of a run that is resumed, `read` the tasks that were read already (`load_inputs`).
     """
     check_objective(recipe)
     own, config = load_tokenizer(model_path), load_config(model_path)
@@ -63,6 +68,7 @@ def load_driver_inputs(
         model_path=model_path,
         given=given,
         prompt_limits=prompt_limits,
+        read=read,
     )
     check_teachers(recipe, tokenizer, inputs.longest_prompt)
     sampling = Sampling(

@@ -39,6 +39,7 @@ from stretto.environments.task_options import (
     ProcessTaskOptions,
     ScoredTaskOptions,
     TaskOptions,
+    option_of,
 )
 from stretto.environments.task_shares import TaskShares
 from stretto.environments.tasks import Task, load_task
@@ -50,7 +51,7 @@ from stretto.objectives.custom import CustomOptions
 from stretto.recipe.schema import OneTaskRecipe, Recipe
 from stretto.run.folder_checks import DrawnRows
 from stretto.run.seeds import derived_seed
-from stretto.setup.scorers import described_scorer, judge_variables, option_of, reward_specs, scorers_of
+from stretto.setup.scorers import described_scorer, judge_variables, reward_specs, scorers_of
 
 log = logging.getLogger(__name__)
 
@@ -201,7 +202,10 @@ class Inputs:
 def prompt_tokenizer(recipe: Recipe, tokenizer: Any) -> Any:
     """Returns the tokenizer with the chat template that the task asks for, or all tasks alike; else as it is."""
     chats = [part for part in recipe.parts if isinstance(part.task, ChatTemplateOptions)]  # others never chat
-    made = [_task_tokenizer(part, tokenizer) for part in chats]
+    made = []
+    for part in chats:
+        with of_task(part.task.label if isinstance(recipe.task, tuple) else None):
+            made.append(_task_tokenizer(part, tokenizer))
     alike = bool(made) and all(each.chat_template == made[0].chat_template for each in made)
     return made[0] if alike else tokenizer
 
@@ -225,6 +229,33 @@ def asked_template(recipe: Recipe, tokenizer: Any) -> Template | None:
     return template
 
 
+def read_tasks(recipe: Recipe, given: Given = NOTHING_GIVEN) -> list[Task]:
+    """Reads the rows of all tasks, in their order. Needs no model, so that missing data shows before one is made.
+
+    Raises `RecipeError`, which names the task if there are several.
+    """
+    tasks = []
+    for part in recipe.parts:
+        label = part.task.label
+        with of_task(label if isinstance(recipe.task, tuple) else None):
+            tasks.append(
+                load_task(
+                    part.task,
+                    seed=_task_seed(recipe, label),
+                    num_evaluation=recipe.evaluation.prompts,
+                    given=given.of_label(label),
+                    endpoint=recipe.serve,
+                )
+            )
+    return tasks
+
+
+def _task_seed(recipe: Recipe, label: str | None) -> int:
+    """Returns the seed of a task: that of the recipe, or of several tasks one for each."""
+    several = isinstance(recipe.task, tuple)
+    return derived_seed(recipe.seed, "task", str(label)) % MAX_TASK_SEED if several else recipe.seed
+
+
 def load_inputs(
     recipe: Recipe,
     tokenizer: Any,
@@ -233,22 +264,22 @@ def load_inputs(
     model_path: str,
     given: Given = NOTHING_GIVEN,
     prompt_limits: Mapping[str | None, int] | None = None,
+    read: Sequence[Task] | None = None,
 ) -> Inputs:
     """Reads the data sets and checks them against the tokenizer and the model's `context`. Raises `RecipeError`.
 
     The `tokenizer` is that of the model. `prompt_limits`: tokens by the label of a task, beyond which a run that is
-    resumed began to drop or cut prompts; it goes on so.
+    resumed began to drop or cut prompts; it goes on so. `read` are the tasks, if `read_tasks` has read them already.
     """
     several, template = isinstance(recipe.task, tuple), asked_template(recipe, tokenizer)
     tasks = []
-    for part in recipe.parts:
-        label = part.task.label
-        seed = derived_seed(recipe.seed, "task", str(label)) % MAX_TASK_SEED if several else recipe.seed
-        limits = _prompt_limits(part, model_path, context)
-        if limit := (prompt_limits or {}).get(label):
-            limits = _limit_as_begun(limit, limits[0]), limits[1]
+    for part, task in zip(recipe.parts, read_tasks(recipe, given) if read is None else read, strict=True):
+        label, seed = part.task.label, _task_seed(recipe, part.task.label)
         with of_task(label if several else None):
-            tasks.append(_load_task_inputs(part, tokenizer, seed, limits, given.of_label(label)))
+            limits = _prompt_limits(part, model_path, context)
+            if limit := (prompt_limits or {}).get(label):
+                limits = _limit_as_begun(limit, limits[0]), limits[1]
+            tasks.append(_load_task_inputs(part, task, tokenizer, seed, limits))
     if not several:
         return Inputs(tuple(tasks), tasks[0].prompts, tasks[0].held_out, template)
     prompts = MixedPrompts({str(each.label): each.prompts for each in tasks}, TaskShares(recipe.shares))
@@ -257,11 +288,8 @@ def load_inputs(
 
 
 def _load_task_inputs(
-    recipe: OneTaskRecipe, tokenizer: Any, seed: int, limits: tuple[int, int], given: Given
+    recipe: OneTaskRecipe, task: Task, tokenizer: Any, seed: int, limits: tuple[int, int]
 ) -> TaskInputs:
-    task = load_task(
-        recipe.task, seed=seed, num_evaluation=recipe.evaluation.prompts, given=given, endpoint=recipe.serve
-    )
     rates, label, own = None, recipe.task.label, _task_tokenizer(recipe, tokenizer)
     if recipe.task.order == "pass-rate":
         rates = PassRates(len(task.train), seed=seed, pass_reward=recipe.task.pass_reward or 1.0)
@@ -342,16 +370,22 @@ def passed_variables(recipe: OneTaskRecipe) -> dict[str, str]:
     """The variables of `task.pass_env`. Raises `RecipeError` for one, or for the key of a judge, that is not set."""
     for name, options in scorers_of(recipe.task).items():
         if isinstance(options, JudgeOptions):
-            judge_variables(options, option_of(options, name))
+            judge_variables(options, option_of(options, name, recipe.task_table))
     return named_variables(recipe.task.pass_env) if isinstance(recipe.task, ProcessTaskOptions) else {}
 
 
 def make_rewards(
-    recipe: OneTaskRecipe, task: Task, said: Callable[[str], None] | None = None, folder: Path | None = None
+    recipe: OneTaskRecipe,
+    task: Task,
+    said: Callable[[str], None] | None = None,
+    folder: Path | None = None,
+    *,
+    note: Callable[[str], None] | None = None,
 ) -> RewardPool | ThreadRewards | CombinedRewards:
     """Makes what scores `task`: processes, or threads for a function that was given from Python.
 
-    `said` gets every line that the processes print. `folder` is the run folder; None: nothing is kept there.
+    `said` gets every line that the processes print. `folder` is the run folder; None: nothing is kept there. `note`, if
+    the recipe is only checked, gets what judges say, also that one could not be reached, which is an error otherwise.
     """
     assert isinstance(recipe.task, ScoredTaskOptions)
     if task.functions:
@@ -363,20 +397,22 @@ def make_rewards(
             columns=reward_columns(task),
         )
     options, columns, passed = recipe.task, reward_columns(task), passed_variables(recipe)
+    scorers = scorers_of(options)
 
     def pool(specs: Sequence[RewardSpec]) -> RewardPool:
+        is_judge = isinstance(scorers.get(specs[0].name), JudgeOptions)
         return RewardPool(
             specs,
             workers=options.reward_workers if specs[0].built is None else 1,
             deadline_s=options.reward_seconds,
             columns=columns,
-            on_output=said,
+            on_output=note if is_judge and note is not None else said,
             extra_environment=passed,
             sandbox=None if options.sandbox is None else options.sandbox.limits,
             strict_sandbox=options.sandbox is not None and options.sandbox.strict,
         )
 
-    return combined_rewards(reward_specs(recipe, task, folder), pool)
+    return combined_rewards(reward_specs(recipe, task, folder, checks=note is not None), pool)
 
 
 def plays_in_workers(recipe: OneTaskRecipe) -> bool:
@@ -449,10 +485,11 @@ def check_objective(recipe: Recipe) -> None:
         recipe.algorithm.try_out()
 
 
-def check_scoring(recipe: OneTaskRecipe, task: Task, tokenizer: Any) -> str:
+def check_scoring(recipe: OneTaskRecipe, task: Task, tokenizer: Any, note: Callable[[str], None]) -> str:
     """Imports the reward function or the environment in a process, as a run does, and ends that process.
 
-    Returns a phrase on how the task is scored.
+    Returns a phrase on how the task is scored. `note` gets sentences on judges: one whose model is not listed by its
+    server, or that could not be asked.
     """
     if task.environment is not None:
         played = f"episodes of up to {task.max_turns} turns played by `{task.environment.name}`"
@@ -474,7 +511,7 @@ def check_scoring(recipe: OneTaskRecipe, task: Task, tokenizer: Any) -> str:
         return f"{played} in the driver's process"
 
     async def start_and_close() -> tuple[str, ...]:
-        pool = make_rewards(recipe, task)
+        pool = make_rewards(recipe, task, note=note)
         try:
             await pool.start()
             return pool.forms
@@ -518,7 +555,8 @@ async def _try_worker(recipe: OneTaskRecipe, task: Task, tokenizer: Any) -> str:
 def _prompt_limits(recipe: OneTaskRecipe, model_path: str, context: int) -> tuple[int, int]:
     """Returns the longest prompts of rollout and of evaluation that context and KV cache leave room for."""
     evaluation = recipe.evaluation.max_tokens or recipe.rollout.max_tokens
-    asked = {"rollout.max_tokens": recipe.rollout.max_tokens, "evaluation.max_tokens": evaluation}
+    own = "rollout" if recipe.task.max_tokens is None else recipe.task_table
+    asked = {f"{own}.max_tokens": recipe.rollout.max_tokens, "evaluation.max_tokens": evaluation}
     for name, tokens in asked.items():
         if tokens >= context:
             raise RecipeError(

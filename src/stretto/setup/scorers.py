@@ -15,7 +15,7 @@ from stretto.environments.reward_calls import RewardSpec
 from stretto.environments.reward_options import SCORERS
 from stretto.environments.rewards.judge_options import JudgeOptions
 from stretto.environments.rewards.reward_model_options import RewardModelOptions
-from stretto.environments.task_options import FileOptions, TaskOptions
+from stretto.environments.task_options import FileOptions, TaskOptions, option_of
 from stretto.environments.tasks import Task
 from stretto.errors import RecipeError
 from stretto.recipe.schema import OneTaskRecipe, Recipe
@@ -25,10 +25,12 @@ JUDGE_START_S = 120.0
 MODEL_ITEMS = 512  # completions that the process of a reward model has at once, to make batches of
 
 
-def reward_specs(recipe: OneTaskRecipe, task: Task, folder: Path | None = None) -> tuple[RewardSpec, ...]:
+def reward_specs(
+    recipe: OneTaskRecipe, task: Task, folder: Path | None = None, *, checks: bool = False
+) -> tuple[RewardSpec, ...]:
     """Returns the rewards of a task, with what its judges and reward models are made from.
 
-    `folder` is the run folder; None: nothing is kept.
+    `folder` is the run folder; None: nothing is kept. `checks`: nothing is scored, so that a judge may be away.
     """
     scorers = scorers_of(recipe.task)
 
@@ -36,9 +38,9 @@ def reward_specs(recipe: OneTaskRecipe, task: Task, folder: Path | None = None) 
         options = scorers.get(spec.name)
         if options is None:
             return spec
-        option = option_of(options, spec.name)
+        option = option_of(options, spec.name, recipe.task_table)
         if isinstance(options, JudgeOptions):
-            return replace(spec, built=judge_scorer(options, option, folder))
+            return replace(spec, built=judge_scorer(options, option, folder, must_answer=not checks))
         return replace(spec, built=model_scorer(recipe, options, option))
 
     return tuple(map(completed, task.rewards))
@@ -49,18 +51,15 @@ def scorers_of(options: TaskOptions) -> Mapping[str, JudgeOptions | RewardModelO
     return options.scorers if isinstance(options, FileOptions) else {}
 
 
-def option_of(options: JudgeOptions | RewardModelOptions, name: str) -> str:
-    """Returns the table of a judge or a reward model in messages. `name` is that of its reward; empty: it is alone."""
-    alone, several = ("judge", "judge") if isinstance(options, JudgeOptions) else ("reward_model", "model")
-    return f"task.rewards.{name}.{several}" if name else f"task.{alone}"
+def judge_scorer(options: JudgeOptions, option: str, folder: Path | None, *, must_answer: bool = True) -> BuiltScorer:
+    """Returns a judge as a worker makes it. `option` is its table in messages.
 
-
-def judge_scorer(options: JudgeOptions, option: str, folder: Path | None) -> BuiltScorer:
-    """Returns a judge as a worker makes it. `option` is its table in messages."""
+    `must_answer = False`: a judge that is away prints a line when it is made, and is no error.
+    """
     return BuiltScorer(
         SCORERS["judge"],
         option,
-        {"options": options, "folder": None if folder is None else str(folder)},
+        {"options": options, "folder": None if folder is None else str(folder), "must_answer": must_answer},
         deadline_s=options.longest_s,
         start_s=JUDGE_START_S + 4 * options.seconds,
         most_at_once=2 * options.concurrency,  # so that a call that ends is followed by the next one at once
@@ -83,7 +82,7 @@ def judge_variables(options: JudgeOptions, option: str = "task.judge") -> dict[s
 
 def model_scorer(recipe: Recipe, options: RewardModelOptions, option: str) -> BuiltScorer:
     """Returns a reward model as a worker makes it. `option` is its table in messages."""
-    device = reward_model_device(recipe, options)
+    device = reward_model_device(recipe, options, option)
     arguments = {
         "options": options,
         "device": str(device),
@@ -101,10 +100,11 @@ def model_scorer(recipe: Recipe, options: RewardModelOptions, option: str) -> Bu
     )
 
 
-def reward_model_device(recipe: Recipe, options: RewardModelOptions) -> torch.device:
+def reward_model_device(recipe: Recipe, options: RewardModelOptions, option: str = "task.reward_model") -> torch.device:
     """Returns the device of a reward model: `auto` is another GPU than that of the run, if there is one.
 
-    On a cluster its process has a GPU of its own. Raises `RecipeError` for a GPU that is not there.
+    On a cluster its process has a GPU of its own. Raises `RecipeError` for a GPU that is not there. `option` is its
+    table in messages.
     """
     if options.device == "cpu":
         return torch.device("cpu")
@@ -119,8 +119,7 @@ def reward_model_device(recipe: Recipe, options: RewardModelOptions) -> torch.de
     if not torch.cuda.is_available() or number >= torch.cuda.device_count():
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         raise RecipeError(
-            f"`task.reward_model.device = {options.device!r}`, but torch sees {count} GPUs here; name another one, or "
-            '"cpu"'
+            f'`{option}.device = {options.device!r}`, but torch sees {count} GPUs here; name another one, or "cpu"'
         )
     return torch.device("cuda", number)
 

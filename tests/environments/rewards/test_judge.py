@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 from judge_cases import FakeJudge, Reply, running
 
-from stretto.environments.reward_calls import RewardSpec
+from stretto.environments.reward_calls import Details, RewardSpec
 from stretto.environments.reward_pool import RewardPool
 from stretto.environments.rewards import judge as judge_module
 from stretto.environments.rewards.judge import Judge
@@ -319,6 +319,21 @@ async def pool(asked, folder=None, **more):
         yield it
     finally:
         await it.close()
+
+
+def test_a_judge_of_messages_sees_the_completion_with_its_prefill(tmp_path):
+    async def run(server):
+        async with pool(options(server), tmp_path) as it:
+            chat = [{"role": "user", "content": "1+1"}]
+            await it.score("<user>1+1<assistant>So: ", "two", {"answer": 2}, Details(chat, prefill="So: "))
+            await it.score("1+1=So: ", "three", {"answer": 2}, Details(None, prefill="So: "))
+
+    with running(FakeJudge()) as server:
+        asyncio.run(run(server))
+    asked = [call["messages"][-1]["content"] for call in server.calls]
+    assert asked == ["Rate So: two for 1+1; right is 2.", "Rate three for 1+1=So: ; right is 2."], (
+        "once, in either form"
+    )
 
 
 def test_a_worker_process_judges_and_its_failures_are_told_apart(tmp_path, monkeypatch):

@@ -73,6 +73,10 @@ def test_samples_are_a_table_whose_text_is_no_markup(tmp_path: Path, monkeypatch
     folder = tmp_path / "run"
     report(folder, begin(folder, sinks=["tensorboard"], samples=2), [update(0), update(1)])
     shown = text(folder / "tensorboard", "samples")
-    assert len(shown.splitlines()) == 4, "a head, a rule and two rows"
+    head, rule, first, second = shown.splitlines()
+    assert "|reward|reward/format|tokens|" in head
+    assert rule.count("|") == head.count("|") == first.count("|")
+    assert "||0.125|3|" in first
+    assert "|0.5||3|" in second, "a reward that does not apply"
     assert "&lt;b&gt;&#124;bold&#124;&lt;/b&gt;<br>" in shown
     assert "<b>" not in shown

@@ -60,14 +60,13 @@ class GymnasiumEnvironment(WorldEnvironment):
         act: str | None = None,
         actions: Sequence[str] = (),
         threads: int = THREADS,
-        template_options: Mapping[str, Any] | None = None,
     ) -> None:
         """`id` and `options` go to `gymnasium.make`; `module:Name-v0` imports the module first.
 
         `threads` is the most calls of environments at once. Raises `RecipeError` if observations or actions cannot be
         text.
         """
-        super().__init__(tokenizer, turns=turns, template_options=template_options)
+        super().__init__(tokenizer, turns=turns)
         if threads < 1:
             raise RecipeError(f"`task.config.threads = {threads}`: environments need at least one thread")
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="gymnasium")

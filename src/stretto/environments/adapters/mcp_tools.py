@@ -53,7 +53,6 @@ class McpEnvironment(ChatEnvironment):
         only: Sequence[str] = (),
         seconds: float = SECONDS,
         output_chars: int = OUTPUT_CHARS,
-        template_options: Mapping[str, Any] | None = None,
     ) -> None:
         """`command` starts the server; `python` is the one that runs Stretto. `env` are environment variables that it
         sees beside the usual ones.
@@ -76,7 +75,7 @@ class McpEnvironment(ChatEnvironment):
             self._server.close()
         offered = [found[name] for name in only] if only else list(found.values())
         self.tools = tuple(self._tool(tool, seconds, output_chars) for tool in offered)
-        super().__init__(tokenizer, template_options=template_options)
+        super().__init__(tokenizer)
 
     async def episode(self, prompt: Prompt, policy: TokenPolicy) -> float | Outcome:
         if not self._per_episode:

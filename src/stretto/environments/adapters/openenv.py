@@ -44,7 +44,6 @@ class OpenEnvEnvironment(WorldEnvironment):
         observe: str | None = None,
         sessions: int = SESSIONS,
         seconds: float = 60.0,
-        template_options: Mapping[str, Any] | None = None,
     ) -> None:
         """`url` is that of a server that runs. `seconds` is the deadline of each answer.
 
@@ -52,7 +51,7 @@ class OpenEnvEnvironment(WorldEnvironment):
         processes together (`max_concurrent_envs`).
         Raises `RecipeError` if nobody listens.
         """
-        super().__init__(tokenizer, turns=turns, template_options=template_options)
+        super().__init__(tokenizer, turns=turns)
         module = optional_module("openenv.core.generic_client", package="openenv", install=INSTALL)
         if (action is None) == (act is None):
             raise RecipeError(

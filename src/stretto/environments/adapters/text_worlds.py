@@ -49,16 +49,14 @@ class TextWorld(Protocol):
 class WorldEnvironment:
     """Plays episodes in worlds of text. A subclass defines `world`."""
 
-    def __init__(self, tokenizer: Any, *, turns: int, template_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, tokenizer: Any, *, turns: int) -> None:
         """`turns`: the most actions of an episode; `task.turns` if it is loaded by a recipe."""
         if turns < 1:
             raise RecipeError(f"`turns = {turns}`: an episode has at least one")
         self._tokenizer = tokenizer
         self._turns = turns
-        has_template = getattr(tokenizer, "chat_template", None) is not None or "chat_template" in dict(
-            template_options or {}
-        )
-        self._renderer = Renderer(tokenizer, template_options) if has_template else None
+        has_template = getattr(tokenizer, "chat_template", None) is not None
+        self._renderer = Renderer(tokenizer) if has_template else None
 
     def world(self, row: Mapping[str, Any]) -> TextWorld:
         """Returns the world of a row of the data set."""

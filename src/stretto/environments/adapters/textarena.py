@@ -47,7 +47,6 @@ class TextArenaEnvironment(WorldEnvironment):
         options: Mapping[str, Any] | None = None,
         opponent: str | None = None,
         player: int = 0,
-        template_options: Mapping[str, Any] | None = None,
     ) -> None:
         """`id` and `options` go to `textarena.make`. Columns of a row: `seed`, and `player` if that differs by row.
 
@@ -55,7 +54,7 @@ class TextArenaEnvironment(WorldEnvironment):
         `package.module:function` is called with all that the opponent has seen. It may draw from `random`. Without one,
         the game is for one player.
         """
-        super().__init__(tokenizer, turns=turns, template_options=template_options)
+        super().__init__(tokenizer, turns=turns)
         self._textarena = optional_module("textarena", package="textarena", install=INSTALL)
         self._options = dict(options or {})
         self._opponent = random_move if opponent == RANDOM else function_option("opponent", opponent)

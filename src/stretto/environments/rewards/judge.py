@@ -50,6 +50,7 @@ LONGEST_DELAY_S = 15.0
 SHOWN_AFTER_S = 2.0  # of an outage
 MAX_REPLY = 16 << 20  # bytes
 TRIES_AT_START = 3
+CHECK_S = 10.0  # for the list of models, if a recipe is only checked
 INSTALL = "`pip install 'stretto[judge]'`"
 RESUME = "then continue with `--resume`; what was generated is scored then"
 
@@ -74,19 +75,22 @@ class Judge:
         options: JudgeOptions,
         *,
         folder: str | None = None,
+        must_answer: bool = True,
         columns: Mapping[str, str | None] | None = None,
         note: Callable[[str], None] = lambda text: None,
         option: str = "task.judge",
     ) -> None:
         """Checks the question, and asks the judge which models it has. Raises `SpecError` if it cannot be used.
 
-        `folder` is the run folder; None: nothing is kept. `columns` are those of the rows. `note` gets a sentence while
+        `folder` is the run folder; None: nothing is kept. `must_answer = False`, for a check: prints a line if there is
+        no answer. `columns` are those of the rows. `note` gets a sentence while
         scoring waits for the judge, and an empty one afterwards. `option` is the name of the table in messages.
         """
         self._options = options
         self._option = option
         self._note = note
         self._path = None if folder is None else Path(folder) / FILE
+        self._must_answer = must_answer
         self._name = f"the judge `{options.model}` at {options.address}"
         self._key = _key(options, option)
         self._question = _question(options, option, columns)
@@ -366,18 +370,19 @@ class Judge:
     async def _look(self) -> None:
         """Asks for the list of models, which every server of this protocol should have.
 
-        Raises `SpecError` if there is no server, or it refuses the key. A model that is not listed is only mentioned:
-        some servers know more names than they list.
+        Raises `SpecError` if it refuses the key, or there is no server and it `must_answer`. A model that is not listed
+        is only mentioned: some servers know more names than they list.
         """
         import_client()
         import aiohttp
 
-        problem = ""
-        for attempt in range(TRIES_AT_START):
+        problem, limit_s = "", self._options.seconds if self._must_answer else min(CHECK_S, self._options.seconds)
+        asked = {"allow_redirects": False, "timeout": aiohttp.ClientTimeout(total=limit_s)}
+        for attempt in range(TRIES_AT_START if self._must_answer else 1):
             if attempt:
                 await asyncio.sleep(FIRST_DELAY_S * 2**attempt)
             try:
-                async with self._connect() as session, session.get(self._at("models"), allow_redirects=False) as reply:
+                async with self._connect() as session, session.get(self._at("models"), **asked) as reply:
                     text = await _text(reply)
                     if reply.status in (401, 403):
                         raise SpecError(str(self._refused(reply.status, reply.reason or "", text, reply.headers)))
@@ -386,9 +391,16 @@ class Judge:
                         return
                     problem = f"HTTP {reply.status} {reply.reason}"
             except TimeoutError:
-                problem = f"no answer within `{self._option}.seconds = {self._options.seconds:g}`"
+                problem = f"no answer within {limit_s:g} s"
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 problem = f"{type(error).__name__}: {error}"
+        if not self._must_answer:
+            print(
+                f"{self._name} could not be asked for its models ({self._safe(problem)}): a run needs it, so start it "
+                f"before, or correct `{self._option}.address`",
+                flush=True,
+            )
+            return
         raise SpecError(
             f"{self._name} does not answer ({self._safe(problem)}): start it, or correct `{self._option}.address`"
         )

@@ -7,9 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from stretto.options import Options
-
-VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
+from stretto.options import VARIABLE, Options, formed
 
 
 class JudgeBudgetOptions(Options):
@@ -41,7 +39,11 @@ class JudgeOptions(Options):
     """A judge: a model behind an OpenAI-compatible address that scores completions."""
 
     address: str = Field(
-        pattern=r"^https?://[^/\s@]+(/\S*)?$",
+        pattern=formed(
+            r"^https?://[^/\s@]+(/\S*)?$",
+            "an address that begins with `http://` or `https://` and has no spaces and no name or key before an `@`, "
+            "such as `http://localhost:8000/v1`",
+        ),
         description="Address of the endpoint up to `/v1`, such as `https://api.openai.com/v1`",
     )
     model: str = Field(min_length=1, description="Name of the model there")

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from stretto.options import Options
+from stretto.options import Options, formed
 
 
 class RewardModelOptions(Options):
@@ -18,7 +18,7 @@ class RewardModelOptions(Options):
     )
     device: str = Field(
         "auto",
-        pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$",
+        pattern=formed(r"^(auto|cpu|cuda(:[0-9]{1,3})?)$", '"auto", "cpu", "cuda", or one GPU such as "cuda:1"'),
         description='"cpu", "cuda", or one GPU of several, such as "cuda:1"; "auto": a GPU that the run does not use, '
         "else that of the run, else the CPU",
     )

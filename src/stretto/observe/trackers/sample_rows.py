@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from stretto.store.reader import JournalReader, SampleRecord
@@ -9,8 +10,6 @@ from stretto.store.reader import JournalReader, SampleRecord
 MOST_CHARACTERS = 4_000  # of a prompt or a completion
 
 Row = dict[str, str | int | float | None]
-
-COLUMNS = ("update", "group", "trajectory", "version", "age", "reward", "tokens", "finish", "prompt", "completion")
 
 
 class Samples:
@@ -23,17 +22,22 @@ class Samples:
         self._reader: JournalReader | None = None  # opened once: that takes longer than to read
 
     def rows(self, update: int) -> list[Row]:
-        """Returns samples of an update. Long texts are cut in the middle."""
+        """Returns samples of an update, all with the same columns. Long texts are cut in the middle.
+
+        Each of several rewards has a column `reward/NAME`. One that does not apply, or that another task has, is None.
+        """
         if self._reader is None:
             self._reader = JournalReader(self._folder)
-        return [_row(update, record) for record in self._reader.samples(update, self._most)]
+        records = self._reader.samples(update, self._most)
+        parts = list(dict.fromkeys(name for record in records for name in record.rewards))
+        return [_row(update, record, parts) for record in records]
 
     def close(self) -> None:
         if self._reader is not None:
             self._reader.close()
 
 
-def _row(update: int, record: SampleRecord) -> Row:
+def _row(update: int, record: SampleRecord, parts: Sequence[str]) -> Row:
     return {
         "update": update,
         "group": record.group,
@@ -41,6 +45,7 @@ def _row(update: int, record: SampleRecord) -> Row:
         "version": record.version,
         "age": record.age,
         "reward": record.reward,
+        **{f"reward/{name}": record.rewards.get(name) for name in parts},
         "tokens": record.num_tokens,
         "finish": record.finish,
         "prompt": _cut(record.prompt if record.context is None else record.context),

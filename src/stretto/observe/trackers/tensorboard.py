@@ -14,7 +14,7 @@ from typing import Any
 from stretto.observe.listeners import Outcome
 from stretto.observe.options import TensorboardOptions
 from stretto.observe.trackers.event_files import EventFile
-from stretto.observe.trackers.sample_rows import COLUMNS, Row
+from stretto.observe.trackers.sample_rows import Row
 from stretto.observe.trackers.tracker import TrackedRun, Tracker
 
 
@@ -55,8 +55,8 @@ class TensorboardTracker(Tracker):
 
     def table(self, update: int, rows: Sequence[Row]) -> None:
         assert self._file is not None
-        lines = ["|".join(COLUMNS), "|".join("---" for _ in COLUMNS)]
-        lines += ["|".join(_cell(row[name]) for name in COLUMNS) for row in rows]
+        lines = ["|".join(map(_cell, rows[0])), "|".join("---" for _ in rows[0])]
+        lines += ["|".join(map(_cell, row.values())) for row in rows]
         self._file.text("samples/text_summary", "\n".join(f"|{line}|" for line in lines), update)
 
     def close(self, outcome: Outcome, summary: Mapping[str, Any]) -> None:
@@ -66,6 +66,8 @@ class TensorboardTracker(Tracker):
 
 def _cell(value: object) -> str:
     """Returns a value as a cell of Markdown: the output of a model is never markup."""
+    if value is None:
+        return ""
     if isinstance(value, float):
         return f"{value:.4g}"
     return html.escape(str(value)).replace("|", "&#124;").replace("\n", "<br>")

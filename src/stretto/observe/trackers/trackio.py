@@ -7,7 +7,7 @@ from typing import Any
 
 from stretto.observe.listeners import Outcome
 from stretto.observe.options import TrackioOptions
-from stretto.observe.trackers.sample_rows import COLUMNS, Row
+from stretto.observe.trackers.sample_rows import Row
 from stretto.observe.trackers.tracker import TrackedRun, Tracker
 
 
@@ -47,7 +47,7 @@ class TrackioTracker(Tracker):
     def table(self, update: int, rows: Sequence[Row]) -> None:
         import trackio
 
-        made = trackio.Table(columns=list(COLUMNS), data=[[row[name] for name in COLUMNS] for row in rows])
+        made = trackio.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._handle.log({"samples": made}, step=update)
 
     def close(self, outcome: Outcome, summary: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from stretto.errors import RecipeError
 from stretto.observe.listeners import Outcome
 from stretto.observe.options import WandbOptions
-from stretto.observe.trackers.sample_rows import COLUMNS, Row
+from stretto.observe.trackers.sample_rows import Row
 from stretto.observe.trackers.tracker import TrackedRun, Tracker
 
 INIT_S = 60.0  # a server that does not answer for this long at the start is given up
@@ -91,7 +91,7 @@ class WandbTracker(Tracker):
     def table(self, update: int, rows: Sequence[Row]) -> None:
         import wandb
 
-        made = wandb.Table(columns=list(COLUMNS), data=[[row[name] for name in COLUMNS] for row in rows])
+        made = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._handle.log({STEPS["update"]: update, "samples": made})
 
     def close(self, outcome: Outcome, summary: Mapping[str, Any]) -> None:
