@@ -38,7 +38,8 @@ from stretto.setup.trainer_recovery import (
 from stretto.store.checkpoint_files import Checkpoint, abandon_checkpoints, complete_checkpoints
 from stretto.store.journal import Journal
 from stretto.store.numbered_names import CHECKPOINT, VERSION, foreign
-from stretto.store.reader import GroupRecord, JournalReader, TrajectoryRecord
+from stretto.store.reader import JournalReader
+from stretto.store.records import GroupRecord, TrajectoryRecord
 from stretto.store.resume_point import progress_of
 from stretto.store.schema import UNDER_WAY, RunFacts, reading
 from stretto.store.version_files import VersionFiles

@@ -19,7 +19,8 @@ from rich.text import Text
 from stretto.chat.transcripts import Decode, divide
 from stretto.errors import RunError, printable
 from stretto.store.overview import described, state_of
-from stretto.store.reader import EvaluationRecord, JournalReader, SampleRecord, TaskRecord, UpdateRecord
+from stretto.store.reader import JournalReader
+from stretto.store.records import EvaluationRecord, SampleRecord, TaskRecord, UpdateRecord
 from stretto.store.schema import ENDS, UNDER_WAY, reading
 from stretto.types import Lineage, RewardPart, part_means
 

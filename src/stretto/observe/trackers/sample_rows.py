@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from stretto.store.reader import JournalReader, SampleRecord
+from stretto.store.reader import JournalReader
+from stretto.store.records import SampleRecord
 
 MOST_CHARACTERS = 4_000  # of a prompt or a completion
 
