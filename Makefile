@@ -137,6 +137,7 @@ lint: install
 
 types: install
 	$(BIN)/mypy
+	MYPYPATH=src $(BIN)/mypy --explicit-package-bases bench docs/tools
 
 clean:
 	rm -rf .venv .venv-adapters build .pytest_cache .mypy_cache .ruff_cache

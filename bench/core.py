@@ -22,6 +22,7 @@ import platform
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 from stretto.core import messages as m
 from stretto.core.controller import Controller
@@ -107,9 +108,9 @@ def replay(plan: Plan, events: list[m.Event]) -> dict[str, float]:
     return {"processor_s": processor, "wall_s": wall}
 
 
-def scaling(sizes: list[int], updates: int, seed: int) -> list[dict[str, object]]:
+def scaling(sizes: list[int], updates: int, seed: int) -> list[dict[str, Any]]:
     """The processor time of an event in pools of one-slot instances of these sizes."""
-    results: list[dict[str, object]] = []
+    results: list[dict[str, Any]] = []
     for size in sizes:
         plan = resolve_plan("multi-version", batch=2 * size, group_size=4, staleness=2, updates=updates, retries=2)
         events, run = simulate(plan, size, seed, slots=1)

@@ -54,6 +54,7 @@ from stretto.observe.metrics import JsonLines, Tally
 from stretto.observe.progress import Silent
 from stretto.recipe.schema import Recipe, parse_recipe
 from stretto.run.loop import Loop, Settings
+from stretto.run.task_play import TaskPlay
 from stretto.setup.scorers import judge_scorer
 from stretto.store.journal import Journal
 from stretto.store.schema import RunFacts
@@ -168,7 +169,7 @@ def in_flight(port: int, num_calls: int, latency_s: float) -> dict[str, float]:
             began = time.perf_counter()
             calls = (pool.score("p", f"{number}=1", {"answer": 1}) for number in range(num_calls))
             rewards = await asyncio.gather(*calls)
-            assert sum(rewards) == num_calls
+            assert sum(each if isinstance(each, float) else each.reward for each in rewards) == num_calls
             return time.perf_counter() - began
         finally:
             await pool.close()
@@ -311,11 +312,9 @@ async def paced(scorer: str, port: int, folder: Path, updates: int, staleness: i
         weights = {0: trainer.weights(0)}
         journal.version_published(0, weights[0].checksum, at=time.time())
         loop = Loop(
-            Controller(plan), engines={0: engine}, trainer=role, environment=SingleTurn(pool, decode),
+            Controller(plan), engines={0: engine}, trainer=role, tasks=TaskPlay(SingleTurn(pool, decode), sampling),
             prompts=prompts, decode=decode, evaluator=None, journal=journal, tally=tally, observer=Silent(),
-            settings=Settings(
-                seed=0, sampling=sampling, stall_s=600.0, reward_s=pool.longest_s, instance_s=600.0, vocabulary=100
-            ),
+            settings=Settings(seed=0, stall_s=600.0, reward_s=pool.longest_s, instance_s=600.0, vocabulary=100),
             weights=weights, rollouts={},
         )  # fmt: skip
         assert await loop.run()

@@ -106,8 +106,8 @@ def generation_alone(engine: NativeEngine, trainer: LocalTrainer, batches: Seque
     left = len(requests) - ahead
     while left > 0:
         for _ in engine.step():
-            if (request := next(following, None)) is not None:
-                engine.add(request)
+            if (another := next(following, None)) is not None:
+                engine.add(another)
                 left -= 1
             else:
                 left = 0

@@ -81,7 +81,7 @@ def publish_event(instances: int, versions: int, running: int, rng: random.Rando
         controller.instances.add(instance)
         for _ in range(rng.randint(1, 2 * running - 1)):
             group = Group(controller.next_group, version, version + plan.staleness)
-            controller.ledger.admit(group, [group.id], instance)
+            controller.ledger.admit(group, [group.id], [instance])
             controller.next_group += 1
             controller.ledger.trajectories[group.id].tokens = contexts(rng, 1)
     assert controller.instances.num_staying == instances  # which enters them: in a run that is no part of the event

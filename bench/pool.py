@@ -82,7 +82,7 @@ def paced(*arguments: Any) -> NativeEngine:
     return engine
 
 
-parts_make_core = parts.make_native_engine
+parts_make_core = parts.make_native_engine  # type: ignore[attr-defined]
 
 
 def recipe(paradigm: str, steps: int) -> Any:
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     PacedEngine.step_s = options.step_ms / 1e3
-    parts.make_native_engine = paced
+    parts.make_native_engine = paced  # type: ignore[assignment, attr-defined]
     with tempfile.TemporaryDirectory() as scratch:
         cells = {
             paradigm: measure(paradigm, options.updates, Path(scratch) / paradigm)

@@ -32,7 +32,7 @@ async def measure(num_rewards: int, num_rounds: int, workers: int) -> None:
             rewards = await asyncio.gather(*(pool.score(*call) for call in asked))
             walls.append(time.perf_counter() - wall)
             processor.append(time.process_time() - own)
-            assert sum(rewards) == num_rewards
+            assert sum(each if isinstance(each, float) else each.reward for each in rewards) == num_rewards
     finally:
         await pool.close()
     own_us = 1e6 * statistics.median(processor) / num_rewards

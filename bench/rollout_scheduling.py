@@ -291,12 +291,13 @@ def replication(costs: Costs, base: Setting, updates: int, cases: Sequence[dict[
     for case in cases:
         setting = replace(base, trains=False, **case)
         kept = 0.0
-        for name, spread, samples_load in (
+        ways: tuple[tuple[str, Spread, bool], ...] = (
             ("on one instance", "never", False),
             ("on one instance, evened out later", "never", True),
             ("spread by cost", "auto", False),
             ("spread always", "always", False),
-        ):
+        )
+        for name, spread, samples_load in ways:
             found = figures(replicated(spread, replace(setting, samples_load=samples_load), costs, updates), 0)
             kept = kept or found["seconds_per_update"]
             rows.append({"name": name, **asdict(setting), **found, "speed": kept / found["seconds_per_update"]})
@@ -371,8 +372,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     queue = queue_scheduling(costs, base, updates)
     say("queue scheduling, 8 x 8", queue, ("name", "seconds_per_update", "speed", "dropped_share", "true_ratio"))
     spread = replication(costs, base, min(updates, 10), cases)
-    columns = ("instances", "prompt", "alike", "name", "seconds_per_update", "speed", "prefills", "moves")
-    say("replication, 64 x 16", spread, columns)
+    shown = ("instances", "prompt", "alike", "name", "seconds_per_update", "speed", "prefills", "moves")
+    say("replication, 64 x 16", spread, shown)
     points = redundancy(costs, base, updates, POINTS[:2] if options.quick else POINTS)
     columns = (
         "paradigm", "staleness", "groups", "members", "seconds_per_update", "speed", "token_speed", "dropped_share",

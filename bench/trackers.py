@@ -47,7 +47,7 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.toml"
 def cpu_by_thread() -> Iterator[dict[str, float]]:
     """Measures the CPU seconds of every thread that begins and ends inside, by the module of its code or its name."""
     seconds: dict[str, float] = {}
-    run = threading.Thread._bootstrap_inner  # also of threads that override `run`
+    run = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]  # also of threads that override `run`
 
     def measured(thread: threading.Thread) -> None:
         target = getattr(thread, "_target", None)
@@ -58,11 +58,11 @@ def cpu_by_thread() -> Iterator[dict[str, float]]:
             name = thread.name if thread.name.startswith("listener") else module
             seconds[name] = seconds.get(name, 0.0) + time.thread_time()
 
-    threading.Thread._bootstrap_inner = measured
+    threading.Thread._bootstrap_inner = measured  # type: ignore[attr-defined]
     try:
         yield seconds
     finally:
-        threading.Thread._bootstrap_inner = run
+        threading.Thread._bootstrap_inner = run  # type: ignore[attr-defined]
 
 
 def scrape(until: threading.Event) -> None:

@@ -155,13 +155,14 @@ def prefill_sides(
     if not start:
         batch = (x.view(chunks, lengths[0], -1, size).transpose(1, 2) for x in (q, out))
         dense_q, dense_out = batch
-        dense = [torch.stack(parts).transpose(1, 2) for parts in zip(*map(cache.sequence, range(chunks)), strict=True)]
+        parts = zip(*map(cache.sequence, range(chunks)), strict=True)
+        keys, values = (torch.stack(each).transpose(1, 2) for each in parts)
 
         def cudnn() -> None:
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 made = F.scaled_dot_product_attention(
-                    dense_q, *dense, is_causal=True, scale=scale, enable_gqa=True
-                )  # fmt: skip
+                    dense_q, keys, values, is_causal=True, scale=scale, enable_gqa=True
+                )
             dense_out.copy_(made)
 
         yield "torch by cuDNN, without pages", cudnn
@@ -204,21 +205,21 @@ def measure(
         out.fill_(float("nan"))
         try:
             work()
-            error = float((out[: len(wanted)].float() - wanted).norm() / wanted.norm())
+            off = float((out[: len(wanted)].float() - wanted).norm() / wanted.norm())
             spent = milliseconds(work, graph=kind == "decode", repeats=repeats)
         except Exception as failure:
             print(f"{kind} {name} {side}: {type(failure).__name__}: {str(failure)[:300]}", flush=True)
             continue
-        found = {"kind": kind, "case": name, "shape": shape, "side": side, "ms": spent, "error": error,
+        found = {"kind": kind, "case": name, "shape": shape, "side": side, "ms": spent, "error": off,
                  "tflops": operations / spent / 1e9}  # fmt: skip
         line = f"{kind:8} {shape:13} {name:22} {side:30} {spent:8.4f} ms {found['tflops']:6.0f} TFLOP/s"
-        print(f"{line}  error {error:.1e}", flush=True)
+        print(f"{line}  error {off:.1e}", flush=True)
         yield found
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """All cases of all shapes."""
-    found = []
+    found: list[dict[str, Any]] = []
     for shape, (heads, kv_heads, size) in HEADS.items():
         scale = size**-0.5
         for name, contexts in DECODES:

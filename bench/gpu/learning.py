@@ -60,7 +60,8 @@ def overrides(cell: Cell, options: argparse.Namespace) -> list[str]:
 
 def write_problems(recipe: Recipe, folder: Path, held_out: int) -> None:
     """The problems of a recipe's reasoning-gym task as files of prompts and answers."""
-    task = load_task(recipe.task, seed=recipe.seed, num_evaluation=held_out)
+    (options,) = recipe.tasks
+    task = load_task(options, seed=recipe.seed, num_evaluation=held_out)
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("train", task.train), ("held_out", task.evaluation)):
         lines = [json.dumps(_line(row)) for row in rows]

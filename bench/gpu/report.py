@@ -183,14 +183,17 @@ def _costs(records: Sequence[Record]) -> str:
             batches = batch_lengths(parameters["tail"], parameters["groups"], updates)
             ideal = _ideal(cost, batches, record)
             between = _ideal(cost, batches[1:-1], record) if updates > 2 else None
-            pair = [runs.get(updates, {}).get(paradigm) for paradigm in ("multi-version", "synchronous")]
+            multi, synchronous = (runs.get(updates, {}).get(name) for name in ("multi-version", "synchronous"))
             rows.append(
                 [
                     *(parameters["size"], f"{1e3 * cost.a:.3f}", f"{1e6 * cost.b:.2f}", f"{1e9 * cost.c:.2f}"),
                     *(parameters["tail"], f"{parameters['groups']} x {GROUP}", str(updates)),
                     *(f"{ideal[name]:.1f}" for name in ("training_s", "synchronous_s", "full_rows_s")),
-                    *(f"{ideal['gain']:.2f}{star}", ratio(*pair)),
-                    *(MISSING if between is None else f"{between['gain']:.2f}{star}", ratio(*pair, WHILE_ADMITTING)),
+                    *(f"{ideal['gain']:.2f}{star}", ratio(multi, synchronous)),
+                    *(
+                        MISSING if between is None else f"{between['gain']:.2f}{star}",
+                        ratio(multi, synchronous, WHILE_ADMITTING),
+                    ),
                 ]
             )
     return table("Cost of a step and the ideal gain", head, rows)

@@ -56,7 +56,7 @@ def measure(kind: str, place: str, arguments: argparse.Namespace, batch: Batch) 
     weights = trainer.weights(0)
     weights = weights.on_host() if place == "host" else weights
     stale = spread_over_versions(batch, {v: replace(weights, version=v) for v in range(arguments.versions)})
-    mini_batches = split_batch(stale.samples, trainer.algorithm, num_steps=1, micro_tokens=trainer.options.micro_tokens)
+    mini_batches = split_batch(stale.samples, trainer.algorithm, num_steps=1, micro_tokens=arguments.micro_tokens)
 
     def forward() -> None:
         with trainer.packed.as_in_training():

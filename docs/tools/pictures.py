@@ -179,8 +179,8 @@ def age(palette: Palette) -> Canvas:
         points.sort()
         colour = colours[staleness]
         canvas.line([place(mean, share) for mean, share, _ in points], colour, width=3)
-        for mean, share, in_flight in points:
-            x, y = place(mean, share)
+        for age, share, in_flight in points:
+            x, y = place(age, share)
             canvas.circle(x, y, 6, colour)
             below = staleness == 4
             canvas.text(x, y + (22 if below else -12), f"{in_flight:g} batches", size=11, anchor="middle")

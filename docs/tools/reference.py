@@ -172,7 +172,8 @@ def _signature(function: Callable[..., Any], *, without_self: bool = False) -> s
 
 
 def _stars(parameter: inspect.Parameter) -> str:
-    return {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    stars: dict[Any, str] = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
+    return stars.get(parameter.kind, "")
 
 
 def _annotation(annotation: Any) -> str:

@@ -43,10 +43,11 @@ def sizing_table() -> str:
     head = "| model | trained | " + " | ".join(f"{card} GB" for card in CARDS) + " |"
     lines = [head, "|---|---|" + "---|" * len(CARDS)]
     for name, config in MODELS.items():
-        for trained, overrides in {
+        ways: dict[str, dict[str, Any]] = {
             "LoRA, rank 32": {"model.lora": {"rank": 32}},
             "all weights, `K = 1`, checkpointing": {"rollout.staleness": 1, "training.checkpointing": True},
-        }.items():
+        }
+        for trained, overrides in ways.items():
             recipe = _recipe(overrides)
             lines.append(f"| {name} | {trained} | " + " | ".join(_rows(recipe, config, card) for card in CARDS) + " |")
     return "\n".join(lines) + "\n"
