@@ -55,7 +55,9 @@ def test_a_run_without_a_reward_comes_near_to_its_teacher_and_verifies_and_repla
     assert min(line["teacher_kl"] for line in made[-5:]) < share * made[0]["teacher_kl"]
     assert made[-1]["teacher_agreement"] > made[0]["teacher_agreement"]
     told = {kind for line in made for kind in line["not_learning"]}
-    assert not told & {"reward-constant", "no-signal", "little-signal"}, "equal rewards are no symptom where none trains"
+    assert not told & {"reward-constant", "no-signal", "little-signal"}, (
+        "equal rewards are no symptom where none trains"
+    )
     assert "groups_without_signal" not in made[0]
     assert_verifies(folder)
     assert retrain(folder).difference is None

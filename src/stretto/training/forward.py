@@ -85,12 +85,13 @@ class PackedModel:
     ) -> None:
         """Chooses the forward of the decoder. Called once, after the adapters are in place.
 
-        With `plain`, `PlainDecoder` takes the place of transformers' modules; by default with flash attention, and with
-        `compiled`. `compiled` is on by default if `PlainDecoder` runs on CUDA. Raises `ModelError` if `compiled` is
-        true and `PlainDecoder` does not fit the model.
+        With `plain`, `PlainDecoder` takes the place of transformers' modules; by default in half precision, where it
+        rounds less often than they do, and with `compiled`. `compiled` is on by default if `PlainDecoder` runs on CUDA.
+        Raises `ModelError` if `compiled` is true and `PlainDecoder` does not fit the model.
         """
         on_cuda = self.head.weight.is_cuda
-        plain = (self.flash or bool(compiled)) if plain is None else plain
+        half_on_host = not on_cuda and self.head.weight.dtype in HALF
+        plain = (self.flash or half_on_host or bool(compiled)) if plain is None else plain
         mixture = bool(routers_of(self.model))
         possible = fits(self.model) and (self.flash or not on_cuda)
         if compiled and (mixture or not possible):
