@@ -7,7 +7,7 @@
 
 `mismatch` samples from random mixtures in bfloat16 on the CPU and scores the same tokens by the trainer, with the
 experts replayed and with free routing. It prints the mean |difference of log-probabilities| of both and their ratio.
-`parts` does the same for the deepest mixture with one more rounding to bfloat16 at a time: what each of them adds.
+`parts` does the same for the deepest mixture with one more rounding to bfloat16 at a time, or one fewer.
 `learning` runs `recipes/moe.toml` with `training.routing` `replay` and `free` for each seed; a run whose result
 is in the folder already is not run again. `cost` times decode steps with and without records, in turns.
 """
@@ -40,7 +40,7 @@ from torch import Tensor
 from stretto.engines.native import fused
 from stretto.engines.native.engine import NativeEngine
 from stretto.engines.native.kernels import cpu_layers, experts, kernel_set
-from stretto.models import decoder
+from stretto.models import decoder, expert_products
 from stretto.models.tiny import random_mixture
 from stretto.training.forward import PackedModel
 from stretto.training.recorded_logprobs import rescore
@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("what", choices=("mismatch", "parts", "learning", "cost"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--only", default="", help="of `parts`: the changes whose names have this in them")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "routing", help="of the runs of `learning`")
     asked = parser.parse_args()
@@ -69,7 +70,7 @@ def main() -> None:
     if asked.what == "mismatch":
         found = [mismatch(name, changes, seed) for name, changes in SHAPES.items() for seed in seeds]
     elif asked.what == "parts":
-        found = [part for seed in seeds for part in parts(list(SHAPES)[-1], seed)]
+        found = [part for seed in seeds for part in parts(list(SHAPES)[-1], seed, asked.only)]
     elif asked.what == "cost":
         found = [cost(rows) for rows in (4, 16, 64)]
     else:
@@ -131,6 +132,16 @@ def rounded_stream(stream: Tensor, added: Tensor | None, *given: Any) -> Tensor:
     return cpu_layers.add_norm(stream, None, *given)
 
 
+def wide_expert(x: Tensor, weight: Tensor, *given: Any) -> Tensor:
+    """A linear layer of one expert in the engine, not rounded."""
+    return F.linear(x.float(), weight.float())
+
+
+def wide_product(x: Tensor, factor: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_product` of the trainer, not rounded."""
+    return F.grouped_mm(x.float(), factor.float(), offs=ends)
+
+
 def changes() -> dict[str, list[tuple[Any, str, Any]]]:
     """Returns what is patched for each change: of the engine, of the trainer, or of both."""
     plain, own = kernel_set.CPU, functools.partial(replace, kernel_set.CPU)
@@ -138,6 +149,10 @@ def changes() -> dict[str, list[tuple[Any, str, Any]]]:
     modules = functools.partialmethod(PackedModel.prepare, plain=False)
     return {
         "as it is": [],
+        "products of experts not rounded, both": [
+            (experts, "_slotted", wide_expert),
+            (expert_products, "grouped_product", wide_product),
+        ],
         "router's logits rounded, both": [
             (experts, "wide_mm", after(experts.wide_mm, rounded)),
             (decoder, "wide_linear", lambda x, weight: F.linear(x, weight).float()),
@@ -157,10 +172,12 @@ def changes() -> dict[str, list[tuple[Any, str, Any]]]:
     }  # fmt: skip
 
 
-def parts(name: str, seed: int) -> list[dict[str, Any]]:
+def parts(name: str, seed: int, only: str) -> list[dict[str, Any]]:
     """Measures the mismatch of one mixture with each change alone."""
     found = []
     for label, places in changes().items():
+        if only not in label:
+            continue
         with patched(*places):
             found.append({"change": label, **mismatch(f"{name}; {label}", SHAPES[name], seed)})
     return found
