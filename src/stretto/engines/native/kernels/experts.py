@@ -113,7 +113,7 @@ def looped_experts(
             continue
         own, own_slots = rows[at : at + count], None if slots is None else slots[at : at + count]
         if count < padding:
-            own = F.pad(own, (0, 0, 0, padding - count))
+            own = torch.cat((own, own.new_zeros(padding - count, own.shape[1])))
             own_slots = None if own_slots is None else F.pad(own_slots, (0, padding - count))
         both = _slotted(own, up[expert], expert, own_slots, adapters, "up")
         gated = gate(both, down.shape[2], activation, order[:count], (None, None), 0, 1.0).to(x.dtype)
