@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from stretto.engines.native.engine import NativeEngine
 from stretto.errors import ModelError, RecipeError, TrainerError
 from stretto.models import decoder, routing
+from stretto.models.lora_options import LoraOptions
 from stretto.models.routing import routing_shape
 from stretto.models.tiny import random_mixture, random_model
 from stretto.training.forward import PackedModel
@@ -197,3 +198,25 @@ def test_a_reference_routes_by_itself() -> None:
     batch = Batch(0, [sample])
     assert trainer._pack(batch, plan).layout.routing is not None
     assert trainer._pack(batch, plan, trainer.packed).layout.routing is None
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_the_lean_decoder_trains_adapters_on_experts_as_the_modules_do(checkpointing: bool) -> None:
+    samples = generated(random_mixture(2), 4, 8)
+    lora = LoraOptions(rank=3, targets=("q_proj", "gate_up_proj", "down_proj"))
+    found = []
+    for plain in (True, False):
+        options = TrainingOptions(learning_rate=1e-2, checkpointing=checkpointing)
+        trainer = LocalTrainer(random_mixture(2), lora=lora, options=options)
+        if plain:
+            trainer.packed.prepare(compiled=False, checkpointing=checkpointing, plain=True)
+        for update in range(2):
+            report = trainer.update(Batch(update, samples))
+        found.append((report.metrics["grad_norm"], trainer.policy.weights(2).tensors))
+    (norm, tensors), (other_norm, other) = found
+    assert norm == pytest.approx(other_norm, rel=1e-3)
+    for name, tensor in tensors.items():
+        assert torch.allclose(tensor, other[name], atol=1e-4), name
+    trained = [name for name in tensors if name.endswith("gate_up_proj_adapter.lora_B")]
+    assert len(trained) == 2
+    assert all(tensors[name].any() for name in trained)

@@ -22,11 +22,12 @@ from torch.utils.checkpoint import checkpoint
 from stretto.errors import ModelError
 from stretto.models.decoder import PlainDecoder, fits
 from stretto.models.float16_range import range_hint
+from stretto.models.float32_products import HALF
 from stretto.models.loading import moving_rotary
 from stretto.models.module_forward import run_modules
 from stretto.models.packed_attention import LAYOUT_ARGUMENT, PACKED_ATTENTION, PackedLayout, layout_of
 from stretto.models.routing import RoutingTap, replay_through_modules, replaying, routers_of
-from stretto.models.varlen_attention import HALF, flash_fits
+from stretto.models.varlen_attention import flash_fits
 from stretto.training.logprobs import token_logprobs
 from stretto.training.packing import MicroBatch
 
