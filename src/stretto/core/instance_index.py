@@ -270,7 +270,7 @@ class InstanceIndex(Mapping[int, InstanceState]):
     def movable_sources(self, version: int) -> list[InstanceState]:
         """Returns the instances that stay and could give trajectories of a version to an instance that runs nothing.
 
-        They are those that `moves_to_even_out` would take from, and maybe more if paces differ. It takes from the most
+        They are those that `moves_to_even_out` would take from, and maybe a few more. It takes from the most
         work first, and from another instance only if that has at least `LEAST_GAP` more than the target (2 more if it
         is short of memory). By then the target has at least one trajectory of each instance before it. So the number
         of instances returned is at most the most work of an instance, for those short of memory and for the others.
@@ -281,7 +281,7 @@ class InstanceIndex(Mapping[int, InstanceState]):
                 continue
             in_order = ranking.in_order()
             for number, each in enumerate(in_order):
-                if each.work < number + gap + 1:
+                if each.work < number + gap:
                     break
                 found.append(each)
             in_order.close()

@@ -317,28 +317,27 @@ def moves_to_even_out(
     to any that has less to do. A load is compared over the pace of its instance, 1 if `paces` does not name it.
     """
 
-    def with_one(instance: int, more: int) -> float:
+    def over_pace(instance: int, more: int = 0) -> float:
         return (loads[instance] + more) / paces.get(instance, 1.0)
 
     left, before = dict(running), dict(loads)
-    sources = [(instance not in short_of_memory, -with_one(instance, 0), instance) for instance in left]
-    sinks = [(with_one(instance, 1), instance) for instance in targets]
+    sources = [(instance not in short_of_memory, -over_pace(instance), instance) for instance in left]
+    sinks = [(over_pace(instance, 1), instance) for instance in targets]
     heapq.heapify(sources)
     heapq.heapify(sinks)
     gives = {instance for instance in left if instance in short_of_memory}
     counts: dict[tuple[int, int], int] = {}
     while sources and sinks:
         has_memory, load, source = sources[0]
-        if load != -with_one(source, 0):
-            heapq.heapreplace(sources, (has_memory, -with_one(source, 0), source))
+        if load != -over_pace(source):
+            heapq.heapreplace(sources, (has_memory, -over_pace(source), source))
             continue
-        if sinks[0][0] != with_one(sinks[0][1], 1):
-            heapq.heapreplace(sinks, (with_one(sinks[0][1], 1), sinks[0][1]))
+        if sinks[0][0] != over_pace(sinks[0][1], 1):
+            heapq.heapreplace(sinks, (over_pace(sinks[0][1], 1), sinks[0][1]))
             continue
         target = sinks[0][1]
-        gap = -load - with_one(target, 0)
-        small = source not in gives and gap < max(LEAST_GAP, -load / 2)
-        if not left[source] or small or with_one(source, -1) < with_one(target, 1):
+        small = source not in gives and -load - over_pace(target) < max(LEAST_GAP, -load / 2)
+        if not left[source] or small or over_pace(target, 1) >= -load:
             heapq.heappop(sources)  # the smallest load only grows: a move will not be worth it later either
             continue
         gives.add(source)
