@@ -15,6 +15,7 @@ group shares (its prompt is hard) and one of the member's own, and `--alike` is 
 - *Redundancy*, 32 x 8 against 36 x 9 and other points, under `synchronous` and `multi-version`. Here the true length of
   what was dropped is known, so the true bias is: `true ratio` is the mean length of what was trained over that of all
   that was started. `length_ratio` is what a run can report, where most of what is dropped has been cut short.
+- *A slower instance*: one of several takes longer for each of its steps, and the core is told the speeds or not.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class Setting:
     no_signal: float = 0.0  # share of the groups
     trains: bool = True  # an update takes time
     samples_load: bool = False  # every 5 s, so that the core evens out the work of instances
+    slowdown: float = 1.0  # a step of instance 0 takes so many times as long
+    tells_speeds: bool = False  # load samples have the speeds of the instances
     seed: int = 0
 
 
@@ -117,7 +120,7 @@ class Run:
         context = self._setting.prompt + float((lengths**2).mean() / lengths.mean()) / 2
         row_s = self._costs.step.b + self._costs.step.c * context  # what a run measures as the slope of its steps
         costs = GroupCosts(self._setting.prompt * self._costs.prefill, row_s)
-        self._events.append(m.LoadSampled({}, costs=costs))
+        self._events.append(m.LoadSampled({}, costs=costs, speeds=self._speeds))
         if self._setting.samples_load:
             self._after(5.0, m.LoadSampled({}))
         while not self._done:
@@ -137,9 +140,16 @@ class Run:
             else:
                 if isinstance(what, m.LoadSampled):
                     self._after(5.0, what)
-                    what = m.LoadSampled({t: n for device in self._devices for t, n in device.made.items()})
+                    made = {t: n for device in self._devices for t, n in device.made.items()}
+                    what = m.LoadSampled(made, speeds=self._speeds)
                 self._events.append(what)
         return self
+
+    @property
+    def _speeds(self) -> dict[int, float]:
+        if not self._setting.tells_speeds:
+            return {}
+        return {each: 1.0 if each else 1 / self._setting.slowdown for each in range(self._setting.instances)}
 
     def _after(self, seconds: float, what: m.Event | tuple[int, list[int], int]) -> None:
         self._order += 1
@@ -151,6 +161,7 @@ class Run:
         context = sum(self._setting.prompt + device.made[each] for each in rows)
         steps = min(STRIDE, *(self.length(each) - device.made[each] for each in rows))
         seconds = device.owed_s + steps * self._costs.step.seconds(len(rows), context)
+        seconds *= 1.0 if number else self._setting.slowdown
         device.owed_s, device.busy = 0.0, True
         self._after(seconds, (number, rows, steps))
 
@@ -332,6 +343,32 @@ def redundancy(costs: Costs, base: Setting, updates: int, points: Sequence[tuple
     return rows
 
 
+# -- a slower instance -------------------------------------------------------------------------------------------------
+
+
+def slower_instance(costs: Costs, base: Setting, updates: int, instances: Sequence[int]) -> list[dict[str, Any]]:
+    rows = []
+    for count in instances:
+        for paradigm, staleness in (("synchronous", None), ("multi-version", 2)):
+            for slowdown in (1.0, 1.5, 2.0, 4.0):
+                setting = replace(base, instances=count, slowdown=slowdown, samples_load=True, trains=False)
+                plan = resolve_plan(
+                    paradigm, batch=64, group_size=16, updates=updates + 1, retries=0, staleness=staleness
+                )
+                without, told = (
+                    figures(Run(plan, replace(setting, tells_speeds=tells), costs).run(), 0) for tells in (False, True)
+                )
+                rows.append(
+                    {
+                        "paradigm": paradigm, "instances": count, "slowdown": slowdown,
+                        "seconds_without": without["seconds_per_update"], "seconds_told": told["seconds_per_update"],
+                        "speed": without["seconds_per_update"] / told["seconds_per_update"],
+                        "moves_without": without["moves"], "moves_told": told["moves"],
+                    }
+                )  # fmt: skip
+    return rows
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -359,11 +396,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tail", choices=list(TAILS), default="published")
     parser.add_argument("--alike", type=float, default=0.5, help="share of the variance that members of a group share")
     parser.add_argument("--known", type=Path, action="append", help="folders of cells; default: bench/results/gpu")
+    parser.add_argument("--slower", action="store_true", help="the part of a slower instance alone")
     parser.add_argument("--out", type=Path, help="where the figures go as JSON")
     options = parser.parse_args(arguments)
     costs = costs_of(read_cells(options.known or [Path(__file__).parent / "results" / "gpu"]), SIZE)
     base = Setting(tail="tiny" if options.quick else options.tail, alike=options.alike)
     updates = 2 if options.quick else options.updates
+    slower = slower_instance(costs, base, min(updates, 10), (2,) if options.quick else (2, 4, 8))
+    columns: Sequence[str] = ("paradigm", "instances", "slowdown", "seconds_without", "seconds_told", "speed")
+    say("a slower instance, 64 x 16", slower, (*columns, "moves_without", "moves_told"))
+    if options.slower:
+        write(options.out, arguments, costs, base, updates, {"slower_instance": slower})
+        return 0
     cases: list[dict[str, Any]] = [{"instances": 2, "prompt": 256}]
     if not options.quick:
         cases = [{"instances": each, "prompt": 256} for each in (2, 4, 8, 16)]
@@ -380,21 +424,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "length_ratio", "true_ratio",
     )  # fmt: skip
     say("redundancy, of 32 x 8", points, columns)
-    if options.out is not None:
-        tail = TAILS[base.tail]
-        result = {
-            "command": " ".join(["python -m bench.rollout_scheduling", *(arguments or sys.argv[1:])]),
-            "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "machine": platform.machine()},
-            "simulated": "time is virtual; costs as measured on one H200 for a 1.7B model",
-            "versions": {"numpy": np.__version__},
-            "step_seconds": asdict(costs.step), "prefill_s_per_token": costs.prefill,
-            "training_s_per_token": costs.training, "lengths": asdict(tail), "updates": updates,
-            "queue_scheduling": queue, "replication": spread, "redundancy": points,
-        }  # fmt: skip
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    found = {"queue_scheduling": queue, "replication": spread, "redundancy": points, "slower_instance": slower}
+    write(options.out, arguments, costs, base, updates, found)
     return 0
+
+
+def write(
+    out: Path | None,
+    arguments: Sequence[str] | None,
+    costs: Costs,
+    base: Setting,
+    updates: int,
+    found: dict[str, list[dict[str, Any]]],
+) -> None:
+    """Writes the figures as JSON, if `out` says where."""
+    if out is None:
+        return
+    result = {
+        "command": " ".join(["python -m bench.rollout_scheduling", *(arguments or sys.argv[1:])]),
+        "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "machine": platform.machine()},
+        "simulated": "time is virtual; costs as measured on one H200 for a 1.7B model",
+        "versions": {"numpy": np.__version__},
+        "step_seconds": asdict(costs.step), "prefill_s_per_token": costs.prefill,
+        "training_s_per_token": costs.training, "lengths": asdict(TAILS[base.tail]), "updates": updates, **found,
+    }  # fmt: skip
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

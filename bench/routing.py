@@ -1,18 +1,21 @@
 """Records of routing: the mismatch of engine and trainer, the cost of a record, and what a mixture learns.
 
     python bench/routing.py mismatch --out bench/results/routing_mismatch.json
+    python bench/routing.py parts --out bench/results/routing_parts.json
     python bench/routing.py learning --seeds 0,1,2 --steps 30 --out bench/results/routing_learning.json
     python bench/routing.py cost --out bench/results/routing_cost.json
 
 `mismatch` samples from random mixtures in bfloat16 on the CPU and scores the same tokens by the trainer, with the
 experts replayed and with free routing. It prints the mean |difference of log-probabilities| of both and their ratio.
-`learning` runs `recipes/moe.toml` with `training.routing` `replay` and `free` for each seed; a run whose result is in
-the folder already is not run again. `cost` times decode steps with and without records, in turns.
+`parts` does the same for the deepest mixture with one more rounding to bfloat16 at a time, or one fewer.
+`learning` runs `recipes/moe.toml` with `training.routing` `replay` and `free` for each seed; a run whose result
+is in the folder already is not run again. `cost` times decode steps with and without records, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -20,16 +23,27 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import transformers
+from torch import Tensor
 
+from stretto.engines.native import fused
 from stretto.engines.native.engine import NativeEngine
+from stretto.engines.native.kernels import cpu_layers, experts, kernel_set
+from stretto.models import decoder, expert_products
+from stretto.models.float32_products import wide_logits, wide_mm
 from stretto.models.tiny import random_mixture
+from stretto.training.forward import PackedModel
 from stretto.training.recorded_logprobs import rescore
 from stretto.training.trainer import LocalTrainer
 from stretto.types import Completion, Request, Sample, Sampling
@@ -46,15 +60,18 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("mismatch", "learning", "cost"))
+    parser.add_argument("what", choices=("mismatch", "parts", "learning", "cost"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--only", default="", help="of `parts`: the changes whose names have this in them")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "routing", help="of the runs of `learning`")
     asked = parser.parse_args()
     seeds = [int(each) for each in asked.seeds.split(",")]
     if asked.what == "mismatch":
         found = [mismatch(name, changes, seed) for name, changes in SHAPES.items() for seed in seeds]
+    elif asked.what == "parts":
+        found = [part for seed in seeds for part in parts(list(SHAPES)[-1], seed, asked.only)]
     elif asked.what == "cost":
         found = [cost(rows) for rows in (4, 16, 64)]
     else:
@@ -87,6 +104,83 @@ def mismatch(name: str, changes: dict[str, Any], seed: int) -> dict[str, Any]:
         of[how] = float(np.concatenate(differences).mean())
     found = {"model": name, "seed": seed, **of, "ratio": of["free"] / of["replay"]}
     print(f"{name}, seed {seed}: replay {of['replay']:.5f}, free {of['free']:.5f}, {found['ratio']:.2f} x", flush=True)
+    return found
+
+
+def rounded(x: Tensor) -> Tensor:
+    return x.to(torch.bfloat16).to(x.dtype)
+
+
+def after(function: Callable[..., Tensor], change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Returns `function` with a change of its result."""
+    return lambda *given, **named: change(function(*given, **named))
+
+
+@contextmanager
+def patched(*places: tuple[Any, str, Any]) -> Iterator[None]:
+    """Puts other values at `(owner, name, value)` while the context is open."""
+    with ExitStack() as stack:
+        for owner, name, value in places:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+def rounded_stream(stream: Tensor, added: Tensor | None, *given: Any) -> Tensor:
+    """`cpu_layers.add_norm` with a residual stream that is rounded at every addition."""
+    stream.copy_(rounded(stream))
+    if added is not None:
+        stream.copy_(rounded(stream + rounded(added)))
+    return cpu_layers.add_norm(stream, None, *given)
+
+
+def wide_expert(x: Tensor, weight: Tensor, *given: Any) -> Tensor:
+    """A linear layer of one expert in the engine, not rounded."""
+    return F.linear(x.float(), weight.float())
+
+
+def wide_product(x: Tensor, factor: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_product` of the trainer, not rounded."""
+    return F.grouped_mm(x.float(), factor.float(), offs=ends)
+
+
+def changes() -> dict[str, list[tuple[Any, str, Any]]]:
+    """Returns what is patched for each change: of the engine, of the trainer, or of both."""
+    plain, own = kernel_set.CPU, functools.partial(replace, kernel_set.CPU)
+    double_gate = lambda both, *given: F.silu(both.chunk(2, 1)[0]) * both.chunk(2, 1)[1]  # noqa: E731
+    modules = functools.partialmethod(PackedModel.prepare, plain=False)
+    return {
+        "as it is": [],
+        "products of experts not rounded, both": [
+            (experts, "_slotted", wide_expert),
+            (expert_products, "grouped_product", wide_product),
+        ],
+        "router's logits rounded, both": [
+            (experts, "wide_mm", after(wide_mm, rounded)),
+            (decoder, "wide_linear", lambda x, weight: F.linear(x, weight).float()),
+        ],
+        "router's logits rounded, engine": [(experts, "wide_mm", after(wide_mm, rounded))],
+        "sum of experts rounded, engine": [(kernel_set, "CPU", own(experts=after(plain.experts, rounded)))],
+        "activation rounded before its product, engine": [(kernel_set, "CPU", own(gate=double_gate))],
+        "logits rounded, engine": [(fused, "wide_logits", after(wide_logits, rounded))],
+        "residual stream rounded, engine": [(kernel_set, "CPU", own(add_norm=rounded_stream))],
+        "the modules of transformers, trainer": [(PackedModel, "prepare", modules)],
+        "as it was: all of these": [
+            (experts, "wide_mm", after(wide_mm, rounded)),
+            (kernel_set, "CPU", own(experts=after(plain.experts, rounded), gate=double_gate, add_norm=rounded_stream)),
+            (fused, "wide_logits", after(wide_logits, rounded)),
+            (PackedModel, "prepare", modules),
+        ],
+    }  # fmt: skip
+
+
+def parts(name: str, seed: int, only: str) -> list[dict[str, Any]]:
+    """Measures the mismatch of one mixture with each change alone."""
+    found = []
+    for label, places in changes().items():
+        if only not in label:
+            continue
+        with patched(*places):
+            found.append({"change": label, **mismatch(f"{name}; {label}", SHAPES[name], seed)})
     return found
 
 

@@ -211,7 +211,8 @@ class Weights:
 
     version: int
     kind: Literal["lora", "full"]
-    tensors: Mapping[str, torch.Tensor]  # full: by parameter name; lora: `<module>.lora_A` [r, in], `.lora_B` [out, r]
+    # full: by parameter name; lora: `<module>.lora_A` [r, in], `.lora_B` [out, r], of experts with their axis before
+    tensors: Mapping[str, torch.Tensor]
     checksum: str
     scale: float = 1.0  # lora: alpha / rank
     probe: Probe | None = None  # for engines that give receipts; None: the trainer was not asked for one

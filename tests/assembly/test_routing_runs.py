@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from run_cases import recipe, run
+from transformers import AutoModelForCausalLM
 
 from stretto.assembly.check import describe_routing
+from stretto.assembly.policy_export import export
 from stretto.assembly.retrain import retrain
 from stretto.errors import RecipeError, TrainerError
+from stretto.models.adapters import read_adapter
 from stretto.models.tiny import WarmStart, tiny_config, tiny_model, tiny_moe_config
 from stretto.store.reader import JournalReader
 from stretto.store.verify import exit_code, verify
@@ -42,6 +46,28 @@ def test_a_run_that_keeps_its_records_is_extended_and_trained_again_to_the_same_
     assert retrain(folder).difference is None
 
 
+def test_a_run_with_adapters_on_experts_is_trained_again_to_the_same_bits_and_its_policy_merges(
+    mixture: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    targets = 'model.lora.targets=["q_proj", "gate_up_proj", "down_proj"]'
+    made = recipe(mixture, tmp_path, *SHORT, targets, "training.steps=2", "training.keep_routing=true", lora=True)
+    run(made, folder)
+    assert exit_code(verify(folder)) == 0
+    assert retrain(folder).difference is None
+    adapter = read_adapter(folder)
+    assert adapter.config.parameters == ("down_proj", "gate_up_proj")
+    moved = [name for name in adapter.tensors if name.endswith("down_proj_adapter.lora_B")]
+    assert len(moved) == 2
+    assert all(adapter.tensors[name].any() for name in moved), "experts were trained"
+    export(folder, tmp_path / "merged", merge=True, say=lambda text: None)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    base = AutoModelForCausalLM.from_pretrained(mixture)
+    changed = {name for name, p in loaded.named_parameters() if not torch.equal(p, base.get_parameter(name))}
+    assert "model.layers.1.mlp.experts.down_proj" in changed
+    assert not any("k_proj" in name for name in changed)
+
+
 def test_records_are_forgotten_with_the_last_checkpoint_and_a_replay_says_so(mixture: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(recipe(mixture, tmp_path, *SHORT, "training.steps=2"), folder)
@@ -58,6 +84,8 @@ def test_a_run_with_free_routing_records_nothing(mixture: Path, tmp_path: Path) 
     folder = tmp_path / "run"
     run(recipe(mixture, tmp_path, *SHORT, "training.steps=2", 'training.routing="free"'), folder)
     assert not (folder / "routing").exists()
+    with JournalReader(folder) as reader:
+        assert 0 < reader.update_metrics(1)["expert_entropy"] <= 1, "by the trainer's own forward"
     assert retrain(folder).difference is None
 
 

@@ -8,7 +8,17 @@ import pytest
 
 from bench.gpu.costs import StepCost
 from bench.gpu.simulate import Costs
-from bench.rollout_scheduling import Lengths, Run, Setting, batch_rollout, drained, figures, redundancy, replication
+from bench.rollout_scheduling import (
+    Lengths,
+    Run,
+    Setting,
+    batch_rollout,
+    drained,
+    figures,
+    redundancy,
+    replication,
+    slower_instance,
+)
 from stretto.core.plan import resolve_plan
 
 COSTS = Costs(StepCost(1e-3, 1e-5, 0.0), training=1e-5, decode_share=1.0, training_share=1.0)
@@ -49,6 +59,16 @@ def test_redundancy_is_faster_drops_long_ones_and_knows_by_how_much() -> None:
 def test_a_spread_group_is_prefilled_on_each_instance() -> None:
     kept, _, _, always = replication(COSTS, SETTING, 1, [{"instances": 2}])
     assert (kept["prefills"], always["prefills"]) == (128, 256)
+
+
+def test_a_core_that_is_told_the_speeds_is_faster_and_equal_speeds_change_nothing() -> None:
+    rows = slower_instance(COSTS, SETTING, 2, [2])
+    assert [row["slowdown"] for row in rows] == [1.0, 1.5, 2.0, 4.0] * 2
+    for row in rows:
+        if row["slowdown"] == 1.0:
+            assert row["speed"] == 1.0
+        elif row["slowdown"] >= 2.0:
+            assert row["speed"] > 1.1, row
 
 
 def test_batch_rollout_begins_again_until_enough_groups_are_kept() -> None:

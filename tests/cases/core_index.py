@@ -28,7 +28,7 @@ def check_index(index: InstanceIndex, *, pinned: bool, target: int, oldest: int,
         assert index.is_loading(version) == any(version in each.loading for each in everyone)
         assert index.with_resident(version) == [each for each in everyone if version in each.resident]
         has_memory = [each for each in resident if not each.short_of_memory]
-        assert in_order(index.holders(version)) == sorted(has_memory or resident, key=lambda each: (each.load, each.id))
+        assert in_order(index.holders(version)) == sorted(has_memory or resident, key=lambda each: (each.work, each.id))
         for later in (version, version + 1):
             runs = [each for each in leaving if any(each.newest_under(one) < later for one in each.running)]
             assert index.leaving_with(lambda each, later=later: each < later) == runs
@@ -76,6 +76,7 @@ def moves(sources: list[InstanceState], version: int, target: int) -> list[Move]
         loads={**{each.id: each.load for each in sources}, target: 0},
         targets=[target],
         short_of_memory={each.id for each in sources if each.short_of_memory},
+        paces={each.id: each.pace for each in sources},
     )
 
 
@@ -83,14 +84,14 @@ def best_place(
     staying: list[InstanceState], target: int, oldest: int, allows: Callable[[int], bool]
 ) -> tuple[InstanceState, int] | None:
     """The first of all places in their order that the rules allow."""
-    share = -(-target // max(1, len(staying)))
-    hopeful = any(each.loading and each.load < share for each in staying)
+    share = 1 + target / (sum(each.pace for each in staying) or 1.0)
+    hopeful = any(each.loading and each.work < share for each in staying)
     ranked = []
     for each in staying:
         if each.resident and not each.awaits_newer and max(each.resident) >= oldest:
-            full = each.load >= share or each.short_of_memory
+            full = each.work >= share or each.short_of_memory
             if not (full and hopeful):
-                ranked.append((full, -max(each.resident), each.load, each.id, each))
+                ranked.append((full, -max(each.resident), each.work, each.id, each))
     for _, negative, _, _, each in sorted(ranked, key=lambda place: place[:4]):
         if allows(-negative):
             return each, -negative

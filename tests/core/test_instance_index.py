@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from core_index import check_index, check_sources, in_order
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -79,6 +81,21 @@ def test_places_follow_the_groups_that_start():
     assert index.best_place(6, 0, lambda version: version < 4) is None, "refused at a version, refused at older ones"
 
 
+def test_an_instance_at_half_the_pace_gets_half_as_many_groups():
+    index = index_of(instance(0, 1, [4]), instance(1, 1, [4]), instance(2, 1, [4]))
+    index.report_paces({1: 0.5})
+    counts = Counter(id for id, _ in chosen(index, 50, count=50))
+    assert counts == {0: 20, 1: 10, 2: 20}
+    index.report_paces({})
+    assert {id for id, _ in chosen(index, 80, count=10)} == {1}, "its pace is that of the others again"
+
+
+def test_a_slower_instance_below_its_share_comes_before_one_above_it():
+    index = index_of(instance(0, 1, [4], running={4: 8}), instance(1, 1, [3], running={3: 2}))
+    index.report_paces({1: 0.5})
+    assert chosen(index, 12, count=3) == [(1, 3), (1, 3), (0, 4)]
+
+
 def test_a_version_that_is_too_old_takes_no_new_group():
     index = index_of(instance(0, 1, [4], running={4: 5}), instance(1, 1, [2]), instance(2, 1, [3], running={3: 1}))
     assert chosen(index, 18, oldest=3, count=7) == [(0, 4), *[(2, 3)] * 5, (0, 4)]
@@ -137,7 +154,7 @@ def test_an_idle_instance_takes_over_from_the_few_that_the_index_names_what_it_w
         index.add(instance(id, 1, [3], running={3: load}, short_of_memory=short_of_memory))
         run(index[id], 3, resting, movable=False)
     check_sources(index, 3)
-    assert len(index.movable_sources(3)) <= 2 * max(each.load for each in index.values())
+    assert len(index.movable_sources(3)) <= 2 * max(each.work for each in index.values())
 
 
 @many
@@ -160,7 +177,9 @@ def test_every_answer_is_that_of_looking_at_every_instance(data, pinned):
 def change(draw, index, ids):
     """Does something to one of the instances, or adds or removes one."""
     what = draw(
-        st.sampled_from(["join", "remove", "load", "confirm", "unload", "leave", "memory", "start", "stop", "movable"])
+        st.sampled_from(
+            ["join", "remove", "load", "confirm", "unload", "leave", "memory", "start", "stop", "movable", "paces"]
+        )
     )
     if what == "join" or not index:
         if (id := next(ids, None)) is not None:
@@ -187,6 +206,8 @@ def change(draw, index, ids):
         each.leave(not each.leaving)
     elif what == "memory":
         each.report_memory(not each.short_of_memory)
+    elif what == "paces":
+        index.report_paces(draw(st.dictionaries(st.sampled_from(sorted(index)), st.sampled_from([0.125, 0.5, 0.875]))))
     elif what == "start" and each.resident:
         run(each, draw(st.sampled_from(sorted(each.resident))), draw(st.integers(1, 8)), draw(st.booleans()))
     elif what == "stop" and each.trajectories:

@@ -208,3 +208,9 @@ def test_evening_out_conserves_the_work_and_ends_even(rows):
         assert running[move.source] >= 0
     assert sum(loads.values()) == total
     assert moves_to_even_out(7, {id: count for id, count in running.items() if count}, dict(loads), targets) == []
+
+
+def test_work_is_even_if_a_slower_instance_has_less_of_it():
+    assert moves_to_even_out(7, {0: 20, 1: 10}, {0: 20, 1: 10}, [0, 1], paces={1: 0.5}) == []
+    (move,) = moves_to_even_out(7, {0: 15, 1: 15}, {0: 15, 1: 15}, [0, 1], paces={1: 0.5})
+    assert (move.source, move.target, move.count) == (1, 0, 5)

@@ -37,6 +37,11 @@ def test_what_a_recipe_says_is_done_whatever_it_costs() -> None:
     assert division([0, 0, 0], 4, "never", FREE_PREFILL, 10.0) == [4]
 
 
+def test_a_slower_instance_gets_fewer_members() -> None:
+    assert division([0, 0, 0], 10, "always", None, 0.0, [1.0, 1.0, 0.5]) == [4, 4, 2]
+    assert division([4, 0], 4, "always", None, 0.0, [1.0, 0.125]) == [4]
+
+
 def costs_of(loads: list[int], counts: list[int], costs: GroupCosts, length: float) -> float:
     """The row-seconds that are lost, row by row."""
     total = 0.0

@@ -16,13 +16,14 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from stretto.errors import ModelError, RecipeError
-from stretto.models.lora import inject_lora
+from stretto.errors import RecipeError
 from stretto.models.routing import (
+    ExpertLoads,
     RoutingShape,
     RoutingTap,
     expert_elements,
     expert_metrics,
+    recorded_loads,
     replayed_shape,
     replaying,
     routing_shape,
@@ -96,18 +97,20 @@ def test_the_option_is_refused_for_a_dense_model_and_for_a_router_that_is_not_kn
 
 def test_the_load_of_experts_is_1_if_they_are_chosen_alike_and_the_number_of_experts_if_one_is_chosen_alone() -> None:
     alike = np.array([[[0], [0]], [[1], [0]], [[2], [0]], [[3], [0]]], dtype=np.uint8)  # layer 1 chooses expert 0
-    found = expert_metrics([alike[:2], None, alike[2:]], RoutingShape(2, 1, 4))
+    shape = RoutingShape(2, 1, 4)
+    found = expert_metrics(recorded_loads([alike[:2], alike[2:]], shape))
     assert found == {"expert_imbalance": 2.5, "expert_imbalance_max": 4.0, "expert_entropy": pytest.approx(0.5)}
-    assert expert_metrics([None], RoutingShape(2, 1, 4)) == {}
-    assert expert_metrics([alike], None) == {}
+    assert expert_metrics(recorded_loads([], shape)) == {}
+
+
+def test_loads_are_counted_by_layer_and_begin_again() -> None:
+    loads = ExpertLoads(RoutingShape(2, 2, 4), torch.device("cpu"))
+    loads.add(1, torch.tensor([[0, 3], [3, 1]]))
+    loads.add(1, torch.tensor([[0, 3]]))
+    assert loads.taken().tolist() == [[0, 0, 0, 0], [2, 1, 0, 3]]
+    assert not loads.taken().any()
 
 
 def test_a_token_is_multiplied_with_its_experts_and_its_router_alone() -> None:
     assert expert_elements(random_model()) == 0
     assert expert_elements(random_mixture()) == 2 * (8 * 128 + 2 * (2 * 128 * 128 + 128 * 128))
-
-
-@pytest.mark.parametrize("target", ["experts", "mlp.experts.gate_up_proj", "down_proj"])
-def test_adapters_on_experts_are_refused_by_name(target: str) -> None:
-    with pytest.raises(ModelError, match=f"{target}', which names experts of a mixture"):
-        inject_lora(random_mixture(), 4, 8.0, (target,))

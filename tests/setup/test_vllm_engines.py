@@ -73,6 +73,12 @@ def test_a_mixture_of_experts_is_refused() -> None:
         check_vllm_model(recipe_of(), build("moe").config)
 
 
+def test_adapters_on_experts_are_refused_by_name() -> None:
+    lora = {"rank": 8, "targets": ["q_proj", "gate_up_proj"]}
+    with pytest.raises(RecipeError, match=r'`gate_up_proj` of experts, which `engine\.type = "vllm"` cannot adapt'):
+        check_vllm_model(recipe_of(model={"path": "tiny-moe", "lora": lora}), build("moe").config)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_a_missing_vllm_is_told_before_anything_is_loaded() -> None:
     with pytest.raises(RecipeError, match=r"needs vLLM, which is not installed.*stretto\[vllm\]"):

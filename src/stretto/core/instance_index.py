@@ -21,12 +21,12 @@ from stretto.core.rebalancing import LEAST_GAP
 class Kind(IntEnum):
     """The property that the members of a ranking share. Unless it says otherwise, members are not leaving."""
 
-    # These are ranked by load.
+    # These are ranked by work: the load with one more trajectory, over the pace.
     RESIDENT = 0  # hold the version, and have enough KV memory
     RESIDENT_SHORT_OF_MEMORY = 1  # hold the version, and are short of KV memory
     ADMITTING = 2  # the version is the newest that they hold, and they are not loading a newer one
     ADMITTING_SHORT_OF_MEMORY = 3
-    MOVABLE = 4  # run trajectories of the version that may be moved; the largest load comes first
+    MOVABLE = 4  # run trajectories of the version that may be moved; the most work comes first
     MOVABLE_SHORT_OF_MEMORY = 5
     LOADING = 6  # are loading some version; entered under version 0
     # These are sets: their order does not matter.
@@ -46,10 +46,10 @@ NO_VERSION = -1  # stands for the newest version of an instance that holds none
 
 
 class Ranking:
-    """A set of instances that finds the one with the smallest (or the largest) load; of equal loads, the lowest id.
+    """A set of instances that finds the one with the least (or the most) work; of equal ones, the lowest id.
 
-    The heap has (load, id) of every member, and outdated entries, which are skipped. `reload` has to be called for a
-    member whose load has changed.
+    The heap has (work, id) of every member, and outdated entries, which are skipped. `reload` has to be called for a
+    member whose load or pace has changed.
     """
 
     __slots__ = ("_heap", "_reloaded", "_sign", "members")
@@ -57,8 +57,8 @@ class Ranking:
     def __init__(self, *, largest_first: bool = False) -> None:
         self.members: dict[int, InstanceState] = {}
         self._sign = -1 if largest_first else 1
-        self._heap: list[tuple[int, int]] = []
-        self._reloaded: set[int] = set()  # members whose load may not be in the heap yet
+        self._heap: list[tuple[float, int]] = []
+        self._reloaded: set[int] = set()  # members whose work may not be in the heap yet
 
     def add(self, instance: InstanceState) -> None:
         self.members[instance.id] = instance
@@ -68,7 +68,7 @@ class Ranking:
         del self.members[instance.id]
 
     def reload(self, instance: InstanceState) -> None:
-        """Records that the load of a member has changed."""
+        """Records that the work of a member has changed."""
         self._reloaded.add(instance.id)
 
     @property
@@ -84,7 +84,7 @@ class Ranking:
     def in_order(self) -> Generator[InstanceState, None, None]:
         """Yields the members in order. Loads must not change before the generator is closed."""
         self._enter_reloaded()
-        seen: dict[int, tuple[int, int]] = {}
+        seen: dict[int, tuple[float, int]] = {}
         try:
             while self._heap:
                 entry = heapq.heappop(self._heap)
@@ -95,22 +95,22 @@ class Ranking:
             for entry in seen.values():
                 heapq.heappush(self._heap, entry)
 
-    def _valid(self, entry: tuple[int, int]) -> InstanceState | None:
-        load, id = entry
+    def _valid(self, entry: tuple[float, int]) -> InstanceState | None:
+        work, id = entry
         member = self.members.get(id)
-        return member if member is not None and self._sign * member.load == load else None
+        return member if member is not None and self._sign * member.work == work else None
 
     def _enter_reloaded(self) -> None:
         if not self._reloaded:
             return
         members, sign = self.members, self._sign
         if len(self._heap) + len(self._reloaded) > 2 * len(members) + 16:  # most entries would be outdated
-            self._heap = [(sign * member.load, id) for id, member in members.items()]
+            self._heap = [(sign * member.work, id) for id, member in members.items()]
             heapq.heapify(self._heap)
         else:
             for id in self._reloaded:
                 if id in members:
-                    heapq.heappush(self._heap, (sign * members[id].load, id))
+                    heapq.heappush(self._heap, (sign * members[id].work, id))
         self._reloaded.clear()
 
 
@@ -131,6 +131,7 @@ class InstanceIndex(Mapping[int, InstanceState]):
         self._ranks: dict[int, tuple[Rank, ...]] = {}  # instance -> the rankings that it is in
         self._rankings: dict[Kind, dict[int, Ranking]] = {kind: {} for kind in Kind}
         self._num_joined = 0
+        self._total_pace = 0.0  # of the instances that stay, as far as the rankings are up to date
 
     # -- the instances -------------------------------------------------------------------------------------------------
 
@@ -160,6 +161,17 @@ class InstanceIndex(Mapping[int, InstanceState]):
             self._take_out(instance, kind, version)
         return instance
 
+    def report_paces(self, paces: Mapping[int, float]) -> None:
+        """Records how fast instances are beside the fastest. One that is not named has the pace 1."""
+        if self._changed:
+            self._enter_changed()
+        for instance in self._instances.values():
+            pace = paces.get(instance.id, 1.0)
+            if pace != instance.pace:
+                self._total_pace += 0.0 if instance.leaving else pace - instance.pace
+                instance.pace = pace
+                self._reloaded.add(instance)
+
     @property
     def staying(self) -> list[InstanceState]:
         """The instances that are not leaving, in the order in which they joined. Looks at every instance."""
@@ -185,7 +197,7 @@ class InstanceIndex(Mapping[int, InstanceState]):
         return self._ranking(Kind.RESIDENT, version) or self._ranking(Kind.RESIDENT_SHORT_OF_MEMORY, version)
 
     def admitting(self, version: int, most: int) -> list[InstanceState]:
-        """Returns the instances on which a group of a version could start, least loaded first, at most so many.
+        """Returns the instances on which a group of a version could start, least work first, at most so many.
 
         Those that are short of KV memory are left out.
         """
@@ -258,10 +270,10 @@ class InstanceIndex(Mapping[int, InstanceState]):
     def movable_sources(self, version: int) -> list[InstanceState]:
         """Returns the instances that stay and could give trajectories of a version to an instance that runs nothing.
 
-        These are the ones that `moves_to_even_out` would take from. It takes from the largest load first, and from
-        another instance only if that has at least `LEAST_GAP` more than the target (2 more if it is short of memory).
-        By then the target has at least one trajectory of each instance before it. So the number of instances returned
-        is at most the largest load of an instance, for those that are short of memory and for the others.
+        They are those that `moves_to_even_out` would take from, and maybe a few more. It takes from the most
+        work first, and from another instance only if that has at least `LEAST_GAP` more than the target (2 more if it
+        is short of memory). By then the target has at least one trajectory of each instance before it. So the number
+        of instances returned is at most the most work of an instance, for those short of memory and for the others.
         """
         found = []
         for kind, gap in ((Kind.MOVABLE_SHORT_OF_MEMORY, 2), (Kind.MOVABLE, LEAST_GAP)):
@@ -269,7 +281,7 @@ class InstanceIndex(Mapping[int, InstanceState]):
                 continue
             in_order = ranking.in_order()
             for number, each in enumerate(in_order):
-                if each.load < number + gap:
+                if each.work < number + gap:
                     break
                 found.append(each)
             in_order.close()
@@ -278,10 +290,11 @@ class InstanceIndex(Mapping[int, InstanceState]):
     def best_place(self, target: int, oldest: int, allows: Callable[[int], bool]) -> tuple[InstanceState, int] | None:
         """Returns the best instance for a new group, and the version that the group gets there; None if there is none.
 
-        Each instance has a share of `target`, the trajectories that should run. Instances below their share come first,
-        so that one that has just loaded the newest version is not given everything; of those, the one with the newest
-        version, then the least loaded. Instances that have their share or are short of KV memory come last, and only if
-        no instance below its share is loading a version: the work is kept for that one.
+        Each instance has a share of `target`, the trajectories that should run, in proportion to its pace. Instances
+        below their share come first, so that one that has just loaded the newest version is not given everything; of
+        those, the one with the newest version, then the one with the least work. Instances that have their share or are
+        short of KV memory come last, and only if no instance below its share is loading a version: the work is kept for
+        that one.
 
         An instance that is loading a newer version is left out until it has it: a group that starts now would be a
         version older for all of its life. An instance whose newest version is older than `oldest` is left out too: a
@@ -289,12 +302,12 @@ class InstanceIndex(Mapping[int, InstanceState]):
 
         `allows(version)` is True if a group of that version may start. If a version is refused, so are all older ones.
         """
-        share = -(-target // max(1, self.num_staying))
+        share = 1 + target / (self._total_pace if self.num_staying else 1.0)  # in work: one that has less is below it
         below = self._best_below(share, oldest)
         if below is not None and allows(below[1]):
             return below
         loading = self._ranking(Kind.LOADING, 0)
-        if loading is not None and (first := loading.first) is not None and first.load < share:
+        if loading is not None and (first := loading.first) is not None and first.work < share:
             return None
         newest = max(
             (*self._versions(Kind.ADMITTING), *self._versions(Kind.ADMITTING_SHORT_OF_MEMORY)), default=NO_VERSION
@@ -307,15 +320,15 @@ class InstanceIndex(Mapping[int, InstanceState]):
             for kind in (Kind.ADMITTING, Kind.ADMITTING_SHORT_OF_MEMORY)
             if (ranking := self._ranking(kind, newest)) is not None
         ]
-        return min((each for each in firsts if each is not None), key=lambda each: (each.load, each.id)), newest
+        return min((each for each in firsts if each is not None), key=lambda each: (each.work, each.id)), newest
 
-    def _best_below(self, share: int, oldest: int) -> tuple[InstanceState, int] | None:
-        """The least loaded instance below its share, of the newest version that has such an instance."""
+    def _best_below(self, share: float, oldest: int) -> tuple[InstanceState, int] | None:
+        """The instance with the least work below its share, of the newest version that has such an instance."""
         for version in sorted(self._versions(Kind.ADMITTING), reverse=True):
             if version < oldest:
                 return None
             ranking = self._ranking(Kind.ADMITTING, version)
-            if ranking is not None and (first := ranking.first) is not None and first.load < share:
+            if ranking is not None and (first := ranking.first) is not None and first.work < share:
                 return first, version
         return None
 
@@ -360,10 +373,14 @@ class InstanceIndex(Mapping[int, InstanceState]):
         if version not in rankings:
             rankings[version] = Ranking(largest_first=kind in _LARGEST_FIRST)
         rankings[version].add(instance)
+        if kind is Kind.STAYING:
+            self._total_pace += instance.pace
 
     def _take_out(self, instance: InstanceState, kind: Kind, version: int) -> None:
         rankings = self._rankings[kind]
         rankings[version].remove(instance)
+        if kind is Kind.STAYING:
+            self._total_pace -= instance.pace
         if not rankings[version].members:
             del rankings[version]
 

@@ -37,6 +37,7 @@ class InstanceState:
     between_turns: set[int] = field(default_factory=set)  # of these, the ones that wait for their world
     leaving: bool = False  # was asked to leave: nothing new starts here
     short_of_memory: bool = False  # cannot hold the KV of all that it runs, at the last load sample
+    pace: float = 1.0  # its speed beside the fastest, at the last load sample; changed by `InstanceIndex` alone
     order: int = 0  # the number of instances that joined before
     changed: set[InstanceState] = field(default_factory=set)
     reloaded: set[InstanceState] = field(default_factory=set)
@@ -45,6 +46,11 @@ class InstanceState:
     def load(self) -> int:
         """The number of trajectories here that want tokens."""
         return len(self.trajectories) - len(self.between_turns)
+
+    @property
+    def work(self) -> float:
+        """The load with one more trajectory, over the pace: where this is least, the next one ends first."""
+        return (self.load + 1) / self.pace
 
     @property
     def free(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stretto.core.spreading import GroupCosts
 
@@ -40,6 +40,7 @@ class LoadSampled:
     short_of_memory: frozenset[int] = frozenset()  # the instances that cannot hold the KV of all that they run
     ending: frozenset[int] = frozenset()  # the trajectories that have nearly all tokens that they may have
     costs: GroupCosts | None = None  # of starting a group, as far as they are measured
+    speeds: Mapping[int, float] = field(default_factory=dict)  # instance -> how fast a row decodes there, as measured
 
 
 @dataclass(frozen=True, slots=True)

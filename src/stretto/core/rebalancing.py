@@ -26,6 +26,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from types import MappingProxyType
 
 import numpy as np
 
@@ -305,6 +306,7 @@ def moves_to_even_out(
     loads: dict[int, int],
     targets: Iterable[int],
     short_of_memory: Collection[int] = (),
+    paces: Mapping[int, float] = MappingProxyType({}),
 ) -> list[Move]:
     """Returns the moves that even out the work of one version, and updates `loads` as if they were made.
 
@@ -312,26 +314,30 @@ def moves_to_even_out(
     trajectories. `targets` hold the version and have enough KV memory. The instance with the largest load begins to
     give trajectories to the one with the smallest only if the two differ by `LEAST_GAP` and by half of the larger load,
     so that small differences move nothing; it then gives until they are even. An instance that is short of memory gives
-    to any that has less to do.
+    to any that has less to do. A load is compared over the pace of its instance, 1 if `paces` does not name it.
     """
+
+    def over_pace(instance: int, more: int = 0) -> float:
+        return (loads[instance] + more) / paces.get(instance, 1.0)
+
     left, before = dict(running), dict(loads)
-    sources = [(instance not in short_of_memory, -loads[instance], instance) for instance in left]
-    sinks = [(loads[instance], instance) for instance in targets]
+    sources = [(instance not in short_of_memory, -over_pace(instance), instance) for instance in left]
+    sinks = [(over_pace(instance, 1), instance) for instance in targets]
     heapq.heapify(sources)
     heapq.heapify(sinks)
     gives = {instance for instance in left if instance in short_of_memory}
     counts: dict[tuple[int, int], int] = {}
     while sources and sinks:
         has_memory, load, source = sources[0]
-        if -load != loads[source]:
-            heapq.heapreplace(sources, (has_memory, -loads[source], source))
+        if load != -over_pace(source):
+            heapq.heapreplace(sources, (has_memory, -over_pace(source), source))
             continue
-        if sinks[0][0] != loads[sinks[0][1]]:
-            heapq.heapreplace(sinks, (loads[sinks[0][1]], sinks[0][1]))
+        if sinks[0][0] != over_pace(sinks[0][1], 1):
+            heapq.heapreplace(sinks, (over_pace(sinks[0][1], 1), sinks[0][1]))
             continue
         target = sinks[0][1]
-        least = 2 if source in gives else max(LEAST_GAP, -(-loads[source] // 2))
-        if not left[source] or loads[source] - loads[target] < least:
+        small = source not in gives and -load - over_pace(target) < max(LEAST_GAP, -load / 2)
+        if not left[source] or small or over_pace(target, 1) >= -load:
             heapq.heappop(sources)  # the smallest load only grows: a move will not be worth it later either
             continue
         gives.add(source)

@@ -29,6 +29,7 @@ from stretto.core.messages import (
     SwapVersion,
     UnloadVersion,
 )
+from stretto.core.paces import paces_of
 from stretto.core.rebalancing import InstanceView, Move, PoolView, moves_to_even_out, rebalance
 from stretto.core.spreading import division
 
@@ -70,7 +71,7 @@ def without_slot(controller: Controller) -> list[int]:
 
 
 def resume(controller: Controller) -> None:
-    """Resumes every waiting trajectory on the least loaded instance that holds its version, oldest versions first.
+    """Resumes every waiting trajectory on the instance with the least work that holds its version, oldest first.
 
     If versions are not pinned, a trajectory continues under the newest version that is resident on any instance, and
     waits while that is older than its own: its tokens would be of one version and then of an older one.
@@ -115,8 +116,8 @@ def admit(controller: Controller) -> None:
 def places_of(controller: Controller, best: InstanceState, version: int) -> list[InstanceState] | None:
     """Returns the instance of each member of a new group, whose best instance is `best`.
 
-    The others are the least loaded of those on which the group could start too, under the same version. Returns None if
-    one of them is still loading the version: the group waits for it.
+    The others have the least work among those on which the group could start too, under the same version. Returns None
+    if one of them is still loading the version: the group waits for it.
     """
     plan, index = controller.plan, controller.instances
     whole = [best] * plan.members
@@ -125,8 +126,11 @@ def places_of(controller: Controller, best: InstanceState, version: int) -> list
     if plan.spread == "auto" and (controller.costs is None or not controller.length):
         return whole
     able = [*index.admitting(version, plan.members), *index.about_to_admit(version, plan.members)]
-    able.sort(key=lambda each: (each.load, each.id))
-    counts = division([each.load for each in able], plan.members, plan.spread, controller.costs, controller.length)
+    able.sort(key=lambda each: (each.work, each.id))
+    counts = division(
+        [each.load for each in able], plan.members, plan.spread, controller.costs, controller.length,
+        [each.pace for each in able],
+    )  # fmt: skip
     if len(counts) == 1:
         return whole
     chosen = [instance for instance, count in zip(able, counts, strict=False) for _ in range(count)]
@@ -185,6 +189,7 @@ def take_load_sample(controller: Controller, event: LoadSampled) -> None:
     """Records a load sample. Moves work off instances that have much more of it than others, or too little memory."""
     controller.ledger.sample(event.tokens, event.ending)
     controller.costs = event.costs or controller.costs
+    controller.instances.report_paces(paces_of(event.speeds))
     for instance in controller.instances.values():
         instance.report_memory(instance.id in event.short_of_memory)
     if controller.plan.paradigm.pinned and controller.next_update < controller.plan.updates and not controller.stopping:
@@ -194,12 +199,12 @@ def take_load_sample(controller: Controller, event: LoadSampled) -> None:
 def _even_out(controller: Controller) -> None:
     """Evens out the work of each version. A version whose instances are all short of memory needs one more of them."""
     staying = controller.instances.staying
-    loads = {each.id: each.load for each in staying}
+    loads, paces = {each.id: each.load for each in staying}, {each.id: each.pace for each in staying}
     short_of_memory = {each.id for each in staying if each.short_of_memory}
     for version in sorted(controller.ledger.running):
         running = {each.id: each.movable[version] for each in staying if version in each.movable}
         targets = [each.id for each in staying if version in each.resident and not each.short_of_memory]
-        _carry_out(controller, moves_to_even_out(version, running, loads, targets, short_of_memory))
+        _carry_out(controller, moves_to_even_out(version, running, loads, targets, short_of_memory, paces))
         holders = [each for each in staying if each.holds(version)]
         if holders and all(each.short_of_memory for each in holders):
             controller.min_instances[version] = len(holders) + 1
@@ -336,6 +341,7 @@ def _take_over(controller: Controller, instance: InstanceState, versions: Iterab
             loads={each.id: each.load for each in (*sources, instance)},
             targets=[instance.id],
             short_of_memory={each.id for each in sources if each.short_of_memory},
+            paces={each.id: each.pace for each in (*sources, instance)},
         )
         if moves:
             _carry_out(controller, moves)

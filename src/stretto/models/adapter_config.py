@@ -16,13 +16,14 @@ BASE_FOLDER = "base"  # beside an adapter whose base exists nowhere else
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """An adapter in a folder: `scale * B (A x)` is added to some linear layers of a base."""
+    """An adapter in a folder: `scale * B (A x)` is added to some layers and experts of a base."""
 
     folder: Path
     base: str | None  # the name of the base, or its folder; None: it names none
     rank: int
     alpha: float
-    targets: tuple[str, ...]  # ends of the names of the adapted layers; empty: all but the head
+    targets: tuple[str, ...]  # ends of the names of the adapted layers and Parameters; empty: all layers but the head
+    parameters: tuple[str, ...] = ()  # those of `targets` that name Parameters of experts
 
     @property
     def scale(self) -> float:
@@ -58,14 +59,15 @@ def read_adapter_config(path: str | Path) -> AdapterConfig:
             raise ValueError("it is no object")
         if features := list(_unsupported(config)):
             raise ModelError(f"the adapter in `{folder}` cannot be used: {'; '.join(features)}")
-        targets = config["target_modules"]
+        targets, parameters = config["target_modules"] or (), config.get("target_parameters") or ()
         base = config.get("base_model_name_or_path")
         made = AdapterConfig(
             folder,
             None if base is None else str(base),
             int(config["r"]),
             float(config["lora_alpha"]),
-            () if targets == "all-linear" else tuple(sorted(map(str, targets))),
+            () if targets == "all-linear" else tuple(sorted({*map(str, targets), *map(str, parameters)})),
+            tuple(sorted(map(str, parameters))),
         )
         if made.rank < 1 or not made.alpha > 0:
             raise ValueError(f"`r` is {made.rank} and `lora_alpha` is {made.alpha:g}")
@@ -114,7 +116,6 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
         ("alpha_pattern", "its layers have different scales"),
         ("layers_to_transform", "it adapts a part of the layers"),
         ("layer_replication", "it repeats layers"),
-        ("target_parameters", "it adapts parameters that are no linear layers"),
         ("trainable_token_indices", "it trains embeddings of tokens"),
         ("exclude_modules", "it leaves out layers that its targets name"),
     ):
@@ -125,3 +126,5 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     targets = config.get("target_modules")
     if isinstance(targets, str) and targets != "all-linear":
         yield f"`target_modules` is the pattern {targets!r}, and only a list of names is supported"
+    if targets == "all-linear" and config.get("target_parameters"):
+        yield "`target_modules` is `all-linear` beside `target_parameters`, and only a list of names is supported there"

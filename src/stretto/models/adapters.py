@@ -15,12 +15,25 @@ from torch import nn
 
 from stretto.errors import ModelError
 from stretto.models.adapter_config import AdapterConfig, read_adapter_config
-from stretto.models.lora import BASE_FILE, PREFIX, SUFFIX, WEIGHTS_FILE, LoraLinear, adapted_modules
+from stretto.models.expert_adapters import from_peft, is_expert_adapter, parameter_name
+from stretto.models.lora import (
+    ADAPTED,
+    BASE_FILE,
+    PREFIX,
+    SUFFIX,
+    WEIGHTS_FILE,
+    adapted_experts,
+    adapted_modules,
+    adapter_names,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter that was read: `<module>.lora_A` [r, in] and `<module>.lora_B` [out, r] of every adapted module."""
+    """An adapter that was read: `<module>.lora_A` [r, in] and `<module>.lora_B` [out, r] of every adapted module.
+
+    Those on experts have an axis of experts before these two.
+    """
 
     config: AdapterConfig
     tensors: Mapping[str, torch.Tensor]
@@ -46,6 +59,10 @@ def read_adapter(path: str | Path) -> Adapter:
         raise ModelError(
             f"the adapter in `{config.folder}` cannot be used: `{wrong}` is no part of a plain LoRA adapter"
         )
+    try:
+        named = from_peft(named, config.parameters, config.rank)
+    except RuntimeError as error:
+        raise ModelError(f"the adapter in `{config.folder}` has no shapes of rank {config.rank}: {error}") from error
     return Adapter(config, named, _base_checksums(config.folder))
 
 
@@ -72,11 +89,11 @@ def adapter_digest(path: str | Path) -> str:
 
 def install_adapter(model: nn.Module, adapted: Sequence[str], adapter: Adapter) -> None:
     """Gives the injected adapters of a model the values of `adapter`. Raises `ModelError` if they do not fit."""
-    layers = {name: model.get_submodule(name) for name in adapted}
-    _refuse_other_modules(layers, adapter)
+    _refuse_other_modules({name: adapted_weight(model, name) for name in adapted}, adapter)
     with torch.no_grad():
-        for name, layer in layers.items():
-            assert isinstance(layer, LoraLinear)
+        for name in adapted:
+            layer = model.get_submodule(name)
+            assert isinstance(layer, ADAPTED)
             layer.lora_A.copy_(adapter.tensors[f"{name}.lora_A"])
             layer.lora_B.copy_(adapter.tensors[f"{name}.lora_B"])
 
@@ -86,28 +103,39 @@ def merge_adapter(model: nn.Module, adapter: Adapter) -> None:
 
     Raises `ModelError` if it does not fit.
     """
-    layers: dict[str, nn.Linear] = adapted_modules(model, adapter.config.targets)
-    _refuse_other_modules(layers, adapter)
+    targets = adapter.config.targets
+    names = (*adapted_modules(model, targets), *adapter_names(adapted_experts(model, targets)))
+    weights = {name: adapted_weight(model, name) for name in names}
+    _refuse_other_modules(weights, adapter)
     with torch.no_grad():
-        for name, layer in layers.items():
+        for name, weight in weights.items():
             down, up = (
-                adapter.tensors[f"{name}.{leaf}"].to(layer.weight.device, torch.float32)
-                for leaf in ("lora_A", "lora_B")
+                adapter.tensors[f"{name}.{leaf}"].to(weight.device, torch.float32) for leaf in ("lora_A", "lora_B")
             )
-            layer.weight.copy_(layer.weight.float().addmm_(up, down, alpha=adapter.config.scale))
+            weight.copy_(weight.float().add_(up @ down, alpha=adapter.config.scale))
 
 
-def _refuse_other_modules(layers: Mapping[str, Any], adapter: Adapter) -> None:
-    """Raises `ModelError` if an adapter is not one of exactly these linear layers."""
+def adapted_weight(model: nn.Module, name: str) -> torch.Tensor:
+    """Returns the weight that the adapter of this name is added to: [out, in], or [experts, out, in]."""
+    if is_expert_adapter(name):
+        return model.get_parameter(parameter_name(name))
+    linear: Any = model.get_submodule(name)
+    weight: torch.Tensor = linear.weight
+    return weight
+
+
+def _refuse_other_modules(weights: Mapping[str, torch.Tensor], adapter: Adapter) -> None:
+    """Raises `ModelError` if an adapter is not one of exactly these layers, whose weights are given."""
     folder, rank = adapter.config.folder, adapter.config.rank
-    if other := sorted(adapter.modules - layers.keys()):
+    if other := sorted(adapter.modules - weights.keys()):
         raise ModelError(
             f"the adapter in `{folder}` is of another base: it adapts `{other[0]}`, which is not adapted here"
         )
-    if missing := sorted(layers.keys() - adapter.modules):
+    if missing := sorted(weights.keys() - adapter.modules):
         raise ModelError(f"the adapter in `{folder}` is of another base: it has nothing for the layer `{missing[0]}`")
-    for name, layer in layers.items():
-        for leaf, shape in (("lora_A", (rank, layer.in_features)), ("lora_B", (layer.out_features, rank))):
+    for name, weight in weights.items():
+        *experts, out, width = weight.shape
+        for leaf, shape in (("lora_A", (*experts, rank, width)), ("lora_B", (*experts, out, rank))):
             found = adapter.tensors.get(f"{name}.{leaf}")
             if found is None or tuple(found.shape) != shape:
                 has = "is missing" if found is None else f"has the shape {tuple(found.shape)}"

@@ -26,6 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 from stretto.models.adapted_linear import AdapterGroup, adapted_linear, adapted_wide
 from stretto.models.decoder_support import activations, has_experts, is_plain, linear_groups, same_adapters
+from stretto.models.expert_adapters import LoraExperts
+from stretto.models.expert_products import weighted_experts
 from stretto.models.float32_products import HALF, wide_linear, wide_type
 from stretto.models.lora import LoraLinear
 from stretto.models.packed_attention import PackedLayout
@@ -33,6 +35,8 @@ from stretto.models.routing import gates, normalizes, routers_of
 from stretto.models.varlen_attention import causal_varlen
 
 SILU = {"SiLU", "SiLUActivation"}
+Count = Callable[[Tensor], None]
+"""Is told the experts [T, k] of the tokens of a layer."""
 
 
 class Projection(NamedTuple):
@@ -52,6 +56,7 @@ class ExpertWeights(NamedTuple):
     router: Tensor  # [experts, width]
     up: Tensor  # [experts, 2 * inner, width]: gate and up
     down: Tensor  # [experts, width, inner]
+    adapters: LoraExperts | None  # of `up` and `down`
 
 
 class LayerWeights(NamedTuple):
@@ -126,24 +131,21 @@ def add_projected(hidden: Tensor, x: Tensor, projection: Projection, owners: tup
     return hidden + projection.biases[0] if projection.biases else hidden
 
 
-def expert_sum(shape: LayerShape, x: Tensor, weights: ExpertWeights, ids: Tensor | None) -> Tensor:
+def expert_sum(
+    shape: LayerShape, x: Tensor, weights: ExpertWeights, ids: Tensor | None, count: Count | None = None
+) -> Tensor:
     """Returns the weighted sum [T, width] of each token's experts in `wide_type`: `ids` [T, k], or as routed.
 
-    Tokens are sorted by expert, so that each linear layer of all experts is one grouped product.
+    `count` is told the experts.
     """
-    logits = F.linear(x, weights.router)
+    logits = wide_linear(x, weights.router)
     if ids is None:
-        ids = logits.detach().float().topk(shape.chosen, dim=-1).indices
+        ids = logits.detach().topk(shape.chosen, dim=-1).indices
+    if count is not None:
+        count(ids)
     shares = gates(logits, ids, normalized=shape.normalizes)
-    sorted_ids, order = ids.reshape(-1).sort(stable=True)
-    experts = torch.arange(len(weights.up), device=x.device)
-    ends = torch.searchsorted(sorted_ids, experts, right=True, out_int32=True)
-    gate, up = F.grouped_mm(x[order // shape.chosen], weights.up.transpose(1, 2), offs=ends).chunk(2, -1)
-    wide = wide_type(x.dtype)
-    inner = (F.silu(gate.to(wide)) * up).to(x.dtype)
-    made = F.grouped_mm(inner, weights.down.transpose(1, 2), offs=ends)
-    in_order = made[order.argsort()].view(*ids.shape, -1)
-    return (in_order.to(wide) * shares[..., None].to(wide)).sum(1)
+    adapters = (None, None) if weights.adapters is None else weights.adapters.factors()
+    return weighted_experts(x, ids, shares, weights.up, weights.down, F.silu, *adapters)
 
 
 def decoder_layer(
@@ -155,6 +157,7 @@ def decoder_layer(
     limit: Tensor,
     weights: LayerWeights,
     ids: Tensor | None = None,
+    count: Count | None = None,
 ) -> Tensor:
     """Returns `hidden` [T, width] after the layer, in `wide_type`. `ends` and `limit` are those of the layout.
 
@@ -174,7 +177,7 @@ def decoder_layer(
     hidden = add_projected(hidden, y.flatten(1), weights.attention_out, shape.owners[1], shape.adapter_scale)
     x = normalized(hidden, weights.between, shape.epsilon).to(dtype)
     if weights.experts is not None:
-        return hidden + expert_sum(shape, x, weights.experts, ids)
+        return hidden + expert_sum(shape, x, weights.experts, ids, count)
     assert weights.mlp_in is not None
     assert weights.mlp_out is not None
     gate, up = project(x, weights.mlp_in, shape.owners[2], shape.adapter_scale)
@@ -223,8 +226,9 @@ class PlainDecoder:
         limit: Tensor,
         weights: LayerWeights,
         ids: Tensor | None = None,
+        count: Count | None = None,
     ) -> Tensor:
-        return decoder_layer(self._shape, hidden, cos, sin, ends, limit, weights, ids)
+        return decoder_layer(self._shape, hidden, cos, sin, ends, limit, weights, ids, count)
 
     def _own_layer(self) -> Callable[..., Tensor]:
         """Returns `_layer` with a code object of its own: torch stores and limits graphs by code object."""
@@ -255,11 +259,12 @@ class PlainDecoder:
             if layer is not self._layer:
                 for tensor in (hidden, cos, sin, layout.ends):
                     torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            ids = None
+            ids = count = None
             if weights.experts is not None:
                 ids = None if layout.routing is None else layout.routing[:, place]
+                count = layout.counts_of(place)
                 place += 1
-            arguments = (hidden, cos, sin, layout.ends, layout.limit, weights, ids)
+            arguments = (hidden, cos, sin, layout.ends, layout.limit, weights, ids, count)
             if self._checkpointing and training:
                 hidden = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -274,7 +279,8 @@ class PlainDecoder:
         experts = None
         if has_experts(layer):
             own_experts = layer.mlp.experts
-            experts = ExpertWeights(layer.mlp.gate.weight, own_experts.gate_up_proj, own_experts.down_proj)
+            adapters = own_experts if isinstance(own_experts, LoraExperts) else None
+            experts = ExpertWeights(layer.mlp.gate.weight, own_experts.gate_up_proj, own_experts.down_proj, adapters)
         return LayerWeights(
             layer.input_layernorm.weight,
             layer.post_attention_layernorm.weight,

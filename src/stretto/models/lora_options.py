@@ -13,7 +13,9 @@ class LoraOptions(Options):
     rank: int = Field(16, ge=1, le=65_536, description="Rank of the adapters")
     alpha: float | None = Field(None, gt=0, description="The adapters are scaled by alpha / rank; default: 2 * rank")
     targets: tuple[str, ...] = Field(
-        (), description="Suffixes of the names of the linear modules to adapt; empty: all except the output layer"
+        (),
+        description="Suffixes of the names of the linear modules to adapt; empty: all except the output layer. "
+        "`gate_up_proj` and `down_proj` name the weights of experts, which are adapted only if they are named",
     )
 
     @property

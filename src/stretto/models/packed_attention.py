@@ -10,6 +10,7 @@ The layout is passed through the model's own keyword arguments, so any number of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +49,14 @@ class PackedLayout:
     gather: torch.Tensor  # [sum of sequences * padded length] int64
     scatter: torch.Tensor  # [T] int64
     routing: torch.Tensor | None = None  # [T, layers, k] int64: the experts that the tokens go to; None: as routed
+    loads: Any = None  # `ExpertLoads` that counts the experts of the tokens; None: nobody counts
+    filling: int = 0  # tokens at the end that belong to no sample
+
+    def counts_of(self, place: int) -> Callable[[torch.Tensor], None] | None:
+        """Returns what counts the experts [T, k] of a layer, the `place`-th that has some; None: nobody counts."""
+        if self.loads is None:
+            return None
+        return lambda ids: self.loads.add(place, ids[: len(ids) - self.filling])
 
     def to(self, device: torch.device | str) -> PackedLayout:
         """Returns the same layout, for tensors on `device`."""

@@ -161,7 +161,7 @@ class RoutingTap:
 
 
 def replay_through_modules(model: nn.Module) -> None:
-    """Lets the layers of a model take their experts from `PackedLayout.routing`, if a layout has it.
+    """Lets the layers of a model take their experts from the `routing` of a `PackedLayout`, and count them in `loads`.
 
     Each layer hands its part of the record to its router as it runs, so a layer that is computed again in the backward
     pass replays the same record.
@@ -172,23 +172,29 @@ def replay_through_modules(model: nn.Module) -> None:
         own = [module for module in layer.modules() if type(module).__name__ in ROUTERS]
         if own:
             router = own[0]
-            router.replayed_ids = None
+            router.replayed_ids = router.count_ids = None
             router.register_forward_hook(_replay)
             layer.forward = functools.partial(_with_record, layer.forward, router, place)
             place += 1
 
 
 def _with_record(forward: Callable[..., Any], router: Any, place: int, *args: Any, **kwargs: Any) -> Any:
-    record: Tensor | None = getattr(kwargs.get(LAYOUT_ARGUMENT), "routing", None)
+    layout: Any = kwargs.get(LAYOUT_ARGUMENT)
+    record: Tensor | None = getattr(layout, "routing", None)
     router.replayed_ids = None if record is None else record[:, place]
+    router.count_ids = None if layout is None else layout.counts_of(place)
     try:
         return forward(*args, **kwargs)
     finally:
-        router.replayed_ids = None
+        router.replayed_ids = router.count_ids = None
 
 
 def _replay(router: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    return output if router.replayed_ids is None else _replay_these(router.replayed_ids, router, inputs, output)
+    if router.replayed_ids is not None:
+        output = _replay_these(router.replayed_ids, router, inputs, output)
+    if router.count_ids is not None:
+        router.count_ids(output[2])
+    return output
 
 
 @contextmanager
@@ -214,30 +220,50 @@ def _replay_these(
     return logits, gates(logits, ids, normalized=normalizes(router)).to(weights.dtype), ids
 
 
-def expert_loads(records: Sequence[NDArray[Any]], experts: int) -> NDArray[np.float64]:
-    """Returns the share of choices [layers, experts] that each expert got, over records [tokens, layers, k]."""
-    layers = records[0].shape[1]
-    counts = np.zeros((layers, experts), dtype=np.int64)
+class ExpertLoads:
+    """Counts the experts that tokens go to, in the forwards whose layout has it. The host waits for nothing.
+
+    A layer that is computed again in the backward pass counts its tokens twice, all of them, so shares are the same.
+    """
+
+    def __init__(self, shape: RoutingShape, device: torch.device) -> None:
+        self.shape = shape
+        self.counts = torch.zeros(shape.layers, shape.experts, dtype=torch.int64, device=device)
+
+    def add(self, place: int, ids: Tensor) -> None:
+        """Counts the experts `ids` [T, k] of the layer at `place` among those that have experts."""
+        chosen = ids.reshape(-1)
+        self.counts[place].scatter_add_(0, chosen.to(torch.int64), torch.ones_like(chosen, dtype=torch.int64))
+
+    def taken(self) -> NDArray[np.float64]:
+        """Returns the counts [layers, experts] since the last call, and begins again."""
+        counts: NDArray[np.float64] = self.counts.double().cpu().numpy()
+        self.counts.zero_()
+        return counts
+
+
+def recorded_loads(records: Sequence[NDArray[Any]], shape: RoutingShape) -> NDArray[np.int64]:
+    """Returns how many times each expert was chosen [layers, experts], over records [tokens, layers, k]."""
+    counts = np.zeros((shape.layers, shape.experts), dtype=np.int64)
     for record in records:
-        for layer in range(layers):
-            counts[layer] += np.bincount(record[:, layer].reshape(-1), minlength=experts)
-    shares: NDArray[np.float64] = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    return shares
+        for layer in range(shape.layers):
+            counts[layer] += np.bincount(record[:, layer].reshape(-1), minlength=shape.experts)
+    return counts
 
 
-def expert_metrics(records: Sequence[NDArray[Any] | None], shape: RoutingShape | None) -> dict[str, float]:
-    """Returns the imbalance and the entropy of the experts' loads over records [tokens, layers, k]; empty without any.
+def expert_metrics(counts: NDArray[Any]) -> dict[str, float]:
+    """Returns the imbalance and the entropy of the experts' loads, from counts [layers, experts]; empty without any.
 
     The imbalance of a layer is the share of its most loaded expert over that of an equal division: 1 is balanced. The
     entropy of a layer is that of its shares over the largest that it can have: 1 is balanced, 0 is one expert alone.
     """
-    given = [record for record in records if record is not None]
-    if shape is None or not given:
+    if not counts.any():
         return {}
-    loads = expert_loads(given, shape.experts)
-    imbalance = loads.max(1) * shape.experts
+    loads = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    experts = counts.shape[1]
+    imbalance = loads.max(1) * experts
     logs = np.log(loads, out=np.zeros_like(loads), where=loads > 0)
-    entropy = -(loads * logs).sum(1) / np.log(shape.experts)
+    entropy = -(loads * logs).sum(1) / np.log(experts)
     return {
         "expert_imbalance": float(imbalance.mean()),
         "expert_imbalance_max": float(imbalance.max()),

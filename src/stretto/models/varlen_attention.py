@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import library
 
+from stretto.models.float32_products import HALF, wide_type
+
 MAX_HEAD_SIZE = 256
-HALF = (torch.bfloat16, torch.float16)
 
 
 def flash_fits(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
@@ -137,12 +138,16 @@ def _reference(
 def _reference_backward(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes the gradients by formula: inside an operator there is no automatic differentiation."""
+    """Computes the gradients by formula: inside an operator there is no automatic differentiation.
+
+    In half precision it computes in float32, as flash attention does.
+    """
+    wide = wide_type(query.dtype)
     grads = tuple(torch.empty(each.shape, dtype=each.dtype) for each in (query, key, value))
     shared = query.shape[1] // key.shape[1]
     for start, end in itertools.pairwise(ends.tolist()):
-        q, upstream = (each[start:end].transpose(0, 1) for each in (query, grad))
-        k, v = (each[start:end].transpose(0, 1).repeat_interleave(shared, 0) for each in (key, value))
+        q, upstream = (each[start:end].transpose(0, 1).to(wide) for each in (query, grad))
+        k, v = (each[start:end].transpose(0, 1).to(wide).repeat_interleave(shared, 0) for each in (key, value))
         later = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
         chances = (q @ k.transpose(1, 2) * scale).masked_fill(later, float("-inf")).softmax(-1)
         chances_grad = upstream @ v.transpose(1, 2)

@@ -19,6 +19,8 @@ CROWDED_SHARE = 0.9  # of an instance's KV memory; above it, queued requests wai
 ENDING_SHARE = 0.05  # of `max_tokens`; a rollout with no more than this left is not worth moving
 LEAST_SPREAD = 0.1  # of the mean rows of a step: rows that vary less do not tell what a row costs
 OLD_SHARE = 0.98  # the weight that steps keep with each later sample
+OLD_SPEED_SHARE = 0.9  # the same in the speed of an instance
+LEAST_STEPS = 32  # of an instance before its speed counts: the first ones compile, or capture graphs
 
 
 class StepTimes:
@@ -44,6 +46,32 @@ class StepTimes:
             return None
         return max(0.0, (products / weight - mean * seconds / weight) / variance)
 
+    def expected(self, rows: float) -> float:
+        """Returns the seconds that a step of so many rows takes, on all instances together."""
+        weight, total_rows, seconds = self._sums[:3]
+        return max(0.0, seconds / weight + (self.per_row or 0.0) * (rows - total_rows / weight)) if weight else 0.0
+
+
+class InstanceSpeed:
+    """How fast one instance decodes, beside what is expected of a step of so many rows; later samples count more."""
+
+    def __init__(self) -> None:
+        self._expected_s = self._seconds = 0.0
+        self._steps = 0
+
+    def add(self, expected_s: float, seconds: float, steps: int) -> None:
+        """Adds steps that took so many seconds each, on average."""
+        self._expected_s = OLD_SPEED_SHARE * self._expected_s + steps * expected_s
+        self._seconds = OLD_SPEED_SHARE * self._seconds + steps * seconds
+        self._steps += steps
+
+    @property
+    def value(self) -> float | None:
+        """The speed: 1 if steps take as long as expected. None before it is measured."""
+        if self._steps < LEAST_STEPS or not self._seconds > 0 or not self._expected_s > 0:
+            return None
+        return self._expected_s / self._seconds
+
 
 class LoadSampler:
     """Samples the load of the rollouts in progress. For the loop's thread only."""
@@ -56,6 +84,7 @@ class LoadSampler:
         self._last: dict[int, EngineStats] = {}  # the report of each instance in the last sample
         self._prefill_rate = 0.0  # the highest so far
         self._steps = StepTimes()
+        self._speeds: dict[int, InstanceSpeed] = {}
 
     def context(self, rollout: Rollout, placement: Placement, load: EngineStats) -> int:
         """Estimates the tokens of a rollout's context: while an instance generates for it, a step adds one token."""
@@ -73,14 +102,17 @@ class LoadSampler:
         for instance, load in now.items():
             if (before := self._last.get(instance)) is not None:
                 self._measure_prefill(before, load)
-                self._measure_steps(before, load)
+                self._measure_steps(instance, before, load)
         self._last = now
+        self._speeds = {instance: speed for instance, speed in self._speeds.items() if instance in now}
         ending = frozenset(
             id
             for id, context in tokens.items()
             if self._in_progress[id].max_context - context <= ENDING_SHARE * self._max_tokens
         )
-        return core.LoadSampled(tokens, crowded, ending, self._costs())
+        speeds = {instance: speed.value for instance, speed in self._speeds.items()}
+        measured = {instance: value for instance, value in speeds.items() if value is not None}
+        return core.LoadSampled(tokens, crowded, ending, self._costs(), measured)
 
     def _costs(self) -> GroupCosts | None:
         """The costs of starting a group; None before they are measured."""
@@ -103,10 +135,12 @@ class LoadSampler:
             self._prefill_rate = prefilled / busy_s
             self.rates = replace(self.rates, prefill_tokens_per_s=self._prefill_rate)
 
-    def _measure_steps(self, before: EngineStats, load: EngineStats) -> None:
+    def _measure_steps(self, instance: int, before: EngineStats, load: EngineStats) -> None:
         """Adds the decode steps since the last sample, without the time of prefilling."""
         steps, busy_s = load.steps - before.steps, load.busy_s - before.busy_s
         if steps <= 0 or busy_s <= 0:
             return
         prefill_s = (load.prefilled - before.prefilled) / self._prefill_rate if self._prefill_rate else 0.0
-        self._steps.add((load.row_s - before.row_s) / busy_s, max(0.0, busy_s - prefill_s) / steps, steps)
+        rows, seconds = (load.row_s - before.row_s) / busy_s, max(0.0, busy_s - prefill_s) / steps
+        self._steps.add(rows, seconds, steps)
+        self._speeds.setdefault(instance, InstanceSpeed()).add(self._steps.expected(rows), seconds, steps)

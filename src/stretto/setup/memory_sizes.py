@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from stretto.engines.native.cache import PAGE
 from stretto.engines.native.prefill import CHUNKS as PREFILL_CHUNKS
 from stretto.engines.native.prefill import SIZES as PREFILL_SIZES
+from stretto.models.float32_products import HALF
 from stretto.models.loading import load_config
 from stretto.models.routing import shape_of_config
-from stretto.models.varlen_attention import HALF
 from stretto.recipe.schema import Recipe
 from stretto.training.logprobs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_TRAINED_HEAD
 

@@ -13,7 +13,7 @@ from stretto.engines.vllm.process import ChildProcess
 from stretto.environments.single_turn import Decode
 from stretto.errors import RecipeError
 from stretto.models.loading import load_config
-from stretto.models.lora import adapted_modules
+from stretto.models.lora import adapted_experts, adapted_modules
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import choose_device, choose_dtype, prepare_device
 from stretto.setup.memory import Footprint, footprint, free_for_instance
@@ -30,6 +30,11 @@ def check_vllm_model(recipe: Recipe, config: Any) -> None:
     if recipe.engine.type != "vllm":
         return
     text, devices = config.get_text_config(), recipe.engine.tensor_parallel
+    if experts := expert_targets(recipe, config):
+        raise RecipeError(
+            f'`model.lora.targets` names `{experts[0]}` of experts, which `engine.type = "vllm"` cannot adapt; leave '
+            'it out, or use "native"'
+        )
     if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None):
         raise RecipeError(
             f'`engine.type = "vllm"` is refused with `model.path = {recipe.model.path!r}`, a mixture of experts: vLLM '
@@ -54,9 +59,21 @@ def lora_targets(recipe: Recipe, config: Any) -> tuple[str, ...]:
     """Returns the last parts of the names of the layers that the recipe adapts; none with full weights."""
     if recipe.model.lora is None:
         return ()
+    names = adapted_modules(_without_weights(config), recipe.model.lora.targets)
+    return tuple(sorted({name.rpartition(".")[2] for name in names}))
+
+
+def expert_targets(recipe: Recipe, config: Any) -> tuple[str, ...]:
+    """Returns the names of the Parameters of experts that the recipe adapts."""
+    if recipe.model.lora is None:
+        return ()
+    found = adapted_experts(_without_weights(config), recipe.model.lora.targets)
+    return tuple(sorted({each for projections in found.values() for each in projections}))
+
+
+def _without_weights(config: Any) -> Any:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return tuple(sorted({name.rpartition(".")[2] for name in adapted_modules(model, recipe.model.lora.targets)}))
+        return AutoModelForCausalLM.from_config(config)
 
 
 def child_options(

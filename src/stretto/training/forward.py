@@ -22,11 +22,12 @@ from torch.utils.checkpoint import checkpoint
 from stretto.errors import ModelError
 from stretto.models.decoder import PlainDecoder, fits
 from stretto.models.float16_range import range_hint
+from stretto.models.float32_products import HALF
 from stretto.models.loading import moving_rotary
 from stretto.models.module_forward import run_modules
 from stretto.models.packed_attention import LAYOUT_ARGUMENT, PACKED_ATTENTION, PackedLayout, layout_of
 from stretto.models.routing import RoutingTap, replay_through_modules, replaying, routers_of
-from stretto.models.varlen_attention import HALF, flash_fits
+from stretto.models.varlen_attention import flash_fits
 from stretto.training.logprobs import token_logprobs
 from stretto.training.packing import MicroBatch
 
@@ -85,12 +86,13 @@ class PackedModel:
     ) -> None:
         """Chooses the forward of the decoder. Called once, after the adapters are in place.
 
-        With `plain`, `PlainDecoder` takes the place of transformers' modules; by default with flash attention, and with
-        `compiled`. `compiled` is on by default if `PlainDecoder` runs on CUDA. Raises `ModelError` if `compiled` is
-        true and `PlainDecoder` does not fit the model.
+        With `plain`, `PlainDecoder` takes the place of transformers' modules; by default in half precision, where it
+        rounds less often than they do, and with `compiled`. `compiled` is on by default if `PlainDecoder` runs on CUDA.
+        Raises `ModelError` if `compiled` is true and `PlainDecoder` does not fit the model.
         """
         on_cuda = self.head.weight.is_cuda
-        plain = (self.flash or bool(compiled)) if plain is None else plain
+        half_on_host = not on_cuda and self.head.weight.dtype in HALF
+        plain = (self.flash or half_on_host or bool(compiled)) if plain is None else plain
         mixture = bool(routers_of(self.model))
         possible = fits(self.model) and (self.flash or not on_cuda)
         if compiled and (mixture or not possible):

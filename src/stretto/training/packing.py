@@ -130,7 +130,7 @@ def micro_batch(
         num_targets=tuple(num_targets.tolist()),
         input_ids=input_ids,
         position_ids=position_ids,
-        layout=replace(layout, gather=gather, scatter=scatter, ends=ends.int(), routing=experts),
+        layout=replace(layout, gather=gather, scatter=scatter, ends=ends.int(), routing=experts, filling=filling),
         predicts=on_predicts,
         targets=on_targets,
         behaviour_logprobs=behaviour_logprobs,

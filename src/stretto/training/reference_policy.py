@@ -14,7 +14,7 @@ from torch import nn
 
 from stretto.errors import ModelError
 from stretto.models.host_to_device import copied_to_device
-from stretto.models.lora import LoraLinear
+from stretto.models.lora import ADAPTED
 from stretto.training.flops import Costs
 from stretto.training.forward import PackedModel
 from stretto.training.mini_batches import MicroBatchPlan
@@ -44,7 +44,7 @@ class Reference:
     @classmethod
     def without_adapters(cls, packed: PackedModel) -> Reference:
         """The policy with its LoRA adapters switched off."""
-        layers = [module for module in packed.model.modules() if isinstance(module, LoraLinear)]
+        layers = [module for module in packed.model.modules() if isinstance(module, ADAPTED)]
         if not layers:
             raise ModelError(
                 "the policy has no adapters to switch off: name the model to stay near in `algorithm.kl.reference`"
@@ -54,7 +54,7 @@ class Reference:
     @classmethod
     def first_policy(cls, packed: PackedModel) -> Reference:
         """The policy as it is now, at the beginning of a run that continues an adapter. Copies the adapters."""
-        layers = [module for module in packed.model.modules() if isinstance(module, LoraLinear)]
+        layers = [module for module in packed.model.modules() if isinstance(module, ADAPTED)]
         adapters = [part.detach() for layer in layers for part in (layer.lora_A, layer.lora_B)]
         return cls(packed, adapters, [each.clone() for each in adapters])
 

@@ -32,7 +32,7 @@ from stretto.models.adapters import Adapter, install_adapter
 from stretto.models.float16_range import range_hint
 from stretto.models.lora import inject_lora
 from stretto.models.lora_options import LoraOptions
-from stretto.models.routing import expert_metrics, replayed_shape
+from stretto.models.routing import ExpertLoads, expert_metrics, recorded_loads, replayed_shape, routing_shape
 from stretto.objectives.base import ObjectiveOptions
 from stretto.objectives.grpo import GrpoOptions
 from stretto.objectives.length_options import OverlongOptions, overlong_refusal
@@ -161,6 +161,8 @@ class LocalTrainer:
         self.tokenizer = tokenizer
         self.model.eval()  # no dropout: a ratio compares two policies, not two masks
         self.routing = replayed_shape(model.config, self.options.routing, keeps=self.options.keep_routing)
+        shape = routing_shape(model)
+        self.loads = None if shape is None else ExpertLoads(shape, next(model.parameters()).device)
         self.packed = PackedModel(model)
         adapted: tuple[str, ...] = ()
         if lora is not None:
@@ -301,6 +303,8 @@ class LocalTrainer:
         """
         advantages, critic_metrics = known or self._compute_advantages(batch, mini_batches, shaped.rewards)
         refuse_overflow(batch, advantages, self._dtype)
+        if self.loads is not None:
+            self.loads.taken()  # of an update that failed
         collector, gradients = TokenCollector(), list[_Gradient]()
         for mini_batch in mini_batches[:-1]:
             gradients.append(self._compute_gradient(batch, mini_batch, advantages, collector))
@@ -332,7 +336,7 @@ class LocalTrainer:
             **metrics,
             **staleness_metrics(batch, tokens),
             **engine.metrics,
-            **expert_metrics([sample.completion.routing for sample in batch.samples], self.routing),
+            **self._load_metrics(batch),
             "skipped_sequences": float(len(batch.samples) - len(computed)),
             "micro_tokens": float(batch.micro_tokens or self.micro_tokens),
             "micro_batches": float(sum(mini_batch.num_micro_batches for mini_batch in mini_batches)),
@@ -348,6 +352,15 @@ class LocalTrainer:
         scale = None if self.scale is None else self.scale.value
         reports = token_reports(batch, tokens, advantages, scale) if batch.reports_tokens else ()
         return _Measurements(metrics, engine.kl_sum, engine.tokens, flops, advantages.digest(), reports)
+
+    def _load_metrics(self, batch: Batch) -> dict[str, float]:
+        """Returns the load of experts: of all recorded tokens, or of those that this update has computed."""
+        if self.loads is None:
+            return {}
+        records = [sample.completion.routing for sample in batch.samples if sample.completion.routing is not None]
+        if records:
+            return expert_metrics(recorded_loads(records, self.loads.shape))
+        return expert_metrics(self.ranks.total(self.loads.taken()))
 
     # -- before the first step -----------------------------------------------------------------------------------------
 
@@ -489,6 +502,8 @@ class LocalTrainer:
         """Runs the forward and the backward pass of a micro-batch, which adds to the gradient."""
         packed = self._pack(batch, plan, advantages=advantages.values, weights=mini_batch.weights)
         micro = masked(self.algorithm, batch, packed)
+        if self.loads is not None and any(batch.samples[index].completion.routing is None for index in plan.samples):
+            micro = replace(micro, layout=replace(micro.layout, loads=self.loads))
         states = self.packed.states(micro)
         logprobs, entropies = self.packed.logprobs(
             micro, self.temperature, entropy_gradient=self.algorithm.entropy is not None, states=states

@@ -131,7 +131,7 @@ def test_engines_over_one_base_read_the_same_memory() -> None:
 def test_what_is_resident_after_a_load_is_what_was_sent() -> None:
     model = build("qwen3")
     engine = native(model, versions=(0, 1))
-    for name, linear in engine._slots._linears.items():  # type: ignore[union-attr]
+    for name, linear in engine._slots._adapted.items():  # type: ignore[union-attr]
         for version in (0, 1):
             a, b = linear.resident(version)
             assert torch.equal(a, adapter(model, version).tensors[f"{name}.lora_A"])

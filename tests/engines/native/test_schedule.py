@@ -213,7 +213,7 @@ def test_a_turn_whose_prefill_gives_way_leaves_nothing_behind(how):
 
 def test_logits_that_are_no_numbers_leave_nothing_behind(how):
     engine = made(how)
-    for linear in engine._slots._linears.values():
+    for linear in engine._slots._adapted.values():
         linear.resident(0)[1].fill_(float("nan"))
     drive(engine, [first(0)])
     assert engine._cache.num_free == engine._cache.num_pages

@@ -328,7 +328,7 @@ def test_an_aborted_row_leaves_no_trace(device):
 
 def test_logits_that_are_no_numbers_fail_the_request_alone(device):
     engine = overlapped(device, versions=(0, 1))
-    for linear in engine._slots._linears.values():
+    for linear in engine._slots._adapted.values():
         linear.resident(1)[1].fill_(float("nan"))
     done = drive(engine, requests(8, versions=(0, 1)))
     expected = drive(mixed(versions=(0, 1)), requests(8, versions=(0, 1)))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.engines.native.lora_slots import SlotMask, SlottedLinear
-from stretto.models.float32_products import adds_in_place, wide_mm
+from stretto.models.float32_products import HALF, adds_in_place, wide_mm
 
 ADDED_FROM = 1024  # tokens of a product that adds to the residual stream itself; few tokens are bound by the weights
 Linear = nn.Linear | SlottedLinear
@@ -138,18 +138,18 @@ class JoinedProduct:
         return y.addmm_(h, self.b, alpha=self._mask.scale)
 
     def add_to(self, stream: Tensor, x: Tensor) -> None:
-        stream.addmm_(x, self.weight)
+        add_product(stream, x, self.weight)
         if self.bias is not None:
             stream.add_(self.bias)
         if self._mask is not None:
             h = torch.mm(x, self.a).masked_fill_(self._mask.foreign_of[self._num_adapted], 0.0)
-            stream.addmm_(h, self.b, alpha=self._mask.scale)
+            add_product(stream, h, self.b, self._mask.scale)
 
     def trials(self, generator: torch.Generator) -> Iterator[Callable[[Tensor], Tensor]]:
         """Yields each product of a forward as a function of [tokens, in], with random numbers for the adapters."""
         weight, bias = self.weight, self.bias
         yield lambda x: torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
-        yield lambda x: x.new_ones(x.shape[0], weight.shape[1]).addmm_(x, weight)
+        yield lambda x: add_product(torch.ones(x.shape[0], weight.shape[1]), x, weight)
         if self._mask is not None:
             yield from adapter_trials(self.in_features, self.b, generator)
 
@@ -161,6 +161,15 @@ def adapter_trials(in_features: int, b: Tensor, generator: torch.Generator) -> I
     second = torch.randn(columns, width, generator=generator).to(b)
     yield lambda x: torch.mm(x, first)
     yield lambda x: x.new_ones(x.shape[0], width).addmm_(torch.mm(x, first), second, alpha=2.0)
+    if b.dtype in HALF:
+        yield lambda x: add_product(torch.ones(x.shape[0], width), torch.mm(x, first), second, 2.0)
+
+
+def add_product(stream: Tensor, x: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+    """Adds `scale * (x @ weight)` to the float32 stream in place; products of half precision are not rounded."""
+    if x.dtype in HALF:
+        return stream.add_(wide_mm(x, weight), alpha=scale)
+    return stream.addmm_(x, weight, alpha=scale)
 
 
 def joined(weights: Sequence[Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from stretto.engines.native.batched_linears import Product
 from stretto.engines.native.cache import KVCache
 from stretto.engines.native.decoder_protocol import Attend
+from stretto.engines.native.expert_slots import SlottedExperts, as_linear, expert_layers
 from stretto.engines.native.kernels.experts import choose_experts
 from stretto.engines.native.kernels.kernel_set import Kernels
 from stretto.engines.native.lora_slots import SlotMask, SlottedLinear
@@ -47,28 +48,26 @@ class Experts:
         self._normalized = normalizes(block.gate)
         self._up, self._down = block.experts.gate_up_proj.detach(), block.experts.down_proj.detach()
         self._activation, self._kernels = kernels.activation(block.experts.act_fn), kernels
+        self._slotted = block.experts if isinstance(block.experts, SlottedExperts) else None
         self.padding = 0  # fewest rows of a product on a CPU, found by `exact_padding`
 
     @property
     def layers(self) -> list[nn.Linear]:
         """The products of the router and of one expert, as linear layers for `exact_padding`."""
-        return [_as_linear(weight) for weight in (self._router, self._up[0], self._down[0])]
+        return [as_linear(self._router), *expert_layers(self._up, self._down, self._slotted)]
 
-    def add_to(self, stream: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Adds the output to the stream, or returns it for `add_norm` to add; and the ids [T, k] of the experts."""
+    def __call__(self, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the output [T, width] in float32, for `add_norm` to add, and the ids [T, k] of the experts.
+
+        `slots` [T] are those of the tokens' versions.
+        """
         weights, ids = choose_experts(x, self._router, self._chosen, normalized=self._normalized)
         kernels = self._kernels
-        made = kernels.experts(x, ids, weights, self._up, self._down, kernels.gate, self._activation, self.padding)
-        if kernels.float32_stream:
-            return made, ids
-        stream += made
-        return None, ids
-
-
-def _as_linear(weight: Tensor) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    return linear
+        made = kernels.experts(
+            x, ids, weights, self._up, self._down, kernels.gate, self._activation, self.padding,
+            None if self._slotted is None else self._slotted.adapters(slots),
+        )  # fmt: skip
+        return made, ids
 
 
 class FusedLayer:
@@ -120,7 +119,7 @@ class FusedDecoder:
         self._layers = [FusedLayer(layer, kernels) for layer in tree.model.layers]
         self._norm = Norm.of(tree.model.norm)
         self._rotary = _rotary_table(tree, max_context + 1, signed=kernels.signed_sines)
-        adapted = [module for module in tree.modules() if isinstance(module, SlottedLinear)]
+        adapted = [module for module in tree.modules() if isinstance(module, SlottedLinear | SlottedExperts)]
         self._rank = adapted[0].rank if adapted else 0
         self._mask: SlotMask | None = adapted[0].mask if adapted else None
         self.vocabulary = int(tree.lm_head.weight.shape[0])
@@ -153,8 +152,7 @@ class FusedDecoder:
         heads, kv_heads, size = self._heads, self._kv_heads, self._size
         cut = len(self._layers) - 1 if keep is not None and attend_kept is not None else -1
         stream = F.embedding(tokens, self._embedding)
-        if kernels.float32_stream:
-            stream = stream.to(wide_type(stream.dtype))
+        stream = stream.to(wide_type(stream.dtype))
         attended = self._embedding.new_empty(count, heads, size)
         angles = kernels.prepare(self._rotary, positions, slots, self._mask)
         x: Tensor | None = None  # x and q are memory that the kernels may write to again
@@ -182,7 +180,7 @@ class FusedDecoder:
             added, norm = out.add_to(stream, attended.reshape(q.shape[0], -1)), layer.between
             x = kernels.add_norm(stream, added, norm.weight, norm.epsilon, slots, out.bs[0], rank, out.scale, x)
             if layer.experts is not None:
-                (added, ids), b, scale = layer.experts.add_to(stream, x), None, 1.0
+                (added, ids), b, scale = layer.experts(x, slots), None, 1.0
                 routed.append(ids)
                 continue
             up, down = layer.gate_up, layer.down
@@ -212,9 +210,7 @@ class FusedDecoder:
 
     def _logits(self, x: Tensor) -> Tensor:
         weight, bias = self._head
-        if self._kernels.float32_stream:
-            return wide_logits(x, weight, bias).float()
-        return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+        return wide_logits(x, weight, bias).float()
 
 
 def _rotary_table(tree: Any, positions: int, *, signed: bool) -> Tensor:

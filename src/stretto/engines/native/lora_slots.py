@@ -23,6 +23,7 @@ class SlotMask:
         self._width = slots * rank
         self._slot_of_column = torch.arange(slots, device=device).repeat_interleave(rank).repeat(FUSED)
         self.scale = 1.0
+        self.slots = torch.zeros(1, dtype=torch.int64, device=device)  # of each token, or of all
         # By the number of layers side by side in one product: [tokens or 1, layers * slots * rank].
         self.foreign_of: tuple[Tensor, ...] = ()
         self._set(torch.zeros(1, FUSED * self._width, dtype=torch.bool, device=device))
@@ -33,6 +34,7 @@ class SlotMask:
 
     def choose(self, slots: Tensor) -> None:
         """Sets the slot [tokens] of every token of the next forward."""
+        self.slots = slots
         self._set(slots.unsqueeze(1) != self._slot_of_column)
 
     def _set(self, foreign: Tensor) -> None:
@@ -72,6 +74,11 @@ class SlottedLinear(nn.Module):
         """Moves the adapters of all slots into `a` and `b`, views of the memory that a fused product reads."""
         self.lora_a, self.lora_b = a.copy_(self.lora_a), b.copy_(self.lora_b)
         self._keep_operands()
+
+    @property
+    def shapes(self) -> tuple[torch.Size, torch.Size]:
+        """The shapes of the adapter of one slot, as it is received."""
+        return torch.Size((self.rank, self.in_features)), torch.Size((self.out_features, self.rank))
 
     def resident(self, slot: int) -> tuple[Tensor, Tensor]:
         """Returns the adapter in `slot` as it was received: A [r, in] and B [out, r], views of the forward's memory."""

@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.engines.native.batched_linears import JoinedProduct, adapter_trials
+from stretto.engines.native.expert_slots import SlottedExperts
 from stretto.engines.native.lora_slots import SlottedLinear
 from stretto.engines.native.rows import MAX_PADDING
 from stretto.engines.native.transformers_forward import Attention, use_paged_attention
 from stretto.errors import ModelError
 from stretto.models.float16_range import range_hint
+from stretto.models.float32_products import HALF, wide_logits
 from stretto.models.loading import moving_rotary
 
 logger = logging.getLogger(__name__)
@@ -106,8 +108,11 @@ def fuse_norms(tree: nn.Module) -> None:
 def batch_experts(tree: nn.Module, max_tokens: int) -> bool:
     """Lets experts, if there are any, compute token by token; returns False if that would take too much memory.
 
-    Grouped by expert, the number of rows of a product depends on the experts that the neighbours chose.
+    Grouped by expert, the number of rows of a product depends on the experts that the neighbours chose. Experts with
+    adapters are padded instead.
     """
+    if any(isinstance(module, SlottedExperts) for module in tree.modules()):
+        return True
     config: Any = tree.config
     text = config.get_text_config()
     chosen = getattr(text, "num_experts_per_tok", None)
@@ -139,7 +144,8 @@ def exact_padding(layers: Iterable[object], max_tokens: int) -> tuple[int, bool]
             pending[layer.shape] = layer
         elif isinstance(layer, nn.Linear | SlottedLinear):
             adapted = isinstance(layer, SlottedLinear)
-            pending[(layer.in_features, layer.out_features, layer.bias is None, adapted)] = layer
+            strides = layer.weight.stride()
+            pending[(layer.in_features, layer.out_features, layer.bias is None, adapted, strides)] = layer
     padding = 0
     for padding in PADDINGS:
         pending = {shape: layer for shape, layer in pending.items() if not _rows_agree(layer, padding, max_tokens)}
@@ -159,6 +165,8 @@ def _trials(layer: Any, generator: torch.Generator) -> Iterator[Callable[[Tensor
         yield from layer.trials(generator)
         return
     yield lambda x: F.linear(x, layer.weight, layer.bias)
+    if layer.weight.dtype in HALF:
+        yield lambda x: wide_logits(x, layer.weight, layer.bias)
     if isinstance(layer, SlottedLinear):
         yield from adapter_trials(layer.in_features, layer.lora_b, generator)
 

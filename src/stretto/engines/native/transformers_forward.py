@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 
 from stretto.engines.native.cache import KVCache
 from stretto.engines.native.decoder_protocol import Attend
+from stretto.engines.native.expert_slots import SlottedExperts, expert_layers
 from stretto.engines.native.lora_slots import SlotMask, SlottedLinear
 from stretto.engines.native.versions import Slots
 from stretto.errors import ModelError
@@ -119,20 +120,25 @@ class StockDecoder:
         self._tree, self._attention, self._slots = tree, attention, slots
         records = attention.cache is not None and attention.cache.routing is not None
         self._tap = RoutingTap(tree) if records else None
-        adapted = [module for module in tree.modules() if isinstance(module, SlottedLinear)]
+        self._experts = [module for module in tree.modules() if isinstance(module, SlottedExperts)]
+        adapted = [module for module in tree.modules() if isinstance(module, SlottedLinear | SlottedExperts)]
         self._mask: SlotMask | None = adapted[0].mask if adapted else None
         self.vocabulary = int(tree.get_output_embeddings().weight.shape[0])
 
     @property
     def layers(self) -> Iterator[object]:
-        return iter(self._tree.modules())
+        yield from self._tree.modules()
+        for each in self._experts:
+            yield from expert_layers(each.gate_up_proj, each.down_proj, each)
 
     @property
     def scale(self) -> float:
         return 1.0 if self._mask is None else self._mask.scale
 
     def pad_experts(self, rows: int) -> None:
-        """Does nothing: the experts of transformers run token by token, or grouped without padding."""
+        """Pads the products of experts that have adapters; those of transformers run token by token, or grouped."""
+        for each in self._experts:
+            each.padding = rows
 
     def __call__(
         self,

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from stretto.engines.native.expert_slots import ExpertSlots, slot_experts
 from stretto.engines.native.kernels.resident_weights import DeviceResident, PlainResident, Resident, fits
 from stretto.engines.native.lora_slots import SlotMask, SlottedLinear, slot_linears
 from stretto.errors import ChecksumError, ModelError
@@ -57,7 +58,10 @@ class LoraSlots:
         tree = second_tree(model, share=True)
         device = next(model.parameters()).device
         self._mask = SlotMask(count, rank, device)
-        self._linears = slot_linears(tree, targets, count, rank, self._mask)
+        self._adapted: dict[str, SlottedLinear | ExpertSlots] = {
+            **slot_linears(tree, targets, count, rank, self._mask),
+            **slot_experts(tree, targets, count, rank, self._mask),
+        }
         self._rank = rank
         self._scales: dict[int, float] = {}
         self._used: set[int] = set()  # slots that may hold something other than zeros
@@ -66,11 +70,10 @@ class LoraSlots:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._expected: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        for name, linear in self._linears.items():
-            dtype = linear.weight.dtype
-            self._expected[f"{name}.lora_A"] = torch.Size((rank, linear.in_features)), dtype
-            self._expected[f"{name}.lora_B"] = torch.Size((linear.out_features, rank)), dtype
-        self._placed: list[tuple[SlottedLinear, object]] = []
+        for name, layer in self._adapted.items():
+            for leaf, shape in zip(("lora_A", "lora_B"), layer.shapes, strict=True):
+                self._expected[f"{name}.{leaf}"] = shape, layer.weight.dtype
+        self._placed: list[tuple[SlottedLinear | ExpertSlots, object]] = []
         self._views: dict[int, dict[str, Tensor]] = {}
         self._residents: dict[int, Resident] = {}
         self.trees: Sequence[nn.Module] = (tree,)
@@ -130,13 +133,13 @@ class LoraSlots:
 
     def _views_of(self, slot: int) -> dict[str, Tensor]:
         """Returns the adapters in a slot as they were received, as views of the memory that the forward reads."""
-        if any(linear.operands is not operands for linear, operands in self._placed):
+        if any(layer.operands is not operands for layer, operands in self._placed):
             self._views, self._residents, self._placed = {}, {}, []  # a decoder has moved the adapters
         if slot not in self._views:
-            self._placed = [(linear, linear.operands) for linear in self._linears.values()]
+            self._placed = [(layer, layer.operands) for layer in self._adapted.values()]
             self._views[slot] = {}
-            for name, linear in self._linears.items():
-                self._views[slot][f"{name}.lora_A"], self._views[slot][f"{name}.lora_B"] = linear.resident(slot)
+            for name, layer in self._adapted.items():
+                self._views[slot][f"{name}.lora_A"], self._views[slot][f"{name}.lora_B"] = layer.resident(slot)
         return self._views[slot]
 
     def clear(self, slot: int) -> None:

@@ -11,7 +11,13 @@ from kernel_references import gate as reference_gate
 from torch import Tensor
 
 from stretto.engines.native.kernels import cpu_layers
-from stretto.engines.native.kernels.experts import choose_experts, grouped_experts, looped_experts
+from stretto.engines.native.kernels.experts import (
+    ExpertAdapters,
+    SlotFactors,
+    choose_experts,
+    grouped_experts,
+    looped_experts,
+)
 
 
 def given(tokens: int, experts: int = 6, chosen: int = 2, width: int = 16, inner: int = 24) -> list[Tensor]:
@@ -37,12 +43,30 @@ def by_token(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor) 
     return torch.stack(rows)
 
 
-def grouped(*arguments: Tensor) -> Tensor:
-    return grouped_experts(*arguments, reference_gate, "silu", 0)
+def grouped(*arguments: Tensor, adapters: ExpertAdapters | None = None) -> Tensor:
+    return grouped_experts(*arguments, reference_gate, "silu", 0, adapters)
 
 
-def looped(*arguments: Tensor, padding: int = 8) -> Tensor:
-    return looped_experts(*arguments, cpu_layers.gate, F.silu, padding)
+def looped(*arguments: Tensor, padding: int = 8, adapters: ExpertAdapters | None = None) -> Tensor:
+    return looped_experts(*arguments, cpu_layers.gate, F.silu, padding, adapters)
+
+
+def adapters_of(tokens: int, up: Tensor, down: Tensor, slots: int = 3, rank: int = 4) -> ExpertAdapters:
+    """Random adapters in all slots, and a slot for each token."""
+    generator = torch.Generator().manual_seed(tokens + 1)
+
+    def factors(weight: Tensor) -> SlotFactors:
+        experts, out, width = weight.shape
+        shapes = (experts, slots, rank, width), (experts, slots, rank, out)
+        return SlotFactors(*(torch.randn(*shape, generator=generator) * 0.3 for shape in shapes))
+
+    own = torch.randint(0, slots, (tokens,), generator=generator)
+    return ExpertAdapters(factors(up), factors(down), own, 1.5)
+
+
+def merged(weight: Tensor, factors: SlotFactors, slot: int, scale: float) -> Tensor:
+    a, b = factors.a[:, slot].double(), factors.b[:, slot].double()
+    return weight.double() + scale * b.transpose(1, 2) @ a
 
 
 @pytest.mark.parametrize("compute", [grouped, looped])
@@ -77,3 +101,41 @@ def test_on_a_cpu_a_token_does_not_depend_on_its_neighbours() -> None:
     for start, end in ((0, 1), (3, 10), (17, 40)):
         own = slice(start, end)
         assert torch.equal(looped(x[own], ids[own], weights[own], up, down, padding=64), whole[own])
+
+
+@pytest.mark.parametrize("compute", [grouped, looped])
+@pytest.mark.parametrize("only", ["up", "down", "both"])
+def test_every_token_gets_the_adapters_of_its_own_slot(compute: Callable[..., Tensor], only: str) -> None:
+    x, ids, weights, up, down = given(40)
+    adapters = adapters_of(40, up, down)
+    if only != "both":
+        adapters = adapters._replace(**{"down" if only == "up" else "up": None})
+    found = compute(x, ids, weights, up, down, adapters=adapters).double()
+    for token in range(40):
+        slot, own = int(adapters.slots[token]), slice(token, token + 1)
+        of_up = up if adapters.up is None else merged(up, adapters.up, slot, 1.5)
+        of_down = down if adapters.down is None else merged(down, adapters.down, slot, 1.5)
+        assert torch.allclose(found[own], by_token(x[own], ids[own], weights[own], of_up, of_down), atol=1e-4)
+
+
+def test_a_version_that_is_not_finite_reaches_no_token_of_another() -> None:
+    x, ids, weights, up, down = given(20)
+    adapters = adapters_of(20, up, down)
+    expected = grouped(x, ids, weights, up, down, adapters=adapters)
+    assert adapters.up is not None
+    adapters.up.b[:, 1] = float("nan")
+    found = grouped(x, ids, weights, up, down, adapters=adapters)
+    others = adapters.slots != 1
+    assert torch.equal(found[others], expected[others])
+    assert found[~others].isnan().all()
+
+
+def test_on_a_cpu_a_token_with_adapters_does_not_depend_on_its_neighbours() -> None:
+    torch.set_num_threads(1)
+    x, ids, weights, up, down = given(40)
+    adapters = adapters_of(40, up, down)
+    whole = looped(x, ids, weights, up, down, padding=64, adapters=adapters)
+    for start, end in ((0, 1), (3, 10), (17, 40)):
+        own = slice(start, end)
+        part = adapters._replace(slots=adapters.slots[own])
+        assert torch.equal(looped(x[own], ids[own], weights[own], up, down, padding=64, adapters=part), whole[own])

@@ -24,6 +24,10 @@ def slot(dtype: torch.dtype, number: int = 1) -> dict[str, Tensor]:
         own = slice(number * RANK, (number + 1) * RANK)
         views[f"{name}.lora_A"] = whole[out:][own]
         views[f"{name}.lora_B"] = torch.zeros(SLOTS * RANK, out, dtype=dtype, device=DEVICE)[own].t()
+    # Those of experts lie by expert and then by slot, with a rank that is padded.
+    for leaf, width in (("lora_A", 12), ("lora_B", 30)):
+        whole = torch.zeros(5, SLOTS, RANK + 3, width, dtype=dtype, device=DEVICE)[:, number, :RANK]
+        views[f"layers.3.experts.{leaf}"] = whole if leaf == "lora_A" else whole.transpose(1, 2)
     return views
 
 
@@ -91,7 +95,7 @@ def test_the_largest_finite_values_are_finite():
 def test_tensors_of_a_host_or_with_gaps_arrive_too():
     views = slot(torch.bfloat16)
     tensors = version(views)
-    gaps = {name: tensor.t().contiguous().t() for name, tensor in tensors.items()}
+    gaps = {name: tensor.mT.contiguous().mT for name, tensor in tensors.items()}
     for sent in (gaps, {name: tensor.cpu() for name, tensor in tensors.items()}):
         assert on_device(views).receive(sent, SCALE).checksum == checksum(tensors, SCALE)
 

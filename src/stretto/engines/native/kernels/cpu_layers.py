@@ -2,7 +2,8 @@
 
 A decode step of a small model on a CPU is bound by the number of its operations, not by their size. The signatures are
 those of `layers.py`. The adapters are applied in the products (`JoinedProduct`), so nothing of them arrives here, and
-the products have added themselves to the residual stream.
+the products have added themselves to the residual stream. Values are rounded where the kernels of a GPU round them: the
+input of a product or of attention to the type of the weights, once.
 """
 
 from __future__ import annotations
@@ -52,11 +53,14 @@ def add_norm(
     scale: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Returns the norm of the stream. In float32, five small operations are faster than the call for it."""
-    assert added is None
-    if stream.dtype != torch.float32:
-        return F.rms_norm(stream, weight.shape, weight, epsilon)
-    return torch.mul(stream, _inverse_norm(stream, epsilon)).mul_(weight)
+    """Adds the output of experts to the stream; returns its norm in the type of `weight`.
+
+    Five small operations are faster than the call for it.
+    """
+    if added is not None:
+        stream += added
+    x = torch.mul(stream, _inverse_norm(stream, epsilon)).mul_(weight)
+    return x if x.dtype == weight.dtype else x.to(weight.dtype)
 
 
 def split_heads(
@@ -82,8 +86,10 @@ def split_heads(
     tokens, both = qkv.shape[0], heads + kv_heads
     qk, v = qkv.split_with_sizes((both * size, kv_heads * size), 1)
     x = qk.view(tokens, both, size).transpose(0, 1)  # [heads and kv heads, tokens, size]
+    if x.dtype != torch.float32:
+        x = x.float()
     if q_weight is not None:
-        x = F.rms_norm(x, (size,), None, epsilon) if x.dtype != torch.float32 else x * _inverse_norm(x, epsilon)
+        x = x * _inverse_norm(x, epsilon)
     x = x.contiguous()
     q, k = x.split_with_sizes((heads, kv_heads))
     if q_weight is not None and k_weight is not None:
@@ -91,6 +97,8 @@ def split_heads(
         k.mul_(k_weight)
     turned = x.roll(size // 2, -1)
     x.mul_(angles[0]).addcmul_(turned, angles[1])
+    if x.dtype != qkv.dtype:
+        q, k = x.to(qkv.dtype).split_with_sizes((heads, kv_heads))
     keys.index_copy_(0, write_slots, k.transpose(0, 1).to(keys.dtype))
     values.index_copy_(0, write_slots, v.view(tokens, kv_heads, size).to(values.dtype))
     return q.transpose(0, 1)
@@ -108,4 +116,6 @@ def gate(
 ) -> Tensor:
     """Returns `activation(gate) * up`."""
     gated, up = gate_up.chunk(2, 1)
+    if gated.dtype != torch.float32:
+        return activation(gated.float()).mul_(up).to(gated.dtype)
     return activation(gated).mul_(up)

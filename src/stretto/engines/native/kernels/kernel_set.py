@@ -44,7 +44,6 @@ class Kernels:
     paged: PagedKernels | None  # None: prompts are prefilled in the same forward as the decoding rows, a mixed batch
     overlap: bool  # the host takes the results of a step in while the next one runs; never in mixed batches
     signed_sines: bool  # of the rotary table that `prepare` takes
-    float32_stream: bool  # the residual stream and the logits are float32, whatever the type of the weights
     float32_cache: bool  # so are keys and values
     float16: bool  # the fused decoder runs in float16
 
@@ -65,7 +64,6 @@ TRITON = Kernels(
     paged=PagedKernels(draw, plan_items, paged_decode, paged_extend, dense_causal),
     overlap=True,
     signed_sines=False,
-    float32_stream=True,
     float32_cache=False,
     float16=True,
 )
@@ -82,7 +80,6 @@ CPU = Kernels(
     paged=None,
     overlap=False,
     signed_sines=True,
-    float32_stream=False,
     float32_cache=True,  # the sampled product over the cache wants float32; a wider cache loses nothing
     # A CPU adds a float16 product up by how its weight lies in memory. Weights that `JoinedProduct` had moved would
     # train to other bits than the same weights of a replay.

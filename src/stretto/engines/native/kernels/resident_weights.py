@@ -25,7 +25,9 @@ from stretto.models.triton_jit import kernel, tl
 
 BLOCK = 4_096  # values a program
 WARPS = 8
-FIELDS = 6  # of a tensor in the table: address, stride of rows, of columns, columns, values, first place in the fold
+# Of a tensor in the table: address, strides of matrices, rows and columns, rows, columns, values, and the place of its
+# first value in the fold. A matrix is one matrix.
+FIELDS = 8
 # The bits of the exponent: a value is not finite if all of them are set.
 EXPONENTS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
 INTEGERS = {2: torch.int16, 4: torch.int32}
@@ -68,7 +70,7 @@ class PlainResident:
 class DeviceResident:
     """Copies and confirms by kernels, on a stream beside the steps of an engine; the caller waits for it alone.
 
-    `stream` is None in Triton's interpreter. The views are matrices of one type in `EXPONENTS`.
+    `stream` is None in Triton's interpreter. The views are matrices, or rows of them, of one type in `EXPONENTS`.
     """
 
     def __init__(self, views: Mapping[str, Tensor], stream: torch.cuda.Stream | None) -> None:
@@ -82,7 +84,7 @@ class DeviceResident:
         for name in sorted(views):  # the order in which a checksum counts values
             starts[name], at = at, at + lengths[name]
         table = [
-            (view.data_ptr(), *view.stride(), view.shape[1], lengths[name], starts[name])
+            (view.data_ptr(), *(0, *view.stride())[-3:], *view.shape[-2:], lengths[name], starts[name])
             for name, view in views.items()
         ]
         counts = [-(-length // BLOCK) for length in lengths.values()]
@@ -131,8 +133,9 @@ class DeviceResident:
 
 def fits(views: Iterable[Tensor]) -> bool:
     """True if `DeviceResident` takes these views."""
-    found = {(view.dim(), view.dtype, view.numel() < 1 << 31) for view in views}
-    return len(found) == 1 and all(dim == 2 and dtype in EXPONENTS and small for dim, dtype, small in found)
+    shown = list(views)
+    one_type = len({view.dtype for view in shown}) == 1 and shown[0].dtype in EXPONENTS
+    return one_type and all(view.dim() in (2, 3) and view.numel() < 1 << 31 for view in shown)
 
 
 @kernel()
@@ -141,10 +144,12 @@ def _block(table, blocks, like, num_blocks, FIELDS: tl.constexpr, BLOCK: tl.cons
     owner = tl.load(blocks + tl.program_id(0))
     index = tl.load(blocks + num_blocks + tl.program_id(0)).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
     entry = table + owner * FIELDS
-    columns = tl.load(entry + 3).to(tl.int32)
+    rows, columns = tl.load(entry + 4).to(tl.int32), tl.load(entry + 5).to(tl.int32)
     row = index // columns
-    place = row * tl.load(entry + 1) + (index - row * columns) * tl.load(entry + 2)
-    return owner, index, index < tl.load(entry + 4), tl.load(entry).to(like.dtype) + place
+    matrix = row // rows
+    place = (row - matrix * rows) * tl.load(entry + 2) + (index - row * columns) * tl.load(entry + 3)
+    place += matrix * tl.load(entry + 1)
+    return owner, index, index < tl.load(entry + 6), tl.load(entry).to(like.dtype) + place
 
 
 @kernel("num_blocks")
@@ -166,5 +171,5 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
 ):
     owner, index, inside, place = _block(table, blocks, like, num_blocks, FIELDS, BLOCK)
     value = tl.load(place, mask=inside, other=0).to(tl.int64)
-    term = (value + 1) * MULTIPLIER * (2 * (tl.load(table + owner * FIELDS + 5) + index) + 1)
+    term = (value + 1) * MULTIPLIER * (2 * (tl.load(table + owner * FIELDS + 7) + index) + 1)
     tl.atomic_add(found, tl.sum(tl.where(inside, term ^ (term >> 32), 0), 0))
