@@ -90,6 +90,9 @@ class FakeBackend:
     async def score(self, tokens: Sequence[int], number: int) -> list[float]:
         return answer(self._digest(number), tokens)
 
+    async def held(self) -> str | None:
+        return self._base.hex()
+
     async def generate(self, work: frames.Generate) -> AsyncIterator[frames.Piece]:
         if work.prompt == (DIES_OF,):
             os.kill(os.getpid(), signal.SIGKILL)

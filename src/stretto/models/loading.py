@@ -59,6 +59,17 @@ def load_config(path: str, *, option: str = "model.path") -> Any:
     return load_pretrained(AutoConfig, path, "has no configuration that can be loaded", option)
 
 
+def missing_weights(path: str) -> str | None:
+    """Returns a sentence if a folder, or the local cache of the hub, has no weights of a model; None if it has."""
+    if Path(path).exists():
+        if any(Path(path).glob("*.safetensors")):
+            return None
+        return f"`model.path = {path!r}` has no weights (`*.safetensors`): `train` needs them"
+    if is_cached(path, "model.safetensors") or is_cached(path, "model.safetensors.index.json"):
+        return None
+    return f"the weights of `{path}` are not here: `train` loads them from the hub"
+
+
 def load_pretrained(kind: Any, path: str, failure: str, option: str, **options: Any) -> Any:
     """Calls `from_pretrained` of a class. Code in a model folder or on the hub is never run.
 

@@ -55,6 +55,20 @@ def test_full_weights_with_a_stale_output_layer_are_found(fake_children: Childre
     core.close()
 
 
+def test_full_weights_that_come_back_with_other_bytes_are_found(fake_children: Children, model: Any) -> None:
+    core = fake_children.core(options_of("model", kind="full", slots=1))
+    weights = probed_weights("full", model, 0, fake=True)
+    first = core.load(weights)
+    assert first.held is not None
+    assert first.layout == "1 x cpu, float32"
+    core.unload(0)
+    with fake_children.fault("other bytes"), pytest.raises(ChecksumError, match="when it was loaded before"):
+        core.load(weights)
+    assert not core.report().versions
+    assert core.load(weights).held == first.held
+    core.close()
+
+
 def test_a_file_that_was_damaged_on_its_way_is_refused(
     fake_children: Children, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
