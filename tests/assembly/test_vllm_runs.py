@@ -18,7 +18,7 @@ import pytest
 import torch
 from agent_cases import agents
 from rich.console import Console
-from run_cases import assert_verifies, rows, run
+from run_cases import assert_verifies, recipe, rows, run
 from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 import stretto
@@ -34,6 +34,7 @@ IS_INSTALLED = importlib.util.find_spec("vllm") is not None
 TINY = (
     "model.lora={rank = 4}",
     "task.size=64",
+    "task.template=",  # the tiny tokenizer knows no thinking
     "rollout.prompts=2",
     "rollout.group=2",
     "rollout.max_tokens=8",
@@ -119,7 +120,14 @@ def test_the_8b_recipe_makes_two_updates_on_a_tiny_model(vllm: str, models: dict
     summary = run(tiny("qwen3-8b-vllm", models), tmp_path / "run")
     assert summary["steps"] == 2
     assert "8 of the completions by receipt" in assert_verifies(tmp_path / "run")
-    assert rows(tmp_path / "run", "SELECT DISTINCT served_by FROM receipts") == [("vllm 0.32.0",)]
+    assert rows(tmp_path / "run", "SELECT DISTINCT served_by, layout FROM receipts") == [
+        ("vllm 0.32.0", "1 x cpu, float32")
+    ]
+    ((versions, digests),) = rows(
+        tmp_path / "run", "SELECT COUNT(DISTINCT version), COUNT(DISTINCT held) FROM receipts"
+    )
+    assert versions >= 2
+    assert digests == 1, "that of the base"
     assert summary["eval_after"] is not None
 
 
@@ -182,20 +190,12 @@ def test_top_k_is_refused_by_name_where_the_real_vllm_has_no_mask(models: dict[s
 # -- receipts ----------------------------------------------------------------------------------------------------------
 
 
-def test_receipts_of_full_weights_have_the_digest_of_what_vllm_holds(
-    vllm: str, models: dict[str, Path], tmp_path: Path
-) -> None:
-    whole = ("model.lora=", 'rollout.paradigm="synchronous"', "rollout.staleness=", "evaluation.every=0")
-    run(tiny("qwen3-8b-vllm", models, *whole), tmp_path / "run")
+def test_receipts_of_full_weights_have_the_digest_of_what_vllm_holds(vllm: str, model: Path, tmp_path: Path) -> None:
+    changes = ('engine.type="vllm"', 'rollout.paradigm="synchronous"', "training.steps=2")
+    run(recipe(model, tmp_path, *changes, lora=False), tmp_path / "run")
     assert_verifies(tmp_path / "run")
     found = dict(rows(tmp_path / "run", "SELECT version, held FROM receipts WHERE layout = '1 x cpu, float32'"))
-    assert len(set(found.values())) == len(found) >= 2, "each version has its own"
-
-
-def test_receipts_of_adapters_have_the_digest_of_their_base(vllm: str, models: dict[str, Path], tmp_path: Path) -> None:
-    run(tiny("qwen3-8b-vllm", models), tmp_path / "run")
-    found = rows(tmp_path / "run", "SELECT COUNT(DISTINCT version), COUNT(DISTINCT held) FROM receipts")
-    assert found == [(3, 1)]
+    assert len(set(found.values())) == len(found) == 3, "each version has its own"
 
 
 # -- agents, resumed runs, a cluster -----------------------------------------------------------------------------------
@@ -215,7 +215,10 @@ class Dies(Silent):
         raise KeyError("as if it were killed here")
 
 
-def test_a_run_that_was_killed_goes_on(vllm: str, models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_run_that_was_killed_goes_on(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_fake(monkeypatch)
     made = tiny("qwen3-8b-vllm", models, "training.steps=3")
     with pytest.raises(KeyError):
         run(made, tmp_path / "run", observer=Dies())
@@ -244,10 +247,13 @@ def test_instances_on_a_cluster_have_a_child_each(models: dict[str, Path], tmp_p
 
 
 def test_a_comparison_has_a_row_for_each_engine(
-    vllm: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    use_fake(monkeypatch)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))  # for the runs' processes
-    (tmp_path / "recipe.toml").write_text(tiny("qwen3-8b-vllm", models, "training.steps=1").source_toml())
+    (tmp_path / "recipe.toml").write_text(
+        tiny("qwen3-8b-vllm", models, "training.steps=1", "evaluation.every=").source_toml()
+    )
     found = stretto.compare(
         tmp_path / "recipe.toml", folder=tmp_path / "out", paradigms=["multi-version"], engines=["native", "vllm"]
     )

@@ -37,7 +37,7 @@ def recipe(lora: bool = True, **sections: Any) -> Recipe:
         "task": {"type": "countdown-chain"},
         "rollout": {"max_tokens": 1024},
         "runtime": {"type": "ray"},
-        "training": {"micro_tokens": 8192, "checkpointing": True},
+        "training": {"micro_tokens": 2048, "checkpointing": True},
     }
     return resolved(parse_recipe({**base, **sections}), CUDA)
 
@@ -67,8 +67,10 @@ def test_devices_that_one_instance_is_cut_over_count_and_have_its_memory(eight_b
     instance, _ = fit_on_cluster(made, eight_billions, PROMPT, SMALL)
     assert instance.base == pytest.approx(15.26 * GIB, rel=1e-3), "one copy over four devices"
     assert 24 * GIB < instance.total < 4 * 24 * GIB
-    with pytest.raises(RecipeError, match=r"an instance: the run does not fit: 23\.40 GiB.*would do, with"):
-        fit_on_cluster(recipe(engine={"type": "vllm"}, rollout={"max_tokens": 8192}), eight_billions, 8192, SMALL)
+    uncut = recipe(engine={"type": "vllm"}, rollout={"max_tokens": 1024, "kv_tokens": 30_000})
+    would_do = r"3 devices of 24 GiB would do, with `engine.tensor_parallel = 2`, `runtime.trainers = 1`"
+    with pytest.raises(RecipeError, match=rf"an instance: the run does not fit: 23\.40 GiB.*{would_do}"):
+        fit_on_cluster(uncut, eight_billions, PROMPT, SMALL)
 
 
 def test_the_fewest_devices_that_would_do_are_named_with_their_options(eight_billions: Qwen3Config) -> None:

@@ -918,7 +918,7 @@ def test_completions_with_receipts_are_counted(finished_run: Path) -> None:
 
 def test_engines_that_lay_weights_out_otherwise_may_hold_other_bytes(finished_run: Path) -> None:
     again = "INSERT INTO receipts SELECT 's' || id, 1, version, checksum, 64, 1e-6, 1e-5, 1e-4, served_by, at, "
-    others = (f"{again} '2 x cuda', 'other' FROM receipts", f"{again} layout, NULL FROM receipts WHERE id = 'r1'")
+    others = (f"{again} '2 x cuda', 'other' FROM receipts", "UPDATE receipts SET held = NULL WHERE id = 'r1'")
     findings = damage(finished_run, *RECEIPTS, *others)
     assert laws(findings) == set(), format_findings(findings)
 

@@ -11,7 +11,7 @@ HELP = "run the same recipe, seed and number of updates under several paradigms"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_recipe(parser)
-    parser.add_argument("--paradigms", metavar="A,B,...", help="default: all five")
+    parser.add_argument("--paradigms", metavar="A,B,...", help="default: all that the engine serves")
     parser.add_argument(
         "--engines",
         metavar="A,B",
