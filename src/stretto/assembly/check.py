@@ -99,8 +99,8 @@ def _planned_device(recipe: Recipe) -> torch.device:
         raise RecipeError('`devices` are GPUs, and `runtime.device = "cpu"` uses none: leave one of them out')
     for own in recipe.tasks:
         for scorer in scorers_of(own).values():
-            local = recipe.runtime.type == "local" and isinstance(scorer, RewardModelOptions)
-            if local and scorer.device != "cpu":
+            on_gpu = isinstance(scorer, RewardModelOptions) and scorer.device != "cpu"
+            if on_gpu and recipe.runtime.type == "local":
                 raise RecipeError(
                     "`devices` cannot plan for a reward model beside a run in one process: set "
                     '`task.reward_model.device = "cpu"`, or leave `devices` out'
