@@ -1,4 +1,4 @@
-"""The engines `native` and `vllm` on the same tiny model and requests, on the CPU: `python bench/vllm_engine.py`.
+"""The engines `native` and `vllm` on the same tiny model and requests, on the CPU: `python -m bench.vllm_engine`.
 
 Needs vLLM (the environment of `make test-vllm`). Both sides run in the same process, alternating, through the
 same interface: adapters are loaded, all requests are added at once, and steps follow until the last has ended. vLLM
@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -132,7 +131,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
     results = {
-        "command": f"python {' '.join(sys.argv)}",
+        "command": "python -m bench.vllm_engine --out bench/results/vllm_engine.json",
         "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": {"cores": os.cpu_count(), "machine": platform.machine(), "load": os.getloadavg()},
         "versions": {
