@@ -46,6 +46,9 @@ TINY = (
     "runtime.trainer_threads=1",
 )
 
+# Random weights earn no reward for sums. So runs have a task on which chance earns some, and versions differ.
+EARNING = 'task={type = "file", path = "prompts.jsonl", reward = "our_rewards:letters"}'
+
 
 @pytest.fixture(
     params=["fake", pytest.param("real", marks=pytest.mark.skipif(not IS_INSTALLED, reason="vLLM is not installed"))]
@@ -78,7 +81,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def tiny(name: str, models: dict[str, Path], *more: str) -> Recipe:
+    """A recipe for eight GPUs, for one process and a tiny model."""
     return load_recipe(ROOT / "recipes" / f"{name}.toml", (f'model.path="{models[name]}"', *TINY, *more))
+
+
+def num_policies(folder: Path) -> int:
+    """The number of different weights that the versions of a run have."""
+    return int(rows(folder, "SELECT COUNT(DISTINCT checksum) FROM versions")[0][0])
 
 
 # -- the recipes for eight GPUs ----------------------------------------------------------------------------------------
@@ -114,8 +123,9 @@ def test_a_folder_with_a_configuration_alone_is_planned_and_its_weights_are_miss
 
 
 def test_the_8b_recipe_makes_two_updates_on_a_tiny_model(vllm: str, models: dict[str, Path], tmp_path: Path) -> None:
-    summary = run(tiny("qwen3-8b-vllm", models), tmp_path / "run")
+    summary = run(tiny("qwen3-8b-vllm", models, EARNING), tmp_path / "run")
     assert summary["steps"] == 2
+    assert num_policies(tmp_path / "run") == 3
     assert "8 of the completions by receipt" in assert_verifies(tmp_path / "run")
     assert rows(tmp_path / "run", "SELECT DISTINCT served_by, layout FROM receipts") == [
         ("vllm 0.32.0", "1 x cpu, float32")
@@ -129,8 +139,9 @@ def test_the_8b_recipe_makes_two_updates_on_a_tiny_model(vllm: str, models: dict
 
 
 def test_the_mixture_recipe_makes_two_updates_on_a_tiny_model(models: dict[str, Path], tmp_path: Path) -> None:
-    summary = run(tiny("qwen3-30b-a3b", models), tmp_path / "run")
+    summary = run(tiny("qwen3-30b-a3b", models, EARNING), tmp_path / "run")
     assert summary["steps"] == 2
+    assert num_policies(tmp_path / "run") == 3
     assert_verifies(tmp_path / "run")
 
 
@@ -160,6 +171,7 @@ def test_a_check_names_a_release_that_is_refused(
 
 
 def test_a_check_says_which_vllm_is_there(vllm: str, models: dict[str, Path]) -> None:
+    """And reads the prompts and the reward of the recipe."""
     assert "vLLM 0.32.0 is installed here, a release that was tried" in str(
         stretto.check(tiny("qwen3-8b-vllm", models))
     )
@@ -172,7 +184,7 @@ def test_training_gets_what_top_k_and_top_p_leave(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_fake(monkeypatch)
-    made = tiny("qwen3-8b-vllm", models, "rollout.top_k=5", "rollout.top_p=0.9", "evaluation.greedy=true")
+    made = tiny("qwen3-8b-vllm", models, EARNING, "rollout.top_k=5", "rollout.top_p=0.9", "evaluation.greedy=true")
     run(made, tmp_path / "run")
     assert_verifies(tmp_path / "run")
     assert rows(tmp_path / "run", "SELECT COUNT(*), COUNT(supports) FROM completions") == [(8, 8)]
@@ -216,7 +228,7 @@ def test_a_run_that_was_killed_goes_on(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_fake(monkeypatch)
-    made = tiny("qwen3-8b-vllm", models, "training.steps=3")
+    made = tiny("qwen3-8b-vllm", models, EARNING, "training.steps=3")
     with pytest.raises(KeyError):
         run(made, tmp_path / "run", observer=Dies())
     assert run(made, tmp_path / "run", resume=True)["steps"] == 3
@@ -228,7 +240,7 @@ def test_instances_on_a_cluster_have_a_child_each(models: dict[str, Path], tmp_p
     pytest.importorskip("ray")
     changes = ('runtime.type="ray"', 'runtime.address="local"', "runtime.instances=2", "runtime.instance_cpus=0.5")
     more = ("runtime.trainer_cpus=0.5", "runtime.engine_threads=", "runtime.trainer_threads=", "evaluation.every=")
-    made = tiny("qwen3-8b-vllm", models, *changes, *more)
+    made = tiny("qwen3-8b-vllm", models, EARNING, *changes, *more)
     (tmp_path / "recipe.toml").write_text(made.source_toml())
     path = os.pathsep.join([str(FAKE), *sys.path])
     done = subprocess.run(

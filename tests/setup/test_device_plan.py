@@ -10,6 +10,7 @@ from transformers import Qwen3Config
 from stretto.errors import RecipeError
 from stretto.models.loading import load_config
 from stretto.models.shapes import shape_folder
+from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import Recipe, parse_recipe
 from stretto.setup.cluster_devices import devices_taken, packed
 from stretto.setup.device import CUDA, resolved
@@ -17,7 +18,6 @@ from stretto.setup.device_plan import fit_in_one_process, fit_on_cluster, smalle
 from stretto.setup.memory import rank_footprint
 from stretto.setup.memory_report import describe_memory
 from stretto.setup.memory_sizes import GIB
-from stretto.setup.planned_devices import PlannedDevices
 
 EIGHT, SMALL = PlannedDevices(8, 141.0), PlannedDevices(8, 24.0)
 PROMPT = 256

@@ -33,9 +33,9 @@ def check(
     `devices` plans for GPUs that are not here, COUNTxSIZE such as `"8x141GiB"`, as if they were. The report says that
     the recipe fits them; if it does not, the error says how many would do. The `config.json` of the model is enough.
     """
+    from stretto.recipe.planned_devices import PlannedDevices
     from stretto.recipe.schema import load_recipe
     from stretto.recipe.shipped_recipes import refuse_missing_files
-    from stretto.setup.planned_devices import PlannedDevices
 
     planned = None if devices is None else PlannedDevices.parse(devices)
     given = Given.of(reward=reward, environment=environment, data=data, evaluation_data=evaluation_data)

@@ -19,14 +19,14 @@ from stretto.models.stop_tokens import stop_tokens
 from stretto.models.tiny import WarmStart, tiny_config_of, tiny_tokenizer
 from stretto.observe.trackers.catalogue import check_trackers
 from stretto.recipe.checks import without_effect
+from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import Recipe
 from stretto.recipe.task_tables import remove_key
-from stretto.setup.device import CUDA, choose_device, resolved
+from stretto.setup.device import CUDA, choose_device, planned_bytes, resolved
 from stretto.setup.inputs import TaskInputs, check_objective, check_scoring, load_inputs, prompt_tokenizer
 from stretto.setup.memory_report import describe_memory
 from stretto.setup.memory_sizes import context_length
 from stretto.setup.micro_batch_size import describe_micro_tokens, with_micro_tokens
-from stretto.setup.planned_devices import PlannedDevices
 from stretto.setup.scorers import scorers_of
 from stretto.setup.teachers import check_teachers
 from stretto.setup.threads import thread_counts
@@ -70,7 +70,7 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN, planned: PlannedDevices 
     check_vllm_model(recipe, config)
     of_engine = describe_release(recipe, elsewhere=planned is not None)
     of_inputs, longest = _check_inputs(recipe, shape, given, planned)
-    asked, free = recipe, None if planned is None else planned.free_bytes(recipe)
+    asked, free = recipe, None if planned is None else planned_bytes(recipe, planned)
     recipe = with_micro_tokens(recipe, config, longest or recipe.rollout.max_tokens, device, free=free)
     memory = describe_memory(recipe, longest, config=config, planned=planned)
     notes = (

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from stretto.errors import RecipeError
+from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import Recipe
 from stretto.setup.cluster_devices import devices_taken, instance_gpus, reward_model_gpus
-from stretto.setup.device import CUDA, with_section
+from stretto.setup.device import CUDA, planned_bytes, with_section
 from stretto.setup.memory import Footprint, footprint, free_for_instance, rank_footprint, remedies
 from stretto.setup.memory_sizes import gib
-from stretto.setup.planned_devices import PlannedDevices
 from stretto.setup.vllm_engines import fitting_parallel
 
 MOST_RANKS = 1_024  # of a trainer, that are tried
@@ -25,7 +25,7 @@ MOST_RANKS = 1_024  # of a trainer, that are tried
 def fit_in_one_process(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices) -> Footprint:
     """Plans a run in one process, which uses one of the devices. Raises `RecipeError` if it does not fit."""
     try:
-        return footprint(recipe, config, longest_prompt, CUDA, free=planned.free_bytes(recipe))
+        return footprint(recipe, config, longest_prompt, CUDA, free=planned_bytes(recipe, planned))
     except RecipeError as error:
         why = "a run in one process uses one device, so more of them do not help it"
         moved = with_section(recipe, "runtime", type="ray")
@@ -76,7 +76,7 @@ def _instance(recipe: Recipe, config: Any, longest_prompt: int, planned: Planned
 
 def _rank(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices) -> Footprint:
     share = 1.0 if recipe.runtime.trainer_gpus is None else min(1.0, recipe.runtime.trainer_gpus)
-    free = int(planned.free_bytes(recipe) * share)
+    free = int(planned_bytes(recipe, planned) * share)
     need = rank_footprint(recipe, config, longest_prompt, CUDA, free=free)
     if need.total > free:
         checkpointing = "" if recipe.training.checkpointing else " Set `training.checkpointing = true`, or:"

@@ -42,8 +42,9 @@ from stretto.errors import RecipeError, first_line
 from stretto.models import decoder
 from stretto.models.lora import inject_lora
 from stretto.models.varlen_attention import flash_fits
+from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import Recipe
-from stretto.setup.device import choose_dtype, device_limit, free_bytes
+from stretto.setup.device import choose_dtype, device_limit, free_bytes, planned_bytes
 from stretto.setup.memory_sizes import (
     GIB,
     activation_bytes,
@@ -59,7 +60,6 @@ from stretto.setup.memory_sizes import (
     reference_bytes,
     scored_ahead_bytes,
 )
-from stretto.setup.planned_devices import PlannedDevices
 from stretto.setup.reward_model_memory import reward_model_footprint
 from stretto.setup.teacher_memory import teachers_footprint
 from stretto.training.sharding import SHARDED_FROM
@@ -133,7 +133,7 @@ def free_for_instance(recipe: Recipe, device: torch.device, planned: PlannedDevi
     share = 1.0 if recipe.runtime.instance_gpus is None else min(1.0, recipe.runtime.instance_gpus)
     limit = recipe.runtime.device_gib
     if planned is not None:
-        free = total = planned.free_bytes(recipe)
+        free = total = planned_bytes(recipe, planned)
     else:
         free = free_bytes(recipe, device)
         total = torch.cuda.mem_get_info(device)[1] if limit is None else device_limit(limit)

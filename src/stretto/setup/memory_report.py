@@ -8,6 +8,7 @@ import torch
 
 from stretto.models.loading import load_config
 from stretto.models.tiny import tiny_config_of
+from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import Recipe
 from stretto.setup.cluster_devices import devices_taken
 from stretto.setup.device import CUDA, choose_device, choose_dtype, describe_device, free_bytes
@@ -21,7 +22,6 @@ from stretto.setup.memory import (
     rank_footprint,
 )
 from stretto.setup.memory_sizes import gib
-from stretto.setup.planned_devices import PlannedDevices
 
 
 def describe_memory(

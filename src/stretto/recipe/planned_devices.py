@@ -6,8 +6,6 @@ import re
 from dataclasses import dataclass
 
 from stretto.errors import RecipeError, shortened
-from stretto.recipe.schema import Recipe
-from stretto.setup.device import CONTEXT_GIB, device_limit
 
 FORM = re.compile(r"(\d{1,6})x(\d{1,6}(?:\.\d{1,6})?)(GiB|GB)", re.ASCII)
 EXAMPLE = "such as `8x141GiB` for eight GPUs of 141 GiB"
@@ -36,16 +34,9 @@ class PlannedDevices:
                 f"{said}: sizes are in GiB, as `stretto doctor` prints them; {size:g} GB are "
                 f"`{count}x{size * GIB_OF_GB:.4g}GiB`"
             )
-        if count < 1 or size <= CONTEXT_GIB:
-            raise RecipeError(
-                f"{said}: there must be at least one GPU, and each needs more than the {CONTEXT_GIB:g} GiB of a CUDA "
-                f"context; write them {EXAMPLE}"
-            )
+        if count < 1 or size <= 1:
+            raise RecipeError(f"{said}: there must be at least one GPU, of more than 1 GiB; write them {EXAMPLE}")
         return cls(count, size)
 
     def __str__(self) -> str:
         return f"{self.count} x {self.gib:g} GiB"
-
-    def free_bytes(self, recipe: Recipe) -> int:
-        """Returns the memory of one device that a run may take, within `runtime.device_gib`."""
-        return device_limit(min(self.gib, recipe.runtime.device_gib or self.gib))
