@@ -111,6 +111,21 @@ def test_a_recipe_for_eight_gpus_is_planned_from_the_shape_of_its_model_alone(
         stretto.check(name, devices="4x141GiB")
 
 
+def test_an_instance_over_several_devices_is_counted_and_must_divide_the_heads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.models.hub.is_offline_mode", lambda: True)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    changes = {"engine.tensor_parallel": 2, "runtime.instances": 3}
+    text = str(stretto.check("qwen3-8b-vllm", changes, devices="8x141GiB"))
+    assert "`runtime.instances = 3` with 2 each and `runtime.trainers = 2` with 1 each take 8 of 8 devices" in text
+    assert "on 2 devices" in text
+    with pytest.raises(RecipeError, match=r"`engine.tensor_parallel = 3` does not divide the 32 heads and 8 key-value"):
+        stretto.check("qwen3-8b-vllm", changes | {"engine.tensor_parallel": 3}, devices="8x141GiB")
+    with pytest.raises(RecipeError, match=r'`devices` are GPUs, and `runtime.device = "cpu"` uses none'):
+        stretto.check("qwen3-8b-vllm", {"runtime.device": "cpu"}, devices="8x141GiB")
+
+
 def test_a_folder_with_a_configuration_alone_is_planned_and_its_weights_are_missed(tmp_path: Path) -> None:
     tiny_config().save_pretrained(tmp_path)
     change = {"model.path": str(tmp_path)}
