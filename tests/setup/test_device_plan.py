@@ -13,7 +13,7 @@ from stretto.models.shapes import shape_folder
 from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import Recipe, parse_recipe
 from stretto.setup.cluster_devices import devices_taken, packed
-from stretto.setup.device import CUDA, resolved
+from stretto.setup.device import CUDA, resolved, with_section
 from stretto.setup.device_plan import fit_in_one_process, fit_on_cluster, smallest_fit
 from stretto.setup.memory import rank_footprint
 from stretto.setup.memory_report import describe_memory
@@ -68,7 +68,7 @@ def test_devices_that_one_instance_is_cut_over_count_and_have_its_memory(eight_b
     assert instance.base == pytest.approx(15.26 * GIB, rel=1e-3), "one copy over four devices"
     assert 24 * GIB < instance.total < 4 * 24 * GIB
     uncut = recipe(engine={"type": "vllm"}, rollout={"max_tokens": 1024, "kv_tokens": 30_000})
-    would_do = r"3 devices of 24 GiB would do, with `engine.tensor_parallel = 2`, `runtime.trainers = 1`"
+    would_do = r"3 devices of 24 GiB would do, with `engine.tensor_parallel = 2`$"
     with pytest.raises(RecipeError, match=rf"an instance: the run does not fit: 23\.40 GiB.*{would_do}"):
         fit_on_cluster(uncut, eight_billions, PROMPT, SMALL)
 
@@ -86,9 +86,21 @@ def test_the_fewest_devices_that_would_do_are_named_with_their_options(eight_bil
         fit_on_cluster(full, eight_billions, PROMPT, PlannedDevices(2, 80.0))
     best = smallest_fit(full, eight_billions, PROMPT, PlannedDevices(2, 80.0))
     assert best is not None
-    assert best.runtime.trainers == 4, "20 bytes a parameter do not fit on two"
-    assert f"{devices_taken(best)} devices of 80 GiB would do, with `runtime.trainers = 4`" in str(refused.value)
+    ranks = best.runtime.trainers
+    assert ranks > 2, "20 bytes a parameter do not fit on two"
+    assert f"{devices_taken(best)} devices of 80 GiB would do, with `runtime.trainers = {ranks}`" in str(refused.value)
+    assert "processes hold" not in str(refused.value), "they are not those of this machine"
+    fewer = with_section(best, "runtime", trainers=ranks - 1)
+    with pytest.raises(RecipeError, match="a rank of the trainer"):
+        fit_on_cluster(fewer, eight_billions, PROMPT, PlannedDevices(8, 80.0))
     fit_on_cluster(best, eight_billions, PROMPT, PlannedDevices(devices_taken(best), 80.0))
+
+
+def test_checkpointing_is_named_where_nothing_else_fits(eight_billions: Qwen3Config) -> None:
+    made = recipe(training={"micro_tokens": 4096})
+    with pytest.raises(RecipeError, match=r"2 devices of 24 GiB would do, with `training.checkpointing = true`$"):
+        fit_on_cluster(made, eight_billions, PROMPT, SMALL)
+    assert smallest_fit(made, eight_billions, PROMPT, EIGHT) == made
 
 
 def test_full_weights_are_sharded_over_the_ranks(eight_billions: Qwen3Config) -> None:

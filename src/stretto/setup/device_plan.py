@@ -1,8 +1,8 @@
 """The plan of a run for devices that are not here: whether it fits, and how many of them would do.
 
 One process uses one device. On a cluster, instances and ranks of the trainer have devices of their own. If one of them
-does not fit, only two options make it smaller: `engine.tensor_parallel` cuts an instance of vLLM over more devices, and
-`runtime.trainers` shards full weights over more ranks.
+does not fit, these options make it smaller: `engine.tensor_parallel` cuts an instance of vLLM over more devices,
+`runtime.trainers` shards full weights over more ranks, and `training.checkpointing` keeps fewer activations.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import Recipe
 from stretto.setup.cluster_devices import devices_taken, instance_gpus, reward_model_gpus
 from stretto.setup.device import CUDA, planned_bytes, with_section
-from stretto.setup.memory import Footprint, footprint, free_for_instance, rank_footprint, remedies
+from stretto.setup.memory import Footprint, footprint, free_for_instance, rank_footprint
 from stretto.setup.memory_sizes import gib
 from stretto.setup.vllm_engines import fitting_parallel
 
-MOST_RANKS = 1_024  # of a trainer, that are tried
+MOST_RANKS = 64  # of a trainer, that are tried
 
 
 def fit_in_one_process(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices) -> Footprint:
     """Plans a run in one process, which uses one of the devices. Raises `RecipeError` if it does not fit."""
     try:
-        return footprint(recipe, config, longest_prompt, CUDA, free=planned_bytes(recipe, planned))
+        return footprint(recipe, config, longest_prompt, CUDA, free=planned_bytes(recipe, planned), here=False)
     except RecipeError as error:
         why = "a run in one process uses one device, so more of them do not help it"
         moved = with_section(recipe, "runtime", type="ray")
@@ -71,7 +71,7 @@ def described_placement(recipe: Recipe) -> str:
 
 def _instance(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices) -> Footprint:
     free = free_for_instance(recipe, CUDA, planned)
-    return footprint(recipe, config, longest_prompt, CUDA, free=free, trains=False)
+    return footprint(recipe, config, longest_prompt, CUDA, free=free, trains=False, here=False)
 
 
 def _rank(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices) -> Footprint:
@@ -79,9 +79,13 @@ def _rank(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevi
     free = int(planned_bytes(recipe, planned) * share)
     need = rank_footprint(recipe, config, longest_prompt, CUDA, free=free)
     if need.total > free:
-        checkpointing = "" if recipe.training.checkpointing else " Set `training.checkpointing = true`, or:"
+        lower = f"`training.micro_tokens` (now {recipe.training.micro_batch_tokens})"
+        lower += f" or `rollout.max_tokens` (now {recipe.rollout.max_tokens})"
+        checkpointing = "" if recipe.training.checkpointing else ", or set `training.checkpointing = true`"
+        adapters = "" if recipe.model.lora is not None else ", or train adapters, `model.lora = { rank = 16 }`"
         raise RecipeError(
-            f"{gib(free)} of the device are free; {need}; together {gib(need.total)}.{checkpointing} {remedies(recipe)}"
+            f"{gib(free)} of the device are free; {need}; together {gib(need.total)}. "
+            f"Lower {lower}{checkpointing}{adapters}"
         )
     return need
 
@@ -93,31 +97,45 @@ def _would_do(recipe: Recipe, config: Any, longest_prompt: int, planned: Planned
     if found is None:
         said = "no number of devices of this size would do"
         return f"{begun}, too, {said}" if begun else f"{said[:1].upper()}{said[1:]}"
-    options = [f"`runtime.trainers = {found.runtime.trainers}`"]
-    if found.engine.tensor_parallel > 1:
-        options.insert(0, f"`engine.tensor_parallel = {found.engine.tensor_parallel}`")
-    if why:
-        options.insert(0, '`runtime.type = "ray"`')
-    count = devices_taken(found)
-    said = f"{count} devices of {planned.gib:g} GiB would do, with {', '.join(options)}"
+    changed = ['`runtime.type = "ray"`'] if why else []
+    if found.engine.tensor_parallel != recipe.engine.tensor_parallel:
+        changed.append(f"`engine.tensor_parallel = {found.engine.tensor_parallel}`")
+    if found.runtime.trainers != recipe.runtime.trainers:
+        changed.append(f"`runtime.trainers = {found.runtime.trainers}`")
+    if found.training.checkpointing != recipe.training.checkpointing:
+        changed.append("`training.checkpointing = true`")
+    options = f", with {', '.join(changed)}" if changed else ""
+    said = f"{devices_taken(found)} devices of {planned.gib:g} GiB would do{options}"
     return f"{begun} {said}" if begun else said
 
 
 def smallest_fit(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices) -> Recipe | None:
-    """Returns the recipe with the fewest devices for an instance and the fewest ranks that fit; None if none do."""
+    """Returns the recipe with the options that fit on the fewest devices; None if none do.
+
+    Checkpointing costs time, so it is changed only if nothing fits `planned` without it.
+    """
+    plain = _smallest(recipe, config, longest_prompt, planned)
+    if recipe.training.checkpointing or (plain is not None and devices_taken(plain) <= planned.count):
+        return plain
+    lean = _smallest(with_section(recipe, "training", checkpointing=True), config, longest_prompt, planned)
+    found = [each for each in (plain, lean) if each is not None]
+    return min(found, key=devices_taken, default=None)
+
+
+def _smallest(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices) -> Recipe | None:
+    """The same with the fewest devices for an instance, and the fewest ranks of the trainer."""
     parallel: Sequence[int] = (1,)
     if recipe.engine.type == "vllm":
         own = recipe.engine.tensor_parallel
         parallel = [each for each in fitting_parallel(config.get_text_config()) if each >= own]
-    ranks: list[int] = [recipe.runtime.trainers]
-    while recipe.model.lora is None and ranks[-1] < MOST_RANKS:
-        ranks.append(2 * ranks[-1])
-    tried = [with_section(recipe, "engine", tensor_parallel=each) for each in parallel]
-    found = next((each for each in tried if _fits(_instance, each, config, longest_prompt, planned)), None)
+    first = recipe.runtime.trainers
+    ranks = range(first, MOST_RANKS + 1) if recipe.model.lora is None else range(first, first + 1)
+    cut = (with_section(recipe, "engine", tensor_parallel=each) for each in parallel)
+    found = next((each for each in cut if _fits(_instance, each, config, longest_prompt, planned)), None)
     if found is None:
         return None
-    tried = [with_section(found, "runtime", trainers=each) for each in ranks]
-    return next((each for each in tried if _fits(_rank, each, config, longest_prompt, planned)), None)
+    sharded = (with_section(found, "runtime", trainers=each) for each in ranks)
+    return next((each for each in sharded if _fits(_rank, each, config, longest_prompt, planned)), None)
 
 
 def _fits(plan: Any, recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices) -> bool:

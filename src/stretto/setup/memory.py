@@ -148,12 +148,13 @@ def footprint(
     *,
     free: int | None = None,
     trains: bool = True,
+    here: bool = True,
 ) -> Footprint:
     """Plans the memory of a run on `device`.
 
     `free` are the bytes to plan with on CUDA; None asks the device. Without `trains` the plan is for an instance alone:
-    trainer and weight store are in other processes. Raises `RecipeError` with all sizes and the options to change if
-    too little is left for the KV cache on CUDA.
+    trainer and weight store are in other processes. Without `here` it is for a device of another machine. Raises
+    `RecipeError` with all sizes and the options to change if too little is left for the KV cache on CUDA.
     """
     on_cuda, instances = device.type == "cuda", instances_per_device(recipe)
     if on_cuda and free is None:
@@ -164,7 +165,8 @@ def footprint(
     text = config.get_text_config()
     if free is not None and on_cuda:
         per_token = kv_bytes_per_token(text, choose_dtype(recipe.model.dtype, device)) * kv_copies(recipe, text)
-        tokens = _kv_tokens_on_cuda(recipe, need, longest_trajectory(recipe, longest_prompt), per_token, free)
+        advice = remedies(recipe, trains=trains, here=here)
+        tokens = _kv_tokens_on_cuda(recipe, need, longest_trajectory(recipe, longest_prompt), per_token, free, advice)
     else:
         per_token = kv_bytes_per_token(text)
         tokens = kv_tokens(recipe, text, longest_prompt)
@@ -290,10 +292,10 @@ def kv_tokens(recipe: Recipe, config: Any, longest_prompt: int) -> int:
     return max(one, min(engine_rows(recipe) * one, cap))
 
 
-def _kv_tokens_on_cuda(recipe: Recipe, need: Footprint, one: int, per_token: int, free: int) -> int:
+def _kv_tokens_on_cuda(recipe: Recipe, need: Footprint, one: int, per_token: int, free: int, advice: str) -> int:
     """Returns the KV tokens of one instance: its share of the memory that is left, at most what its rows can need.
 
-    `one` is the length of the longest trajectory. Raises `RecipeError` if too little memory is left.
+    `one` is the length of the longest trajectory. Raises `RecipeError` with `advice` if too little memory is left.
     """
     rows, instances = engine_rows(recipe), instances_per_device(recipe)
     left = max(0, free - need.without_kv) // (per_token * instances)
@@ -309,16 +311,19 @@ def _kv_tokens_on_cuda(recipe: Recipe, need: Footprint, one: int, per_token: int
             what = f"on each of `runtime.instances = {instances}` {what}"
         raise RecipeError(
             f"the run does not fit: {gib(free)} of the device are free; {need}; that leaves "
-            f"{gib(max(0, free - need.without_kv))} for KV, and {what} {gib(least * per_token)}. {remedies(recipe)}"
+            f"{gib(max(0, free - need.without_kv))} for KV, and {what} {gib(least * per_token)}. {advice}"
         )
     return asked or min(rows * one, left)
 
 
-def remedies(recipe: Recipe) -> str:
-    """Returns the options to change if a run does not fit, with their values."""
+def remedies(recipe: Recipe, *, trains: bool = True, here: bool = True) -> str:
+    """Returns the options to change if a run does not fit, with their values.
+
+    Without `trains` they are those of an instance alone. Without `here` the device is not one of this machine.
+    """
     rollout = recipe.rollout
     lower = [
-        f"`training.micro_tokens` (now {recipe.training.micro_batch_tokens})",
+        *[f"`training.micro_tokens` (now {recipe.training.micro_batch_tokens})"] * trains,
         f"`rollout.rows` (now {recipe.plan.rows})",
         f"`rollout.max_tokens` (now {rollout.max_tokens})",
         f"`rollout.staleness` (now {recipe.plan.staleness}: {recipe.num_slots} versions)",
@@ -327,8 +332,9 @@ def remedies(recipe: Recipe) -> str:
         lower.insert(0, f"`runtime.instances` (now {recipe.runtime.instances})")
     if rollout.kv_tokens is not None:
         lower.insert(0, f"`rollout.kv_tokens` (now {rollout.kv_tokens}; left out, it is what fits)")
-    adapters = " or train adapters, `model.lora = { rank = 16 }`," if recipe.model.lora is None else ""
-    return f"Lower {', '.join(lower)},{adapters} or free memory that other processes hold"
+    adapters = " or train adapters, `model.lora = { rank = 16 }`" if recipe.model.lora is None else ""
+    free = ", or free memory that other processes hold" if here else ""
+    return f"Lower {', '.join(lower)}{',' * bool(adapters)}{adapters}{free}"
 
 
 def out_of_memory(recipe: Recipe, need: Footprint, error: BaseException) -> RecipeError:
