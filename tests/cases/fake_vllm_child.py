@@ -112,7 +112,8 @@ class FakeBackend:
                     token = work.stop_tokens[0]
                 logprob = -3.0 * _uniform(digest, work.prompt, work.seed, place, "logprob")
                 finish: Any = None if not last else "stop" if total < work.max_tokens else "length"
-                yield frames.Piece(work.key, (token,), (logprob,), finish)
+                support = ((token, (token + 1) % VOCABULARY),) if work.supports else None
+                yield frames.Piece(work.key, (token,), (logprob,), finish, supports=support)
         finally:
             self._running -= 1
             self._admit()
