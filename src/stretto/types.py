@@ -203,6 +203,8 @@ class Receipt:
     largest_difference: float
     tolerance: float  # the largest mean difference that counts as rounding
     served_by: str  # the program and its release, such as `vllm 0.32.0`
+    layout: str = ""  # devices and type of the weights: engines with the same one hold a version in the same form
+    held: str | None = None  # digest of the weights in the engine, by its own checksums; None: the release has none
 
 
 @dataclass(frozen=True, slots=True)

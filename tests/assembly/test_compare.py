@@ -15,7 +15,7 @@ from rich.console import Console
 
 from stretto.assembly import compare
 from stretto.assembly.compare import _add_time_to_target, comparison
-from stretto.errors import RunError, StrettoError
+from stretto.errors import RecipeError, RunError, StrettoError
 
 RECIPE = '[model]\npath = "tiny"\n[task]\ntype = "countdown-chain"\n'
 
@@ -108,6 +108,53 @@ def test_what_stops_compare_alone_stops_the_run_that_it_waits_for(number: signal
     process.send_signal(number)
     assert process.wait(20) == 1, "it was told that the run stopped, and begins no other"
     process.communicate()
+
+
+SUMMARY = {"evaluations": [], "eval_before": None, "eval_after": None}
+
+
+def test_each_engine_has_a_row_for_each_paradigm_that_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE + "[model.lora]\nrank = 4\n")
+    asked: list[tuple[str, str, str]] = []
+
+    def run(recipe: Any, folder: Path, *_: Any) -> dict[str, Any]:
+        asked.append((recipe.rollout.paradigm, recipe.engine.type, folder.name))
+        return dict(SUMMARY)
+
+    monkeypatch.setattr(compare, "_run", run)
+
+    def rows(**options: Any) -> list[tuple[str, str]]:
+        found = compare.compare(tmp_path / "recipe.toml", folder=tmp_path / "out", **options)
+        return [(each["paradigm"], each["engine"]) for each in found]
+
+    both = rows(engines=["native", "vllm"])
+    assert len(both) == 9, "vLLM does not serve `partial`"
+    assert ("partial", "native") in both
+    assert ("partial", "vllm") not in both
+    assert asked[-1] == ("multi-version", "vllm", "multi-version-vllm")
+    assert len(rows()) == 5, "with the engine of the recipe"
+    assert asked[-1] == ("multi-version", "native", "multi-version")
+    with pytest.raises(RecipeError, match=r"`rollout.paradigm = \"partial\"` is refused"):
+        rows(engines=["vllm"], paradigms=["partial"])
+    with pytest.raises(RecipeError, match="`--engines` names `sglang`; known: native, vllm"):
+        rows(engines=["sglang"])
+
+
+def test_a_comparison_of_engines_has_a_column_for_them() -> None:
+    rest = {
+        "staleness_bound": 2, "tokens_per_second": 123_456.0, "wall_seconds": 1234.5, "trainer_idle_share": 0.5,
+        "rollout_idle_share": 0.5, "row_idle_share": 0.5, "dropped_share": 0.125, "length_ratio": 1.0,
+        "staleness": {"mean": 1.25, "max": 2}, "mixed_version_share": 0.25, "target": None, "seconds_to_target": None,
+    }  # fmt: skip
+    rows = [row("synchronous", (0.0, 0.25), (9.0, 0.5)) | rest | {"engine": name} for name in ("native", "vllm")]
+
+    def headers(of: Any) -> list[str]:
+        return [str(column.header) for column in compare.comparison_table(of).columns]
+
+    assert headers(rows)[:2] == ["paradigm", "engine"]
+    assert headers(rows[:1])[:2] == ["paradigm", "K"]
 
 
 def test_a_comparison_can_be_run_from_any_thread() -> None:

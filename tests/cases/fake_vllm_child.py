@@ -90,6 +90,9 @@ class FakeBackend:
     async def score(self, tokens: Sequence[int], number: int) -> list[float]:
         return answer(self._digest(number), tokens)
 
+    async def held(self) -> str | None:
+        return self._base.hex()
+
     async def generate(self, work: frames.Generate) -> AsyncIterator[frames.Piece]:
         if work.prompt == (DIES_OF,):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -109,7 +112,8 @@ class FakeBackend:
                     token = work.stop_tokens[0]
                 logprob = -3.0 * _uniform(digest, work.prompt, work.seed, place, "logprob")
                 finish: Any = None if not last else "stop" if total < work.max_tokens else "length"
-                yield frames.Piece(work.key, (token,), (logprob,), finish)
+                support = ((token, (token + 1) % VOCABULARY),) if work.supports else None
+                yield frames.Piece(work.key, (token,), (logprob,), finish, supports=support)
         finally:
             self._running -= 1
             self._admit()

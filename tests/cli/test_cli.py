@@ -409,6 +409,9 @@ def test_a_paradigm_named_twice_is_refused(recipe: Path, capsys: pytest.CaptureF
         (["compare", "recipe.toml", "--paradigms", "drop,drop"], "more than once"),
         (["compare", "recipe.toml", "--paradigms", ""], "`--paradigms ''` leaves a name empty"),
         (["compare", "recipe.toml", "--paradigms", "drop,"], "`--paradigms 'drop,'` leaves a name empty"),
+        (["check", "recipe.toml", "--devices", "8x141GB"], "`devices` is '8x141GB': sizes are in GiB"),
+        (["check", "recipe.toml", "--devices", "eight"], "which is not COUNTxSIZE"),
+        (["compare", "recipe.toml", "--engines", "native,native"], "`--engines` names `native` more than once"),
         (["show", "dead", "--samples", "5"], "`--samples 5` has no effect without `--update N`"),
     ],
 )

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from stretto.errors import ModelError
 from stretto.models.checksums import checksum
-from stretto.models.loading import load_config, load_model, load_tokenizer, second_tree
-from stretto.models.tiny import random_model
+from stretto.models.loading import load_config, load_model, load_tokenizer, missing_weights, second_tree
+from stretto.models.tiny import random_model, tiny_config, tiny_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -106,6 +106,25 @@ def test_the_checksum_depends_on_values_alone_not_on_order_strides_or_gradients(
     strided.copy_(a)
     assert not strided.is_contiguous()
     assert checksum({"a": strided, "b": torch.nn.Parameter(b)}) == expected
+
+
+def test_a_folder_without_the_files_of_a_tokenizer_has_none(tmp_path: Path) -> None:
+    tiny_config().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="has no tokenizer that can be loaded: the folder has no file of one"):
+        load_tokenizer(str(tmp_path))
+    tiny_tokenizer().save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).encode("ab") == tiny_tokenizer().encode("ab")
+
+
+def test_missing_weights_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_config().save_pretrained(tmp_path)
+    assert f"`model.path = '{tmp_path}'` has no weights" in str(missing_weights(str(tmp_path)))
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"")
+    assert missing_weights(str(tmp_path)) is None
+    monkeypatch.setattr("stretto.models.loading.is_cached", lambda name, file: file.endswith("index.json"))
+    assert missing_weights("someone/model") is None
+    monkeypatch.setattr("stretto.models.loading.is_cached", lambda name, file: False)
+    assert "the weights of `someone/model` are not here" in str(missing_weights("someone/model"))
 
 
 def test_minus_zero_and_zero_differ() -> None:

@@ -28,7 +28,6 @@ def test_the_native_engine_is_the_default_and_vllm_serves_adapters() -> None:
     [
         ({"rollout": {"paradigm": "partial"}}, '`rollout.paradigm = "partial"` is refused'),
         ({"rollout": {"top_p": 0.9}}, "`rollout.top_p = 0.9` is refused"),
-        ({"rollout": {"top_k": 20}}, "`rollout.top_k = 20` is refused"),
         ({"rollout": {"min_p": 0.1}}, "`rollout.min_p = 0.1` is refused"),
         ({"rollout": {"temperature": 2.5}}, "`rollout.temperature = 2.5` is refused"),
         ({"evaluation": {"temperature": 2.5}}, "`evaluation.temperature = 2.5` is refused"),
@@ -36,6 +35,10 @@ def test_the_native_engine_is_the_default_and_vllm_serves_adapters() -> None:
         ({"runtime": {"deterministic": True}}, "`runtime.deterministic = true` is refused"),
         ({"engine": {"type": "vllm", "tensor_parallel": 2}}, "`engine.tensor_parallel = 2` needs a cluster"),
         ({"engine": {"tensor_parallel": 2}}, "`engine.tensor_parallel` has no effect"),
+        (
+            {"engine": {"type": "vllm", "tensor_parallel": 2}, "runtime": {"type": "ray", "instance_gpus": 1}},
+            "`runtime.instance_gpus = 1` is less than `engine.tensor_parallel = 2`",
+        ),
         ({"engine": {"gpu_memory": 0.5}}, "`engine.gpu_memory` has no effect"),
         ({"engine": {"type": "sglang"}}, "`engine.type"),
         ({"model": {"path": "tiny"}}, "an instance holds one version of full weights, and the run needs 3 at once"),
@@ -49,6 +52,11 @@ def test_what_vllm_cannot_serve_is_refused_by_name(sections: dict[str, Any], tol
     with pytest.raises(RecipeError) as raised:
         recipe_of(**sections)
     assert told in str(raised.value)
+
+
+@pytest.mark.parametrize("more", [{}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_truncated_sampling_is_served_with_a_top_k(more: dict[str, float]) -> None:
+    assert recipe_of(rollout={"top_k": 20, **more}).rollout.top_k == 20
 
 
 def test_full_weights_need_an_instance_for_each_version() -> None:

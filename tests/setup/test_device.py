@@ -11,8 +11,9 @@ import torch
 
 from stretto.errors import RecipeError
 from stretto.models.checksums import checksum
+from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import Recipe, parse_recipe
-from stretto.setup.device import CUDA, as_begun, choose_device, choose_dtype, on_device, resolved
+from stretto.setup.device import CUDA, as_begun, choose_device, choose_dtype, on_device, planned_bytes, resolved
 from stretto.types import Weights
 
 CPU = torch.device("cpu")
@@ -76,3 +77,11 @@ def test_deterministic_has_no_effect_on_the_cpu_and_is_refused_there() -> None:
     with pytest.raises(RecipeError, match=r"`runtime.deterministic = true` has no effect on the CPU"):
         resolved(recipe, torch.device("cpu"))
     assert resolved(recipe, CUDA).runtime.deterministic
+
+
+def test_a_planned_device_has_what_its_context_leaves_within_the_limit_of_the_recipe() -> None:
+    devices = PlannedDevices(8, 141.0)
+    whole = planned_bytes(recipe(), devices)
+    assert 140 << 30 < whole < 141 << 30
+    assert planned_bytes(recipe(runtime={"device_gib": 24}), devices) < 24 << 30
+    assert planned_bytes(recipe(runtime={"device_gib": 200}), devices) == whole

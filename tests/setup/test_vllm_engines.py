@@ -16,6 +16,7 @@ from stretto.local.components import LocalComponents
 from stretto.models.tiny import tiny_config
 from stretto.recipe.schema import Recipe, parse_recipe
 from stretto.setup.memory import footprint
+from stretto.setup.memory_sizes import GIB
 from stretto.setup.vllm_engines import check_vllm_model, child_options
 
 CPU = torch.device("cpu")
@@ -83,3 +84,20 @@ def test_adapters_on_experts_are_refused_by_name() -> None:
 def test_a_missing_vllm_is_told_before_anything_is_loaded() -> None:
     with pytest.raises(RecipeError, match=r"needs vLLM, which is not installed.*stretto\[vllm\]"):
         LocalComponents.build(recipe_of(), "no such folder")
+
+
+def test_devices_beyond_the_key_value_heads_hold_copies_of_them(tmp_path: Path) -> None:
+    config = Qwen3Config(**{**SHAPE, "num_attention_heads": 8, "num_key_value_heads": 2})
+    config.save_pretrained(tmp_path)
+    cuda = torch.device("cuda", 0)
+
+    def planned(devices: int) -> Any:
+        made = recipe_of(engine={"type": "vllm", "tensor_parallel": devices}, runtime={"type": "ray"})
+        return made, footprint(made, config, 40, cuda, free=64 * GIB, trains=False)
+
+    (_, two), (made, eight) = planned(2), planned(8)
+    assert eight.kv == 4 * two.kv
+    assert eight.kv_tokens == two.kv_tokens
+    assert eight.engine == 4 * two.engine, "each device has buffers of its own"
+    options = child_options(made, str(tmp_path), eight, CPU, threads=1)
+    assert options.kv_bytes // options.tensor_parallel * 2 >= two.kv, "a device holds one of the two heads, in float32"

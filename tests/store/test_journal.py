@@ -370,7 +370,7 @@ def test_a_journal_of_another_schema_is_refused(recorder, tmp_path):
     recorder().journal.close()
     with sqlite3.connect(tmp_path / JOURNAL_NAME) as db:
         db.execute("PRAGMA user_version = 6")
-    named = "was written with schema version 6, and .* reads schema version 11: use the version of stretto that wrote"
+    named = "was written with schema version 6, and .* reads schema version 12: use the version of stretto that wrote"
     for read in (JournalReader, verify, lambda folder: Journal.open(folder / JOURNAL_NAME, resume=True)):
         with pytest.raises(JournalError, match=named):
             read(tmp_path)

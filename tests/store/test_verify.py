@@ -903,8 +903,8 @@ def test_a_column_that_holds_another_type_is_named_with_what_it_holds(finished_r
 
 
 RECEIPTS = (
-    "INSERT INTO receipts SELECT 'r' || version, 0, version, checksum, 64, 1e-6, 1e-5, 1e-4, 'vllm 0.32.0', 1.0 "
-    "FROM versions",
+    "INSERT INTO receipts SELECT 'r' || version, 0, version, checksum, 64, 1e-6, 1e-5, 1e-4, 'vllm 0.32.0', 1.0, "
+    "'1 x cpu', 'digest' FROM versions",
     "UPDATE completions SET receipts = '[\"r' || version || '\"]'",
     "INSERT INTO run VALUES ('engine', '\"vllm\"') ON CONFLICT DO UPDATE SET value = excluded.value",
 )
@@ -914,6 +914,13 @@ def test_completions_with_receipts_are_counted(finished_run: Path) -> None:
     findings = damage(finished_run, *RECEIPTS)
     assert laws(findings) == set(), format_findings(findings)
     assert "; 24 of the completions by receipt (5 receipts of vllm 0.32.0)" in format_findings(findings)
+
+
+def test_engines_that_lay_weights_out_otherwise_may_hold_other_bytes(finished_run: Path) -> None:
+    again = "INSERT INTO receipts SELECT 's' || id, 1, version, checksum, 64, 1e-6, 1e-5, 1e-4, served_by, at, "
+    others = (f"{again} '2 x cuda', 'other' FROM receipts", "UPDATE receipts SET held = NULL WHERE id = 'r1'")
+    findings = damage(finished_run, *RECEIPTS, *others)
+    assert laws(findings) == set(), format_findings(findings)
 
 
 @pytest.mark.parametrize(
@@ -936,6 +943,11 @@ def test_completions_with_receipts_are_counted(finished_run: Path) -> None:
             "receipt `r3` of version 3 has a difference of 0.5",
         ),
         ("UPDATE receipts SET checksum = 'sum9' WHERE id = 'r1'", "has the receipt `r1` of version 1 and weights sum9"),
+        (
+            "INSERT INTO receipts SELECT 's1', 1, 1, checksum, 64, 1e-6, 1e-5, 1e-4, served_by, at, layout, 'other' "
+            "FROM receipts WHERE id = 'r1'",
+            "receipts `r1` and `s1` of version 1 and weights sum1 are of engines that held different weights",
+        ),
     ],
 )
 def test_a_receipt_that_proves_nothing_breaks_law_one(finished_run: Path, statement: str, told: str) -> None:

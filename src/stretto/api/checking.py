@@ -23,19 +23,25 @@ def check(
     data: GivenRows | Mapping[str, GivenRows] | None = None,
     evaluation_data: GivenRows | Mapping[str, GivenRows] | None = None,
     environment: Any = None,
+    devices: str | None = None,
 ) -> CheckReport:
     """Does everything that `train` does before it builds a model, with the same arguments, and reports what it found.
 
     Printed, the report is the text of `stretto check`: every value that the run would have, notes on its data, and its
     memory plan. Raises what `train` would raise. Leaves no process behind, and writes nothing.
+
+    `devices` plans for GPUs that are not here, COUNTxSIZE such as `"8x141GiB"`, as if they were. The report says that
+    the recipe fits them; if it does not, the error says how many would do. The `config.json` of the model is enough.
     """
+    from stretto.recipe.planned_devices import PlannedDevices
     from stretto.recipe.schema import load_recipe
     from stretto.recipe.shipped_recipes import refuse_missing_files
 
+    planned = None if devices is None else PlannedDevices.parse(devices)
     given = Given.of(reward=reward, environment=environment, data=data, evaluation_data=evaluation_data)
     made = load_recipe(recipe, overrides or (), change_task=None if given.is_nothing else given.in_recipe)
     refuse_missing_files(recipe, *made.tasks)
 
     from stretto.assembly.check import check as checked
 
-    return call_apart(lambda: checked(made, given))
+    return call_apart(lambda: checked(made, given, planned))

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import tomli_w
+import torch
 
+from stretto.engines.vllm.releases import check_release, installed_release
 from stretto.environments.given import NOTHING_GIVEN, Given, of_task
-from stretto.models.loading import load_config, load_tokenizer
+from stretto.environments.rewards.reward_model_options import RewardModelOptions
+from stretto.errors import ModelError, RecipeError, first_line
+from stretto.models.loading import load_config, load_tokenizer, missing_weights
 from stretto.models.routing import replayed_shape
+from stretto.models.shapes import shape_folder
 from stretto.models.stop_tokens import stop_tokens
 from stretto.models.tiny import WarmStart, tiny_config_of, tiny_tokenizer
 from stretto.observe.trackers.catalogue import check_trackers
 from stretto.recipe.checks import without_effect
+from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import Recipe
 from stretto.recipe.task_tables import remove_key
-from stretto.setup.device import choose_device, resolved
+from stretto.setup.device import CUDA, choose_device, planned_bytes, resolved
 from stretto.setup.inputs import TaskInputs, check_objective, check_scoring, load_inputs, prompt_tokenizer
 from stretto.setup.memory_report import describe_memory
 from stretto.setup.memory_sizes import context_length
 from stretto.setup.micro_batch_size import describe_micro_tokens, with_micro_tokens
+from stretto.setup.scorers import scorers_of
 from stretto.setup.teachers import check_teachers
 from stretto.setup.threads import thread_counts
-from stretto.setup.vllm_engines import check_vllm_model
+from stretto.setup.vllm_engines import check_vllm_model, records_masks
 from stretto.setup.warm_starts import check_demonstrations, has_demonstrations
 
 ALL_TARGETS = "all linear layers but the output layer"
@@ -44,47 +52,143 @@ class CheckReport:
     __repr__ = __str__
 
 
-def check(recipe: Recipe, given: Given = NOTHING_GIVEN) -> CheckReport:
+def check(recipe: Recipe, given: Given = NOTHING_GIVEN, planned: PlannedDevices | None = None) -> CheckReport:
     """Checks a recipe and what was given with it from Python.
 
     Raises what `train` would raise before it builds a model: for the recipe, the data set, the tokenizer, the lengths
     of the prompts, the reward function, the environment, a custom objective or a tracker. Only a judge that cannot be
     reached is a note. Leaves no process behind, and writes nothing.
+
+    With `planned`, the run is planned for these devices instead of those of this machine. Then the configuration of the
+    model is enough: without its tokenizer no prompt is read, and prompts count as long as completions.
     """
-    recipe = resolved(recipe, choose_device(recipe.runtime.device))
+    device = choose_device(recipe.runtime.device) if planned is None else _planned_device(recipe)
+    recipe = resolved(recipe, device)
     check_objective(recipe)
     trackers = check_trackers(recipe.observe)
-    tiny = recipe.model.is_tiny
-    config = tiny_config_of(recipe.model.path) if tiny else load_config(recipe.model.path)
+    shape = _model_shape(recipe, planned)
+    config = shape.config
     check_vllm_model(recipe, config)
-    of_model = tiny_tokenizer() if tiny else load_tokenizer(recipe.model.path)
-    tokenizer = prompt_tokenizer(recipe, of_model)
-    inputs = load_inputs(recipe, of_model, context=context_length(config), model_path=recipe.model.path, given=given)
-    stops = (tokenizer.eos_token_id,) if tiny else stop_tokens(recipe.model.path, config, tokenizer)
-    of_warm_start = check_demonstrations(recipe, tokenizer, config, stops)
-    of_teachers = check_teachers(recipe, tokenizer, inputs.longest_prompt, templated=inputs.templated)
-    scored, of_judges = [], list[str]()
-    for own in inputs.tasks:
-        label = own.label if len(inputs.tasks) > 1 else None
-        said = list[str]()
-        with of_task(label):
-            scored.append(check_scoring(own.recipe, own.task, own.tokenizer, said.append))
-        of_judges += said if label is None else [f"task `{label}`: {each}" for each in said]
-    asked, device = recipe, choose_device(recipe.runtime.device)
-    recipe = with_micro_tokens(recipe, config, inputs.longest_prompt, device)
-    memory = describe_memory(recipe, inputs.longest_prompt)
-    tasks = [_described(own, phrase, recipe) for own, phrase in zip(inputs.tasks, scored, strict=True)]
+    of_engine = describe_release(recipe, elsewhere=planned is not None)
+    of_inputs, longest = _check_inputs(recipe, shape, given, planned)
+    asked, free = recipe, None if planned is None else planned_bytes(recipe, planned)
+    recipe = with_micro_tokens(recipe, config, longest or recipe.rollout.max_tokens, device, free=free)
+    memory = describe_memory(recipe, longest, config=config, planned=planned)
     notes = (
-        *tasks,
-        *describe_routing(recipe, config, inputs.longest_prompt),
-        *inputs.notes(recipe),
-        *of_judges,
-        *of_warm_start,
-        *of_teachers,
+        *shape.notes,
+        *of_engine,
+        *describe_routing(recipe, config, longest or recipe.rollout.max_tokens),
+        *of_inputs,
         *describe_micro_tokens(asked, recipe),
         *trackers,
     )
     return CheckReport(recipe, effective(recipe), notes, memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """The parts of a model that a check needs."""
+
+    config: Any
+    tokenizer: Any  # None: there is none here
+    notes: tuple[str, ...]  # on what is missing here
+
+
+def _planned_device(recipe: Recipe) -> torch.device:
+    """Returns the kind of the devices to plan for. Raises `RecipeError` for a run that is on none of them."""
+    if recipe.runtime.device == "cpu":
+        raise RecipeError('`devices` are GPUs, and `runtime.device = "cpu"` uses none: leave one of them out')
+    for own in recipe.tasks:
+        for scorer in scorers_of(own).values():
+            on_gpu = isinstance(scorer, RewardModelOptions) and scorer.device != "cpu"
+            if on_gpu and recipe.runtime.type == "local":
+                raise RecipeError(
+                    "`devices` cannot plan for a reward model beside a run in one process: set "
+                    '`task.reward_model.device = "cpu"`, or leave `devices` out'
+                )
+    return CUDA
+
+
+def _model_shape(recipe: Recipe, planned: PlannedDevices | None) -> _Shape:
+    """Loads configuration and tokenizer of the model. Where a run is only planned, the configuration is enough."""
+    path = recipe.model.path
+    if recipe.model.is_tiny:
+        return _Shape(tiny_config_of(path), tiny_tokenizer(), ())
+    notes, shipped = [], False
+    try:
+        config = load_config(path)
+    except ModelError as error:
+        folder = None if planned is None else shape_folder(path)
+        if folder is None:
+            raise
+        config, shipped = load_config(str(folder)), True
+        notes.append(f"the configuration of `{path}` is the one that comes with the package: {first_line(error)}")
+    if (missing := missing_weights(path)) is not None:
+        notes.append(missing)
+    tokenizer = None
+    try:
+        tokenizer = load_tokenizer(path)
+    except ModelError as error:
+        if planned is None:
+            raise
+        why = "" if shipped else f": {first_line(error)}"
+        notes.append(
+            f"the tokenizer of `{path}` is not here, so prompts and rewards were not checked, and a prompt counts as "
+            f"long as a completion, {recipe.rollout.max_tokens:,} tokens{why}"
+        )
+    return _Shape(config, tokenizer, tuple(notes))
+
+
+def _check_inputs(
+    recipe: Recipe, shape: _Shape, given: Given, planned: PlannedDevices | None
+) -> tuple[list[str], int | None]:
+    """Checks data, prompts, rewards and teachers. Returns notes on them, and the length of the longest prompt.
+
+    Without a tokenizer nothing is checked, and the length is None.
+    """
+    of_model, config, path = shape.tokenizer, shape.config, recipe.model.path
+    if of_model is None:
+        return [], None
+    tokenizer = prompt_tokenizer(recipe, of_model)
+    inputs = load_inputs(recipe, of_model, context=context_length(config), model_path=path, given=given)
+    stops = (tokenizer.eos_token_id,) if recipe.model.is_tiny else stop_tokens(path, config, tokenizer)
+    of_warm_start = check_demonstrations(recipe, tokenizer, config, stops)
+    of_teachers = check_teachers(recipe, tokenizer, inputs.longest_prompt, templated=inputs.templated)
+    tasks, of_judges = [], list[str]()
+    for own in inputs.tasks:
+        label = own.label if len(inputs.tasks) > 1 else None
+        said = list[str]()
+        with of_task(label):
+            tasks.append(_described(own, _scored(own, planned, said.append), recipe))
+        of_judges += said if label is None else [f"task `{label}`: {each}" for each in said]
+    return [*tasks, *inputs.notes(recipe), *of_judges, *of_warm_start, *of_teachers], inputs.longest_prompt
+
+
+def _scored(own: TaskInputs, planned: PlannedDevices | None, note: Callable[[str], None]) -> str:
+    """Tries the rewards of a task, and returns a phrase on them. A reward model on a GPU that is not here is not.
+
+    `note` gets what is not an error, such as a judge that cannot be reached.
+    """
+    models = [each for each in scorers_of(own.recipe.task).values() if isinstance(each, RewardModelOptions)]
+    if planned is not None and any(each.device != "cpu" for each in models):
+        return "scored by a reward model, which was not tried"
+    return check_scoring(own.recipe, own.task, own.tokenizer, note)
+
+
+def describe_release(recipe: Recipe, *, elsewhere: bool) -> list[str]:
+    """Returns a line on the vLLM of this machine; empty with another engine.
+
+    Raises `RecipeError` if it is missing or refused, and the run needs it here: in one process, unless `elsewhere`.
+    """
+    if recipe.engine.type != "vllm":
+        return []
+    found = installed_release()
+    try:
+        return [f"vLLM {check_release(found, masks=records_masks(recipe))} is installed here, a release that was tried"]
+    except RecipeError as error:
+        if recipe.runtime.type == "local" and not elsewhere:
+            raise
+        return [f"on this machine {error}; the machines of the instances need it"]
 
 
 def _described(own: TaskInputs, scored: str, recipe: Recipe) -> str:

@@ -1,4 +1,6 @@
-"""`compare`: trains one recipe under several paradigms, each run in its own process, one after another.
+"""`compare`: trains one recipe under several paradigms, and with several engines if it is asked to.
+
+Each run has its own process, one after another.
 
 The folder holds the state: a finished run in it is used as it is, a stopped run is resumed, and the table and
 `compare.json` are written again after every run. So the same command continues an interrupted comparison.
@@ -27,6 +29,7 @@ from stretto.run.interrupts import handled
 from stretto.run.recipe_changes import refuse_another_recipe
 
 TABLE_WIDTH = 185  # least, for fifteen columns
+ENGINES = ("native", "vllm")
 STOPPED = 130  # exit status of a run that was stopped and can be resumed
 
 
@@ -45,6 +48,7 @@ def compare_from_command_line(
     paradigms: Sequence[str] | None,
     folder: Path | None,
     target: float | None,
+    engines: Sequence[str] | None = None,
     train_options: Sequence[str] = (),
 ) -> int:
     """Runs `compare`, prints its table after every paradigm, and writes `compare.json`. Returns the exit status.
@@ -58,13 +62,14 @@ def compare_from_command_line(
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    same_command = _command(recipe, overrides, paradigms, chosen, target)
+    same_command = _command(recipe, overrides, paradigms, engines, chosen, target)
     try:
         rows: Sequence[Mapping[str, Any]] = ()
         for rows in comparison(
             recipe,
             overrides,
-            paradigms=PARADIGM_NAMES if paradigms is None else paradigms,
+            paradigms=paradigms,
+            engines=engines,
             folder=chosen,
             target=target,
             say=say,
@@ -83,13 +88,20 @@ def compare_from_command_line(
 
 
 def _command(
-    recipe: Path, overrides: Sequence[str], paradigms: Sequence[str] | None, folder: Path, target: float | None
+    recipe: Path,
+    overrides: Sequence[str],
+    paradigms: Sequence[str] | None,
+    engines: Sequence[str] | None,
+    folder: Path,
+    target: float | None,
 ) -> str:
     words: list[str | Path] = ["compare", recipe]
     for override in overrides:
         words += ["--set", override]
     if paradigms is not None:
         words += ["--paradigms", ",".join(paradigms)]
+    if engines is not None:
+        words += ["--engines", ",".join(engines)]
     if target is not None:
         words += ["--target", str(target)]
     return command(*words, "--out", folder)
@@ -100,16 +112,23 @@ def compare(
     overrides: Sequence[str] = (),
     *,
     folder: str | Path,
-    paradigms: Sequence[str] = PARADIGM_NAMES,
+    paradigms: Sequence[str] | None = None,
     target: float | None = None,
+    engines: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Runs a recipe under several paradigms and returns a row for each; see `comparison`.
+    """Runs a recipe under several paradigms, and with several engines, and returns a row for each; see `comparison`.
 
     Each paradigm runs in its own process, which prints its progress. Runs in `folder` that are finished are kept, and
     one that was stopped is resumed. Raises `ComparisonStoppedError` if a run is stopped, and `RunError` if one fails.
     """
     *_, rows = comparison(
-        Path(recipe), overrides, paradigms=paradigms, folder=Path(folder), target=target, say=lambda text: None
+        Path(recipe),
+        overrides,
+        paradigms=paradigms,
+        engines=engines,
+        folder=Path(folder),
+        target=target,
+        say=lambda text: None,
     )
     return rows
 
@@ -118,7 +137,8 @@ def comparison(
     recipe: Path,
     overrides: Sequence[str],
     *,
-    paradigms: Sequence[str],
+    paradigms: Sequence[str] | None,
+    engines: Sequence[str] | None = None,
     folder: Path,
     target: float | None = None,
     say: Callable[[str], None],
@@ -126,23 +146,23 @@ def comparison(
 ) -> Iterator[list[dict[str, Any]]]:
     """Trains one run for each paradigm. After each, yields a row for every run so far, with the keys of `summary.json`.
 
+    `paradigms` None: all that the engine serves. `engines`: there is a run for each paradigm with each of them; None:
+    with that of the recipe.
     `target` is the accuracy of the column `seconds_to_target`; by default nine tenths of the way from the first
     evaluation to the best final one. Each row names the staleness that was used, because some paradigms override the
     recipe's. Nothing runs before all recipes and folders have been checked.
     """
-    if not paradigms or not all(paradigms):
-        raise RecipeError(
-            f"`--paradigms {','.join(paradigms)!r}` leaves a name empty; write names with commas between them, such as "
-            "`synchronous,multi-version`, or leave it out for all five"
-        )
-    unknown = [name for name in paradigms if name not in PARADIGMS]
-    if unknown:
-        raise RecipeError(f"`--paradigms` names `{unknown[0]}`; known: {', '.join(PARADIGM_NAMES)}")
-    twice = [name for name in dict.fromkeys(paradigms) if paradigms.count(name) > 1]
-    if twice:
-        raise RecipeError(f"`--paradigms` names `{twice[0]}` more than once; name each paradigm once")
-    load_recipe(recipe, overrides)  # as it stands, before it is changed into others
-    recipes = {name: load_recipe(recipe, overrides, compare_as=name) for name in paradigms}
+    if paradigms is not None:
+        _refuse_names("paradigms", "synchronous,multi-version", paradigms, PARADIGM_NAMES)
+    if engines is not None:
+        _refuse_names("engines", "native,vllm", engines, ENGINES)
+    as_it_stands = load_recipe(recipe, overrides)  # before it is changed into others
+    recipes = {}
+    for engine in engines or [as_it_stands.engine.type]:
+        with_engine = [*overrides, *_engine_overrides(as_it_stands, engine)]
+        for paradigm in _served_paradigms(engine) if paradigms is None else paradigms:
+            name = paradigm if engines is None else f"{paradigm}-{engine}"
+            recipes[name] = load_recipe(recipe, with_engine, compare_as=paradigm)
     for name, resolved in recipes.items():
         _refuse_folder(resolved, folder / name)
     refuse_unwritable(folder)
@@ -153,7 +173,8 @@ def comparison(
         plan = resolved.plan
         rows.append(
             {
-                "paradigm": name,
+                "paradigm": plan.paradigm.name,
+                "engine": resolved.engine.type,
                 "staleness_bound": plan.staleness,
                 "in_flight": plan.in_flight,
                 "rows": plan.rows,
@@ -163,6 +184,29 @@ def comparison(
         _add_time_to_target(rows, target)
         _write(folder / "compare.json", rows)
         yield rows
+
+
+def _refuse_names(option: str, example: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Raises `RecipeError` for names that are empty, unknown, or there twice."""
+    if not names or not all(names):
+        raise RecipeError(
+            f"`--{option} {','.join(names)!r}` leaves a name empty; write names with commas between them, such as "
+            f"`{example}`, or leave it out"
+        )
+    if unknown := [name for name in names if name not in known]:
+        raise RecipeError(f"`--{option}` names `{unknown[0]}`; known: {', '.join(known)}")
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise RecipeError(f"`--{option}` names `{twice[0]}` more than once; name each once")
+
+
+def _served_paradigms(engine: str) -> Sequence[str]:
+    """Returns the paradigms that an engine serves."""
+    return [name for name in PARADIGM_NAMES if engine == "native" or PARADIGMS[name].pinned]
+
+
+def _engine_overrides(recipe: Recipe, engine: str) -> list[str]:
+    """Returns the overrides that give a recipe another engine, without the options of its own."""
+    return [] if engine == recipe.engine.type else [f'engine={{type = "{engine}"}}']
 
 
 def _refuse_folder(recipe: Recipe, folder: Path) -> None:
@@ -264,10 +308,13 @@ def _add_time_to_target(rows: list[dict[str, Any]], target: float | None) -> Non
 def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Returns the table that `compare` prints."""
     base = next((row["tokens_per_second"] for row in rows if row["paradigm"] == "synchronous"), None)
+    several = len({row.get("engine", "native") for row in rows}) > 1
     target = rows[0]["target"]
-    table = Table(title="paradigms on the same recipe, seed and number of updates")
+    what = "paradigms and engines" if several else "paradigms"
+    table = Table(title=f"{what} on the same recipe, seed and number of updates")
     headers = [
         "paradigm",
+        *["engine"] * several,
         "K",
         "tok/s",
         "speed",
@@ -280,11 +327,12 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     greedy = any(score is not None for row in rows for score in _greedy_scores(row))
     headers += ["accuracy", *["greedy"] * greedy]
     for index, header in enumerate(headers):
-        table.add_column(header, justify="left" if index == 0 else "right")
+        table.add_column(header, justify="left" if index <= several else "right")
     for row in rows:
         reached = row["seconds_to_target"]
         table.add_row(
             row["paradigm"],
+            *[row.get("engine", "native")] * several,
             str(row["staleness_bound"]),
             f"{row['tokens_per_second']:,.0f}",
             f"{row['tokens_per_second'] / base:.2f} x" if base else "-",

@@ -12,6 +12,11 @@ HELP = "do everything that train does before it builds a model; print every valu
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_recipe(parser)
+    parser.add_argument(
+        "--devices",
+        metavar="COUNTxSIZE",
+        help="plan for GPUs that need not be here, such as `8x141GiB`; the model's `config.json` is enough",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -19,5 +24,5 @@ def run(options: argparse.Namespace) -> int:
 
     from stretto.api.checking import check
 
-    sys.stdout.write(str(check(options.recipe, options.overrides)))
+    sys.stdout.write(str(check(options.recipe, options.overrides, devices=options.devices)))
     return 0

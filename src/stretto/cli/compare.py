@@ -11,7 +11,12 @@ HELP = "run the same recipe, seed and number of updates under several paradigms"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_recipe(parser)
-    parser.add_argument("--paradigms", metavar="A,B,...", help="default: all five")
+    parser.add_argument("--paradigms", metavar="A,B,...", help="default: all that the engine serves")
+    parser.add_argument(
+        "--engines",
+        metavar="A,B",
+        help="run each paradigm with each of these engines, such as `native,vllm` (default: that of the recipe)",
+    )
     parser.add_argument(
         "--out",
         type=arguments.path,
@@ -30,6 +35,7 @@ def run(options: argparse.Namespace) -> int:
         options.recipe,
         options.overrides,
         paradigms=None if options.paradigms is None else options.paradigms.split(","),
+        engines=None if options.engines is None else options.engines.split(","),
         folder=options.out,
         target=options.target,
         train_options=arguments.verbosity(options),

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from stretto import clock
 from stretto.cluster.actor_calls import idle_seconds
-from stretto.cluster.connection import instance_gpus
 from stretto.cluster.episodes import EpisodeOptions, RayEpisodes
 from stretto.cluster.instance_actor import InstanceOptions
 from stretto.cluster.model_files import InstanceEngineFactory, ModelSource
@@ -31,6 +30,7 @@ from stretto.recipe.schema import Recipe
 from stretto.run.phases import Phases
 from stretto.run.protocols import NoRewards, Rewards, TrainerBackend
 from stretto.setup.backend import Backend, TaskBackend
+from stretto.setup.cluster_devices import instance_gpus
 from stretto.setup.environments import local_environment
 from stretto.setup.factories import DriverInputs
 from stretto.setup.inputs import (

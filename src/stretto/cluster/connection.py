@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from stretto.errors import RecipeError, first_line
 from stretto.recipe.schema import Recipe
+from stretto.setup.cluster_devices import shortage
 from stretto.setup.threads import available_cores
 
 try:
@@ -113,37 +114,6 @@ def describe() -> str:
     nodes = sum(node["Alive"] for node in ray.nodes())
     gpus = f", {total['GPU']:g} GPUs" if total.get("GPU") else ""
     return f"on a Ray cluster of {nodes} {'machine' if nodes == 1 else 'machines'}: {total.get('CPU', 0):g} CPUs{gpus}"
-
-
-def gpus_of(asked: float | None, recipe: Recipe) -> float:
-    """Returns the GPUs of one actor: what was asked for, or one if the run is on CUDA."""
-    return asked if asked is not None else float(recipe.runtime.device == "cuda")
-
-
-def instance_gpus(recipe: Recipe) -> float:
-    """Returns the GPUs of one instance: what was asked for, or as many as its engine cuts the model over."""
-    return gpus_of(recipe.runtime.instance_gpus, recipe) * (
-        recipe.engine.tensor_parallel if recipe.runtime.instance_gpus is None else 1
-    )
-
-
-def shortage(recipe: Recipe, total: Mapping[str, float]) -> str | None:
-    """Returns a sentence on what instances and ranks ask for beyond what a cluster has; None if all of it fits."""
-    runtime = recipe.runtime
-    wanted = {
-        "CPU": (runtime.instance_cpus, runtime.trainer_cpus),
-        "GPU": (instance_gpus(recipe), gpus_of(runtime.trainer_gpus, recipe)),
-    }
-    for kind, (instance, trainer) in wanted.items():
-        asked, has = runtime.instances * instance + runtime.trainers * trainer, total.get(kind, 0)
-        if asked > has:
-            name = kind.lower()
-            return (
-                f"`runtime.instances = {runtime.instances}` with `instance_{name}s = {instance:g}` and "
-                f"`trainers = {runtime.trainers}` with `trainer_{name}s = {trainer:g}` ask for {asked:g} {kind}s, and "
-                f"there are {has:g}"
-            )
-    return None
 
 
 def remove_leftovers(root: Path) -> None:

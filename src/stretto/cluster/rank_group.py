@@ -26,7 +26,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from stretto.cluster.actor_calls import kill
 from stretto.cluster.actor_placement import why_not_started
-from stretto.cluster.connection import gpus_of
 from stretto.cluster.model_files import ModelSource
 from stretto.cluster.rank_actor import VERSIONS, WRITING, RankTrainerFactory, TrainerRank, WeightsHeader
 from stretto.cluster.weights import RayWeightsRef, WeightsStore
@@ -35,6 +34,7 @@ from stretto.models.adapter_config import adapter_folder
 from stretto.observe.progress import Silent
 from stretto.recipe.schema import Recipe
 from stretto.setup.base_models import starting_adapter
+from stretto.setup.cluster_devices import gpus_of
 from stretto.setup.teachers import teacher_sources
 from stretto.setup.threads import rank_threads
 from stretto.training.learning_rates import LearningRates

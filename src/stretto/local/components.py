@@ -19,7 +19,7 @@ from stretto.setup.device import choose_device, choose_dtype, prepare_device
 from stretto.setup.factories import DriverInputs, load_driver_inputs, make_native_engine, make_trainer
 from stretto.setup.memory import footprint, out_of_memory
 from stretto.setup.threads import ThreadCounts
-from stretto.setup.vllm_engines import make_vllm_engine
+from stretto.setup.vllm_engines import make_vllm_engine, records_masks
 from stretto.training.learning_rates import LearningRates
 from stretto.training.trainer import LocalTrainer
 from stretto.training.warm_up import compiles, warm_up
@@ -57,7 +57,7 @@ class LocalComponents:
         `driver` None: the inputs are loaded too. `rates` None: the learning rates are those of the recipe.
         """
         if recipe.engine.type == "vllm":
-            check_release(installed_release())
+            check_release(installed_release(), masks=records_masks(recipe))
         config, device = load_config(model_path), choose_device(recipe.runtime.device)
         dtype = choose_dtype(recipe.model.dtype, device)
         prepare_device(recipe, device)

@@ -40,10 +40,10 @@ def hub_options(path: str, option: str = "model.path") -> dict[str, bool]:
     return {} if Path(path).exists() or hub_answers(path, option) else {"local_files_only": True}
 
 
-def is_cached(name: str) -> bool:
-    """True if the configuration of a model lies in the local cache of the hub."""
+def is_cached(name: str, file: str = "config.json") -> bool:
+    """True if a file of a model, by default its configuration, lies in the local cache of the hub."""
     try:
-        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+        return isinstance(try_to_load_from_cache(name, file), str)
     except HFValidationError:
         return False
 

@@ -25,6 +25,7 @@ MADE_BY = {  # folders that this repository's Makefile makes
     "models/qwen2.5-coder-1.5b": "make qwen",
     "models/qwen2.5-coder-0.5b": "make qwen-small",
 }
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 MOVING_ROTARY = ("dynamic", "longrope")  # their angles depend on the lengths in the batch
 
 
@@ -45,7 +46,13 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, *, option: s
 
 
 def load_tokenizer(path: str, *, option: str = "model.path") -> Any:
-    """The tokenizer that belongs to a model. A folder may hold a tokenizer and no model, as that of an adapter does."""
+    """The tokenizer that belongs to a model. A folder may hold a tokenizer and no model, as that of an adapter does.
+
+    Raises `ModelError` for a folder with none of its files: transformers makes a tokenizer of no words then.
+    """
+    folder = Path(path)
+    if (folder / "config.json").exists() and not any(file for name in TOKENIZER_FILES for file in folder.glob(name)):
+        raise ModelError(f"`{option} = {path!r}` has no tokenizer that can be loaded: the folder has no file of one")
     return load_pretrained(AutoTokenizer, path, "has no tokenizer that can be loaded", option)
 
 
@@ -57,6 +64,17 @@ def has_tokenizer(path: str | Path) -> bool:
 def load_config(path: str, *, option: str = "model.path") -> Any:
     """The model's configuration alone, without its weights."""
     return load_pretrained(AutoConfig, path, "has no configuration that can be loaded", option)
+
+
+def missing_weights(path: str) -> str | None:
+    """Returns a sentence if a folder, or the local cache of the hub, has no weights of a model; None if it has."""
+    if Path(path).exists():
+        if any(Path(path).glob("*.safetensors")):
+            return None
+        return f"`model.path = {path!r}` has no weights (`*.safetensors`): `train` needs them"
+    if is_cached(path, "model.safetensors") or is_cached(path, "model.safetensors.index.json"):
+        return None
+    return f"the weights of `{path}` are not here: `train` loads them from the hub"
 
 
 def load_pretrained(kind: Any, path: str, failure: str, option: str, **options: Any) -> Any:

@@ -40,11 +40,12 @@ def impossible_engine(recipe: Recipe) -> Iterable[str]:
             '`rollout.paradigm = "partial"` is refused with `engine.type = "vllm"`, which cannot continue trajectories '
             f"under new weights; choose another paradigm, or {OR_NATIVE}"
         )
-    for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-        if (got := getattr(rollout, name)) != off:
+    for name, off in (("top_p", 1.0), ("min_p", 0.0)):
+        if (got := getattr(rollout, name)) != off and not rollout.top_k:
             yield (
                 f'`rollout.{name} = {got}` is refused with `engine.type = "vllm"`: training needs the tokens that it '
-                f"leaves of each distribution, which vLLM does not tell; leave it out, or choose {OR_NATIVE}"
+                "leaves of each distribution, which vLLM tells only with a `top_k`; set `rollout.top_k`, leave it out, "
+                f"or choose {OR_NATIVE}"
             )
     for key, value in (("rollout", rollout.temperature), ("evaluation", evaluation.temperature or 0.0)):
         if value > MAX_TEMPERATURE:
@@ -61,6 +62,12 @@ def impossible_engine(recipe: Recipe) -> Iterable[str]:
         yield (
             '`runtime.deterministic = true` is refused with `engine.type = "vllm"`, whose log-probabilities depend on '
             f"what else runs; leave it out, or choose {OR_NATIVE}"
+        )
+    gpus = recipe.runtime.instance_gpus
+    if recipe.runtime.type == "ray" and gpus is not None and gpus < recipe.engine.tensor_parallel > 1:
+        yield (
+            f"`runtime.instance_gpus = {gpus:g}` is less than `engine.tensor_parallel = "
+            f"{recipe.engine.tensor_parallel}`, the devices that one instance cuts the model over; leave it out"
         )
     if recipe.engine.tensor_parallel > 1 and recipe.runtime.type == "local":
         yield (

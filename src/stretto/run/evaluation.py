@@ -42,6 +42,7 @@ from stretto.types import (
     Lineage,
     Moment,
     Prompt,
+    Receipt,
     Request,
     Sampling,
     TaskScore,
@@ -224,6 +225,10 @@ class Evaluator:
         refuse_output(completion, request, checksums=checksums, vocabulary=self._vocabulary, continued=False)
         turns.add(tokens, completion, lineage, train)
         return completion
+
+    def record_receipt(self, instance: int, receipt: Receipt) -> None:
+        """Records that an engine gave a receipt for the version that it evaluates."""
+        self._journal.receipt_given(instance, receipt, at=clock.now())
 
     def record(self, result: EvaluationResult, line: Mapping[str, Any] | None = None) -> None:
         """Records a result in the journal, when the core counts it.

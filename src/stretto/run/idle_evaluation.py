@@ -70,11 +70,13 @@ async def _evaluate_on(
     watching = asyncio.create_task(watch_progress(check, instance_s), name=f"watch the evaluation {moment}")
     try:
         await instance.call_in_order("unload", unload_all)
-        await send(
-            weights,
-            lambda: instance.call_in_order("load", lambda engine: engine.load(weights)),
-            lambda kind, text: None,
-        )
+
+        async def load() -> None:
+            receipt = await instance.call_in_order("load", lambda engine: engine.load(weights))
+            if receipt is not None:
+                evaluator.record_receipt(id, receipt)
+
+        await send(weights, load, lambda kind, text: None)
         result = await instance.call(
             lambda engine: evaluator.evaluate(engine, weights.version, moment, weights.checksum)
         )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from stretto.errors import RecipeError
+from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import Recipe
 from stretto.run.recipe_changes import RESOLVED_KEYS
 from stretto.setup.compile_cache import keep_compiled
@@ -77,6 +78,11 @@ def free_bytes(recipe: Recipe, device: torch.device) -> int:
     left = int(torch.cuda.mem_get_info(device)[0])
     limit = recipe.runtime.device_gib
     return left if limit is None else min(left, device_limit(limit) - torch.cuda.memory_reserved(device))
+
+
+def planned_bytes(recipe: Recipe, planned: PlannedDevices) -> int:
+    """Returns the memory of a device that is not here that a run may take, within `runtime.device_gib`."""
+    return device_limit(min(planned.gib, recipe.runtime.device_gib or planned.gib))
 
 
 def device_limit(gib: float) -> int:

@@ -42,8 +42,9 @@ from stretto.errors import RecipeError, first_line
 from stretto.models import decoder
 from stretto.models.lora import inject_lora
 from stretto.models.varlen_attention import flash_fits
+from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import Recipe
-from stretto.setup.device import choose_dtype, device_limit, free_bytes
+from stretto.setup.device import choose_dtype, device_limit, free_bytes, planned_bytes
 from stretto.setup.memory_sizes import (
     GIB,
     activation_bytes,
@@ -52,6 +53,7 @@ from stretto.setup.memory_sizes import (
     gib,
     head_size,
     kv_bytes_per_token,
+    kv_copies,
     longest_trajectory,
     matrix_elements,
     micro_batch_tokens,
@@ -60,6 +62,7 @@ from stretto.setup.memory_sizes import (
 )
 from stretto.setup.reward_model_memory import reward_model_footprint
 from stretto.setup.teacher_memory import teachers_footprint
+from stretto.training.sharding import SHARDED_FROM
 
 KV_BYTES_BY_DEFAULT = 4 * GIB  # cap of the KV cache on the CPU, unless the recipe sets one
 SLACK_SHARE = 0.05  # of the memory that is free at the start
@@ -119,14 +122,22 @@ def instances_per_device(recipe: Recipe) -> int:
     return recipe.runtime.instances if recipe.runtime.type == "local" else 1
 
 
-def free_for_instance(recipe: Recipe, device: torch.device) -> int | None:
-    """Returns the free bytes of an instance on a cluster, which may have a fraction of a GPU; None on the CPU."""
+def free_for_instance(recipe: Recipe, device: torch.device, planned: PlannedDevices | None = None) -> int | None:
+    """Returns the free bytes of an instance on a cluster; None on the CPU.
+
+    It may have a fraction of a GPU, or several that vLLM cuts the model over. With `planned` these are devices that are
+    not here.
+    """
     if device.type != "cuda":
         return None
     share = 1.0 if recipe.runtime.instance_gpus is None else min(1.0, recipe.runtime.instance_gpus)
     limit = recipe.runtime.device_gib
-    total = torch.cuda.mem_get_info(device)[1] if limit is None else device_limit(limit)
-    return min(free_bytes(recipe, device), int(total * share))
+    if planned is not None:
+        free = total = planned_bytes(recipe, planned)
+    else:
+        free = free_bytes(recipe, device)
+        total = torch.cuda.mem_get_info(device)[1] if limit is None else device_limit(limit)
+    return min(free, int(total * share)) * recipe.engine.tensor_parallel
 
 
 def footprint(
@@ -137,12 +148,13 @@ def footprint(
     *,
     free: int | None = None,
     trains: bool = True,
+    here: bool = True,
 ) -> Footprint:
     """Plans the memory of a run on `device`.
 
     `free` are the bytes to plan with on CUDA; None asks the device. Without `trains` the plan is for an instance alone:
-    trainer and weight store are in other processes. Raises `RecipeError` with all sizes and the options to change if
-    too little is left for the KV cache on CUDA.
+    trainer and weight store are in other processes. Without `here` it is for a device of another machine. Raises
+    `RecipeError` with all sizes and the options to change if too little is left for the KV cache on CUDA.
     """
     on_cuda, instances = device.type == "cuda", instances_per_device(recipe)
     if on_cuda and free is None:
@@ -152,12 +164,47 @@ def footprint(
         need = replace(need, store=0, trained=0, reference=0, teachers=0, undo=0, optimizer=0, gradients=0, working=0)
     text = config.get_text_config()
     if free is not None and on_cuda:
-        per_token = kv_bytes_per_token(text, choose_dtype(recipe.model.dtype, device))
-        tokens = _kv_tokens_on_cuda(recipe, need, longest_trajectory(recipe, longest_prompt), per_token, free)
+        per_token = kv_bytes_per_token(text, choose_dtype(recipe.model.dtype, device)) * kv_copies(recipe, text)
+        advice = remedies(recipe, trains=trains, here=here)
+        tokens = _kv_tokens_on_cuda(recipe, need, longest_trajectory(recipe, longest_prompt), per_token, free, advice)
     else:
         per_token = kv_bytes_per_token(text)
         tokens = kv_tokens(recipe, text, longest_prompt)
     return replace(need, kv=instances * tokens * per_token, kv_tokens=tokens)
+
+
+def rank_footprint(
+    recipe: Recipe, config: Any, longest_prompt: int, device: torch.device, *, free: int = 0
+) -> Footprint:
+    """Plans the memory of one rank of the trainer on a cluster. `free` are the bytes that it has on CUDA.
+
+    Full weights of several ranks are sharded (`training/sharding.py`): a rank has its part of the layers, and one layer
+    whole while that runs and the next is fetched. Everything else is whole on every rank.
+    """
+    counted, dtype = count_weights(recipe, config, device), choose_dtype(recipe.model.dtype, device)
+    need = without_kv(recipe, config, counted, longest_prompt, device, free)
+    need = replace(need, versions=0, store=0, engine=0)
+    if not is_sharded(recipe, counted, dtype):
+        return need
+    parameters = counted.one_base // dtype.itemsize
+    in_layers = sum(each.numel() for name, each in counted.model.named_parameters() if ".layers." in name)
+    part = (parameters - in_layers + in_layers / recipe.runtime.trainers) / parameters
+    layer = in_layers // config.get_text_config().num_hidden_layers * dtype.itemsize
+    return replace(
+        need,
+        base=int(need.base * part),
+        trained=int(need.trained * part),
+        undo=int(need.undo * part),
+        optimizer=int(need.optimizer * part),
+        gradients=int(need.gradients * part),
+        working=need.working + 2 * layer,
+    )
+
+
+def is_sharded(recipe: Recipe, counted: Counted, dtype: torch.dtype) -> bool:
+    """True if the ranks of the trainer shard the layers."""
+    full, ranks = recipe.model.lora is None, recipe.runtime.trainers
+    return full and ranks > 1 and counted.one_base // dtype.itemsize >= SHARDED_FROM
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +242,7 @@ def without_kv(
     """Returns the plan with no KV cache in it."""
     dtype, on_cuda = choose_dtype(recipe.model.dtype, device), device.type == "cuda"
     text, lora, instances = config.get_text_config(), recipe.model.lora, instances_per_device(recipe)
-    num_trained = counted.num_trained
+    num_trained, devices = counted.num_trained, recipe.engine.tensor_parallel
     version, trained = num_trained * dtype.itemsize, num_trained * torch.float32.itemsize
     half, full = dtype != torch.float32, lora is None
     activations = activation_bytes(
@@ -220,7 +267,7 @@ def without_kv(
         optimizer=2 * trained,
         gradients=trained + (version if half and full else 0),
         working=max(activations + teachers.training, teachers.scoring) + scored_ahead_bytes(recipe) + teachers.scores,
-        engine=instances * engine_bytes(recipe, text, counted.model, dtype) if on_cuda else 0,
+        engine=instances * devices * engine_bytes(recipe, text, counted.model, dtype) if on_cuda else 0,
         slack=int(SLACK_SHARE * free) if on_cuda else 0,
         kv=0,
         kv_tokens=0,
@@ -245,10 +292,10 @@ def kv_tokens(recipe: Recipe, config: Any, longest_prompt: int) -> int:
     return max(one, min(engine_rows(recipe) * one, cap))
 
 
-def _kv_tokens_on_cuda(recipe: Recipe, need: Footprint, one: int, per_token: int, free: int) -> int:
+def _kv_tokens_on_cuda(recipe: Recipe, need: Footprint, one: int, per_token: int, free: int, advice: str) -> int:
     """Returns the KV tokens of one instance: its share of the memory that is left, at most what its rows can need.
 
-    `one` is the length of the longest trajectory. Raises `RecipeError` if too little memory is left.
+    `one` is the length of the longest trajectory. Raises `RecipeError` with `advice` if too little memory is left.
     """
     rows, instances = engine_rows(recipe), instances_per_device(recipe)
     left = max(0, free - need.without_kv) // (per_token * instances)
@@ -264,16 +311,19 @@ def _kv_tokens_on_cuda(recipe: Recipe, need: Footprint, one: int, per_token: int
             what = f"on each of `runtime.instances = {instances}` {what}"
         raise RecipeError(
             f"the run does not fit: {gib(free)} of the device are free; {need}; that leaves "
-            f"{gib(max(0, free - need.without_kv))} for KV, and {what} {gib(least * per_token)}. {_remedies(recipe)}"
+            f"{gib(max(0, free - need.without_kv))} for KV, and {what} {gib(least * per_token)}. {advice}"
         )
     return asked or min(rows * one, left)
 
 
-def _remedies(recipe: Recipe) -> str:
-    """Returns the options to change if a run does not fit, with their values."""
+def remedies(recipe: Recipe, *, trains: bool = True, here: bool = True) -> str:
+    """Returns the options to change if a run does not fit, with their values.
+
+    Without `trains` they are those of an instance alone. Without `here` the device is not one of this machine.
+    """
     rollout = recipe.rollout
     lower = [
-        f"`training.micro_tokens` (now {recipe.training.micro_batch_tokens})",
+        *[f"`training.micro_tokens` (now {recipe.training.micro_batch_tokens})"] * trains,
         f"`rollout.rows` (now {recipe.plan.rows})",
         f"`rollout.max_tokens` (now {rollout.max_tokens})",
         f"`rollout.staleness` (now {recipe.plan.staleness}: {recipe.num_slots} versions)",
@@ -282,15 +332,16 @@ def _remedies(recipe: Recipe) -> str:
         lower.insert(0, f"`runtime.instances` (now {recipe.runtime.instances})")
     if rollout.kv_tokens is not None:
         lower.insert(0, f"`rollout.kv_tokens` (now {rollout.kv_tokens}; left out, it is what fits)")
-    adapters = " or train adapters, `model.lora = { rank = 16 }`," if recipe.model.lora is None else ""
-    return f"Lower {', '.join(lower)},{adapters} or free memory that other processes hold"
+    adapters = " or train adapters, `model.lora = { rank = 16 }`" if recipe.model.lora is None else ""
+    free = ", or free memory that other processes hold" if here else ""
+    return f"Lower {', '.join(lower)}{',' * bool(adapters)}{adapters}{free}"
 
 
 def out_of_memory(recipe: Recipe, need: Footprint, error: BaseException) -> RecipeError:
     """Returns the error for a run whose plan was too low: memory ran out while engines and trainer were made."""
     return RecipeError(
         f"the run does not fit: memory ran out while it was built ({first_line(error)}). Planned were {need}, "
-        f"{describe_kv(recipe, need)}; together {gib(need.total)}. {_remedies(recipe)}"
+        f"{describe_kv(recipe, need)}; together {gib(need.total)}. {remedies(recipe)}"
     )
 
 

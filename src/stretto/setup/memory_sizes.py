@@ -53,6 +53,12 @@ def engine_rows(recipe: Recipe) -> int:
     return rows + min(recipe.num_answers, max(8, rows // 4))
 
 
+def kv_copies(recipe: Recipe, config: Any) -> int:
+    """Returns how often an instance has the keys and values of a token: more devices than heads hold some twice."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return max(1, recipe.engine.tensor_parallel // int(heads))
+
+
 def kv_bytes_per_token(config: Any, dtype: torch.dtype = torch.float32) -> int:
     """Returns the bytes of keys and values of one token over all layers. On the CPU they are always float32.
 

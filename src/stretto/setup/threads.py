@@ -35,7 +35,8 @@ def thread_counts(recipe: Recipe) -> ThreadCounts:
     """
     cores = available_cores()
     share = cores if recipe.plan.staleness == 0 else max(1, cores // 2)
-    if choose_device(recipe.runtime.device).type == "cuda":
+    asked = recipe.runtime.device
+    if (choose_device(asked).type if asked == "auto" else asked) == "cuda":
         share = 1
     each = max(1, share // recipe.runtime.instances)
     return ThreadCounts(recipe.runtime.engine_threads or each, recipe.runtime.trainer_threads or share)

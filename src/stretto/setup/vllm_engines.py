@@ -17,7 +17,7 @@ from stretto.models.lora import adapted_experts, adapted_modules
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import choose_device, choose_dtype, prepare_device
 from stretto.setup.memory import Footprint, footprint, free_for_instance
-from stretto.setup.memory_sizes import context_length, engine_rows, kv_bytes_per_token
+from stretto.setup.memory_sizes import context_length, engine_rows, kv_bytes_per_token, kv_copies
 
 ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The last parts of the names of the layers that vLLM adapts in every plain decoder."""
@@ -40,10 +40,9 @@ def check_vllm_model(recipe: Recipe, config: Any) -> None:
             f'`engine.type = "vllm"` is refused with `model.path = {recipe.model.path!r}`, a mixture of experts: vLLM '
             'and the trainer may route a token to different experts; use "native"'
         )
-    heads = int(text.num_attention_heads)
-    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-    if heads % devices or max(kv_heads, devices) % min(kv_heads, devices):
-        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and max(kv_heads, n) % min(kv_heads, n) == 0]
+    if devices not in (fitting := fitting_parallel(text)):
+        heads = int(text.num_attention_heads)
+        kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
         raise RecipeError(
             f"`engine.tensor_parallel = {devices}` does not divide the {heads} heads and {kv_heads} key-value heads of "
             f"`{recipe.model.path}`; use one of {', '.join(map(str, fitting))}"
@@ -53,6 +52,13 @@ def check_vllm_model(recipe: Recipe, config: Any) -> None:
             f'`model.lora` adapts `{other[0]}`, which `engine.type = "vllm"` cannot; name in `model.lora.targets` only '
             f'those of {", ".join(ADAPTABLE)}, or use "native"'
         )
+
+
+def fitting_parallel(config: Any) -> list[int]:
+    """Returns the values of `engine.tensor_parallel` that divide the heads of a model, in rising order."""
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    return [n for n in range(1, heads + 1) if heads % n == 0 and max(kv_heads, n) % min(kv_heads, n) == 0]
 
 
 def lora_targets(recipe: Recipe, config: Any) -> tuple[str, ...]:
@@ -84,7 +90,8 @@ def child_options(
     dtype, lora = choose_dtype(recipe.model.dtype, device), recipe.model.lora
     block = KV_BLOCK[device.type]
     kv_tokens = -(-need.kv_tokens // block) * block + block  # one block is vLLM's own
-    kv_bytes = kv_tokens * kv_bytes_per_token(config.get_text_config(), dtype)
+    text = config.get_text_config()
+    kv_bytes = kv_tokens * kv_bytes_per_token(text, dtype) * kv_copies(recipe, text)
     return ChildOptions(
         model=model_path,
         kind="full" if lora is None else "lora",
@@ -101,7 +108,13 @@ def child_options(
         tensor_parallel=recipe.engine.tensor_parallel,
         device_share=_device_share(recipe, need, kv_bytes, device),
         threads=threads,
+        masks=records_masks(recipe),
     )
+
+
+def records_masks(recipe: Recipe) -> bool:
+    """True if training needs what truncated sampling leaves of each distribution."""
+    return recipe.rollout.top_k > 0
 
 
 def _device_share(recipe: Recipe, need: Footprint, kv_bytes: int, device: torch.device) -> float | None:
@@ -133,7 +146,5 @@ def make_vllm_instance(recipe: Recipe, model_path: str, longest_prompt: int, dec
     device = choose_device(recipe.runtime.device)
     prepare_device(recipe, device)
     free = free_for_instance(recipe, device)
-    if free is not None:
-        free *= recipe.engine.tensor_parallel
     need = footprint(recipe, load_config(model_path), longest_prompt, device, free=free, trains=False)
     return make_vllm_engine(recipe, model_path, need, device, decode)

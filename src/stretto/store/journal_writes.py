@@ -203,7 +203,7 @@ def version_loaded(db: sqlite3.Connection, version: int, checksum: str, at: floa
 def receipt_given(db: sqlite3.Connection, instance: int, receipt: Receipt, at: float) -> None:
     """Records the receipt of an engine that loaded a version."""
     db.execute(
-        "INSERT INTO receipts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO receipts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             receipt.id,
             instance,
@@ -215,6 +215,8 @@ def receipt_given(db: sqlite3.Connection, instance: int, receipt: Receipt, at: f
             receipt.tolerance,
             receipt.served_by,
             at,
+            receipt.layout,
+            receipt.held,
         ),
     )
 

@@ -140,6 +140,13 @@ CHECKS: tuple[tuple[str, str], ...] = (
             ', more than ' || tolerance FROM receipts WHERE NOT mean_difference <= tolerance""",
     ),
     (
+        "1",
+        """SELECT 'receipts `' || MIN(id) || '` and `' || MAX(id) || '` of version ' || version || ' and weights ' ||
+            checksum || ' are of engines that held different weights'
+        FROM receipts WHERE held NOTNULL GROUP BY version, checksum, served_by, layout
+        HAVING COUNT(DISTINCT held) > 1""",
+    ),
+    (
         "2",
         """SELECT 'trajectory ' || trajectory || ' went to instance ' || target || ', which was not there'
         FROM moves m WHERE NOT EXISTS (SELECT 1 FROM instances i

@@ -11,7 +11,8 @@
                    are the last transition recorded before it was published, and before an engine first held it
     remade         the checksum that a version had before its weights were lost and made again with other bits
     receipts       one row each time that an engine which cannot read back its weights loaded a version: the checksum of
-                   the file, and by how much its log-probabilities of a probe differ from the trainer's, absolute
+                   the file, and by how much its log-probabilities of a probe differ from the trainer's, absolute;
+                   `held` is a digest of the engine's own checksums of its weights, NULL if its release has none
     groups         one row an admitted prompt: version, deadline (`version + staleness`), the prompt itself, its place
                    in the stream of prompts (`prompt_index`), the row of the data set that it was drawn from and why
                    (`draw`); `epoch` is NULL where rows come as often as their priority has it; `spared` is the update
@@ -91,7 +92,7 @@ JOURNAL_NAME = "journal.sqlite"
 RESTORE = "put the journal back from a copy, with its `-wal` file if it had one"
 RESTORE_OR_BEGIN = f"{RESTORE}; if its run was killed as it began, `--resume` begins it"
 NUM_NAMED = 5  # runs of a folder that is none itself
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 
 State = Literal["waiting", "running", "scoring", "scored", "training", "trained", "failed", "filtered", "dropped"]
 ENDS: tuple[State, ...] = ("trained", "failed", "filtered", "dropped")
@@ -131,7 +132,7 @@ CREATE TABLE remade (version INTEGER NOT NULL, checksum TEXT NOT NULL, at REAL N
 CREATE TABLE receipts (
     id TEXT PRIMARY KEY, instance INTEGER NOT NULL, version INTEGER NOT NULL, checksum TEXT NOT NULL,
     num_tokens INTEGER NOT NULL, mean_difference REAL NOT NULL, largest_difference REAL NOT NULL,
-    tolerance REAL NOT NULL, served_by TEXT NOT NULL, at REAL NOT NULL) WITHOUT ROWID;
+    tolerance REAL NOT NULL, served_by TEXT NOT NULL, at REAL NOT NULL, layout TEXT NOT NULL, held TEXT) WITHOUT ROWID;
 CREATE TABLE groups (
     group_id INTEGER PRIMARY KEY, epoch INTEGER, prompt_index INTEGER NOT NULL, row_number INTEGER NOT NULL,
     version INTEGER NOT NULL, deadline INTEGER NOT NULL, staleness INTEGER NOT NULL, prompt_text TEXT NOT NULL,

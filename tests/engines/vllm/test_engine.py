@@ -55,6 +55,20 @@ def test_full_weights_with_a_stale_output_layer_are_found(fake_children: Childre
     core.close()
 
 
+def test_full_weights_that_come_back_with_other_bytes_are_found(fake_children: Children, model: Any) -> None:
+    core = fake_children.core(options_of("model", kind="full", slots=1))
+    weights = probed_weights("full", model, 0, fake=True)
+    first = core.load(weights)
+    assert first.held is not None
+    assert first.layout == "1 x cpu, float32"
+    core.unload(0)
+    with fake_children.fault("other bytes"), pytest.raises(ChecksumError, match="when it was loaded before"):
+        core.load(weights)
+    assert not core.report().versions
+    assert core.load(weights).held == first.held
+    core.close()
+
+
 def test_a_file_that_was_damaged_on_its_way_is_refused(
     fake_children: Children, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,3 +210,31 @@ def test_the_signal_that_ended_a_child_is_told() -> None:
         child.receive(10.0)
     child.close()
     child.close()
+
+
+def test_what_truncated_sampling_leaves_is_recorded_over_a_move(fake_children: Children, model: Any) -> None:
+    core = fake_children.core(options_of("model", masks=True))
+    assert core.capabilities.records_supports
+    core.load(probed_weights("lora", model, 0, fake=True))
+    core.add(request_of(1, tokens=200, top_k=5))
+    while core.report().kv_tokens < len(prompt_of(11)) + 3:
+        assert core.step() == []
+    (out,) = core.suspend([1], kv=False)
+    assert out.supports is not None
+    assert len(out.supports) == len(out.tokens) >= 3
+    core.add(out)
+    done: list[Any] = []
+    while not done:
+        done = core.step()
+    assert len(done[0].supports) == len(done[0].tokens) > len(out.tokens)
+    assert np.array_equal(done[0].supports.counts, np.full(len(done[0].tokens), 2))
+    assert np.array_equal(done[0].supports.tokens[::2], done[0].tokens)
+    core.add(request_of(2, tokens=4, top_k=5, supports=False))
+    core.add(request_of(3, tokens=4, temperature=0.0))
+    with pytest.raises(RequestError, match="has no `top_k`"):
+        core.add(request_of(4, tokens=4))
+    ended: list[Any] = []
+    while len(ended) < 2:
+        ended += core.step()
+    assert [each.supports for each in ended] == [None, None]
+    core.close()

@@ -55,6 +55,20 @@ def test_an_answer_that_is_no_answer_is_refused(found: list[float]) -> None:
         receipt(found)
 
 
+def test_a_version_that_is_loaded_again_has_the_digest_that_it_had() -> None:
+    def again(**digests: Any) -> Any:
+        return make_receipt(
+            version=3, checksum="abc", probe=Probe(TOKENS, LOGPROBS), found=LOGPROBS.tolist(), others={},
+            dtype="float32", served_by="vllm 0.32.0", layout="2 x cuda, float32", **digests,
+        )  # fmt: skip
+
+    assert again(held="aa", first_held="aa").held == "aa"
+    assert again(held="aa").layout == "2 x cuda, float32"
+    assert again(held=None, first_held="aa").held is None, "the release has none"
+    with pytest.raises(ChecksumError, match="have the digest `bb`, and had `aa` when it was loaded before"):
+        again(held="bb", first_held="aa")
+
+
 def test_two_versions_that_the_trainer_tells_apart_cannot_have_one_answer() -> None:
     """In half precision one update may change less than rounding does."""
     other = Probe(TOKENS, LOGPROBS + np.float32(1e-3))

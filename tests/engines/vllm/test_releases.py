@@ -13,6 +13,12 @@ def test_releases_that_were_tried_are_taken(version: str) -> None:
     assert check_release(version) == version
 
 
+def test_truncated_sampling_needs_a_release_that_tells_what_it_leaves() -> None:
+    assert check_release("0.32.0", masks=True) == "0.32.0"
+    with pytest.raises(RecipeError, match=r"`rollout.top_k` is refused.*vLLM 0.26.0, which does not tell"):
+        check_release("0.26.0", masks=True)
+
+
 @pytest.mark.parametrize(
     ("version", "reason"),
     [

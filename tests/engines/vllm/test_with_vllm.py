@@ -128,7 +128,8 @@ def _verified(folder: Path) -> str:
 
 
 def _child_of(pid: int) -> int | None:
-    found = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
+    command = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)]  # else a long path hides the module
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
     return next((int(line.split()[0]) for line in found.stdout.splitlines() if "engines.vllm.child" in line), None)
 
 

@@ -51,6 +51,13 @@ class Backend(Protocol):
         """Returns the log-probability of each token after the first, at temperature 1."""
         ...
 
+    async def held(self) -> str | None:
+        """Returns a digest of the weights that the engine holds, by checksums of its own; None if it has none.
+
+        Adapters are not among them: with adapters it is that of the base.
+        """
+        ...
+
     def generate(self, work: frames.Generate) -> AsyncIterator[frames.Piece]:
         """Generates one request to its end; if it is aborted, to the last token that it has then."""
         ...
@@ -191,7 +198,8 @@ class ChildServer:
             raise ChecksumError(f"vLLM cannot load the weights: {describe(error)}") from error
         self._kinds[frame.number] = frame.kind
         try:
-            return frames.Loaded(found, tuple(await self._backend.score(frame.probe, frame.number)))
+            answer = tuple(await self._backend.score(frame.probe, frame.number))
+            return frames.Loaded(found, answer, await self._backend.held())
         except BaseException:
             await self._unload(frame.number)
             raise

@@ -15,7 +15,7 @@ import hashlib
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -28,7 +28,18 @@ from stretto.engines.vllm.process import ChildProcess
 from stretto.engines.vllm.receipts import make_receipt
 from stretto.engines.vllm.weight_folders import write_folder
 from stretto.errors import ChecksumError, RequestError, VersionNotResidentError
-from stretto.types import Capacity, Completion, EngineStats, FinishReason, Probe, Receipt, Request, Suspended, Weights
+from stretto.types import (
+    Capacity,
+    Completion,
+    EngineStats,
+    FinishReason,
+    Probe,
+    Receipt,
+    Request,
+    Supports,
+    Suspended,
+    Weights,
+)
 
 WAIT_S = 0.005  # for tokens, in a step: calls wait as long
 CAPABILITIES = Capabilities(
@@ -37,7 +48,6 @@ CAPABILITIES = Capabilities(
     shrinks=False,
     carries_kv=False,
     same_draws=False,
-    records_supports=False,
     exact=False,
 )
 
@@ -58,6 +68,7 @@ class _Trajectory:
     request: Request
     key: int
     tokens: list[int] = field(default_factory=list)
+    supports: list[tuple[int, ...]] = field(default_factory=list)  # of the tokens; empty ones if not recorded
     logprobs: list[float] = field(default_factory=list)
     receipts: tuple[str, ...] = ()
     started_at: float = 0.0  # 0: it has no token from here yet, and was not started elsewhere
@@ -67,6 +78,14 @@ class _Trajectory:
     @property
     def context(self) -> int:
         return len(self.request.prompt) + len(self.tokens)
+
+    @property
+    def recorded(self) -> Supports | None:
+        """What each token was drawn from; None if the request does not record it."""
+        if not (self.request.sampling.truncates and self.request.sampling.supports):
+            return None
+        counts = np.array([len(each) for each in self.supports], dtype=np.int32)
+        return Supports(counts, np.array([token for each in self.supports for token in each], dtype=np.int32))
 
 
 class VllmEngine:
@@ -83,9 +102,11 @@ class VllmEngine:
     ) -> None:
         """`process` was started with `options`. `decode` is needed for stop strings. `close` ends the process."""
         self.capacity = Capacity(options.slots, options.rows, kv_tokens, options.max_context)
-        self.capabilities = CAPABILITIES
+        self.capabilities = replace(CAPABILITIES, records_supports=options.masks)
         self._process, self._options, self._decode, self._close_process = process, options, decode, close
+        self._layout = f"{options.tensor_parallel} x {options.device}, {options.dtype}"
         self._versions: dict[int, _Version] = {}
+        self._held: dict[tuple[int, str], str] = {}  # by version and checksum: what vLLM held when it was loaded
         self._trajectories: dict[int, _Trajectory] = {}  # by the id of the request
         self._by_key: dict[int, _Trajectory] = {}
         self._ended: list[Completion | Failed] = []
@@ -128,6 +149,9 @@ class VllmEngine:
                     others=others,
                     dtype=self._options.dtype,
                     served_by=self._process.served_by,
+                    layout=self._layout,
+                    held=answer.held,
+                    first_held=self._held.get((weights.version, weights.checksum)),
                 )
             except ChecksumError:
                 self._call(lambda call: frames.Unload(call, number))
@@ -137,6 +161,8 @@ class VllmEngine:
             raise
         if weights.kind == "full":
             shutil.rmtree(folder, ignore_errors=True)  # vLLM reads a file of full weights once
+        if receipt.held is not None:
+            self._held[weights.version, weights.checksum] = receipt.held
         self._versions[weights.version] = _Version(number, weights.checksum, receipt, probe, answer.logprobs)
         return receipt
 
@@ -196,6 +222,7 @@ class VllmEngine:
                 min_p=how.min_p,
                 stop_tokens=how.stop_tokens,
                 priority=request.priority,
+                supports=how.truncates and how.supports,
             )
         )
         self._trajectories[request.id] = self._by_key[trajectory.key] = trajectory
@@ -215,7 +242,9 @@ class VllmEngine:
                 f"{what} may grow to {length} tokens ({len(request.prompt)} of prompt, `max_tokens` {how.max_tokens}); "
                 f"`max_context` is {limit.max_context}, `kv_tokens` {limit.kv_tokens}"
             )
-        if how.truncates and how.supports:
+        if self._options.masks and how.temperature > 0 and not how.top_k:
+            raise RequestError(f"{what} has no `top_k`, and the vLLM engine was made for requests that have one")
+        if how.truncates and how.supports and not self._options.masks:
             raise RequestError(
                 f"{what} has `top_p`, `top_k` or `min_p`, and the vLLM engine cannot record what they leave of each "
                 "distribution"
@@ -234,6 +263,9 @@ class VllmEngine:
             )
         trajectory.tokens, trajectory.logprobs = suspended.tokens.tolist(), suspended.logprobs.tolist()
         trajectory.receipts = suspended.receipts
+        if suspended.supports is not None:
+            ends = np.cumsum(suspended.supports.counts)[:-1]
+            trajectory.supports = [tuple(each.tolist()) for each in np.split(suspended.supports.tokens, ends)]
         trajectory.started_at, trajectory.prefilled = suspended.started_at, suspended.prefilled
 
     def suspend(self, ids: Sequence[int], *, kv: bool) -> list[Suspended]:
@@ -247,6 +279,7 @@ class VllmEngine:
                 started_at=t.started_at,
                 prefilled=t.prefilled,
                 receipts=t.receipts,
+                supports=t.recorded,
             )
             for t in self._take(ids)
         ]
@@ -323,8 +356,10 @@ class VllmEngine:
     def _extend(self, trajectory: _Trajectory, piece: frames.Piece) -> bool:
         """Adds tokens up to the one that completes a stop string, if there is one. Returns True if there is."""
         greedy, strings = trajectory.request.sampling.temperature <= 0, trajectory.request.sampling.stop_strings
-        for token, logprob in zip(piece.tokens, piece.logprobs, strict=True):
+        supports = piece.supports or ((),) * len(piece.tokens)
+        for token, logprob, support in zip(piece.tokens, piece.logprobs, supports, strict=True):
             trajectory.tokens.append(token)
+            trajectory.supports.append(support)
             trajectory.logprobs.append(0.0 if greedy else min(logprob, 0.0))
             self._tokens += 1
             if strings and self._decode is not None and ends_in_string(self._decode, trajectory.tokens, strings):
@@ -344,6 +379,7 @@ class VllmEngine:
             finished_at=now,
             prefilled=trajectory.prefilled,
             receipts=trajectory.receipts,
+            supports=trajectory.recorded,
         )
 
     # -- statistics ----------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ class ChildOptions:
     tensor_parallel: int = 1
     device_share: float | None = None  # of the memory of a GPU that the child may take; None: what vLLM takes
     threads: int | None = None  # of torch, on the CPU
+    masks: bool = False  # requests may record what `top_k`, `top_p` and `min_p` leave of each distribution
 
 
 # -- from the engine to the child --------------------------------------------------------------------------------------
@@ -86,6 +87,7 @@ class Generate:
     min_p: float
     stop_tokens: tuple[int, ...]
     priority: int
+    supports: bool = False  # record what each token was drawn from
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,7 @@ class Loaded:
 
     checksum: str  # of the file, as the child read it
     logprobs: tuple[float, ...]  # of each token of the probe after the first
+    held: str | None = None  # the digest of the weights that vLLM holds, by its own checksums; None: it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,7 @@ class Piece:
     finish: Literal["stop", "length", "error"] | None = None  # None: more follow, or it was aborted
     num_cached: int = 0  # tokens of its prompt that were not prefilled; of the first piece
     error: str = ""
+    supports: tuple[tuple[int, ...], ...] | None = None  # that each token was drawn from; None: they are not recorded
 
 
 @dataclass(frozen=True, slots=True)

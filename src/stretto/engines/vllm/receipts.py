@@ -37,11 +37,20 @@ def make_receipt(
     others: Mapping[int, tuple[Probe, Sequence[float]]],
     dtype: str,
     served_by: str,
+    layout: str = "",
+    held: str | None = None,
+    first_held: str | None = None,
 ) -> Receipt:
     """Compares the engine's answer `found` with the probe. Raises `ChecksumError` if they are of different weights.
 
-    `others` are the probes of other versions that the engine holds, with its answers to them.
+    `others` are the probes of other versions that the engine holds, with its answers to them. `held` is the digest of
+    the weights that it holds by checksums of its own, and `first_held` that of when it loaded the version before.
     """
+    if held is not None and first_held is not None and held != first_held:
+        raise ChecksumError(
+            f"version {version} is not what the engine serves: its weights have the digest `{held}`, and had "
+            f"`{first_held}` when it was loaded before"
+        )
     ours, theirs = _array(found), _array(probe.logprobs)
     if len(ours) != len(theirs) or not np.isfinite(ours).all():
         raise ChecksumError(
@@ -66,7 +75,7 @@ def make_receipt(
                 f"and the trainer's answers differ by {told_apart:.2g} on average"
             )
     id = f"{version}-{secrets.token_hex(8)}"
-    return Receipt(id, version, checksum, len(ours), mean, largest, tolerance, served_by)
+    return Receipt(id, version, checksum, len(ours), mean, largest, tolerance, served_by, layout, held)
 
 
 def _array(values: Sequence[float] | NDArray[np.float32]) -> Array:

@@ -16,6 +16,8 @@ REFUSED: Mapping[str, str] = {
     "0.25": "it exchanges the adapters of running requests when another is loaded",
     "0.28": "a reload leaves captured graphs on memory that was freed",
 }
+MASKS = "0.32"
+"""The release that tells what `top_k`, `top_p` and `min_p` leave of each distribution."""
 INSTALL = "install it beside stretto: `pip install 'stretto[vllm]'`"
 _TRIED = " or ".join(f"{release} (with {torch})" for release, torch in TRIED.items())
 
@@ -32,8 +34,11 @@ def installed_release() -> str | None:
     return None
 
 
-def check_release(version: str | None) -> str:
-    """Returns the version. Raises `RecipeError` if vLLM is missing, or of a release that is refused or never tried."""
+def check_release(version: str | None, *, masks: bool = False) -> str:
+    """Returns the version. Raises `RecipeError` if vLLM is missing, or of a release that is refused or never tried.
+
+    With `masks`, also if the release does not tell what truncated sampling leaves of each distribution.
+    """
     if version is None:
         raise RecipeError(f'`engine.type = "vllm"` needs vLLM, which is not installed; {INSTALL}, or use "native"')
     release = ".".join(version.split(".")[:2])
@@ -41,4 +46,9 @@ def check_release(version: str | None) -> str:
         raise RecipeError(f'`engine.type = "vllm"` refuses vLLM {version}: {reason}; use {_TRIED}')
     if release not in TRIED:
         raise RecipeError(f'`engine.type = "vllm"` was never tried with vLLM {version}; use {_TRIED}')
+    if masks and release != MASKS:
+        raise RecipeError(
+            f'`rollout.top_k` is refused with `engine.type = "vllm"` and vLLM {version}, which does not tell the '
+            f"tokens that it leaves of each distribution; use {MASKS}, or leave it out"
+        )
     return version

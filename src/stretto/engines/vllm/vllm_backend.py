@@ -17,6 +17,7 @@ Six properties of vLLM shape it:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,17 +37,29 @@ class VllmBackend:
         self._adapters: dict[int, Any] = {}  # by the number of the load: a `LoRARequest`
         self._requests: dict[int, str] = {}  # key -> vLLM's name of the request
         self._num_probes = 0
+        self._held: str | None = None  # of the last load of full weights, or of the base of the adapters
         self._stamp = ""  # of the full weights, in the releases that stamp what they generate; empty: there is none
 
     async def start(self, options: frames.ChildOptions) -> frames.Ready:
-        release = check_release(installed_release())
+        release = check_release(installed_release(), masks=options.masks)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._options = options
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(options)))
+        try:
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(options)))
+        except (ValueError, TypeError) as error:
+            if not options.masks:
+                raise
+            # On the CPU, and in releases without it, vLLM has no sampling mask.
+            raise RuntimeError(
+                "`rollout.top_k` needs the sampling mask of vLLM, which it does not have on this device "
+                f"(vLLM {release}: {error})"
+            ) from error
         # The first request pays for what is made on demand. Nobody's deadline should.
         await self._score((0, 0), None)
+        if options.kind == "lora":
+            self._held = await self._digest()
         return frames.Ready(f"vllm {release}")
 
     def failure(self) -> str:
@@ -72,6 +85,7 @@ class VllmBackend:
         await self.repack_head()
         if not await self._llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache cannot be reset: requests are running")
+        self._held = await self._digest()
         if hasattr(self._llm, "update_weight_version"):  # since 0.32
             self._stamp = f"load-{number}"
             await self._llm.update_weight_version(self._stamp)
@@ -80,6 +94,19 @@ class VllmBackend:
         """Has the workers use the new weights of a tied output layer, on the CPU."""
         if self._options.device == "cpu":
             await self._llm.collective_rpc("stretto_repack_head")
+
+    async def held(self) -> str | None:
+        return self._held
+
+    async def _digest(self) -> str | None:
+        """Returns a digest of vLLM's own checksums, of all tensors on all of its workers; None before 0.32."""
+        if not hasattr(self._llm, "compute_weight_checksums"):
+            return None
+        state = hashlib.blake2b(digest_size=16)
+        workers = await self._llm.compute_weight_checksums()
+        for name, found in sorted(pair for worker in workers for pair in worker.items()):
+            state.update(f"{name} {found}\n".encode())
+        return state.hexdigest()
 
     async def score(self, tokens: Sequence[int], number: int) -> list[float]:
         return await self._score(tokens, self._adapters.get(number))
@@ -91,6 +118,7 @@ class VllmBackend:
 
         how = SamplingParams(
             temperature=1.0,
+            top_k=1 if self._options.masks else 0,  # the log-probabilities of a prompt are never truncated
             max_tokens=1,
             prompt_logprobs=0,
             detokenize=False,
@@ -114,10 +142,12 @@ class VllmBackend:
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
+        # With masks vLLM takes no greedy request. The likeliest token alone is the same one.
+        likeliest = self._options.masks and work.temperature <= 0
         how = SamplingParams(
-            temperature=work.temperature,
+            temperature=1.0 if likeliest else work.temperature,
             top_p=work.top_p,
-            top_k=work.top_k,
+            top_k=1 if likeliest else work.top_k,
             min_p=work.min_p,
             seed=work.seed,
             max_tokens=work.max_tokens,
@@ -142,7 +172,7 @@ class VllmBackend:
                 if tokens or finish is not None:
                     num_cached = (output.num_cached_tokens or 0) if first else 0
                     first = False
-                    yield frames.Piece(work.key, tokens, logprobs, finish, num_cached)
+                    yield frames.Piece(work.key, tokens, logprobs, finish, num_cached, supports=_supports(work, made))
         finally:
             del self._requests[work.key]
 
@@ -154,6 +184,16 @@ class VllmBackend:
 
     async def abort(self, keys: Sequence[int]) -> None:
         await self._llm.abort([self._requests[key] for key in keys if key in self._requests])
+
+
+def _supports(work: frames.Generate, made: Any) -> tuple[tuple[int, ...], ...] | None:
+    """Returns what each of the new tokens was drawn from. Raises `RuntimeError` if vLLM has not told it of all."""
+    if not work.supports:
+        return None
+    found = () if made.sampling_mask is None else tuple(tuple(map(int, each)) for each in made.sampling_mask.token_ids)
+    if len(found) != len(made.token_ids) or not all(t in each for t, each in zip(made.token_ids, found, strict=True)):
+        raise RuntimeError(f"vLLM has told the sampling mask of {len(found)} of {len(made.token_ids)} tokens")
+    return found
 
 
 def engine_arguments(options: frames.ChildOptions) -> dict[str, Any]:
@@ -175,6 +215,8 @@ def engine_arguments(options: frames.ChildOptions) -> dict[str, Any]:
         "generation_config": "vllm",  # the model's own defaults would change how tokens are drawn
         "worker_extension_cls": "stretto.engines.vllm.worker_extension.WorkerExtension",
     }
+    if options.masks:
+        arguments["return_sampling_mask"] = True
     if options.device == "cpu":
         arguments["enforce_eager"] = True
     if options.device_share is not None:
