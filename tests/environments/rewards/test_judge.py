@@ -125,6 +125,22 @@ def test_a_server_that_goes_away_halts_scoring():
         asyncio.run(judge("1+1", "two", answer=2))
 
 
+def test_an_outage_ends_with_the_last_question_that_waits_for_it():
+    replies = iter([Reply(status=503), Reply(status=400, text="too long"), Reply(status=503), Reply()])
+    with running(FakeJudge(lambda body: next(replies))) as server:
+        judge = Judge(options(server, outage_seconds=0.5), columns=COLUMNS)
+
+        async def ask_twice():
+            with pytest.raises(ScoringError, match="too long"):
+                await judge("1+1", "one", answer=2)
+            await asyncio.sleep(0.8)  # nothing is asked for longer than an outage may last
+            assert await judge("1+1", "two", answer=2) == 0.7
+            await judge._session.close()
+
+        asyncio.run(ask_twice())
+    assert len(server.calls) == 4
+
+
 def test_a_call_that_is_too_slow_is_made_again():
     delays = iter([3.0, 0.0])
     with running(FakeJudge(lambda body: Reply(delay_s=next(delays)))) as server:
