@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from stretto.chat.templates import prefill_of
 from stretto.environments.demonstrations import Demonstration, load_demonstrations
 from stretto.errors import RecipeError
 from stretto.models.adapter_config import CONFIG_FILE
@@ -113,6 +114,7 @@ def _digest(recipe: Recipe, base: str) -> str:
             f"`model.warm_start.path = {options.path!r}` cannot be read: {error.strerror}; name a `.jsonl` or "
             "`.parquet` file of demonstrations"
         ) from error
+    template = asked_template(recipe, load_tokenizer(base))
     parts = {
         "format": FORMAT,
         "base": model_identity(base),
@@ -122,12 +124,14 @@ def _digest(recipe: Recipe, base: str) -> str:
         "lora": None if model.lora is None else model.lora.model_dump(),
         "seed": None if model.lora is None else recipe.seed,  # of the adapter that is trained
         "system": _system(recipe),
-        "template": asked_template(recipe, load_tokenizer(base)),
+        "template": template,
         "checkpointing": recipe.training.checkpointing,
         "dtype": str(_dtype(recipe)),
         "device": choose_device(recipe.runtime.device).type,
         "torch": torch.__version__,
     }
+    if prefill_of(template):
+        parts["prefill"] = "is left out of completions"
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
