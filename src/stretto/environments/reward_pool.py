@@ -12,6 +12,7 @@ with a `RewardError`. Processes also keep a slow reward from delaying decoding a
 - A worker that writes anything but results to its pipe (`reward_pipes.py`) is killed too.
 - If it is unknown which item cost a worker, its items are sent again in smaller batches, finally one by one, until the
   item that does it fails alone. If a call with several items (`reward_calls.py`) hangs, they are sent one by one.
+- A judge or a reward model that loses its process again and again halts scoring: no item fails because of it.
 - An `async def` reward is cancelled at its deadline inside the worker. The pool kills the worker only if the function
   blocks the event loop or ignores the cancellation.
 - `worker_process.py` says what a worker sees, where its output goes and how it ends.
@@ -71,6 +72,7 @@ BATCH_AFTER_DEATHS = (MAX_BATCH, 16, 1)
 MAX_UNEXPLAINED_DEATHS = len(BATCH_AFTER_DEATHS)
 ALONE = MAX_UNEXPLAINED_DEATHS - 1  # the deaths from which on an item is sent alone
 RETRY_S = 1.0  # between attempts to start a worker
+RESUME = "find out why (perhaps memory ran out), then continue with `--resume`"
 
 
 @dataclass(slots=True)
@@ -439,7 +441,8 @@ class RewardPool:
             died, blamed = self._broken_text(worker), no_item
         else:
             died = f"{self._shown} {how_it_ended(code)}"
-            blamed = frozenset([marked]) if worker.killed_for is None else no_item
+            # A judge or a reward model runs no code of a completion: none is to blame.
+            blamed = frozenset([marked]) if worker.killed_for is None and self._built is None else no_item
         found = not blamed.isdisjoint(worker.in_flight)  # if not, any of them may be the cause
         again = []
         for identity, pending in worker.in_flight.items():
@@ -454,8 +457,8 @@ class RewardPool:
             else:
                 pending.deaths += not found
             if pending.deaths >= MAX_UNEXPLAINED_DEATHS:
-                lost = f"{MAX_UNEXPLAINED_DEATHS} workers were lost while they had this completion"
-                _fail(pending, RewardError(f"{died}; {lost}"))
+                lost = f"{died}; {MAX_UNEXPLAINED_DEATHS} workers were lost while they had this completion"
+                _fail(pending, RewardError(lost) if self._built is None else self._halt(f"{lost}; {RESUME}"))
             else:
                 again.append(pending)
         self._queue.extendleft(reversed(again))
@@ -509,6 +512,6 @@ def _log_line(line: str) -> None:
     log.warning("the reward function printed: %s", line)
 
 
-def _fail(pending: _Pending, error: RewardError) -> None:
+def _fail(pending: _Pending, error: StrettoError) -> None:
     if not pending.future.done():
         pending.future.set_exception(error)

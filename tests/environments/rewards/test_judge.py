@@ -396,6 +396,37 @@ def test_the_wait_for_a_judge_that_is_away_is_named():
         asyncio.run(asyncio.wait_for(run(server), 60))
 
 
+def test_a_judge_whose_process_is_killed_goes_on_and_halts_scoring_if_that_is_repeated():
+    slow = True
+
+    async def kill_worker(it):
+        while not any(worker.in_flight for worker in it._workers.values()):
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.3)  # until it asks the judge
+        before = it.replaced
+        next(iter(it._workers.values())).process.kill()
+        while it.replaced == before:
+            await asyncio.sleep(0.02)
+
+    async def run(server):
+        nonlocal slow
+        async with pool(options(server)) as it:
+            rewards = [asyncio.create_task(it.score("1+1", word, {"answer": 2})) for word in ("two", "three")]
+            await kill_worker(it)
+            slow = False
+            assert await asyncio.gather(*rewards) == [0.7, 0.7]
+            slow = True
+            rewards = [asyncio.create_task(it.score("1+1", word, {"answer": 2})) for word in ("four", "five")]
+            for _ in range(3):
+                await kill_worker(it)
+            return await asyncio.gather(*rewards, return_exceptions=True)
+
+    with running(FakeJudge(lambda body: Reply(delay_s=4.0 if slow else 0.0))) as server:
+        errors = asyncio.run(asyncio.wait_for(run(server), 60))
+    assert [type(error) for error in errors] == [ScoringHaltedError] * 2
+    assert "`task.judge` was ended by SIGKILL; 3 workers were lost" in str(errors[0])
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
