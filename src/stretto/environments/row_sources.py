@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from stretto.environments.row_faults import RowFaults
+from stretto.environments.row_faults import RowFaults, half_character
 from stretto.environments.rows import ASKING, Row, make_rows, missing_column, missing_prompt
 from stretto.errors import RecipeError
 
@@ -166,10 +166,7 @@ def _whole(where: str, record: Any, faults: RowFaults, *, escaped: bool) -> Iter
         try:
             json.dumps(record, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError as error:
-            half = f"`\\u{ord(error.object[error.start]):04x}`"
-            faults.add(
-                where, f"{half} is half of a character (a lone surrogate); write the other half after it, or remove it"
-            )
+            faults.add(where, half_character(error))
             return
     yield where, record
 
