@@ -11,7 +11,8 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,15 @@ def _dtype(recipe: Recipe) -> torch.dtype:
     return choose_dtype(recipe.model.dtype, choose_device(recipe.runtime.device))
 
 
+@dataclass(frozen=True, slots=True)
+class _Trainee:
+    """A model that is about to be trained on demonstrations."""
+
+    model: Any
+    names: tuple[str, ...] = ()  # of the modules that have adapters
+    base_checksums: Mapping[str, str] = field(default_factory=dict)  # of the base of its adapters, by type
+
+
 def _make(recipe: Recipe, base: str, folder: Path, say: Callable[[str], None]) -> None:
     """Trains on the demonstrations, and writes the model or the adapter."""
     options, lora, device = _section(recipe), recipe.model.lora, choose_device(recipe.runtime.device)
@@ -146,24 +156,8 @@ def _make(recipe: Recipe, base: str, folder: Path, say: Callable[[str], None]) -
     asked = prompt_tokenizer(recipe, tokenizer)  # with the chat template of the task
     demonstrations = _demonstrations(recipe, asked, config, stop_tokens(base, config, tokenizer))
     steps = num_steps(options, len(demonstrations))
-    half = dtype != torch.float32
-    # Full weights are trained in float32: small steps vanish in half precision. So are adapters, by themselves.
-    working = dtype if lora is None or not half else torch.bfloat16
-    model: Any = load_model(base, torch.float32 if lora is None else working, device)
-    names: tuple[str, ...] = ()
-    base_checksums: dict[str, str] = {}
-    if lora is not None:
-        own = checksum(dict(model.named_parameters()))
-        base_checksums = {str(working).removeprefix("torch."): own}
-        names = inject_lora(model, lora.rank, lora.effective_alpha, lora.targets, recipe.seed)
-        if recipe.model.continued_adapter is not None:
-            adapter = read_adapter(recipe.model.continued_adapter)
-            refuse_another_base(adapter, recipe.model.path, own, working)
-            install_adapter(model, names, adapter)
-    if recipe.training.checkpointing:
-        model.gradient_checkpointing_enable()
-        model.train()
-    shown_at, losses = time.monotonic(), list[float]()
+    trainee = _trainee(recipe, base, device, dtype)
+    shown_at = time.monotonic()
 
     def progress(step: int, steps: int, loss: float) -> None:
         nonlocal shown_at
@@ -177,7 +171,7 @@ def _make(recipe: Recipe, base: str, folder: Path, say: Callable[[str], None]) -
         torch.set_num_threads(thread_counts(recipe).trainer)
     try:
         losses = fit(
-            model,
+            trainee.model,
             demonstrations,
             SupervisedOptions(
                 steps,
@@ -186,19 +180,43 @@ def _make(recipe: Recipe, base: str, folder: Path, say: Callable[[str], None]) -
                 options.seed,
                 max(recipe.training.micro_batch_tokens, max(map(len, demonstrations))),
             ),
-            autocast=torch.bfloat16 if half and lora is None else None,
+            autocast=torch.bfloat16 if dtype != torch.float32 and lora is None else None,
             progress=progress,
         )
     finally:
         torch.set_num_threads(threads)
     if lora is None:
-        model.to(dtype).save_pretrained(folder)
+        trainee.model.to(dtype).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     else:
-        tensors = lora_tensors(model, names)
-        write_adapter(folder, tensors, options=lora, base=base, names=names, base_checksums=base_checksums)
+        names = trainee.names
+        tensors = lora_tensors(trainee.model, names)
+        write_adapter(folder, tensors, options=lora, base=base, names=names, base_checksums=trainee.base_checksums)
     facts = {"demonstrations": len(demonstrations), "steps": steps, "losses": losses, **options.model_dump()}
     (folder / "warm_start.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    del model
+    del trainee
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def _trainee(recipe: Recipe, base: str, device: torch.device, dtype: torch.dtype) -> _Trainee:
+    """Loads the model, with the adapters that are trained if the recipe has some.
+
+    Full weights are trained in float32: small steps vanish in half precision. So are adapters, by themselves.
+    """
+    lora = recipe.model.lora
+    working = dtype if lora is None or dtype == torch.float32 else torch.bfloat16
+    model: Any = load_model(base, torch.float32 if lora is None else working, device)
+    trainee = _Trainee(model)
+    if lora is not None:
+        own = checksum(dict(model.named_parameters()))
+        names = inject_lora(model, lora.rank, lora.effective_alpha, lora.targets, recipe.seed)
+        if recipe.model.continued_adapter is not None:
+            adapter = read_adapter(recipe.model.continued_adapter)
+            refuse_another_base(adapter, recipe.model.path, own, working)
+            install_adapter(model, names, adapter)
+        trainee = _Trainee(model, names, {str(working).removeprefix("torch."): own})
+    if recipe.training.checkpointing:
+        model.gradient_checkpointing_enable()
+        model.train()
+    return trainee
