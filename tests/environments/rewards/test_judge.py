@@ -378,6 +378,20 @@ def test_a_worker_process_judges_and_its_failures_are_told_apart(tmp_path, monke
     assert (tmp_path / "judge.sqlite").is_file()
 
 
+def test_a_password_file_of_the_user_does_not_replace_the_key(tmp_path, monkeypatch):
+    (tmp_path / ".netrc").write_text("default login somebody password secret\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("JUDGE_KEY", "sk-right")
+
+    async def run(server):
+        async with pool(options(server, api_key_env="JUDGE_KEY")) as it:
+            return await it.score("1+1", "two", {"answer": 2})
+
+    with running(FakeJudge(key="sk-right")) as server:
+        assert asyncio.run(run(server)) == 0.7
+
+
 def test_the_wait_for_a_judge_that_is_away_is_named():
     away = True
 
