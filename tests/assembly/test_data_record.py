@@ -77,3 +77,8 @@ def test_a_template_of_the_model_is_named_with_the_task_that_it_changed_for(tmp_
         RunError, match=r"the chat template of `model\.path`, as the task `second` uses it, is not what"
     ):
         resumed(tmp_path, asked, before, chat_templates={"file": "A", "second": "C"})
+
+
+def test_templates_that_an_older_run_did_not_record_are_not_compared(tmp_path: Path) -> None:
+    asked = recipe({"path": "rows.jsonl"})
+    assert resumed(tmp_path, asked, data(), chat_templates={"": "A"}) is None

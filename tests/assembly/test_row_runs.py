@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -188,3 +189,18 @@ def test_the_policy_carries_the_template_of_its_training(model: Path, tmp_path: 
         merged = AutoTokenizer.from_pretrained(tmp_path / "merged")
         assert merged.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == ASK
     assert "apply_chat_template" in (killed / "policy" / "README.md").read_text()
+
+
+def test_a_changed_template_of_the_model_is_noticed_when_a_run_is_resumed(model: Path, tmp_path: Path) -> None:
+    own = tmp_path / "model"
+    shutil.copytree(model, own)
+    template = own / "chat_template.jinja"
+    template.write_text(TEMPLATE)
+    asked = recipe(own, tmp_path, 'task.columns={messages = "prompt"}', "training.steps=2", "evaluation.prompts=0")
+    with pytest.raises(KeyError):
+        run(asked, tmp_path / "run", observer=Dies())
+    template.write_text(TEMPLATE + "changed")
+    with pytest.raises(RunError, match=r"^the chat template of `model\.path` is not what it was when the run in"):
+        run(asked, tmp_path / "run", resume=True)
+    template.write_text(TEMPLATE)
+    run(asked, tmp_path / "run", resume=True)

@@ -95,6 +95,10 @@ def one_text(completions):
     return "1" * len(completions)
 
 
+def unordered(completions):
+    return {float(len(completion)) for completion in completions}
+
+
 def one_number(completions):
     return 1.0
 

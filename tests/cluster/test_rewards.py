@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import ray
-from judge_cases import FakeJudge, running
+from judge_cases import FakeJudge, Reply, running
 from ray_cases import small_cluster
 
-from stretto.cluster.rewards import RayRewards, RewardOptions
+from stretto.cluster.rewards import RESCORES, RayRewards, RewardOptions
+from stretto.cluster.worker_host import WorkerHost
 from stretto.environments.grades import Grade
 from stretto.environments.reward_calls import Details, RewardSpec, as_specs
 from stretto.environments.rewards.judge_options import JudgeOptions
@@ -166,6 +167,42 @@ def test_a_function_that_cannot_be_imported_is_refused_by_name(tmp_path: Path) -
 
     asyncio.run(main())
     assert ray.is_initialized()
+
+
+def test_an_actor_that_cannot_be_replaced_halts_scoring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nowhere(self: WorkerHost) -> None:
+        raise TimeoutError("no machine has room")
+
+    async def main() -> None:
+        pool = rewards(tmp_path, "process")
+        await pool.start()
+        await pool.score("p", "c", {})
+        assert pool._host._remote is not None
+        ray.kill(pool._host._remote.actor)
+        monkeypatch.setattr(WorkerHost, "_start", nowhere)
+        with pytest.raises(ScoringHaltedError, match=r"could not be started on the cluster.*--resume"):
+            await pool.score("p", "c", {})
+        await pool.close()
+        with pytest.raises(RewardError, match="after it was stopped"):
+            await pool.score("p", "c", {})
+
+    asyncio.run(asyncio.wait_for(main(), 120.0))
+
+
+def test_a_judge_whose_actors_are_all_lost_halts_scoring(tmp_path: Path) -> None:
+    async def main(server: FakeJudge) -> None:
+        async with judging(server, tmp_path) as pool:
+            reward = asyncio.create_task(pool.score("p", "c", {}))
+            for lost in range(RESCORES + 1):
+                while len(server.calls) <= lost:
+                    await asyncio.sleep(0.05)
+                assert pool._host._remote is not None
+                ray.kill(pool._host._remote.actor)
+            with pytest.raises(ScoringHaltedError, match=rf"`task\.judge` lost its process {RESCORES + 1} times"):
+                await reward
+
+    with running(FakeJudge(lambda body: Reply(delay_s=20.0))) as server:
+        asyncio.run(asyncio.wait_for(main(server), 240.0))
 
 
 @asynccontextmanager

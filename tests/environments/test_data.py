@@ -106,6 +106,12 @@ def test_without_a_chat_template_the_text_is_used_or_the_row_refused():
         PromptStream([Row(messages=messages)], bare, seed=0, max_prompt_tokens=10)
 
 
+def test_half_of_a_character_is_refused_by_its_row():
+    rows = [Row(text="fine"), Row(text="\ud83d hi", where="row 2 of `data`")]
+    with pytest.raises(RecipeError, match=r"^row 2 of `data`: `\\ud83d` is half of a character"):
+        stream(rows)
+
+
 def test_a_prompt_that_is_too_long_is_refused_at_the_start():
     rows = [*numbered(7), Row(text="x" * 30)]
     with pytest.raises(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from stretto.chat.templates import with_template
 from stretto.environments.demonstrations import batches_of, load_demonstrations
 from stretto.errors import RecipeError
 from stretto.models.stop_tokens import end_of_turn
@@ -43,6 +44,22 @@ def test_the_last_message_of_the_assistant_is_the_completion(tmp_path: Path) -> 
     assert prompt == TOKENIZER.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert completion == f"2{TOKENIZER.eos_token}"
     assert load(write(tmp_path, {"messages": chat, "completion": "2"})) == [(prompt, completion)]
+
+
+def test_the_prefill_is_part_of_the_prompt_and_not_of_the_completion(tmp_path: Path) -> None:
+    tokenizer, eos = with_template(TOKENIZER, prefill="<think>"), TOKENIZER.eos_token
+    chat = [{"role": "user", "content": "1+1"}]
+    path = write(
+        tmp_path,
+        {"messages": [*chat, {"role": "assistant", "content": "<think>easy</think>2"}]},
+        {"messages": chat, "completion": "easy</think>2"},
+        {"prompt": "1+1=", "completion": "<think>2"},
+    )
+    found = load_demonstrations(path, tokenizer, context=200, end=END)
+    decode = TOKENIZER.decode
+    assert [decode(each.completion) for each in found] == [f"easy</think>2{eos}"] * 2 + [f"<think>2{eos}"]
+    assert decode(found[0].prompt).endswith("<think>")
+    assert decode(found[2].prompt) == "1+1="
 
 
 def test_a_demonstration_gets_the_system_message_of_the_task(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stretto.environments import reward_pool
 from stretto.environments.reward_environment import PASSED, named_variables
 from stretto.environments.reward_output import MAX_SHOWN, RewardOutput
 from stretto.environments.reward_pipes import (
@@ -32,7 +33,7 @@ from stretto.environments.reward_pipes import (
     reward_greeting_frame,
 )
 from stretto.environments.reward_pool import RewardPool
-from stretto.errors import LateRewardError, RecipeError, RewardError
+from stretto.errors import LateRewardError, RecipeError, RewardError, ScoringHaltedError
 
 FOLDER = str(Path(__file__).parents[1] / "cases")
 
@@ -270,6 +271,40 @@ def test_a_module_that_does_not_parse_is_named_with_its_line(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RecipeError, match=r"SyntaxError: invalid syntax \(unparsed_reward\.py:2\)"):
         asyncio.run(RewardPool("unparsed_reward:reward").start())
+
+
+EDITED = """
+import os
+
+def reward(prompt, completion):
+    return os._exit(3) if completion == "die" else 1.0
+"""
+
+
+def test_a_module_that_cannot_be_imported_any_more_halts_scoring(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(reward_pool, "RETRY_S", 0.05)
+    module = tmp_path / "edited_reward.py"
+
+    async def run(*, repaired):
+        module.write_text(EDITED)
+        it = RewardPool("edited_reward:reward")
+        await it.start()
+        try:
+            assert await it.score("p", "ok", {}) == 1.0
+            module.write_text("def reward(:\n")
+            with pytest.raises(RewardError, match="ended its process with exit code 3 while it scored this completion"):
+                await it.score("p", "die", {})
+            if repaired:
+                module.write_text(EDITED)
+            return await score_all(it, ["ok", "ok"])
+        finally:
+            await it.close()
+
+    assert asyncio.run(run(repaired=True)) == [1.0, 1.0]
+    for error in asyncio.run(run(repaired=False)):
+        assert isinstance(error, ScoringHaltedError), "no completion fails because of it"
+        assert re.search(r"edited_reward.*SyntaxError.*--resume", str(error))
 
 
 def test_text_that_a_reward_does_not_parse_is_named_with_the_line_of_the_reward():

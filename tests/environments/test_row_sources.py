@@ -82,7 +82,7 @@ def test_an_empty_file_among_several_is_named(tmp_path: Path) -> None:
     paths[1].write_text("\n")
     with pytest.raises(RecipeError, match=r"b.jsonl` has no rows.*it is one of 3 files of `task.path`: leave it out"):
         load_rows(paths)
-    for text in ("", "prompt,answer\n"):
+    for text in ("", "\n", "prompt,answer\n"):
         (tmp_path / "only.csv").write_text(text)
         with pytest.raises(RecipeError, match=r"only.csv` has no rows; there is nothing to ask the model$"):
             load_rows(tmp_path / "only.csv")
@@ -176,6 +176,16 @@ def test_a_csv_file_of_a_spreadsheet_is_read(tmp_path: Path) -> None:
     assert [row.where for row in load_rows(path)] == [f"{path}:2", f"{path}:5"], "the lines that they begin at"
     path.write_text("prompt\n" + "x" * 200_000 + "\n")
     assert len(load_rows(path)[0].text or "") == 200_000
+
+
+def test_a_csv_file_may_begin_with_empty_lines(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("\n\nprompt,answer\na,1\n", encoding="utf-8")
+    (row,) = load_rows(path)
+    assert (row.text, row.columns, row.where) == ("a", {"answer": "1"}, f"{path}:4")
+    path.write_text("\nquestion\na\n", encoding="utf-8")
+    with pytest.raises(RecipeError, match=r"rows.csv:2: a row has a column `prompt`"):
+        load_rows(path)
 
 
 @pytest.mark.parametrize(

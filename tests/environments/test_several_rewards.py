@@ -283,6 +283,7 @@ def test_of_a_batch_that_ends_its_process_only_the_bad_completion_fails():
         ("mapping", "(dict); a batched reward returns a list"),
         ("one_text", "returned '1' (str); a batched reward returns a list"),
         ("one_number", "returned 1.0 (float); a batched reward returns a list"),
+        ("unordered", "(set); a batched reward returns a list"),
     ],
 )
 def test_a_batched_function_that_returns_no_list_of_its_completions_fails_them(function, words, threads):

@@ -22,7 +22,7 @@ from stretto.environments.function_specs import SpecError
 from stretto.environments.reward_calls import RewardSpec
 from stretto.environments.reward_pool import RewardPool
 from stretto.environments.rewards.reward_model_options import RewardModelOptions
-from stretto.environments.scoring_errors import ScoringError
+from stretto.environments.scoring_errors import HaltError, ScoringError
 from stretto.errors import RecipeError, RewardError
 from stretto.models.reward_model import RewardModel
 from stretto.models.tiny import tiny_tokenizer
@@ -154,6 +154,53 @@ def test_a_conversation_that_is_too_long_is_refused_or_cut_at_its_beginning(tmp_
     assert len(model._encode("1+1", "0123456789", None)) == 8
     with pytest.raises(SpecError, match=r"`task\.reward_model\.max_tokens = 300` is more than the context"):
         loaded(folder, max_tokens=300)
+
+
+def test_a_conversation_that_cannot_be_computed_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded(make(tmp_path / "model"))
+    expected = model.score(ITEMS)
+    encode = model._encode
+
+    def with_unknown_token(prompt: str, completion: str, messages: Any) -> list[int]:
+        tokens = encode(prompt, completion, messages)
+        return [*tokens, SIZES["vocab_size"] + 5] if prompt == "a" else tokens
+
+    monkeypatch.setattr(model, "_encode", with_unknown_token)
+    *others, failed = model.score(ITEMS)
+    assert others == pytest.approx(expected[:3], abs=1e-5)
+    assert isinstance(failed, ScoringError)
+    assert "`task.reward_model.path = " in str(failed)
+
+
+def test_a_device_that_fails_halts_scoring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded(make(tmp_path / "model"))
+
+    def fail(rows: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(model, "_logits", fail)
+    found = model.score(ITEMS)
+    assert [type(each) for each in found] == [HaltError] * len(ITEMS), "no completion fails because of it"
+    assert "illegal memory access" in str(found[0])
+    assert "--resume" in str(found[0])
+
+
+def test_memory_that_runs_out_halves_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded(make(tmp_path / "model"))
+    expected, logits = model.score(ITEMS), model._logits
+
+    def with_little_memory(rows: list[list[int]]) -> list[float]:
+        if len(rows) > 1 or (most is not None and len(rows[0]) > most):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return logits(rows)
+
+    monkeypatch.setattr(model, "_logits", with_little_memory)
+    most = None
+    assert model.score(ITEMS) == pytest.approx(expected, abs=1e-5)
+    most = 60
+    found = model.score(ITEMS)
+    assert [type(each) for each in found] == [float, HaltError, float, float]
+    assert "lower `task.reward_model.max_tokens`" in str(found[1])
 
 
 def test_a_worker_process_loads_it_once_and_scores_concurrently(tmp_path: Path) -> None:

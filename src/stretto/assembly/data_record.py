@@ -6,7 +6,7 @@ may change, and the run says so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,18 @@ def data_record(driver: DriverInputs) -> dict[str, Any]:
             _source(own, name): digest for own in tasks for name, digest in own.task.data.evaluation.items()
         },
         "chat_template": driver.inputs.chat_template,
-        "chat_templates": {own.label: own.tokenizer.chat_template for own in tasks if own.label is not None},
+        "chat_templates": {_key(own.label): own.tokenizer.chat_template for own in tasks if _chats(own)},
     }
+
+
+def _key(label: str | None) -> str:
+    """Returns the key of a task in the record; that of a task without a label is empty."""
+    return label or ""
+
+
+def _chats(own: TaskInputs) -> bool:
+    """True if the chat template has a part in what is sampled. An environment may chat whatever the rows are."""
+    return own.prompts.num_templated > 0 or own.task.environment is not None
 
 
 def _source(own: TaskInputs, name: str) -> str:
@@ -81,23 +91,25 @@ def refuse_other_data(run: Path, recipe: Recipe, now: Mapping[str, Any]) -> str 
                 ]
             )
         )
-    if any(before.get(name) != now[name] for name in ("chat_template", "chat_templates")):
-        named = _changed_template(before.get("chat_templates") or {}, now["chat_templates"], recipe)
+    templates = before.get("chat_templates") or {}
+    others = [label for label, text in now["chat_templates"].items() if templates.get(label, text) != text]
+    if before.get("chat_template") != now["chat_template"] or others:
+        named = _changed_template(others, recipe)
         raise RunError(
             f"{named} is not what it was when the run in `{run}` began: prompts before and after would not be alike; "
             "give it as it was, or start a new run; nothing was changed"
         )
-    others = _differences(before.get("evaluation", {}), now["evaluation"], recipe, "evaluation_dataset")
-    if before.get("evaluation") and others:
-        return f"the rows to evaluate on have changed, so earlier scores are of others: {'; '.join(others)}"
+    held_out = _differences(before.get("evaluation", {}), now["evaluation"], recipe, "evaluation_dataset")
+    if before.get("evaluation") and held_out:
+        return f"the rows to evaluate on have changed, so earlier scores are of others: {'; '.join(held_out)}"
     return None
 
 
-def _changed_template(before: Mapping[str, Any], now: Mapping[str, Any], recipe: Recipe) -> str:
-    """Names the chat template that has changed: that of the first task whose template is another."""
+def _changed_template(others: Sequence[str], recipe: Recipe) -> str:
+    """Names the chat template that has changed: that of the first task of `others`, whose templates are others now."""
     for part in recipe.parts:
         label, asked = part.task.label, getattr(part.task, "chat_template", None)
-        if label is not None and before.get(label) == now.get(label):
+        if others and _key(label) not in others:
             continue
         if asked is not None:
             return f"`{part.task_table}.chat_template = {asked!r}`"

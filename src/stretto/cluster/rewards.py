@@ -1,7 +1,7 @@
 """Rewards on a cluster: an actor with a pool of reward processes (`worker_host.py`).
 
 If the actor or its machine dies, another actor replaces it and scores again what had no score. That is not the fault of
-a trajectory, and costs it none of its retries.
+a trajectory, and costs it none of its retries. If no machine has room for another, scoring halts.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from stretto.errors import RecipeError, RewardError, ScoringHaltedError
 log = logging.getLogger(__name__)
 
 RESCORES = 3  # of one completion, each because its actor was lost
+RESUME = "see that the cluster has a machine for it, then continue with `--resume`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +134,20 @@ class RayRewards:
                 if lost is None or self._built is None:
                     raise
                 raise ScoringHaltedError(str(error)) from error  # such as a judge that is away now
+            except RewardError as error:  # no machine has room for another actor
+                if self._host.closed:
+                    raise
+                raise ScoringHaltedError(f"{error}; {RESUME}") from error
             try:
                 return await remote.call(call, *given, bounded=False)
             except HostLostError as error:
                 lost = remote
                 if self._host.closed:
                     raise RewardError(f"{shown} was stopped before it returned") from error
-        raise RewardError(f"{shown} lost its process {RESCORES + 1} times while it computed one reward")
+        text = f"{shown} lost its process {RESCORES + 1} times while it computed one reward"
+        if self._built is not None:  # it runs no code of a completion, so that none is to blame
+            raise ScoringHaltedError(f"{text}; {RESUME}")
+        raise RewardError(text)
 
     async def close(self) -> None:
         """Ends the actor. Pending calls raise `RewardError`. Safe to call twice."""

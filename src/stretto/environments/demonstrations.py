@@ -2,7 +2,8 @@
 
 A row has a column `prompt` or `messages`, as the rows of a task, and the answer in a column `completion` or as the last
 message, of the assistant. Its prompt is rendered as that of a task. The completion is the text that the policy would
-sample, with the token that ends its turn.
+sample, with the token that ends its turn: if it begins with the `task.prefill`, which is part of the prompt, that is
+left out.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from stretto.chat.templates import prefill_of
 from stretto.environments.data import PromptStream
 from stretto.environments.row_faults import RowFaults
 from stretto.environments.row_sources import found_files, read_files
@@ -52,10 +54,11 @@ def load_demonstrations(
     rows = [_with_system(row, system) for row in make_rows(prompts_of, None, faults)]
     # Checks the roles and the lengths, and renders the prompts as those of the run.
     prompts = PromptStream(rows, tokenizer, seed=0, max_prompt_tokens=context - 1, shuffle=False, name=f"`{path}`")
-    encode = tokenizer.encode
+    encode, prefill = tokenizer.encode, prefill_of(tokenizer.chat_template)
     made = []
     for number, (row, completion) in enumerate(zip(rows, completions, strict=True)):
-        tokens = tuple(encode(completion, add_special_tokens=False))
+        sampled = completion if row.messages is None else completion.removeprefix(prefill)
+        tokens = tuple(encode(sampled, add_special_tokens=False))
         if end is not None and (not tokens or tokens[-1] != end):
             tokens = (*tokens, end)
         each = Demonstration(prompts.prompt(number).tokens, tokens)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stretto.environments.row_faults import named
+from stretto.environments.row_faults import half_character, named
 from stretto.environments.rows import Row
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # beside those that a chat template names
@@ -69,10 +69,14 @@ class PromptRenderer:
         if found.fault is not None:
             return None
         try:
-            return self._text(row)
+            text, bare = self._text(row)
+            text.encode("utf-8")  # rows that are given from Python may have what no file has
+            return text, bare
         except UnrenderableRowError as error:
             found.fault = str(error)
-            return None
+        except UnicodeEncodeError as error:
+            found.fault = half_character(error)
+        return None
 
     def _text(self, row: Row) -> tuple[str, bool]:
         """Returns the text of a row, and True if it still lacks special tokens because no chat template made it."""

@@ -33,6 +33,7 @@ import reprlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -400,7 +401,7 @@ class RewardCall:
     def values(self, returned: Any, count: int) -> list[Any]:
         """Returns what a batched function returned for each completion. Raises `RefusedError` if it is no such list."""
         wanted = f"; a batched reward returns a list with one number for each of the {count} completions of its batch"
-        if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__iter__"):
+        if isinstance(returned, str | bytes | Mapping | AbstractSet) or not hasattr(returned, "__iter__"):
             if inspect.iscoroutine(returned):
                 returned.close()
             raise self._refused(returned, wanted)

@@ -12,6 +12,8 @@ with a `RewardError`. Processes also keep a slow reward from delaying decoding a
 - A worker that writes anything but results to its pipe (`reward_pipes.py`) is killed too.
 - If it is unknown which item cost a worker, its items are sent again in smaller batches, finally one by one, until the
   item that does it fails alone. If a call with several items (`reward_calls.py`) hangs, they are sent one by one.
+- A judge or a reward model that loses its process again and again halts scoring: no item fails because of it. So does
+  a module that cannot be imported any more when its worker is replaced.
 - An `async def` reward is cancelled at its deadline inside the worker. The pool kills the worker only if the function
   blocks the event loop or ignores the cancellation.
 - `worker_process.py` says what a worker sees, where its output goes and how it ends.
@@ -70,7 +72,9 @@ MAX_CONCURRENT = 512  # items of an `async def` reward in one worker
 BATCH_AFTER_DEATHS = (MAX_BATCH, 16, 1)
 MAX_UNEXPLAINED_DEATHS = len(BATCH_AFTER_DEATHS)
 ALONE = MAX_UNEXPLAINED_DEATHS - 1  # the deaths from which on an item is sent alone
-RETRY_S = 1.0  # between attempts to start a worker
+STARTS = 3  # attempts to replace the last worker
+RETRY_S = 1.0  # between them
+RESUME = "find out why (perhaps memory ran out), then continue with `--resume`"
 
 
 @dataclass(slots=True)
@@ -320,7 +324,8 @@ class RewardPool:
     # -- back: from the workers to the futures ------------------------------------------------------------------------
 
     async def _serve(self, slot: int, ready: asyncio.Future[None]) -> None:
-        """Keeps one worker alive until the pool is closed."""
+        """Keeps one worker alive until the pool is closed, or until scoring halts because no worker can be started."""
+        attempts = 0
         while True:
             try:
                 worker = await self._spawn()
@@ -328,11 +333,14 @@ class RewardPool:
                 if not ready.done():
                     ready.set_exception(error)
                     return
-                if self._built is not None:  # such as a judge that is away now
-                    self._fail_all(self._halt(str(error)))
+                attempts += 1
+                # A judge may be away now. A module may be edited just now, and be whole again soon.
+                if self._built is not None or (attempts >= STARTS and not self._workers):
+                    self._fail_all(self._halt(f"{error}; correct that, then continue with `--resume`"))
                     return
-                await self._fail_queue(str(error))
+                await asyncio.sleep(RETRY_S)
                 continue
+            attempts = 0
             self._workers[slot] = worker
             try:
                 if not ready.done():
@@ -348,13 +356,6 @@ class RewardPool:
                 worker.process.kill()  # its output or the pool has ended
                 code = await worker.process.ended()
             self._handle_exit(slot, worker, code)
-
-    async def _fail_queue(self, reason: str) -> None:
-        """Fails the queued items, unless another worker is alive, because a replacement did not start."""
-        if not self._workers:
-            while self._queue:
-                _fail(self._queue.popleft(), RewardError(reason))
-        await asyncio.sleep(RETRY_S)
 
     async def _spawn(self) -> _Worker:
         marks = MARK.pack(time.monotonic(), NOTHING) + bytes(NOTE.size)
@@ -439,7 +440,8 @@ class RewardPool:
             died, blamed = self._broken_text(worker), no_item
         else:
             died = f"{self._shown} {how_it_ended(code)}"
-            blamed = frozenset([marked]) if worker.killed_for is None else no_item
+            # A judge or a reward model runs no code of a completion: none is to blame.
+            blamed = frozenset([marked]) if worker.killed_for is None and self._built is None else no_item
         found = not blamed.isdisjoint(worker.in_flight)  # if not, any of them may be the cause
         again = []
         for identity, pending in worker.in_flight.items():
@@ -454,8 +456,8 @@ class RewardPool:
             else:
                 pending.deaths += not found
             if pending.deaths >= MAX_UNEXPLAINED_DEATHS:
-                lost = f"{MAX_UNEXPLAINED_DEATHS} workers were lost while they had this completion"
-                _fail(pending, RewardError(f"{died}; {lost}"))
+                lost = f"{died}; {MAX_UNEXPLAINED_DEATHS} workers were lost while they had this completion"
+                _fail(pending, RewardError(lost) if self._built is None else self._halt(f"{lost}; {RESUME}"))
             else:
                 again.append(pending)
         self._queue.extendleft(reversed(again))
@@ -509,6 +511,6 @@ def _log_line(line: str) -> None:
     log.warning("the reward function printed: %s", line)
 
 
-def _fail(pending: _Pending, error: RewardError) -> None:
+def _fail(pending: _Pending, error: StrettoError) -> None:
     if not pending.future.done():
         pending.future.set_exception(error)

@@ -50,3 +50,9 @@ def named(places: list[str], count: int) -> str:
     """Returns the first of `count` places, and how many there are beside."""
     more = count - len(places)
     return ", ".join(places) + (f" and {more:,} more" if more else "")
+
+
+def half_character(error: UnicodeEncodeError) -> str:
+    """Returns what is wrong with a text that has half of a character, which no tokenizer takes."""
+    half = f"`\\u{ord(error.object[error.start]):04x}`"
+    return f"{half} is half of a character (a lone surrogate); write the other half after it, or remove it"

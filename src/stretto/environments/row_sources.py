@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from stretto.environments.row_faults import RowFaults
+from stretto.environments.row_faults import RowFaults, half_character
 from stretto.environments.rows import ASKING, Row, make_rows, missing_column, missing_prompt
 from stretto.errors import RecipeError
 
@@ -166,10 +166,7 @@ def _whole(where: str, record: Any, faults: RowFaults, *, escaped: bool) -> Iter
         try:
             json.dumps(record, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError as error:
-            half = f"`\\u{ord(error.object[error.start]):04x}`"
-            faults.add(
-                where, f"{half} is half of a character (a lone surrogate); write the other half after it, or remove it"
-            )
+            faults.add(where, half_character(error))
             return
     yield where, record
 
@@ -183,16 +180,16 @@ def _read_csv(path: Path, columns: Mapping[str, str], faults: RowFaults) -> Iter
     with path.open(encoding="utf-8-sig", newline="") as file:
         lines = csv.reader(file, delimiter=delimiter, strict=True)
         try:
-            names = next(lines, None)
+            names = next(filter(None, lines), None)  # an empty line has none
             if names is None:
                 return
-            _check_header(path, names, columns, delimiter)
+            _check_header(f"{path}:{lines.line_num}", names, columns, delimiter)
             began = lines.line_num + 1
             for cells in lines:
                 where, began = f"{path}:{began}", lines.line_num + 1
                 if len(cells) == len(names):
                     yield where, dict(zip(names, cells, strict=True))
-                elif cells:  # an empty line has none
+                elif cells:
                     faults.add(
                         where,
                         f"this line has {len(cells)} values, and the first line of the file names {len(names)} "
@@ -211,9 +208,8 @@ def _near(line: int) -> str:
     return f"after line {line}" if line else "in its first line or soon after"
 
 
-def _check_header(path: Path, names: Sequence[str], columns: Mapping[str, str], delimiter: str) -> None:
-    """Refuses a first line that cannot be the names of the columns."""
-    where = f"{path}:1"
+def _check_header(where: str, names: Sequence[str], columns: Mapping[str, str], delimiter: str) -> None:
+    """Refuses a first line that cannot be the names of the columns; `where` is its place."""
     if twice := next((name for number, name in enumerate(names) if name in names[:number]), None):
         raise RecipeError(
             f"{where}: the first line of the file has the names of its columns, and `{twice}` is there twice; write "

@@ -111,14 +111,9 @@ class RewardModel:
                 found[place] = error
         lengths = {place: len(tokens) for place, tokens in encoded.items()}
         for batch in length_batches(lengths, self._options.batch_tokens):
-            try:
-                rewards = self._forward([encoded[place] for place in batch])
-            except Exception as error:
-                for place in batch:
-                    found[place] = error if isinstance(error, HaltError) else ScoringError(last_line(error))
-                continue
-            for place, reward in zip(batch, rewards, strict=True):
-                found[place] = reward
+            outcomes = self._forward([encoded[place] for place in batch])
+            for place, outcome in zip(batch, outcomes, strict=True):
+                found[place] = outcome
         return found
 
     def _encode(self, prompt: str, completion: str, messages: Sequence[Mapping[str, Any]] | None) -> list[int]:
@@ -146,17 +141,24 @@ class RewardModel:
             tokens = tokens[-self._max_tokens :]
         return tokens
 
-    def _forward(self, rows: list[list[int]]) -> list[float]:
-        """Returns the rewards of a batch. Halves it if memory runs out."""
+    def _forward(self, rows: list[list[int]]) -> Sequence[float | Exception]:
+        """Returns the reward or the error of each row. Halves a batch that fails: one row may be the cause."""
+        failure: Exception
         try:
             return self._logits(rows)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
-            if len(rows) == 1:
-                raise HaltError(
-                    f"memory ran out while {self._name} scored {len(rows[0]):,} tokens: lower `{self._option}"
-                    f".max_tokens`, or put it on another `device`; then continue with `--resume` ({error})"
-                ) from error
+            failure = HaltError(
+                f"memory ran out while {self._name} scored {len(rows[0]):,} tokens: lower `{self._option}.max_tokens`, "
+                f"or put it on another `device`; then continue with `--resume` ({error})"
+            )
+        except torch.AcceleratorError as error:  # all that this process computes on the device from now on fails too
+            failure = HaltError(f"the device of {self._name} failed ({last_line(error)}): continue with `--resume`")
+            return [failure] * len(rows)
+        except Exception as error:
+            failure = ScoringError(f"{self._name} failed: {last_line(error)}")
+        if len(rows) == 1:
+            return [failure]
         half = len(rows) // 2
         return [*self._forward(rows[:half]), *self._forward(rows[half:])]
 

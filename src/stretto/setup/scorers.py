@@ -22,6 +22,7 @@ from stretto.recipe.schema import OneTaskRecipe, Recipe
 from stretto.setup.device import choose_device, choose_dtype
 
 JUDGE_START_S = 120.0
+NO_PASSWORDS = {"NETRC": os.devnull}  # those of `~/.netrc` would be sent in the place of the judge's key
 MODEL_ITEMS = 512  # completions that the process of a reward model has at once, to make batches of
 
 
@@ -63,7 +64,7 @@ def judge_scorer(options: JudgeOptions, option: str, folder: Path | None, *, mus
         deadline_s=options.longest_s,
         start_s=JUDGE_START_S + 4 * options.seconds,
         most_at_once=2 * options.concurrency,  # so that a call that ends is followed by the next one at once
-        environment=judge_variables(options, option),
+        environment={**NO_PASSWORDS, **judge_variables(options, option)},
     )
 
 

@@ -11,12 +11,14 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from stretto.chat.templates import prefill_of
 from stretto.environments.demonstrations import Demonstration, load_demonstrations
 from stretto.errors import RecipeError
 from stretto.models.adapter_config import CONFIG_FILE
@@ -113,6 +115,7 @@ def _digest(recipe: Recipe, base: str) -> str:
             f"`model.warm_start.path = {options.path!r}` cannot be read: {error.strerror}; name a `.jsonl` or "
             "`.parquet` file of demonstrations"
         ) from error
+    template = asked_template(recipe, load_tokenizer(base))
     parts = {
         "format": FORMAT,
         "base": model_identity(base),
@@ -122,17 +125,28 @@ def _digest(recipe: Recipe, base: str) -> str:
         "lora": None if model.lora is None else model.lora.model_dump(),
         "seed": None if model.lora is None else recipe.seed,  # of the adapter that is trained
         "system": _system(recipe),
-        "template": asked_template(recipe, load_tokenizer(base)),
+        "template": template,
         "checkpointing": recipe.training.checkpointing,
         "dtype": str(_dtype(recipe)),
         "device": choose_device(recipe.runtime.device).type,
         "torch": torch.__version__,
     }
+    if prefill_of(template):
+        parts["prefill"] = "is left out of completions"
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _dtype(recipe: Recipe) -> torch.dtype:
     return choose_dtype(recipe.model.dtype, choose_device(recipe.runtime.device))
+
+
+@dataclass(frozen=True, slots=True)
+class _Trainee:
+    """A model that is about to be trained on demonstrations."""
+
+    model: Any
+    names: tuple[str, ...] = ()  # of the modules that have adapters
+    base_checksums: Mapping[str, str] = field(default_factory=dict)  # of the base of its adapters, by type
 
 
 def _make(recipe: Recipe, base: str, folder: Path, say: Callable[[str], None]) -> None:
@@ -142,24 +156,8 @@ def _make(recipe: Recipe, base: str, folder: Path, say: Callable[[str], None]) -
     asked = prompt_tokenizer(recipe, tokenizer)  # with the chat template of the task
     demonstrations = _demonstrations(recipe, asked, config, stop_tokens(base, config, tokenizer))
     steps = num_steps(options, len(demonstrations))
-    half = dtype != torch.float32
-    # Full weights are trained in float32: small steps vanish in half precision. So are adapters, by themselves.
-    working = dtype if lora is None or not half else torch.bfloat16
-    model: Any = load_model(base, torch.float32 if lora is None else working, device)
-    names: tuple[str, ...] = ()
-    base_checksums: dict[str, str] = {}
-    if lora is not None:
-        own = checksum(dict(model.named_parameters()))
-        base_checksums = {str(working).removeprefix("torch."): own}
-        names = inject_lora(model, lora.rank, lora.effective_alpha, lora.targets, recipe.seed)
-        if recipe.model.continued_adapter is not None:
-            adapter = read_adapter(recipe.model.continued_adapter)
-            refuse_another_base(adapter, recipe.model.path, own, working)
-            install_adapter(model, names, adapter)
-    if recipe.training.checkpointing:
-        model.gradient_checkpointing_enable()
-        model.train()
-    shown_at, losses = time.monotonic(), list[float]()
+    trainee = _trainee(recipe, base, device, dtype)
+    shown_at = time.monotonic()
 
     def progress(step: int, steps: int, loss: float) -> None:
         nonlocal shown_at
@@ -173,7 +171,7 @@ def _make(recipe: Recipe, base: str, folder: Path, say: Callable[[str], None]) -
         torch.set_num_threads(thread_counts(recipe).trainer)
     try:
         losses = fit(
-            model,
+            trainee.model,
             demonstrations,
             SupervisedOptions(
                 steps,
@@ -182,19 +180,43 @@ def _make(recipe: Recipe, base: str, folder: Path, say: Callable[[str], None]) -
                 options.seed,
                 max(recipe.training.micro_batch_tokens, max(map(len, demonstrations))),
             ),
-            autocast=torch.bfloat16 if half and lora is None else None,
+            autocast=torch.bfloat16 if dtype != torch.float32 and lora is None else None,
             progress=progress,
         )
     finally:
         torch.set_num_threads(threads)
     if lora is None:
-        model.to(dtype).save_pretrained(folder)
+        trainee.model.to(dtype).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     else:
-        tensors = lora_tensors(model, names)
-        write_adapter(folder, tensors, options=lora, base=base, names=names, base_checksums=base_checksums)
+        names = trainee.names
+        tensors = lora_tensors(trainee.model, names)
+        write_adapter(folder, tensors, options=lora, base=base, names=names, base_checksums=trainee.base_checksums)
     facts = {"demonstrations": len(demonstrations), "steps": steps, "losses": losses, **options.model_dump()}
     (folder / "warm_start.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    del model
+    del trainee
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def _trainee(recipe: Recipe, base: str, device: torch.device, dtype: torch.dtype) -> _Trainee:
+    """Loads the model, with the adapters that are trained if the recipe has some.
+
+    Full weights are trained in float32: small steps vanish in half precision. So are adapters, by themselves.
+    """
+    lora = recipe.model.lora
+    working = dtype if lora is None or dtype == torch.float32 else torch.bfloat16
+    model: Any = load_model(base, torch.float32 if lora is None else working, device)
+    trainee = _Trainee(model)
+    if lora is not None:
+        own = checksum(dict(model.named_parameters()))
+        names = inject_lora(model, lora.rank, lora.effective_alpha, lora.targets, recipe.seed)
+        if recipe.model.continued_adapter is not None:
+            adapter = read_adapter(recipe.model.continued_adapter)
+            refuse_another_base(adapter, recipe.model.path, own, working)
+            install_adapter(model, names, adapter)
+        trainee = _Trainee(model, names, {str(working).removeprefix("torch."): own})
+    if recipe.training.checkpointing:
+        model.gradient_checkpointing_enable()
+        model.train()
+    return trainee

@@ -125,6 +125,22 @@ def test_a_server_that_goes_away_halts_scoring():
         asyncio.run(judge("1+1", "two", answer=2))
 
 
+def test_an_outage_ends_with_the_last_question_that_waits_for_it():
+    replies = iter([Reply(status=503), Reply(status=400, text="too long"), Reply(status=503), Reply()])
+    with running(FakeJudge(lambda body: next(replies))) as server:
+        judge = Judge(options(server, outage_seconds=0.5), columns=COLUMNS)
+
+        async def ask_twice():
+            with pytest.raises(ScoringError, match="too long"):
+                await judge("1+1", "one", answer=2)
+            await asyncio.sleep(0.8)  # nothing is asked for longer than an outage may last
+            assert await judge("1+1", "two", answer=2) == 0.7
+            await judge._session.close()
+
+        asyncio.run(ask_twice())
+    assert len(server.calls) == 4
+
+
 def test_a_call_that_is_too_slow_is_made_again():
     delays = iter([3.0, 0.0])
     with running(FakeJudge(lambda body: Reply(delay_s=next(delays)))) as server:
@@ -362,6 +378,20 @@ def test_a_worker_process_judges_and_its_failures_are_told_apart(tmp_path, monke
     assert (tmp_path / "judge.sqlite").is_file()
 
 
+def test_a_password_file_of_the_user_does_not_replace_the_key(tmp_path, monkeypatch):
+    (tmp_path / ".netrc").write_text("default login somebody password secret\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("JUDGE_KEY", "sk-right")
+
+    async def run(server):
+        async with pool(options(server, api_key_env="JUDGE_KEY")) as it:
+            return await it.score("1+1", "two", {"answer": 2})
+
+    with running(FakeJudge(key="sk-right")) as server:
+        assert asyncio.run(run(server)) == 0.7
+
+
 def test_the_wait_for_a_judge_that_is_away_is_named():
     away = True
 
@@ -378,6 +408,37 @@ def test_the_wait_for_a_judge_that_is_away_is_named():
 
     with running(FakeJudge(lambda body: Reply(status=503) if away else Reply())) as server:
         asyncio.run(asyncio.wait_for(run(server), 60))
+
+
+def test_a_judge_whose_process_is_killed_goes_on_and_halts_scoring_if_that_is_repeated():
+    slow = True
+
+    async def kill_worker(it):
+        while not any(worker.in_flight for worker in it._workers.values()):
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.3)  # until it asks the judge
+        before = it.replaced
+        next(iter(it._workers.values())).process.kill()
+        while it.replaced == before:
+            await asyncio.sleep(0.02)
+
+    async def run(server):
+        nonlocal slow
+        async with pool(options(server)) as it:
+            rewards = [asyncio.create_task(it.score("1+1", word, {"answer": 2})) for word in ("two", "three")]
+            await kill_worker(it)
+            slow = False
+            assert await asyncio.gather(*rewards) == [0.7, 0.7]
+            slow = True
+            rewards = [asyncio.create_task(it.score("1+1", word, {"answer": 2})) for word in ("four", "five")]
+            for _ in range(3):
+                await kill_worker(it)
+            return await asyncio.gather(*rewards, return_exceptions=True)
+
+    with running(FakeJudge(lambda body: Reply(delay_s=4.0 if slow else 0.0))) as server:
+        errors = asyncio.run(asyncio.wait_for(run(server), 60))
+    assert [type(error) for error in errors] == [ScoringHaltedError] * 2
+    assert "`task.judge` was ended by SIGKILL; 3 workers were lost" in str(errors[0])
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,12 @@ from stretto.environments.rewards.judge_answers import Choices, Question, Scale,
         ("0", 0.0),
         ("10", 1.0),
         ("<think>perhaps 3, or 9</think>5", 0.5),
+        ("Score: 7 (out of 10)", 0.7),
+        ("**7** out of **10**", 0.7),
+        ("7 points out of 10", 0.7),
+        ("7 on a scale of 10", 0.7),
+        ("7, on a scale from 1 to 10", 0.7),
+        ("It opens with <think> and does not close it: 3", 0.3),
     ],
 )
 def test_the_last_number_is_the_score(answer, reward):
@@ -35,6 +41,8 @@ def test_the_last_number_is_the_score(answer, reward):
         ("", "it has no number"),
         ("version2", "it has no number"),
         ("1,000", "it has no number"),
+        ("4 (out of 5)", "a score of at most 5, and not 10"),
+        ("<think>It has 7 lines, and the best have 10", "its thoughts do not end"),
     ],
 )
 def test_an_answer_without_a_score_is_unclear(answer, problem):
@@ -68,6 +76,13 @@ def test_a_pattern_finds_its_last_match():
 )
 def test_the_last_word_of_the_choices_counts(answer, reward):
     assert Choices({"A": 1.0, "B": 0.0}).reward(answer) == reward
+
+
+def test_thoughts_that_were_cut_have_no_choice():
+    with pytest.raises(UnclearError, match="its thoughts do not end"):
+        Choices({"A": 1.0, "B": 0.0}).reward("<think>A is shorter, but")
+    with pytest.raises(UnclearError, match="its thoughts do not end"):
+        Scale(0, 10, r"([0-9]+)").reward("<think>\nperhaps 3")
 
 
 def test_longer_choices_are_found_in_any_case_and_not_within_words():

@@ -107,6 +107,7 @@ class Judge:
         self._call_ended: asyncio.Event
         self._num_answered = 0
         self._away_since: float | None = None  # when the first call failed after the last that was answered
+        self._failing: set[str] = set()  # the keys of questions whose last call failed
         self._said_away = False
         self._back: asyncio.Event  # set when a call is answered after one that failed
         asyncio.run(self._look())
@@ -163,8 +164,15 @@ class Judge:
                 return kept
             task = asyncio.create_task(self._ask(key, body), name=f"judge {key}")
             self._asked[key] = task
-            task.add_done_callback(lambda _: self._asked.pop(key, None))
+            task.add_done_callback(lambda _: self._ended(key))
         return await asyncio.shield(task)  # others may wait for it too
+
+    def _ended(self, key: str) -> None:
+        """Forgets a question. If no other waits for the judge to be back, a later failure begins another outage."""
+        self._asked.pop(key, None)
+        self._failing.discard(key)
+        if not self._failing:
+            self._end_outage()
 
     async def _ask(self, key: str, body: Mapping[str, Any]) -> Answer:
         """Asks until there is an answer, and keeps it."""
@@ -195,6 +203,7 @@ class Judge:
                         f"{self._name} did not answer this question within `{self._option}.outage_seconds = "
                         f"{self._options.outage_seconds:g}`: {self._safe(failed.reason)}"
                     )
+                self._failing.add(key)
                 self._is_away(failed)
                 await self._pause(failed, delay_s)
                 delay_s = min(LONGEST_DELAY_S, 2 * delay_s)
@@ -309,9 +318,13 @@ class Judge:
             return
         if self._said_away:
             print(f"{self._name} answers again, after {time.monotonic() - self._away_since:.0f} s", flush=True)
-        self._note("")
-        self._away_since, self._said_away = None, False
+        self._end_outage()
         self._back.set()
+
+    def _end_outage(self) -> None:
+        if self._away_since is not None:
+            self._away_since, self._said_away = None, False
+            self._note("")
 
     # -- costs ---------------------------------------------------------------------------------------------------------
 

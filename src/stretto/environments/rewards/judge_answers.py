@@ -9,9 +9,13 @@ from typing import Any
 
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)\}")
 OWN = ("prompt", "completion")  # placeholders beside the columns of the row
+_PLAIN = r"\d+(?:\.\d+)?"
+_WHOLE = r"(?![\w]|[.,]\d)"  # not part of a word, of a date or of a longer number
+_GAP = r"[\s*_`(]*"  # between the parts of `**7** (out of 10)`
 NUMBER = re.compile(
-    r"(?<![\w.,/])([-+]?\d+(?:\.\d+)?)(?![\w]|[.,]\d)"  # not part of a word, of a date or of a longer number
-    r"(?:\s*(?:/|out of|of)\s*(\d+(?:\.\d+)?)(?![\w]|[.,]\d))?"
+    rf"(?<![\w.,/])(?P<score>[-+]?{_PLAIN}){_WHOLE}(?:{_GAP}(?:/|out of|of){_GAP}(?P<most>{_PLAIN}){_WHOLE})?"
+    # The highest score, as in `7 points out of 10` or `7 on a scale from 1 to 10`.
+    rf"|\b(?:out of|scale (?:of|from)){_GAP}(?:{_PLAIN}\s*(?:-|\u2013|to)\s*)?(?P<alone>{_PLAIN}){_WHOLE}"
 )
 THOUGHTS = re.compile(r"^.*</think>", re.DOTALL)
 SHOWN = 400  # characters of an answer in an error
@@ -86,7 +90,7 @@ class Scale:
 
     def reward(self, answer: str) -> float:
         """Returns the reward. Raises `UnclearError` if there is no score, or one outside of the scale."""
-        text = THOUGHTS.sub("", answer)
+        text = _without_thoughts(answer)
         if self._pattern is not None:
             found = _last_group(self._pattern, text)
             try:
@@ -94,10 +98,7 @@ class Scale:
             except ValueError as error:
                 raise UnclearError(f"`{found}` is not a number") from error
         else:
-            numbers = [match.groups() for match in NUMBER.finditer(self._range.sub("", text))]
-            if not numbers:
-                raise UnclearError("it has no number")
-            number, most = numbers[-1]
+            number, most = _last_number(self._range.sub("", text))
             if most is not None and float(most) != self._high:
                 raise UnclearError(f"it is a score of at most {float(most):g}, and not {self._high:g}")
             score = float(number)
@@ -116,7 +117,7 @@ class Choices:
 
     def reward(self, answer: str) -> float:
         """Returns the reward. Raises `UnclearError` if none of the words is there."""
-        text = THOUGHTS.sub("", answer)
+        text = _without_thoughts(answer)
         if self._pattern is not None:
             found = _last_group(self._pattern, text).strip()
             if found not in self._rewards:
@@ -131,6 +132,27 @@ class Choices:
         if similar := _standing_alone([word for word in words if len(word) > 1], text, re.IGNORECASE):
             return next(reward for word, reward in self._rewards.items() if word.lower() == similar[-1].lower())
         raise UnclearError(f"it has none of {', '.join(self._rewards)}")
+
+
+def _without_thoughts(answer: str) -> str:
+    """Returns an answer without the thoughts before it. Raises `UnclearError` if there is nothing but thoughts."""
+    text = THOUGHTS.sub("", answer)
+    if text.lstrip().startswith("<think>"):
+        raise UnclearError("its thoughts do not end")
+    return text
+
+
+def _last_number(text: str) -> tuple[str, str | None]:
+    """Returns the last number of a text, and the highest that it says there is. Raises `UnclearError` without one."""
+    number, most = None, None
+    for match in NUMBER.finditer(text):
+        if match["score"] is not None:
+            number, most = match["score"], match["most"]
+        else:
+            most = match["alone"]
+    if number is None:
+        raise UnclearError("it has no number")
+    return number, most
 
 
 def _standing_alone(words: Sequence[str], text: str, flags: re.RegexFlag) -> list[str]:

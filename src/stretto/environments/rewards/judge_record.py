@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 FILE = "judge.sqlite"
 BUSY_S = 30.0  # for another process that writes
+RETRY_S = 0.02
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS answers (
@@ -90,6 +91,19 @@ def key_of(address: str, body: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
+def _use_wal(db: sqlite3.Connection) -> None:
+    """Switches to a write-ahead log. Waits if another judge is making the file just now: SQLite itself does not."""
+    ends = time.monotonic() + BUSY_S
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > ends:
+                raise
+            time.sleep(RETRY_S)
+
+
 class JudgeRecord:
     """The record of one judge. With `path` None it lasts as long as the process. Raises `sqlite3.Error`."""
 
@@ -97,7 +111,7 @@ class JudgeRecord:
         self._judge = judge
         self._keeps_answers = keeps_answers
         self._db = sqlite3.connect(":memory:" if path is None else path, timeout=BUSY_S, isolation_level=None)
-        self._db.execute("PRAGMA journal_mode = WAL")
+        _use_wal(self._db)
         self._db.execute("PRAGMA synchronous = NORMAL")  # a crash of the machine may cost the last answers
         self._db.executescript(_TABLES)
         row = self._db.execute(
