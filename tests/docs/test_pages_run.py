@@ -40,7 +40,6 @@ SHORTER_TUTORIAL = {
     "prompts = 128": "prompts = 4",
     "every = 10 ": "every = 2 ",
     "--update 59": "--update 2",
-    "range(1200)": "range(200)",
 }
 SHORTER_AFTER = {
     "training.steps=20": "training.steps=2",
