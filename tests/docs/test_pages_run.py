@@ -40,7 +40,6 @@ SHORTER_TUTORIAL = {
     "prompts = 128": "prompts = 4",
     "every = 10 ": "every = 2 ",
     "--update 59": "--update 2",
-    "range(1200)": "range(200)",
 }
 SHORTER_AFTER = {
     "training.steps=20": "training.steps=2",
@@ -166,11 +165,13 @@ def test_the_tutorial_and_what_follows_it_work_as_they_stand(folder: Path) -> No
     refuse_unused(SHORTER_AFTER, *AFTER_THE_TUTORIAL)
     printed = carry_out(blocks(TUTORIAL), folder, {} if FULL else SHORTER_TUTORIAL, in_processes=FULL)
     assert printed.startswith("4+3*7?")
+    rows = (folder / "sums.jsonl").read_text().splitlines()
+    assert len(set(rows)) == len(rows), "a problem that is held out and trained on tells nothing"
     assert (folder / "runs/short/policy").is_dir()
     if FULL:
         before, after = score_of(folder / "runs/first")
         assert before < 0.65
-        assert after > 0.85
+        assert after > 0.8
         assert printed.strip().endswith("=5")
         assert score_of(folder / "runs/short")[1] < after
     for page in AFTER_THE_TUTORIAL:

@@ -18,11 +18,14 @@ from stretto.models.routing import replayed_shape
 from stretto.models.shapes import shape_folder
 from stretto.models.stop_tokens import stop_tokens
 from stretto.models.tiny import WarmStart, tiny_config_of, tiny_tokenizer
+from stretto.objectives.critic_options import CriticOptions
+from stretto.objectives.length_options import OverlongOptions
 from stretto.observe.trackers.catalogue import check_trackers
 from stretto.recipe.checks import without_effect
 from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import Recipe
 from stretto.recipe.task_tables import remove_key
+from stretto.setup.cluster_devices import gpus_of, instance_gpus
 from stretto.setup.device import CUDA, choose_device, planned_bytes, resolved
 from stretto.setup.inputs import TaskInputs, check_objective, check_scoring, load_inputs, prompt_tokenizer
 from stretto.setup.memory_report import describe_memory
@@ -33,6 +36,7 @@ from stretto.setup.teachers import check_teachers
 from stretto.setup.threads import thread_counts
 from stretto.setup.vllm_engines import check_vllm_model, records_masks
 from stretto.setup.warm_starts import check_demonstrations, has_demonstrations
+from stretto.training.loss_averaging import with_divisor
 
 ALL_TARGETS = "all linear layers but the output layer"
 
@@ -218,8 +222,15 @@ def describe_routing(recipe: Recipe, config: Any, longest_prompt: int) -> list[s
 
 
 def effective(recipe: Recipe) -> str:
-    """Returns the recipe as TOML with every value that it runs with, including those that follow from others."""
+    """Returns the recipe as TOML with every value that it runs with, including those that follow from others.
+
+    Options that are off are left out, and so are those that are decided when the model is built, such as
+    `training.compile`.
+    """
     values = recipe.model_dump(mode="json")
+    _fill_in_algorithm(recipe, values["algorithm"])
+    start, end = recipe.training.schedule_bounds
+    values["training"] |= {"schedule_start": start, "schedule_end": end}
     plan, rollout, lora = recipe.plan, recipe.rollout, recipe.model.lora
     if rollout.staleness is None:
         values["rollout"]["staleness"] = plan.staleness
@@ -250,11 +261,26 @@ def effective(recipe: Recipe) -> str:
         "engine_threads": threads.engine,
         "trainer_threads": threads.trainer,
         "slots": recipe.num_slots,
+        "instance_gpus": instance_gpus(recipe),
+        "trainer_gpus": gpus_of(recipe.runtime.trainer_gpus, recipe),
     }
     for path in without_effect(recipe):
         remove_key(values, path)
     text = tomli_w.dumps(_without_none({name: value for name, value in values.items() if value != {}}))
     return text.replace("targets = []\n", f"targets = []  # {ALL_TARGETS}\n")
+
+
+def _fill_in_algorithm(recipe: Recipe, table: dict[str, Any]) -> None:
+    """Writes the values of the algorithm that follow from others to the table of its options."""
+    algorithm, max_tokens = recipe.algorithm, recipe.rollout.max_tokens
+    table["average_tokens"] = with_divisor(algorithm, max_tokens).average_tokens
+    if algorithm.kl is not None:
+        table["kl"]["estimator"] = algorithm.kl.estimate
+    if isinstance(algorithm.length, OverlongOptions) and algorithm.length.max_tokens is None:
+        table["length"]["max_tokens"] = max_tokens
+    critic = getattr(algorithm, "critic", None)
+    if isinstance(critic, CriticOptions) and critic.shared:
+        table["critic"]["coefficient"] = critic.loss_factor
 
 
 def _without_none(value: Any) -> Any:

@@ -112,14 +112,17 @@ OURS: dict[str, tuple[str, ...]] = {
     "staleness_threshold": ("rollout.staleness",),
     "stop_strings": ("rollout.stop",),
     "train_batch_size": ("rollout.prompts",),
-    "vllm_gpu_memory_utilization": ("rollout.kv_tokens",),
+    "vllm_gpu_memory_utilization": ("rollout.kv_tokens", "engine.gpu_memory"),
     "filter_groups": ("rollout.filter",),
     "filter_zero_advantages": ("rollout.filter",),
     "is_use_additional_prompts": ("rollout.filter",),
     "max_num_gen_batches": ("rollout.filter_limit",),
+    "query_filter_config": ("rollout.filter",),
     "use_additional_prompts": ("rollout.filter",),
     # algorithm
+    "add_token_level_kl": ("algorithm.kl.place",),
     "adv_estimator": ("algorithm.type", "algorithm.advantage"),
+    "agg_type": ("algorithm.correction.level",),
     "beta": ("algorithm.kl.coefficient",),
     "clip_ratio": _CLIPS,
     "clip_ratio_c": ("algorithm.dual_clip",),
@@ -154,16 +157,21 @@ OURS: dict[str, tuple[str, ...]] = {
     "mask_truncated_completions": ("algorithm.mask_truncated",),
     "max_len_mask": ("algorithm.mask_truncated",),
     "norm_adv_by_std_in_grpo": ("algorithm.advantage",),
+    "norm_mean_type": ("algorithm.advantage",),
+    "norm_std_type": ("algorithm.advantage",),
     "overlong_buffer": ("algorithm.length",),
     "pg_clip": _CLIPS,
     "pg_clip_high": ("algorithm.clip_high",),
     "pg_clip_low": ("algorithm.clip_low",),
     "pg_variant": ("algorithm.type",),
+    "ratio_high": ("algorithm.correction.high",),
+    "ratio_low": ("algorithm.correction.low",),
     "ref_model": ("algorithm.kl.reference",),
     "rollout_is_threshold": ("algorithm.correction.high",),
     "scale_rewards": ("algorithm.advantage",),
     "tis_imp_ratio_cap": ("algorithm.correction.high",),
     "train_infer_correction": ("algorithm.correction",),
+    "upper_bound": ("algorithm.correction.high",),
     "use_kl_in_reward": ("algorithm.kl.place",),
     "use_kl_loss": ("algorithm.kl",),
     "use_rollout_log_probs": ("algorithm.anchor",),
@@ -172,6 +180,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "vllm_importance_sampling_cap": ("algorithm.correction.high",),
     "vllm_importance_sampling_clip_max": ("algorithm.correction.high",),
     "vllm_importance_sampling_correction": ("algorithm.correction",),
+    "weight_type": ("algorithm.correction.level",),
     "whiten_advantages": ("algorithm.advantage",),
     # training
     "ac": ("training.checkpointing",),
@@ -190,10 +199,8 @@ OURS: dict[str, tuple[str, ...]] = {
     "max_norm": ("training.max_grad_norm",),
     "max_steps": ("training.steps",),
     "min_lr_ratio": ("training.final_fraction",),
-    "num_iterations": ("training.optimizer_steps", "training.replay.uses"),
     "num_mini_batches": ("training.optimizer_steps",),
     "num_train_epochs": ("training.steps",),
-    "ppo_epochs": ("training.optimizer_steps", "training.replay.uses"),
     "ppo_max_token_len_per_gpu": ("training.micro_tokens",),
     "ppo_micro_batch_size": ("training.micro_tokens",),
     "ppo_micro_batch_size_per_gpu": ("training.micro_tokens",),
@@ -219,6 +226,9 @@ OURS: dict[str, tuple[str, ...]] = {
     "track_with": ("observe.sinks",),
     "use_wandb": ("observe.sinks",),
     "wandb_project": ("observe.wandb.project",),
+    # engine
+    "use_vllm": ("engine.type",),
+    "vllm_mode": ("engine.type",),
     # runtime
     "device_mapping": ("runtime.trainers", "runtime.instances"),
     "heartbeat_stale_after_s": ("runtime.instance_seconds",),
@@ -231,6 +241,12 @@ OURS: dict[str, tuple[str, ...]] = {
     "full_determinism": ("runtime.deterministic",),
 }
 
+_PASSES = (
+    "no key trains a batch several times in one update; for N times, "
+    "`training.replay = { ratio = N - 1, uses = N - 1 }` trains groups again in later updates, with "
+    "`training.optimizer_steps = N` and `rollout.staleness = N + 1`"
+)
+
 ELSEWHERE: dict[str, str] = {
     "bf16": 'set `model.dtype = "bfloat16"`, which is the default on CUDA',
     "fp16": 'set `model.dtype = "float16"`',
@@ -240,16 +256,18 @@ ELSEWHERE: dict[str, str] = {
     "max_prompt_length": "a prompt may be as long as the model's context leaves beside `rollout.max_tokens`; "
     "`task.too_long` says what becomes of longer ones",
     "max_seq_length": "set `rollout.max_tokens`; a prompt may have what the model's context leaves beside it",
+    "map": "write the mapped rows to a file, or give them to `data=` of `stretto.train`; `task.columns` only renames",
+    "num_iterations": _PASSES,
     "output_dir": "name the run folder with `--out RUN`",
+    "ppo_epochs": _PASSES,
     "prompt_length": "a prompt may be as long as the model's context leaves beside `rollout.max_tokens`",
     "resume_from_checkpoint": "give `--resume` to `stretto train`",
     "resume_mode": "give `--resume` to `stretto train`",
     "seq_len": "set `rollout.max_tokens`; a prompt may have what the model's context leaves beside it",
     "sequence_length": "set `rollout.max_tokens`; a prompt may have what the model's context leaves beside it",
+    "tag_included": "write the rows of each domain to a file, and make it a task, `[[task]]` with `label` and `share`",
     "trigger_parameter_sync_step": "every update makes a version, and engines hold it before its first token",
     "trust_remote_code": "code of a model folder is never run",
-    "use_vllm": "the native engine is the only one",
-    "vllm_mode": "the native engine is the only one",
     "weight_sync_steps": "every update makes a version, and engines hold it before its first token",
 }
 

@@ -1,0 +1,49 @@
+"""`check` prints the values that follow from others, and what it prints is a recipe of the same run."""
+
+from __future__ import annotations
+
+import tomllib
+from functools import reduce
+from typing import Any
+
+import pytest
+
+from stretto.assembly.check import effective
+from stretto.recipe.schema import load_recipe
+
+MODEL = {"path": "tiny", "lora": {"rank": 4}}
+TASK = {"type": "countdown-chain"}
+KL = {"coefficient": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("tables", "key", "value"),
+    [
+        ({"algorithm": {"type": "dr-grpo"}, "rollout": {"max_tokens": 48}}, "algorithm.average_tokens", 48),
+        ({"algorithm": {"type": "dr-grpo", "average_tokens": 7}}, "algorithm.average_tokens", 7),
+        ({"algorithm": {"type": "grpo"}}, "algorithm.average_tokens", None),
+        ({"algorithm": {"type": "grpo", "kl": KL}}, "algorithm.kl.estimator", "k2"),
+        ({"algorithm": {"type": "grpo", "kl": KL | {"place": "reward"}}}, "algorithm.kl.estimator", "k1"),
+        ({"algorithm": {"type": "grpo", "kl": KL | {"estimator": "k3"}}}, "algorithm.kl.estimator", "k3"),
+        (
+            {"algorithm": {"type": "grpo", "length": {"type": "overlong", "cache": 8}}, "rollout": {"max_tokens": 32}},
+            "algorithm.length.max_tokens",
+            32,
+        ),
+        ({"algorithm": {"type": "ppo", "critic": {"shared": True}}}, "algorithm.critic.coefficient", 0.5),
+        ({"algorithm": {"type": "ppo"}}, "algorithm.critic.coefficient", None),
+        ({"training": {"schedule": "linear", "warmup_steps": 3, "steps": 20}}, "training.schedule_start", 3),
+        ({"training": {"schedule": "linear", "warmup_steps": 3, "steps": 20}}, "training.schedule_end", 20),
+        ({"training": {"steps": 20}}, "training.schedule_end", None),
+        ({"runtime": {"type": "ray", "device": "cpu"}}, "runtime.trainer_gpus", 0.0),
+        ({"runtime": {"type": "ray", "device": "cuda"}}, "runtime.instance_gpus", 1.0),
+        ({"runtime": {"device": "cpu"}}, "runtime.instance_gpus", None),
+    ],
+)
+def test_check_prints_what_follows_from_other_values(tables: dict[str, Any], key: str, value: object) -> None:
+    recipe = load_recipe({"model": MODEL, "task": TASK} | tables)
+    printed = tomllib.loads(effective(recipe))
+    assert reduce(lambda table, name: (table or {}).get(name), key.split("."), printed) == value
+    again = load_recipe(printed)
+    assert again.plan == recipe.plan
+    assert tomllib.loads(effective(again)) == printed, "what it prints is a recipe that prints the same"
