@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_cases import assert_verifies, policy, recipe, run
+from run_cases import Heard, assert_verifies, policy, recipe, run
 
 from stretto.assembly.check import check
 from stretto.assembly.recompute import recompute
@@ -74,6 +75,21 @@ def test_a_run_that_was_killed_goes_on_with_its_teacher_and_ends_with_the_same_p
     assert_verifies(tmp_path / "killed")
     whole, killed = policy(tmp_path / "whole"), policy(tmp_path / "killed")
     assert all((whole[name] == killed[name]).all() for name in whole)
+
+
+def test_a_teacher_that_has_changed_is_said_and_the_run_goes_on(model: Path, tmp_path: Path, teacher: Path) -> None:
+    made = recipe(model, tmp_path, *ALONE, taught_by(teacher), "training.steps=1")
+    run(made, tmp_path / "run")
+    other = recipe(model, tmp_path, QUIET, "training.steps=1", "training.learning_rate=2e-2")
+    shutil.rmtree(teacher)
+    run(other, teacher)
+    heard, same = Heard(), Heard()
+    said = f"the files of `{teacher}` have changed since the run used them last: it is another model now"
+    for steps, observer in ((2, heard), (3, same)):
+        longer = recipe(model, tmp_path, *ALONE, taught_by(teacher), f"training.steps={steps}")
+        run(longer, tmp_path / "run", resume=True, observer=observer)
+    assert (said in heard.said, said in same.said) == (True, False)
+    assert_verifies(tmp_path / "run")
 
 
 @pytest.mark.parametrize("options", [{"form": "sampled"}, {"top_k": 5}, {"coefficient": 0.1, "keep": "host"}])

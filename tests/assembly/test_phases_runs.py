@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_cases import assert_verifies, equal, policy, recipe, rows, run, story
+from run_cases import Heard, assert_verifies, equal, policy, recipe, rows, run, story
 
 from stretto.assembly.recompute import recompute
 from stretto.assembly.retrain import retrain
@@ -27,14 +27,6 @@ from stretto.store.verify import exit_code, format_findings, verify
 
 RATES = "SELECT json_extract(metrics, '$.learning_rate') FROM updates ORDER BY update_id"
 PHASES = "SELECT phase, first_update, first_group FROM phases"
-
-
-class Heard(Silent):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def message(self, text: str) -> None:
-        self.said.append(text)
 
 
 class Dies(Heard):

@@ -60,6 +60,16 @@ def often_solved(prompt, completion, answer):
 '''
 
 
+class Heard(Silent):
+    """Keeps the messages of a run."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.said.append(text)
+
+
 def write_task(folder: Path, num_rows: int = 24) -> None:
     """A file of prompts and a module of rewards."""
     (folder / "our_rewards.py").write_text(REWARDS)

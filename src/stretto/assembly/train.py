@@ -86,6 +86,7 @@ from stretto.setup.device import as_begun, choose_device, resolved
 from stretto.setup.factories import DriverInputs, load_driver_inputs
 from stretto.setup.garbage import spare_from_collection
 from stretto.setup.inputs import passed_variables, read_tasks
+from stretto.setup.loaded_models import model_digests
 from stretto.setup.micro_batch_size import with_micro_tokens
 from stretto.setup.warm_starts import has_demonstrations
 from stretto.store.checkpoint_files import keep_newest_checkpoint
@@ -464,14 +465,17 @@ def _started_from(recipe: Recipe) -> str | None:
 
 
 def _compare_sources(run: _Run) -> None:
-    """Records the sources that score the task. Says which have changed since they were recorded."""
-    now = dict(run.given.digests)
+    """Records the code and the models that score or teach. Says which have changed since they were recorded."""
+    models = model_digests(run.recipe)
+    now = dict(run.given.digests) | models
     for task in run.recipe.tasks:
         now |= source_digests(task)
     with JournalReader(run.folder) as reader:
         before = reader.sources()
     for name in sorted(name for name, digest in now.items() if before.get(name, digest) != digest):
         text = f"the source of `{name}` has changed since the run used it last: rewards are those of the new code now"
+        if name in models:
+            text = f"the files of `{name}` have changed since the run used them last: it is another model now"
         run.journal.note("source changed", text, at=clock.now())
         run.observer.message(text)
     run.journal.scored_by(now)
