@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from stretto.errors import RunError
-from stretto.observe.metrics import JsonLines, Tally, Totals, is_mixed
+from stretto.observe.metrics import JsonLines, Tally, Totals, constant_rewards, is_mixed
 from stretto.observe.progress import describe_evaluation, describe_update
 from stretto.observe.summary import summary_table
 from stretto.types import Completion, EngineStats, EvaluationResult, HeldOutScore, Sample, UpdateReport
@@ -291,3 +291,12 @@ def test_the_age_of_a_trajectory_is_that_of_its_oldest_token() -> None:
     line = update(subject, 2, samples, 0.0, 1.0)
     assert line["staleness_histogram"] == {"1": 1, "2": 2}
     assert subject.totals.ages == {1: 1, 2: 2}
+
+
+def test_rewards_with_one_value_for_all_completions_are_told_apart() -> None:
+    parts = [
+        (("right", 1.0, 0.0), ("brief", 0.2, 1.0), ("long", -1.0, 0.0), ("rare", 1.0, None)),
+        (("right", 1.0, 0.0), ("brief", 0.2, 0.5), ("long", -1.0, 0.0), ("rare", 1.0, 2.0)),
+    ]
+    assert constant_rewards(parts) == {"constant_rewards": {"right": 0.0, "rare": 2.0}}
+    assert constant_rewards([None, None]) == {}

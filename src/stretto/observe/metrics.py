@@ -313,6 +313,7 @@ class Tally:
             "update": report.update,
             **report.metrics,
             **reward_means(own[0].reward_parts for own in uses),
+            **constant_rewards(own[0].reward_parts for own in uses),
             "at": ended,
             "tokens": tokens,
             "tokens_per_second": tokens / cycle_s if cycle_s > 0 else 0.0,
@@ -440,6 +441,20 @@ class Tally:
 def reward_means(parts: Iterable[Sequence[RewardPart] | None]) -> dict[str, float]:
     """Returns the metrics of a task with several rewards: the mean of each, `reward/NAME`."""
     return {f"reward/{name}": mean for name, mean in part_means(parts).items()}
+
+
+def constant_rewards(parts: Iterable[Sequence[RewardPart] | None]) -> dict[str, dict[str, float]]:
+    """Returns a metric of a task with several rewards: those with one value for all that they apply to, and the value.
+
+    A reward with a negative weight is left out, because its best value is its lowest one. Empty if there is none.
+    """
+    values: dict[str, set[float]] = {}
+    for own in parts:
+        for name, weight, value in own or ():
+            if value is not None and weight > 0:
+                values.setdefault(name, set()).add(value)
+    constant = {name: min(found) for name, found in values.items() if len(found) == 1}
+    return {"constant_rewards": constant} if constant else {}
 
 
 def is_mixed(completion: Completion) -> bool:
