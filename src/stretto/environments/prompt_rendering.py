@@ -33,7 +33,7 @@ class PromptRenderer:
         """`keep_last`: tokens that a prompt keeps, from its end; None: all."""
         self._tokenizer = tokenizer
         self._keep_last = keep_last
-        self._unknown = getattr(tokenizer, "unk_token_id", None)
+        self._unknown = _unknown_id(tokenizer)
 
     @property
     def has_template(self) -> bool:
@@ -112,6 +112,20 @@ class PromptRenderer:
         """Returns the first character of a text that the tokenizer does not know."""
         encode = self._tokenizer.encode
         return next((part for part in text if self._unknown in encode(part, add_special_tokens=False)), text[:20])
+
+
+def _unknown_id(tokenizer: Any) -> int | None:
+    """Returns the token that stands for text which a tokenizer does not know; None if it has none.
+
+    A tokenizer may use one in its model without naming it among its special tokens.
+    """
+    named_id: int | None = getattr(tokenizer, "unk_token_id", None)
+    if named_id is not None:
+        return named_id
+    inner = getattr(tokenizer, "backend_tokenizer", None)
+    token = getattr(getattr(inner, "model", None), "unk_token", None)
+    found: int | None = None if inner is None or token is None else inner.token_to_id(token)
+    return found
 
 
 @dataclass(slots=True)

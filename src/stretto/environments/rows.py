@@ -68,6 +68,31 @@ def split_held_out(rows: Sequence[Row], num: int, seed: int) -> tuple[list[Row],
     return train, [row for number, row in enumerate(rows) if number in held]
 
 
+def count_shared(train: Sequence[Row], held_out: Sequence[Row], *, by_columns: bool = False) -> int:
+    """Returns how many held-out rows ask what a training row asks too: the same text, or messages and tools.
+
+    `by_columns`: only if their columns are equal too, as in tasks where a prompt alone does not say what is asked.
+    Passes over the training rows once, with a lookup for each.
+    """
+    ends = {_last_text(row) for row in held_out}
+    trained = {_asks(row, by_columns) for row in train if _last_text(row) in ends}
+    return sum(_asks(row, by_columns) in trained for row in held_out)
+
+
+def _last_text(row: Row) -> str | None:
+    """Returns a text that two rows with the same prompt have in common, without much work."""
+    if row.messages is None:
+        return row.text
+    content = row.messages[-1].get("content")
+    return content if isinstance(content, str) else None
+
+
+def _asks(row: Row, by_columns: bool) -> tuple[Any, ...]:
+    asked = row.text if row.messages is None else json.dumps((row.messages, row.tools), sort_keys=True, default=str)
+    columns = json.dumps(row.columns, sort_keys=True, default=str) if by_columns else ""
+    return row.messages is None, asked, columns
+
+
 # -- columns -----------------------------------------------------------------------------------------------------------
 
 

@@ -17,8 +17,9 @@
 that learns may cut off every completion. Those of `PATIENT` also wait until the trend is known. Signal that is missing
 because the task is learnt is `solved`, which is said once, and whose end is not.
 
-With several rewards, the sentence of the first three names the rewards that are equal for all completions. A task is not
-learnt while one of them is *stuck*: it never was above 0, or it is below what it once was. Then there is no `solved`.
+With several rewards, the sentence of the first three names the rewards that are equal for all completions. A task is
+not learnt while one of them is *stuck*: it never was above 0, or it is below what it once was. Then there is no
+`solved`.
 
 Each kind is reported once when it begins, and once when it is over: after `HOLDS` updates in a row without it. It is
 not reported again in the same run. `collapse.py` compares a run with its own past; the bounds here are absolute.
