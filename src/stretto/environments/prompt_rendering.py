@@ -11,6 +11,7 @@ from stretto.environments.row_faults import named
 from stretto.environments.rows import Row
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # beside those that a chat template names
+TOO_LONG_WARNING = "sequence-length-is-longer-than-the-specified-maximum"  # the name that transformers gives it
 SHOWN_LONG = 5  # prompts that are too long, in messages
 
 
@@ -34,6 +35,9 @@ class PromptRenderer:
         self._tokenizer = tokenizer
         self._keep_last = keep_last
         self._unknown = _unknown_id(tokenizer)
+        said = getattr(tokenizer, "deprecation_warnings", None)
+        if isinstance(said, dict):  # prompts that are too long are refused, dropped or cut here, with words of our own
+            said[TOO_LONG_WARNING] = True
 
     @property
     def has_template(self) -> bool:
@@ -162,8 +166,8 @@ class LongPrompts:
     def refusal(self, choices: Sequence[str]) -> str:
         """Returns why the prompts are refused, and what to do. `choices` are other values of `task.too_long`."""
         room = f"{self.limit:,} that the context (or `rollout.kv_tokens`) leaves beside `max_tokens`"
-        other = " or ".join(f'"{each}"' for each in choices)
-        choose = f", or set `task.too_long = {other}`" if choices else ""
+        other = " or ".join(f'`task.too_long = "{each}"`' for each in choices)
+        choose = f", or set {other}" if choices else ""
         if self.num == 1:
             ((place, length),) = self.first
             return (

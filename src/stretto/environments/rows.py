@@ -44,19 +44,32 @@ def make_rows(
     read.
     """
     found, names = RowFaults() if faults is None else faults, dict(columns or {})
+    all_lack, some_lack = RowFaults(), RowFaults()  # a prompt: one of them is reported
     rows = []
     for where, record in records:
         try:
             row = to_row(renamed(record, names), where)
             rows.append(row if system is None else _with_system(row, system))
+        except _NoPromptError as error:
+            all_lack.add(where, missing_prompt(error.columns))
+            some_lack.add(where, _without_prompt(error.columns))
         except _BadRowError as error:
             found.add(where, str(error))
+    found.include(some_lack if rows else all_lack)
     found.refuse()
     return rows
 
 
 class _BadRowError(Exception):
     """A record that is no row; its text follows the place of the record in a sentence."""
+
+
+class _NoPromptError(_BadRowError):
+    """A record that has neither a prompt nor messages."""
+
+    def __init__(self, columns: Iterable[str]) -> None:
+        super().__init__("it has neither a prompt nor messages")
+        self.columns = list(columns)
 
 
 def split_held_out(rows: Sequence[Row], num: int, seed: int) -> tuple[list[Row], list[Row]]:
@@ -99,14 +112,20 @@ def _asks(row: Row, by_columns: bool) -> tuple[Any, ...]:
 def renamed(record: Any, columns: Mapping[str, str]) -> Any:
     """Gives columns of a record other names: `columns` has ours with theirs.
 
-    A column that had the name already is replaced. If `prompt` or `messages` is among ours, the row is asked with that
-    one, and the other is left out.
+    A column that had the name already must be renamed too. If `prompt` or `messages` is among ours, the row is asked
+    with that one, and others of these names are left out.
     """
     if not columns or not isinstance(record, dict):
         return record
     for ours, theirs in columns.items():
         if theirs not in record:
             raise _BadRowError(missing_column(ours, theirs, record))
+        if ours in record and ours not in ASKING and ours not in columns.values():
+            raise _BadRowError(
+                f"`task.columns.{ours} = {theirs!r}` would replace a column `{ours}` that the row has; choose another "
+                f'name, or give that column one too, such as `task.columns = {{ {ours} = "{theirs}", other_{ours} = '
+                f'"{ours}" }}`'
+            )
     values = {ours: record[theirs] for ours, theirs in columns.items()}
     for theirs in columns.values():
         record.pop(theirs, None)
@@ -142,6 +161,14 @@ def missing_prompt(names: Iterable[str]) -> str:
     )
 
 
+def _without_prompt(names: Iterable[str]) -> str:
+    """Returns what is wrong with a row that has neither a prompt nor messages, while others have."""
+    return (
+        "this row lacks the column `prompt` or `messages` that other rows have; add it, or remove the row (its columns "
+        f"are {_listed(sorted(map(str, names)))})"
+    )
+
+
 LIKELY = ("question", "problem", "instruction", "input", "query", "text", "conversations", "conversation")
 """Columns that data sets often have for what is asked, the likeliest first."""
 
@@ -171,7 +198,7 @@ def to_row(record: Any, where: str) -> Row:
     if not held and given:
         raise _BadRowError(f"`{given[-1]}` is null; give it a value, or remove the row")
     if not held:
-        raise _BadRowError(missing_prompt(record))
+        raise _NoPromptError(record)
     if "completion" in record:
         raise _BadRowError(
             "the name `completion` is reserved for what the model generates; rename the column, for example with "

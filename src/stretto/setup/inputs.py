@@ -484,9 +484,9 @@ def _sandbox_notes(recipe: OneTaskRecipe) -> Iterator[str]:
     processes = recipe.task.sandbox.processes
     if os.getuid() == 0 and "process count" in held:
         yield (
-            f"`task.sandbox.processes = {processes}` is up to {RESERVED_NUMBERS + processes} {where}, because this "
-            f"process is root's: the kernel bounds its process numbers, of which it gives the first {RESERVED_NUMBERS} "
-            "once; run as another user"
+            f"`task.sandbox.processes = {processes}` is not exact {where}: code in the sandbox may have up to "
+            f"{RESERVED_NUMBERS + processes} processes at once, because this process runs as root; run it as another "
+            f"user for a limit of {processes}"
         )
     readable = "every file" if os.getuid() == 0 else "the files that your user can read"
     readable += " outside of the home folder" if "home" in held else ""

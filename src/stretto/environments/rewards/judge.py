@@ -46,6 +46,7 @@ from stretto.environments.rewards.judge_answers import (
 from stretto.environments.rewards.judge_options import JudgeOptions
 from stretto.environments.rewards.judge_record import FILE, Answer, JudgeRecord, exhausted, key_of
 from stretto.environments.scoring_errors import HaltError, ScoringError
+from stretto.options import shown_variable
 
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 15.0
@@ -460,7 +461,9 @@ def _key(options: JudgeOptions, option: str) -> str | None:
         return None
     key = os.environ.get(options.api_key_env, "").strip()
     if not key:
-        raise SpecError(f"`{option}.api_key_env` names `{options.api_key_env}`, which is not set or empty")
+        raise SpecError(
+            f"`{option}.api_key_env` names {shown_variable(options.api_key_env)}, which is not set or empty"
+        )
     return key
 
 
