@@ -31,6 +31,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "lora_target_modules": ("model.lora.targets",),
     "model_name": ("model.path",),
     "model_name_or_path": ("model.path",),
+    "peft_config": ("model.lora",),
     "pretrain": ("model.path",),
     "r": ("model.lora.rank",),
     "target_modules": ("model.lora.targets",),
@@ -236,10 +237,22 @@ ELSEWHERE: dict[str, str] = {
     "fp16": 'set `model.dtype = "float16"`',
     "default_local_dir": "name the run folder with `--out RUN`",
     "logging_dir": "name the run folder with `--out RUN`",
+    "difficulty_mask": 'leave it out; `task.order = "pass-rate"` draws prompts of medium difficulty more often, and '
+    '`rollout.filter = "no-signal"` replaces groups with equal rewards',
     "logging_steps": "every update is written to `RUN/metrics.jsonl`",
     "max_prompt_length": "a prompt may be as long as the model's context leaves beside `rollout.max_tokens`; "
     "`task.too_long` says what becomes of longer ones",
     "max_seq_length": "set `rollout.max_tokens`; a prompt may have what the model's context leaves beside it",
+    "norm_mean_type": "did you mean `algorithm.advantage`? It says what is subtracted from rewards, and what they are "
+    "divided by",
+    "norm_std_type": "did you mean `algorithm.advantage`? It says what is subtracted from rewards, and what they are "
+    "divided by",
+    "query_filter_config": 'did you mean `rollout.filter`? `rollout.filter = "no-signal"` replaces groups with equal '
+    "rewards",
+    "repetition_penalty": "leave it out: tokens are sampled from the policy as it is, so that their probabilities are "
+    "those that it is trained with; penalize repetition in the reward",
+    "reward_clip": "scale the reward in its function, or with `weight` in `[[task.rewards]]`",
+    "advantage_clip": "scale the reward in its function, or with `weight` in `[[task.rewards]]`",
     "output_dir": "name the run folder with `--out RUN`",
     "prompt_length": "a prompt may be as long as the model's context leaves beside `rollout.max_tokens`",
     "resume_from_checkpoint": "give `--resume` to `stretto train`",
@@ -248,8 +261,8 @@ ELSEWHERE: dict[str, str] = {
     "sequence_length": "set `rollout.max_tokens`; a prompt may have what the model's context leaves beside it",
     "trigger_parameter_sync_step": "every update makes a version, and engines hold it before its first token",
     "trust_remote_code": "code of a model folder is never run",
-    "use_vllm": "the native engine is the only one",
-    "vllm_mode": "the native engine is the only one",
+    "use_vllm": 'set `engine.type = "vllm"`; the native engine is the default',
+    "vllm_mode": 'set `engine.type = "vllm"`, which has a process of its own for each instance',
     "weight_sync_steps": "every update makes a version, and engines hold it before its first token",
 }
 
