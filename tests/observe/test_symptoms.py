@@ -134,3 +134,11 @@ def test_one_constant_reward_for_every_completion_names_its_parts() -> None:
     sentences = [text for number in range(3) for text in subject.add(several(number, 0.0, 1.0, **line))[1]]
     assert len(sentences) == 1
     assert "every completion gets the reward 0.2 (`right` is 0 and `brief` is 1 in all of them)" in sentences[0]
+
+
+def test_a_constant_reward_at_its_top_is_named_too() -> None:
+    subject = Symptoms()
+    line = {"constant_rewards": {"brief": 1.0}, "reward/right": 0.5}
+    sentences = [text for number in range(4) for text in subject.add(several(number, 0.5, 1.0, **line))[1]]
+    assert len(sentences) == 1
+    assert "(mean 0.5; `brief` is 1 in all completions), so that each prompt is too easy or too hard" in sentences[0]

@@ -216,12 +216,13 @@ def _signal(line: Line, constant: str, stuck: Sequence[str]) -> Iterator[tuple[s
         "part"
     )
     if is_without_signal(line):
-        equal = f"no reward trains anything: in every group all rewards are equal (mean {reward:.3g})"
+        each = f"; {constant} in all completions" if constant and not stuck else ""
+        equal = f"no reward trains anything: in every group all rewards are equal (mean {reward:.3g}{each})"
         yield (
             "no-signal",
             f"{equal}: {advice}"
             if stuck
-            else f"{equal}, so that each prompt is too easy or too hard{parts}; {look}, choose other prompts, raise "
+            else f"{equal}, so that each prompt is too easy or too hard; {look}, choose other prompts, raise "
             "`rollout.group` or `rollout.temperature`, or let the reward tell better completions from worse ones",
         )
     groups, filtered = line.get("groups", 0), line.get("filtered_groups", 0)
